@@ -1,0 +1,495 @@
+"""What a run is: the model's shape, the layout, the options, and every check across them.
+
+    config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags win over --config file.toml
+    config = check(config, ranks=8)                              # fills in dp, or says why not
+
+Every option is a field of one of the five dataclasses below; the command line, the TOML keys and
+the help text are generated from them. No torch here: `--help` answers in a tenth of a second.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake the user can mend: shown as one sentence, exit status 2, never a traceback."""
+
+
+def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None):
+    """A dataclass field that is also a command-line flag and a TOML key of the same name."""
+    kind = type or (default.__class__ if default is not None else str)
+    metadata = dict(help=help, choices=choices, minimum=minimum, type=kind, nargs=nargs)
+    return field(default=default, metadata=metadata)
+
+
+# ------------------------------------------------------------------------------------------------
+# The five groups of options
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A GPT's architecture: all that its parameters and FLOPs follow from.
+
+    Fields left at None are derived from the others, so a finished shape has none.
+    """
+
+    layers: int = option(None, "transformer blocks", type=int, minimum=1)
+    hidden: int = option(None, "width of the residual stream", type=int, minimum=1)
+    heads: int = option(None, "attention heads", type=int, minimum=1)
+    kv_heads: int = option(None, "key/value heads, default: heads", type=int, minimum=1)
+    ffn_hidden: int = option(
+        None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", type=int, minimum=1
+    )
+    seq_length: int = option(1024, "tokens in a sample", minimum=1)
+    vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
+    positions: str = option("learned", "position kind", choices=("learned", "alibi", "rotary"))
+    norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    activation: str = option("gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "swiglu"))
+    bias: bool = option(True, "biases in the linear layers")
+    embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
+    tied: bool = option(True, "the output head shares the embedding's weights")
+    norm_eps: float = option(1e-5, "epsilon of the normalisation")
+    rotary_base: float = option(10000.0, "base of the rotary frequencies")
+
+    def __post_init__(self):
+        missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
+        if missing:
+            flags = ", ".join(f"--{n}" for n in missing)
+            raise UserError(f"the model has no {flags}: give them, or --model PRESET")
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.ffn_hidden is None:
+            object.__setattr__(self, "ffn_hidden", self._default_ffn())
+
+    def _default_ffn(self) -> int:
+        if self.activation != "swiglu":
+            return 4 * self.hidden
+        return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    def padded_vocab(self, layout: "Layout") -> int:
+        """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp."""
+        multiple = layout.pad_vocab_multiple * layout.tp
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over ranks: rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+
+    tp: int = option(1, "tensor-parallel ranks", minimum=1)
+    pp: int = option(1, "pipeline stages", minimum=1)
+    dp: int = option(
+        None, "data-parallel replicas, default: ranks / (tp x pp)", type=int, minimum=1
+    )
+    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over tp")
+    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    partition: str = option(
+        "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
+    )
+    micro_batch_size: int = option(1, "samples in one forward pass of one replica", minimum=1)
+    zero: int = option(1, "ZeRO stage: 1 shards optimizer state over dp", choices=(0, 1))
+    pad_vocab_multiple: int = option(
+        128, "pad the vocabulary to a multiple of this x tp", minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is optimised, in which precision, for how long."""
+
+    global_batch_size: int = option(8, "samples per step, over all replicas", minimum=1)
+    steps: int = option(None, "steps to train", type=int, minimum=1)
+    train_samples: int = option(None, "samples to train, in place of --steps", type=int, minimum=1)
+    precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16"))
+    optimizer: str = option("adamw", "optimizer", choices=("adamw",))
+    lr: float = option(3e-4, "peak learning rate", minimum=0.0)
+    min_lr: float = option(3e-5, "final learning rate", minimum=0.0)
+    lr_schedule: str = option(
+        "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
+    )
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
+    lr_decay_samples: int = option(
+        None, "samples after which the rate is --min-lr, default: all", type=int, minimum=1
+    )
+    lr_wsd_decay_samples: int = option(
+        None, "samples of the last, falling part of wsd, default: a tenth", type=int, minimum=1
+    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
+    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
+    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0)
+    adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
+    clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
+    init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
+    seed: int = option(1234, "seed of weights and sample order", minimum=0)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from."""
+
+    data: tuple = option(
+        ("synthetic",), "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic", nargs="+"
+    )
+    split: str = option("95,5,0", "shares of train, validation and test, by document")
+    eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
+    eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where it runs and what it leaves behind."""
+
+    out: str = option("runs/latest", "folder for run.json and metrics.jsonl")
+    device: str = option("auto", "device of each rank", choices=("auto", "cpu", "cuda"))
+    backend: str = option(
+        "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
+    )
+    log_every: int = option(1, "steps between log lines", minimum=1)
+    check_replicas_every: int = option(0, "steps between replica checks, 0: never", minimum=0)
+    tensorboard: bool = option(False, "also write TensorBoard events")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `check` must have passed before anything is built from it."""
+
+    model: ModelShape
+    layout: Layout = field(default_factory=Layout)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    run: Run = field(default_factory=Run)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per step on each replica."""
+        layout = self.layout
+        return self.training.global_batch_size // (layout.micro_batch_size * layout.dp)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps in the whole run; the last one of --train-samples may be left out, never partial."""
+        if self.training.steps is not None:
+            return self.training.steps
+        return self.training.train_samples // self.training.global_batch_size
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested plain values, for run.json."""
+        return dataclasses.asdict(self)
+
+
+GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": Data, "run": Run}
+
+
+# ------------------------------------------------------------------------------------------------
+# Presets
+# ------------------------------------------------------------------------------------------------
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape(layers, hidden, heads, seq_length=1024, vocab_size=50257)
+
+
+def _tr11(layers: int, hidden: int, heads: int) -> ModelShape:
+    """The family tried for BLOOM: ALiBi, a normalised embedding, a vocabulary of 250,880."""
+    return ModelShape(
+        layers,
+        hidden,
+        heads,
+        seq_length=2048,
+        vocab_size=250880,
+        positions="alibi",
+        embedding_norm=True,
+    )
+
+
+def _megatron(layers: int, hidden: int, heads: int) -> ModelShape:
+    """Table 1 of arXiv 2104.04473."""
+    return ModelShape(layers, hidden, heads, seq_length=2048, vocab_size=51200)
+
+
+PRESETS = {
+    "gpt2-124m": _gpt2(12, 768, 12),
+    "gpt2-355m": _gpt2(24, 1024, 16),
+    "gpt2-774m": _gpt2(36, 1280, 20),
+    "gpt2-1.5b": _gpt2(48, 1600, 25),
+    "gpt3-175b": ModelShape(96, 12288, 96, seq_length=2048, vocab_size=50257),
+    "1b3": ModelShape(24, 2048, 16, seq_length=2048, vocab_size=50257, embedding_norm=True),
+    "104b": ModelShape(64, 11600, 80, seq_length=2048, vocab_size=50257),
+    "bloom-176b": _tr11(70, 14336, 112),
+    "177b": _tr11(96, 12288, 64),
+    "181b": _tr11(72, 14336, 64),
+    "182b": _tr11(84, 13312, 64),
+    "182b-wide": _tr11(78, 13824, 64),
+    "183b": _tr11(72, 14400, 96),
+    "187b": _tr11(80, 13824, 64),
+    "194b": _tr11(78, 14400, 96),
+    "195b": _tr11(77, 14400, 96),
+    "196b": _tr11(84, 13824, 64),
+    "200b": _tr11(80, 14400, 96),
+    "205b": _tr11(81, 14400, 96),
+    "206b": _tr11(96, 13312, 64),
+    "megatron-1.7b": _megatron(24, 2304, 24),
+    "megatron-3.6b": _megatron(30, 3072, 32),
+    "megatron-7.5b": _megatron(36, 4096, 32),
+    "megatron-18b": _megatron(40, 6144, 48),
+    "megatron-39b": _megatron(48, 8192, 64),
+    "megatron-76b": _megatron(60, 10240, 80),
+    "megatron-145b": _megatron(80, 12288, 96),
+    "megatron-310b": _megatron(96, 16384, 128),
+    "megatron-530b": _megatron(105, 20480, 128),
+    "megatron-1t": _megatron(128, 25600, 160),
+}
+ALIASES = {"176b": "bloom-176b", "bloom": "bloom-176b", "175b": "gpt3-175b", "1.3b": "1b3"}
+
+
+def preset(name: str) -> ModelShape:
+    """The shape of that name, in any case; UserError with the nearest name if there is none."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in PRESETS:
+        known = list(PRESETS) + list(ALIASES)
+        raise UserError(f"no preset is called {name!r}{_nearest(key, known)}")
+    return PRESETS[key]
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line and the TOML file
+# ------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
+    """The configuration that `arguments` and the file named by --config ask for, not yet checked.
+
+    Raises UserError on an unknown flag, key, preset or value; `--help` prints and exits 0.
+    """
+    given, unknown = _parser(description).parse_known_args(arguments)
+    flags = vars(given)
+    if unknown:
+        names = ["--" + name.replace("_", "-") for name in [*_options(), "config", "model"]]
+        raise UserError(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], names)}")
+    file = flags.pop("config", None)
+    values = _read_toml(file) if file else {}
+    return build(values | flags)
+
+
+def build(values: dict[str, Any]) -> Config:
+    """A Config from flat option names; `model`, if given, names the preset to start from."""
+    values = dict(values)
+    base = preset(values.pop("model")) if "model" in values else None
+    options = _options()
+    for name, value in values.items():
+        _check_value(name, value, options[name])
+    groups = {}
+    for group, cls in GROUPS.items():
+        own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
+        groups[group] = _reshape(base, own) if group == "model" and base else cls(**own)
+    return Config(**groups)
+
+
+def _reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
+    """A preset with some fields changed: what was derived from a changed field is derived anew."""
+    derived = {}
+    if base.kv_heads == base.heads:
+        derived["kv_heads"] = None
+    if base.ffn_hidden == base._default_ffn():
+        derived["ffn_hidden"] = None
+    return dataclasses.replace(base, **(derived | own))
+
+
+def _options() -> dict[str, dataclasses.Field]:
+    return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = _Parser(description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of these options"
+    )
+    for group, cls in GROUPS.items():
+        section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
+        if group == "model":
+            section.add_argument(
+                "--model",
+                metavar="PRESET",
+                default=argparse.SUPPRESS,
+                help="start from a named shape: " + ", ".join(PRESETS),
+            )
+        for f in dataclasses.fields(cls):
+            _add_flag(section, f)
+    return parser
+
+
+def _add_flag(section, f: dataclasses.Field) -> None:
+    meta = f.metadata
+    name = "--" + f.name.replace("_", "-")
+    default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
+    text = meta["help"] + ("" if f.default is None else f" (default: {default})")
+    keywords = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    if meta["type"] is bool:
+        section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
+        return
+    kind = str if meta["nargs"] else meta["type"]
+    metavar = "|".join(map(str, meta["choices"])) or kind.__name__.upper()
+    section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    """Flat option values of a TOML file; tables such as [layout] are there only for the reader."""
+    try:
+        with open(path, "rb") as file:
+            tree = tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"--config {path} is not TOML: {error}") from None
+    flat = {}
+    for key, value in tree.items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    flat = {key.replace("-", "_"): value for key, value in flat.items()}
+    known = [*_options(), "model"]
+    for key in flat:
+        if key not in known:
+            raise UserError(f"--config {path} has an unknown key {key!r}{_nearest(key, known)}")
+    return flat
+
+
+def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
+    """Type, choices and minimum of one option, whichever way it came."""
+    meta, flag = f.metadata, "--" + name.replace("_", "-")
+    kind = meta["type"]
+    right = isinstance(value, (int, float) if kind is float else list if meta["nargs"] else kind)
+    if not right and not isinstance(value, tuple):
+        raise UserError(f"{flag} takes {kind.__name__}, not {value!r}")
+    if meta["choices"] and value not in meta["choices"]:
+        choices = ", ".join(map(str, meta["choices"]))
+        raise UserError(f"{flag} is one of {choices}, not {value!r}")
+    if meta["minimum"] is not None and not value >= meta["minimum"]:
+        raise UserError(f"{flag} must be at least {meta['minimum']}, not {value}")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks across options
+# ------------------------------------------------------------------------------------------------
+
+
+def check(config: Config, ranks: int) -> Config:
+    """The configuration with dp filled in, if it can run on that many ranks; else a UserError.
+
+    Every message shows both sides of what does not fit, with their numbers.
+    """
+    layout = _place(config.layout, ranks)
+    config = dataclasses.replace(config, layout=layout)
+    check_shape(config.model)
+    check_split(config.model, layout)
+    check_batch(layout, config.training.global_batch_size)
+    _check_length(config.training)
+    return config
+
+
+def _place(layout: Layout, ranks: int) -> Layout:
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    if ranks % (tp * pp):
+        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {ranks} ranks")
+    if dp is not None and tp * pp * dp != ranks:
+        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks")
+    return dataclasses.replace(layout, dp=ranks // (tp * pp))
+
+
+def check_shape(model: ModelShape) -> None:
+    """Raise UserError if no such model can be built, whatever the layout."""
+    if model.hidden % model.heads:
+        raise UserError(f"heads({model.heads}) does not divide hidden({model.hidden})")
+    if model.heads % model.kv_heads:
+        raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
+    if model.positions == "rotary" and model.head_size % 2:
+        raise UserError(
+            f"rotary positions need an even head size: hidden({model.hidden}) / "
+            f"heads({model.heads}) = {model.head_size}"
+        )
+
+
+def check_split(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
+    tp, pp = layout.tp, layout.pp
+    parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
+    for name, size in (parts | {"ffn-hidden": model.ffn_hidden}).items():
+        if size % tp:
+            raise UserError(f"tp({tp}) does not divide {name}({size})")
+    if layout.sequence_parallel and model.seq_length % tp:
+        raise UserError(
+            f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
+        )
+    if pp > model.layers + 2:
+        raise UserError(
+            f"pp({pp}) is more stages than there are parts to place: "
+            f"{model.layers} blocks + embedding + head = {model.layers + 2}"
+        )
+    explicit_partition(layout, model.layers)
+
+
+def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
+    """Blocks per stage if --partition is a list, else None; UserError if the list does not fit."""
+    text = layout.partition
+    if text in ("balanced", "blocks", "layers"):
+        return None
+    try:
+        blocks = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
+        ) from None
+    if len(blocks) != layout.pp:
+        raise UserError(f"--partition {text} has {len(blocks)} stages, but pp is {layout.pp}")
+    if min(blocks) < 0 or sum(blocks) != layers:
+        raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
+    return blocks
+
+
+def check_batch(layout: Layout, global_batch_size: int) -> None:
+    """Raise UserError unless whole micro-batches fill the global batch on every replica."""
+    micro, dp = layout.micro_batch_size, layout.dp
+    if global_batch_size % (micro * dp):
+        raise UserError(
+            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide "
+            f"global-batch-size({global_batch_size})"
+        )
+
+
+def _check_length(training: Training) -> None:
+    if (training.steps is None) == (training.train_samples is None):
+        given = "neither" if training.steps is None else "both"
+        raise UserError(f"give one of --steps and --train-samples; {given} was given")
+    if training.steps is None and training.train_samples < training.global_batch_size:
+        raise UserError(
+            f"train-samples({training.train_samples}) is less than one "
+            f"global-batch-size({training.global_batch_size})"
+        )
+    if training.min_lr > training.lr:
+        raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
+
+
+def exit_with(error: UserError, speak: bool = True) -> None:
+    """Print the sentence, if this is the rank that speaks, and leave with status 2."""
+    if speak:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
