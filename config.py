@@ -23,7 +23,13 @@ class UserError(Exception):
 def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None):
     """A dataclass field that is also a command-line flag and a TOML key of the same name."""
     kind = type or (default.__class__ if default is not None else str)
-    metadata = dict(help=help, choices=choices, minimum=minimum, type=kind, nargs=nargs)
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "type": kind,
+        "nargs": nargs,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -178,7 +184,7 @@ class Config:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run; the last one of --train-samples may be left out, never partial."""
+        """Steps in the whole run: whole global batches only, so --train-samples rounds down."""
         if self.training.steps is not None:
             return self.training.steps
         return self.training.train_samples // self.training.global_batch_size
@@ -289,7 +295,7 @@ def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
 
 def build(values: dict[str, Any]) -> Config:
     """A Config from flat option names; `model`, if given, names the preset to start from."""
-    values = dict(values)
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     base = preset(values.pop("model")) if "model" in values else None
     options = _options()
     for name, value in values.items():
@@ -339,7 +345,7 @@ def _add_flag(section, f: dataclasses.Field) -> None:
     name = "--" + f.name.replace("_", "-")
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
     text = meta["help"] + ("" if f.default is None else f" (default: {default})")
-    keywords = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+    keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
     if meta["type"] is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
         return
@@ -372,9 +378,8 @@ def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
     """Type, choices and minimum of one option, whichever way it came."""
     meta, flag = f.metadata, "--" + name.replace("_", "-")
     kind = meta["type"]
-    right = isinstance(value, (int, float) if kind is float else list if meta["nargs"] else kind)
-    if not right and not isinstance(value, tuple):
-        raise UserError(f"{flag} takes {kind.__name__}, not {value!r}")
+    if not isinstance(value, (int, float) if kind is float else kind):
+        raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
         raise UserError(f"{flag} is one of {choices}, not {value!r}")
