@@ -104,6 +104,11 @@ class Layout:
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
     )
     micro_batch_size: int = option(1, "samples in one forward pass of one replica", minimum=1)
+    recompute: str = option(
+        "none",
+        "run forward again in the backward: attention core, or whole blocks",
+        choices=("none", "selective", "full"),
+    )
     zero: int = option(1, "ZeRO stage: 1 shards optimizer state over dp", choices=(0, 1))
     pad_vocab_multiple: int = option(
         128, "pad the vocabulary to a multiple of this x tp", minimum=1
