@@ -214,7 +214,11 @@ class Spec:
 
 @dataclass(frozen=True)
 class Builder:
-    """What every layer is built with: where it is, its numbers, and the seed of its weights."""
+    """What every layer is built with: where it is, its numbers, and the seed of its weights.
+
+    `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
+    that as the master copy and turns the parameters themselves to `dtype`.
+    """
 
     mesh: Mesh
     dtype: torch.dtype = torch.float32
@@ -247,7 +251,8 @@ class Builder:
             start = min(tp.rank * rows, shape[dim])
             stop = min(start + rows, shape[dim])
             local[dim] = rows
-        tensor = torch.full(local, fill, dtype=self.dtype, device=self.device)
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        tensor = torch.full(local, fill, dtype=dtype, device=self.device)
         if std is not None:
             drawn = draw_normal(name, shape, dim or 0, start, stop, std, self.seed, self.device)
             tensor.zero_().narrow(dim or 0, 0, stop - start).copy_(drawn)
