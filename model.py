@@ -12,6 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 import plan
@@ -265,6 +266,16 @@ class Stage(nn.Module):
         for block in self.blocks:
             x = block(x, self.bias, self.rotary)
         return x
+
+
+def attention_kernel(model: ModelShape, build: Builder) -> str:
+    """Which of torch's attention kernels will run for this model's shapes on this device."""
+    heads = model.heads // build.mesh.tp.size
+    shape = (1, heads, model.seq_length, model.head_size)
+    q = torch.empty(shape, dtype=build.dtype, device=build.device)
+    bias = alibi_bias(model, build) if model.positions == "alibi" else None
+    choice = torch._fused_sdp_choice(q, q, q, attn_mask=bias, is_causal=bias is None)
+    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
 def _check_count(stage: Stage, part: plan.Stage) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 import data
 import plan
 from log import Log
-from model import Stage
+from model import Stage, attention_kernel
 from parallel import Builder, Mesh
 from pipeline import Pipeline
 from zero import Optimizer, StepResult, unequal_replicas
@@ -117,8 +117,10 @@ def learning_rate(training: Training, samples: int, total: int) -> float:
     peak, low = training.lr, training.min_lr
     end = training.lr_decay_samples or total
     if samples < training.lr_warmup_samples:
-        return peak * (samples + training.global_batch_size) / (
-            training.lr_warmup_samples + training.global_batch_size
+        return (
+            peak
+            * (samples + training.global_batch_size)
+            / (training.lr_warmup_samples + training.global_batch_size)
         )
     if training.lr_schedule == "constant":
         return peak
@@ -143,8 +145,13 @@ def main(config: Config, launch: Launch) -> None:
     cluster = start(launch, config.run)
     with cluster.failing_loudly():
         splits = data.build(config)
+        check_precision(config.training.precision, cluster)
         pieces = build(config, cluster)
-        log = Log(config, cluster, pieces)
+        kernels = {
+            "optimizer": pieces.optimizer.kernel,
+            "attention": attention_kernel(config.model, pieces.build),
+        }
+        log = Log(config, cluster, pieces.build.mesh, kernels)
         loop(pieces, splits, log)
         log.close()
     cluster.stop()
@@ -170,6 +177,15 @@ def loop(pieces: Pieces, splits: data.Splits, log: Log) -> None:
         every = config.run.check_replicas_every
         if every and (last or iteration % every == 0):
             check_replicas(pieces, iteration)
+
+
+def check_precision(precision: str, cluster: Cluster) -> None:
+    """Raise UserError if the device has no arithmetic of that precision."""
+    if precision != "bf16" or cluster.device.type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(cluster.device)
+        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
 def check_replicas(pieces: Pieces, iteration: int) -> None:

@@ -96,9 +96,7 @@ class Optimizer:
     buffers in its compute precision, and the master copy keeps what was drawn.
     """
 
-    def __init__(
-        self, stage: nn.Module, build: Builder, training: Training, zero: int
-    ):
+    def __init__(self, stage: nn.Module, build: Builder, training: Training, zero: int):
         mesh, dtype = build.mesh, build.dtype
         self.mesh, self.training, self.device = mesh, training, build.device
         self.parameters = list(stage.parameters())
