@@ -23,6 +23,7 @@ import torch
 import plan
 import schedule
 from cluster import Cluster
+from collectives import MAX
 from config import Config
 from parallel import Mesh
 from zero import StepResult
@@ -61,7 +62,7 @@ class Log:
     ) -> None:
         """Record one step; `seconds` is its wall time. Collective: the peak memory is gathered."""
         memory = torch.tensor(_peak_memory(self.cluster.device), device=self.cluster.device)
-        self.mesh.world.all_reduce(memory, torch.distributed.ReduceOp.MAX).wait()
+        self.mesh.world.all_reduce(memory, MAX).wait()
         self.seconds.append(seconds)
         self.losses.append(result.loss)
         self.skipped += result.skipped

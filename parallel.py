@@ -14,120 +14,16 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cluster import Cluster
+from collectives import MAX, Group
 from config import Layout
 
 # ------------------------------------------------------------------------------------------------
-# Groups of ranks and the mesh
+# The mesh
 # ------------------------------------------------------------------------------------------------
-
-
-class _Done:
-    """The handle of a collective that had nothing to do, or is already over."""
-
-    def wait(self) -> None:
-        pass
-
-
-class _Then:
-    """The handle of a collective that is followed by a local step."""
-
-    def __init__(self, work, step):
-        self.work, self.step = work, step
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.step()
-
-
-class Group:
-    """The ranks of one axis as this rank sees them. A group of one communicates nothing.
-
-    Every method returns a handle whose `wait()` must be called before the result is used; on a
-    GPU it makes the current stream wait, not the host. `rank` is the position in the group.
-    """
-
-    def __init__(self, ranks: tuple[int, ...] = (0,), rank: int = 0, handle=None):
-        self.ranks, self.rank, self.handle = ranks, rank, handle
-        self.size = len(ranks)
-        self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
-
-    def all_reduce(self, tensor: Tensor, op=dist.ReduceOp.SUM):
-        """Sum (or maximum) of `tensor` over the group, in place."""
-        if self.size == 1:
-            return _Done()
-        if self._gloo and tensor.is_cuda:  # ranks that share a GPU: through the host
-            host = tensor.cpu()
-            work = dist.all_reduce(host, op, group=self.handle, async_op=True)
-            return _Then(work, lambda: tensor.copy_(host))
-        return dist.all_reduce(tensor, op, group=self.handle, async_op=True)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor):
-        """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
-
-        `output` may be that slice of `source` itself; the rest of `source` is then undefined.
-        """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
-        if not self._gloo:
-            return _reduce_scatter(output, source, group=self.handle, async_op=True)
-        # gloo's own reduce-scatter takes 2.5 times as long as its all-reduce of the same bytes.
-        work = self.all_reduce(source)
-        return _Then(work, lambda: output.copy_(self.shard(source)))
-
-    def all_gather(self, output: Tensor, source: Tensor):
-        """`output` = every rank's `source`, joined along dimension 0 in group order.
-
-        `source` may be this rank's slice of `output`.
-        """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
-        if not self._gloo:
-            return _all_gather(output, source, group=self.handle, async_op=True)
-        host = torch.empty_like(output, device="cpu") if output.is_cuda else output
-        parts = list(host.view(self.size, -1).unbind())
-        work = dist.all_gather(parts, source.reshape(-1).cpu(), group=self.handle, async_op=True)
-        return _Then(work, lambda: output.copy_(host)) if output.is_cuda else work
-
-    def send(self, tensor: Tensor, to: int):
-        """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
-        tensor = tensor.cpu() if self._gloo else tensor
-        return _Holding(dist.isend(tensor, self.ranks[to], group=self.handle), tensor)
-
-    def receive(self, tensor: Tensor, source: int):
-        """Receive into `tensor` from the group's rank `source`."""
-        if self._gloo and tensor.is_cuda:
-            host = torch.empty_like(tensor, device="cpu")
-            work = dist.irecv(host, self.ranks[source], group=self.handle)
-            return _Then(work, lambda: tensor.copy_(host))
-        return dist.irecv(tensor, self.ranks[source], group=self.handle)
-
-    def shard(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of `tensor` along dimension 0, which the size must divide."""
-        rows = tensor.shape[0] // self.size
-        return tensor[self.rank * rows : (self.rank + 1) * rows]
-
-
-class _Holding:
-    """The handle of a send; keeps the tensor alive until it has left."""
-
-    def __init__(self, work, tensor):
-        self.work, self.tensor = work, tensor
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.tensor = None
-
-
-# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Mesh:
@@ -496,7 +392,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
         logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
         largest = logits.amax(-1)
-        tp.all_reduce(largest, dist.ReduceOp.MAX).wait()
+        tp.all_reduce(largest, MAX).wait()
         logits.sub_(largest[..., None])
         local = labels - start
         absent = (local < 0) | (labels >= stop)

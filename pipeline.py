@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import schedule as schedules
+from collectives import Group
 from config import Config
 from model import Stage
-from parallel import Builder, Group
+from parallel import Builder
 from schedule import Action
 
 # Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from collectives import Group
 from config import Training
-from parallel import Builder, Group, Mesh
+from parallel import Builder, Mesh
 
 BUCKET_ELEMENTS = 16 * 2**20
 # Pieces are multiples of this, so that no kernel treats the end of a piece in another way than
