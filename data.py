@@ -365,10 +365,10 @@ def _number(word: str) -> float | None:
 def _build_split(datasets, sequences, weights, num_samples, config) -> Samples:
     """Samples of one split: of the only corpus, or of a blend.
 
-    Without weights, parts are mixed by the samples that an epoch of each has; as long as an epoch
-    of all of them is enough, none starts a second one. The order of each part depends on how much
-    is asked of it, and so follows Megatron's rule (blended_megatron_dataset_builder.py), except
-    where that would fall short of what the blend takes.
+    The order of a part depends on how much is asked of it, so that follows Megatron's rule
+    (blended_megatron_dataset_builder.py): with weights, its share and some surplus; without, one
+    epoch, and parts are mixed by the samples in it. Where that falls short of what the blend
+    takes, and Megatron gives up, the part is asked for what is taken.
     """
     length, seed, vocab = config.model.seq_length, config.training.seed, config.model.vocab_size
     if weights is None and len(datasets) == 1:
@@ -377,10 +377,8 @@ def _build_split(datasets, sequences, weights, num_samples, config) -> Samples:
     shares = normalise(epoch if weights is None else weights)
     # Megatron normalises given weights once for the requests and once more for the order.
     which, number = blend_order(shares if weights is None else normalise(shares), num_samples)
-    if weights is None and num_samples <= sum(epoch):
-        requests = epoch
-    else:
-        requests = [math.ceil(math.ceil(num_samples * s) * (1 + SURPLUS)) for s in shares]
+    surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
+    requests = epoch if weights is None else surplus
     taken = np.bincount(which, minlength=len(datasets)).tolist()
     parts = [
         GPTSamples(dataset, own, max(request, count), length, seed, vocab)
