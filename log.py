@@ -42,7 +42,7 @@ class Log:
         self.writes = cluster.rank == 0
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.validation = math.nan
+        self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         batch, recompute = config.training.global_batch_size, config.layout.recompute
         self.model_flops = plan.model_flops(config.model, batch, FORMULA) / cluster.size
@@ -92,15 +92,14 @@ class Log:
         if self.progress:
             self.progress.update(self.task, completed=iteration)
 
-    def evaluation(self, iteration: int, consumed: int, loss: float) -> None:
-        """Record an evaluation's mean loss per token."""
-        self.validation = loss
+    def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
+        """Record an evaluation's mean loss per token on the `validation` or `test` split."""
+        self.evaluations[split] = loss
         if not self.writes:
             return
-        row = {"iteration": iteration, "consumed_samples": consumed, "validation_loss": loss}
-        self._write(row)
+        self._write({"iteration": iteration, "consumed_samples": consumed, f"{split}_loss": loss})
         self._print(
-            f" validation loss at iteration {iteration} | lm loss: {loss:.6E} | "
+            f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | "
             f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
         )
 
@@ -224,7 +223,7 @@ class Log:
             f"tokens per second: {tokens / median:.0f} (median of {len(timed)} steps, "
             f"fastest {tokens / min(timed):.0f}, slowest {tokens / max(timed):.0f})",
             f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"
-            + ("" if math.isnan(self.validation) else f", validation {self.validation:.4f}"),
+            + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
             + (f", {out}/tensorboard" if self.board else ""),
         ]

@@ -87,13 +87,13 @@ def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> Ste
 
 
 def evaluate(pieces: Pieces, samples: data.Samples) -> float:
-    """Mean loss per token over all of `samples`; collective over all ranks."""
+    """Mean loss per token over the first --eval-samples; collective over all ranks."""
     config, layout = pieces.config, pieces.config.layout
-    micro_batches = len(samples) // (layout.micro_batch_size * layout.dp)
+    count = config.data.eval_samples
+    micro_batches = count // (layout.micro_batch_size * layout.dp)
     loss = pieces.pipeline.evaluate(_batches(pieces, samples, 0), micro_batches)
     pieces.build.mesh.world.all_reduce(loss).wait()
-    count = micro_batches * layout.micro_batch_size * layout.dp * config.model.seq_length
-    return loss.item() / count
+    return loss.item() / (count * config.model.seq_length)
 
 
 def _batches(pieces: Pieces, samples: data.Samples, first: int):
@@ -173,10 +173,13 @@ def loop(pieces: Pieces, splits: data.Splits, log: Log) -> None:
         last = iteration == total
         every = config.data.eval_every
         if splits.validation and (last or (every and iteration % every == 0)):
-            log.evaluation(iteration, consumed, evaluate(pieces, splits.validation))
+            loss = evaluate(pieces, splits.validation)
+            log.evaluation("validation", iteration, consumed, loss)
         every = config.run.check_replicas_every
         if every and (last or iteration % every == 0):
             check_replicas(pieces, iteration)
+    if splits.test:
+        log.evaluation("test", total, consumed, evaluate(pieces, splits.test))
 
 
 def check_precision(precision: str, cluster: Cluster) -> None:
