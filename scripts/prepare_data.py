@@ -199,9 +199,14 @@ def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int
     return total + size
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line, with what does not go together refused."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         description=__doc__.splitlines()[0],
         epilog=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -175,6 +175,7 @@ def test_the_key_of_json_lines(tmp_path):
     ("arguments", "message"),
     [
         ([], "nothing to prepare"),
+        (["a.txt", "--vocabsize", "300"], "unrecognized arguments: --vocabsize"),
         (["missing"], "missing does not exist"),
         (["picture.png"], r"picture\.png is none of \.py"),
         (["nothing"], r"no \.py, .* file in nothing"),
