@@ -11,9 +11,10 @@ import argparse
 import dataclasses
 import difflib
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -498,8 +499,13 @@ def _check_length(training: Training) -> None:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
 
 
-def exit_with(error: UserError, speak: bool = True) -> None:
-    """Print the sentence, if this is the rank that speaks, and leave with status 2."""
+def exit_with(error: UserError, speak: bool = True) -> NoReturn:
+    """Print the sentence, if this is the rank that speaks, and leave with status 2.
+
+    A launcher ends the whole job when one rank leaves so: the silent ones give the other time.
+    """
     if speak:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
     sys.exit(2)

@@ -36,9 +36,16 @@ WARM_UP_STEPS = 2
 class Log:
     """The record of one run; opened before the first step, closed after the last."""
 
-    def __init__(self, config: Config, cluster: Cluster, mesh: Mesh, kernels: dict[str, str]):
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        mesh: Mesh,
+        parts: list[plan.Stage],
+        kernels: dict[str, str],
+    ):
         """`kernels`: what runs, by what it does, for the start-up lines and run.json."""
-        self.config, self.cluster, self.mesh = config, cluster, mesh
+        self.config, self.cluster, self.mesh, self.parts = config, cluster, mesh, parts
         self.writes = cluster.rank == 0
         self.seconds: list[float] = []
         self.losses: list[float] = []
@@ -50,7 +57,6 @@ class Log:
         self.hardware_flops = executed / cluster.size
         if not self.writes:
             return
-        self.parts = plan.stages(config.model, config.layout)
         self._open_files(kernels)
         self.progress = _progress_bar(config.total_steps)
         self._say_start(kernels)

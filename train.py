@@ -50,7 +50,7 @@ class Pieces:
 
     config: Config
     build: Builder
-    part: plan.Stage
+    parts: list[plan.Stage]  # of every rank of the pipeline
     stage: Stage
     pipeline: Pipeline
     optimizer: Optimizer
@@ -71,10 +71,11 @@ def build(config: Config, cluster: Cluster | None = None) -> Pieces:
         training.init_std,
         layout.sequence_parallel,
     )
-    part = plan.stages(config.model, layout)[mesh.pp_rank]
-    stage = Stage(builder, config.model, layout, part)
+    costs = plan.part_costs(config.model, builder.device.type)
+    parts = plan.stages(config.model, layout, costs)
+    stage = Stage(builder, config.model, layout, parts[mesh.pp_rank])
     optimizer = Optimizer(stage, builder, training, layout.zero)
-    return Pieces(config, builder, part, stage, Pipeline(stage, builder, config), optimizer)
+    return Pieces(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)
 
 
 def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -151,7 +152,7 @@ def main(config: Config, launch: Launch) -> None:
             "optimizer": pieces.optimizer.kernel,
             "attention": attention_kernel(config.model, pieces.build),
         }
-        log = Log(config, cluster, pieces.build.mesh, kernels)
+        log = Log(config, cluster, pieces.build.mesh, pieces.parts, kernels)
         loop(pieces, splits, log)
         log.close()
     cluster.stop()
