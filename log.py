@@ -93,7 +93,8 @@ class Log:
             "peak_memory_bytes": memory.item(),
         }
         self._write(row)
-        if iteration % self.config.run.log_every == 0 or iteration == 1:
+        every, total = self.config.run.log_every, self.config.total_steps
+        if iteration % every == 0 or iteration in (1, total):
             self._print(self._line(row))
         if self.progress:
             self.progress.update(self.task, completed=iteration)
