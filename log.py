@@ -209,7 +209,7 @@ class Log:
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.cluster.describe()
         return (
-            f"{facts['ranks']} ranks by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+            f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
             f"micro-batch {layout.micro_batch_size} x {self.config.micro_batches}, "
             f"recompute {layout.recompute}"
@@ -243,7 +243,7 @@ def _progress_bar(total: int):
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
 
 
