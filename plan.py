@@ -229,6 +229,8 @@ def _spread(count: int, stages: int) -> list[int]:
 def _share_out(count: int, pp: int) -> list[int]:
     """Equal shares, the remainder first on middle stages, then on the first one."""
     share, extra = divmod(count, pp)
+    if pp == 2:
+        return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
 
