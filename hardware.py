@@ -76,6 +76,7 @@ class Machine:
     vector_fraction: float  # of vector_peak that a misaligned batched GEMM achieves
     stride_penalty: float  # of the same, when its rows are 64 KiB apart
     activation_overhead: float  # allocated over asked for, of what lives long
+    crossing: float = 1.0  # of the network's speed for a ring that enters and leaves by other GPUs
     slowdown: float = 1.0  # of every step: a named defect of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)

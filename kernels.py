@@ -121,13 +121,16 @@ def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tupl
 def ring(machine: Machine, ranks: int, stride: int) -> Link:
     """The link that bounds a ring of `ranks` ranks that lie `stride` apart.
 
-    Within a node that is NVLink. Across nodes, all groups of a node share its network.
+    Within a node that is NVLink. Across nodes, all groups of a node share its network; a ring with
+    several ranks on a node receives through one GPU and sends through another, so that adapters
+    work one way only, and reaches `crossing` of the speed.
     """
     local = min(ranks, max(1, machine.node // stride))
     if ranks <= local:
         return machine.nvlink
     groups = machine.node / local
-    speed = min(machine.nvlink.speed, machine.network.speed / groups)
+    crossing = machine.crossing if local > 1 else 1.0
+    speed = min(machine.nvlink.speed, machine.network.speed / groups * crossing)
     return Link(machine.network.latency, speed, 1.0)
 
 

@@ -67,6 +67,8 @@ def _stage(stage: Stage, flying: int, model, layout, training, machine) -> Stage
     sharded = _sharded_bytes(training, machine)
     flying += _interleaved(layout, machine, flying)
     kept = kept_bytes(model, layout, training, machine)
+    if layout.recompute != "none":  # what is kept lies scattered between what is not
+        kept *= machine.activation_overhead
     working = block_working(model, layout, training, machine)
     if stage.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
@@ -79,7 +81,7 @@ def _stage(stage: Stage, flying: int, model, layout, training, machine) -> Stage
         weights=held * (2 if half else 4),
         gradients=held * ((software.gradient_bytes if half else 4.0) + software.workspace_bytes),
         optimizer=held * sharded / (layout.dp if layout.zero else 1),
-        activations=flying * stage.blocks * kept * machine.activation_overhead,
+        activations=flying * stage.blocks * kept,
         working=working,
         buffers=software.buffers,
         context=machine.context,

@@ -73,7 +73,16 @@ def read(path: str) -> list[dict[str, str]]:
 
 def cases(rows: list[dict[str, str]], machine: str | None = None) -> list[Case]:
     """The rows that name a whole model and layout; `machine` overrides what rows say."""
-    return [_case(row, machine) for row in rows if all(row[key] for key in SHAPE) and _gbs(row)]
+    usable = [row for row in rows if all(row[key] for key in SHAPE) and _gbs(row)]
+    return [_case(_mended(row, usable), machine) for row in usable]
+
+
+def _mended(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str]:
+    """The second of two rows of one configuration, where the note says that it was MBS 1."""
+    if "suggests the second is MBS=1" not in row["quality"]:
+        return row
+    twins = [r for r in rows if r["quality"] == row["quality"]]
+    return row if row is twins[0] else row | {"mbs": "1"}
 
 
 def _case(row: dict[str, str], machine: str | None) -> Case:
@@ -81,8 +90,6 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
     dp, micro = _integer(row, "dp_clean", "dp"), _integer(row, "mbs") or 1
     tp, pp, layers = _integer(row, "tp"), _integer(row, "pp"), _integer(row, "layers")
     note = row["quality"] + " " + row["note"]
-    if "suggests the second is MBS=1" in note:
-        micro = 1
     layout = Layout(
         tp=tp,
         pp=pp,

@@ -36,6 +36,7 @@ FITS = {
             "stride_penalty",
             "blocking_seconds",
             "unrepaired_slowdown",
+            "jean_zay_nvlink",
         ),
         ("v100_gemm_fraction",),
         ("h100_gemm_fraction",),
@@ -94,53 +95,69 @@ def usable(cases, kind: str) -> list:
 # ------------------------------------------------------------------------------------------------
 
 
-def fit(names: tuple[str, ...], cases, kind: str, start: dict, rounds: int = 8) -> dict:
-    """`start` with the named constants moved to where the rows' robust squared error is least."""
+def slopes(names: tuple[str, ...], cases, kind: str, values: dict) -> list[list[float]]:
+    """By how much each row's error grows with the logarithm of each constant."""
+    here = errors(cases, kind, values)
+    found = []
+    for name in names:
+        there = errors(cases, kind, dict(values, **{name: values[name] * 1.02}))
+        found.append([(b - a) / math.log(1.02) for a, b in zip(here, there, strict=True)])
+    return found
+
+
+def solve(here: list[float], by_constant: list[list[float]], rounds: int = 30) -> list[float]:
+    """The step in the logarithms of the constants that makes Huber's loss of the errors least."""
     import numpy as np
 
-    values = dict(start)
+    start, slope = np.array(here), np.array(by_constant).T
+    step = np.zeros(slope.shape[1])
     for _ in range(rounds):
-        here = np.array(errors(cases, kind, values))
-        slopes = []
-        for name in names:
-            moved = dict(values, **{name: values[name] * 1.02})
-            there = np.array(errors(cases, kind, moved))
-            slopes.append((there - here) / math.log(1.02))
-        weight = np.sqrt(1 / np.maximum(1.0, np.abs(here) / TIGHT))
-        step = np.linalg.lstsq((np.array(slopes) * weight).T, -here * weight, rcond=None)[0]
-        step = np.clip(step, -0.5, 0.5)
-        for name, change in zip(names, step, strict=True):
-            values[name] *= math.exp(change)
-        if np.abs(step).max() < 1e-4:
-            break
-    return values
+        off = start + slope @ step
+        weight = np.sqrt(1 / np.maximum(1.0, np.abs(off) / TIGHT))
+        step = np.linalg.lstsq(slope * weight[:, None], -start * weight, rcond=None)[0]
+    return [float(part) for part in step]
 
 
-def fit_all(cases, start: dict) -> dict[str, float]:
+def moved(values: dict, names: tuple[str, ...], step: list[float]) -> dict[str, float]:
+    """`values` with the named ones multiplied by the exponentials of a step."""
+    return values | {n: values[n] * math.exp(s) for n, s in zip(names, step, strict=True)}
+
+
+def fit_all(cases, start: dict, rounds: int = 5) -> dict[str, float]:
     """Every constant refitted on the rows that determine it."""
     values = dict(start)
     for kind, groups in FITS.items():
         for names in groups:
-            own = [c for c in usable(cases, kind) if c.source in SOURCES[names[0]]]
-            if len(own) >= FEWEST + len(names):
-                values = fit(names, own, kind, values)
+            own = _own(usable(cases, kind), names)
+            for _ in range(rounds if len(own) >= FEWEST + len(names) else 0):
+                step = solve(errors(own, kind, values), slopes(names, own, kind, values))
+                values = moved(values, names, step)
     return values
 
 
+def _own(cases, names: tuple[str, ...]) -> list:
+    return [c for c in cases if c.source in SOURCES[names[0]]]
+
+
 def held_out(cases, kind: str, start: dict) -> dict[str, float]:
-    """Predictions by row, each from constants fitted without the row's section."""
-    found = {}
-    sections = sorted({c.section for c in cases})
-    for section in sections:
-        rest = [c for c in usable(cases, kind) if c.section != section]
-        mine = [c for c in cases if c.section == section]
-        values = dict(start)
-        for names in FITS[kind]:
-            own = [c for c in rest if c.source in SOURCES[names[0]]]
-            if len(own) < len(usable(cases, kind)) and mine[0].source in SOURCES[names[0]]:
-                if len(own) >= FEWEST + len(names):
-                    values = fit(names, own, kind, values, rounds=3)
-        found |= predictions(mine, kind, values)
+    """Predictions by row, each from constants fitted without the row's section.
+
+    The errors are nearly linear in the constants' logarithms, so one set of slopes serves all
+    sections; the predictions themselves are computed anew from the refitted constants.
+    """
+    found = predictions(cases, kind, start)
+    for names in FITS[kind]:
+        own = _own(usable(cases, kind), names)
+        if not own:
+            continue
+        here, slope = errors(own, kind, start), slopes(names, own, kind, start)
+        for section in _unique(own, "section"):
+            keep = [i for i, c in enumerate(own) if c.section != section]
+            if len(keep) < FEWEST + len(names):
+                continue
+            step = solve([here[i] for i in keep], [[line[i] for i in keep] for line in slope])
+            mine = [c for c in cases if c.section == section]
+            found |= predictions(mine, kind, moved(start, names, step))
     return found
 
 
