@@ -47,6 +47,7 @@ class Software:
     overlap_tensor: float = 0.0  # share of tensor collectives hidden behind GEMMs
     all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
     wire_bytes: int = 4  # of one gradient on the wire
+    fused_accumulation: bool = False  # the weight-gradient GEMM adds to the gradient by itself
     gradient_bytes: float = 4.0  # of one gradient at rest, on every replica
     sharded_bytes: float = 12.0  # of master weight and Adam's moments of one parameter, over dp
     workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded

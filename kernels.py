@@ -90,7 +90,7 @@ def attention(
     elements = float(batch) * seq * seq
     dropout = 5.0 if machine.software.dropout else 0.0  # read 2, write 2, mask 1
     forward, backward = 4.0 + dropout, 6.0 + dropout
-    if not fused_softmax(seq, batch):  # scale, mask, cast, softmax and cast are kernels of their own
+    if not fused_softmax(seq, batch):  # scale, mask, cast, softmax, cast: a kernel each
         forward, backward = forward + 24.0, backward + 16.0
     return (
         scores + mixed + moved(machine, forward * elements),

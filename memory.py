@@ -49,7 +49,10 @@ def stages(
     """Memory of every stage of a layout whose dp is filled in."""
     count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
     rows = cut(model, layout)
-    return [_stage(s, in_flight(layout, s.index, count), model, layout, training, machine) for s in rows]
+    return [
+        _stage(row, in_flight(layout, row.index, count), model, layout, training, machine)
+        for row in rows
+    ]
 
 
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:

@@ -1,5 +1,8 @@
 """What a model costs: parameters, FLOPs and bytes of its parts, and how they balance over stages.
 
+    python plan.py model --model 176b                       # every question: python plan.py --help
+    python plan.py layouts --model 176b --gpu a100-80 --nodes 48
+
 Pure arithmetic on a ModelShape and a Layout; no torch. The parts of a model are the embedding
 (tokens, positions, their norm), the blocks, and the head (final norm, output matrix, loss).
 
@@ -8,6 +11,7 @@ g key/value heads, B samples.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from config import Layout, ModelShape, UserError, explicit_partition
 
@@ -204,6 +208,12 @@ def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
     tried. Among equals the lighter heavier end wins, then the lighter ends together, since these
     stages also hold the embedding's and the logits' memory.
     """
+    return list(_balanced(layers, pp, costs))
+
+
+@lru_cache(maxsize=4096)
+def _balanced(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
+    """The search itself, remembered: a planner asks the same thing for every micro-batch."""
 
     def judge(first: int, last: int) -> tuple[float, float, float]:
         front = costs.embedding + first * costs.block
@@ -217,7 +227,7 @@ def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
         pairs = [(f, b) for f in range(layers + 1) for b in range(layers + 1 - f)]
     first, last = min(pairs, key=lambda pair: judge(*pair))
     rest = layers - first - last
-    return [first, *(_spread(rest, pp - 2) if pp > 2 else []), last]
+    return (first, *(_spread(rest, pp - 2) if pp > 2 else []), last)
 
 
 def _spread(count: int, stages: int) -> list[int]:
@@ -257,3 +267,9 @@ def stage_table(rows: list[Stage], model: ModelShape) -> str:
     if copies:
         lines.append(f"        of which {copies:,} are the head's copy of the tied embedding")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import questions  # the command line stands above this room: it asks what is counted here
+
+    questions.main()

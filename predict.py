@@ -49,7 +49,10 @@ class Prediction:
 
     def as_dict(self) -> dict:
         """Plain values, for --json."""
-        return asdict(self)
+        values = asdict(self)
+        for row, stage in zip(values["memory"], self.memory, strict=True):
+            row["total"] = stage.total
+        return values
 
 
 def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
@@ -92,7 +95,8 @@ def out_of_range(model: ModelShape, layout: Layout, machine: Machine) -> list[st
     for name, (low, high) in machine.fitted_range.items():
         if not low <= values[name] <= high:
             seen = f"{low} to {high}" if high else "nothing"
-            found.append(f"{name} {values[name]} is outside what was fitted on {machine.name}: {seen}")
+            text = f"{name} {values[name]} is outside what was fitted on {machine.name}: {seen}"
+            found.append(text)
     return found
 
 
@@ -180,6 +184,8 @@ def _number(training: Training) -> int:
 
 def _accumulated(machine: Machine) -> float:
     """Bytes moved per parameter to add a half-precision gradient to the accumulated one."""
+    if machine.software.fused_accumulation:
+        return 0.0
     return 2.0 + 2 * min(machine.software.gradient_bytes, 4.0)
 
 

@@ -9,19 +9,23 @@ import re
 from dataclasses import dataclass, replace
 
 from config import Layout, ModelShape, Training, UserError
-from hardware import Machine, load
+from hardware import Machine, load, names
 from plan import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 
+# fmt: off
 COLUMNS = (
-    "row_id section gpu gpus size_b layers hidden heads ffn seq vocab dp tp pp mbs gbs zero_stage "
-    "recompute precision optimizer status mem_gb sec_per_it tflops dp_clean gbs_clean sec_clean "
-    "sec_derived tflops_clean formula dup_of quality note"
-).split()
+    "row_id", "section", "gpu", "gpus", "size_b", "layers", "hidden", "heads", "ffn", "seq",
+    "vocab", "dp", "tp", "pp", "mbs", "gbs", "zero_stage", "recompute", "precision", "optimizer",
+    "status", "mem_gb", "sec_per_it", "tflops", "dp_clean", "gbs_clean", "sec_clean",
+    "sec_derived", "formula", "dup_of", "quality", "note",
+)
+# fmt: on
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "gpus")
 
 # Interleaved chunks per stage that the source states elsewhere: (layers, pp) of Megatron's table
 # in examples/sc21/run_table_1.sh. Its H100 table does not state them: 4 is assumed there.
 INTERLEAVED = {(60, 4): 3, (80, 8): 2, (96, 16): 2, (105, 35): 3}
+RECOMPUTED = {"true": "full", "full": "full", "selective": "selective"}
 REPAIRED, FP32_GRADIENTS, BLOCKING = "02-25", "02-28", "02-20"  # dates of 2022 on Jean Zay
 
 
@@ -95,10 +99,10 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         pp=pp,
         dp=dp or _integer(row, "gpus") // (tp * pp),
         micro_batch_size=micro,
-        recompute="full" if row["recompute"] == "True" else "none",
+        recompute=RECOMPUTED.get(row["recompute"].lower(), "none"),
         partition="blocks" if layers % pp and (layers + 2) % pp == 0 else "layers",
-        zero=_integer(row, "zero_stage") or 0,
-        sequence_parallel="H100" in row["gpu"] and tp > 1,
+        zero=min(1, int(row["zero_stage"] or 1)),
+        sequence_parallel=tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective"),
     )
     megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
     return Case(
@@ -147,12 +151,14 @@ def _machine(row: dict[str, str], date: str) -> str:
     gpu = row["gpu"]
     if gpu.startswith("V100"):
         return f"jean-zay-{gpu.lower()}"
-    if gpu.startswith("H100"):
+    megatron = "Megatron" in row["section"]
+    if megatron and gpu.startswith("H100"):
         return "h100-megatron"
     if gpu != "A100-80":
-        return gpu.lower()
-    if "Megatron" in row["section"]:
-        return "selene"
+        name = gpu.lower()
+        return name if name in names() else name.split("-")[0]
+    if megatron:
+        return "selene-2022" if row["recompute"] == "selective" else "selene"
     if "" < date < REPAIRED:
         return "jean-zay-a100-unrepaired"
     late = date == "" or date >= FP32_GRADIENTS
@@ -294,7 +300,8 @@ def _mixed(rows) -> list[Finding]:
             continue
         before = first.setdefault(row["section"], row)
         if row["formula"] and row["formula"] != before["formula"]:
-            text = f"TFLOPs by the {row['formula']} formula, {before['row_id']} by {before['formula']}"
+            other = f"{before['row_id']} by {before['formula']}"
+            text = f"TFLOPs by the {row['formula']} formula, {other}"
             found.append(Finding(row["row_id"], "formula", text))
         if row["size_b"] and not row["dup_of"]:
             counted.setdefault(row["section"], []).append((row, _label(row)))
@@ -338,7 +345,7 @@ def _repeats(rows) -> list[Finding]:
         for row in group[1:]:
             mine, before = _seconds(row), _seconds(first)
             if (row["sec_per_it"], row["tflops"]) == (first["tflops"], first["sec_per_it"]):
-                text = f"seconds and TFLOPs of {first['row_id']}, swapped: {mine} and {row['tflops']}"
+                text = f"seconds and TFLOPs of {first['row_id']}, swapped: {mine}, {row['tflops']}"
                 found.append(Finding(row["row_id"], "swapped", text))
             elif all(row[name] == first[name] for name in ("sec_per_it", "tflops", "mem_gb")):
                 text = f"repeats {first['row_id']} word for word"
