@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import config
 import hardware
-import layouts
+import ranking
 import memory
 import plan
 import predict
@@ -176,7 +176,7 @@ def model(asked: Asked) -> Answer:
 def ranking(asked: Asked) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine = asked.config.training, asked.machine
-    ranked, rejected = layouts.rank(
+    ranked, rejected = ranking.rank(
         asked.config.model, training, machine, asked.gpus, asked.fixed, asked.own.rampup
     )
     data = {
@@ -206,7 +206,7 @@ _RANKED_HEAD = (
 )
 
 
-def _ranked_line(ranked: layouts.Ranked) -> str:
+def _ranked_line(ranked: ranking.Ranked) -> str:
     at, p = ranked.layout, ranked.prediction
     held = [stage.total / GIGA for stage in p.memory]
     return (
@@ -216,13 +216,13 @@ def _ranked_line(ranked: layouts.Ranked) -> str:
     )
 
 
-def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
+def _reasons(rejected: list[ranking.Rejected], every: bool) -> list[str]:
     if every:
         return [
             "  " + " ".join(f"{k}={v}" for k, v in r.layout.items()) + f": {r.reason}"
             for r in rejected
         ]
-    kinds: dict[str, list[layouts.Rejected]] = {}
+    kinds: dict[str, list[ranking.Rejected]] = {}
     for r in rejected:
         kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r)
     lines = [f"  {len(own):4}  {own[0].reason}" for own in kinds.values()]
@@ -277,7 +277,7 @@ def _placed(asked: Asked) -> Config:
 def largest(asked: Asked) -> Answer:
     """The largest model that trains on these GPUs."""
     like, gpus = asked.config.model, asked.gpus
-    size, found, layout = layouts.largest(asked.machine, gpus, asked.config.training, like)
+    size, found, layout = ranking.largest(asked.machine, gpus, asked.config.training, like)
     data = {"parameters": size, "gpus": gpus, "machine": asked.machine.name}
     data |= {"model": dataclasses.asdict(found), "layout": dataclasses.asdict(layout)}
     text = (
@@ -291,7 +291,7 @@ def largest(asked: Asked) -> Answer:
 def smallest(asked: Asked) -> Answer:
     """The fewest nodes that hold the model."""
     run, machine = asked.config, asked.machine
-    nodes, layout = layouts.smallest(run.model, run.training, machine)
+    nodes, layout = ranking.smallest(run.model, run.training, machine)
     data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": dataclasses.asdict(layout)}
     text = (
         f"{nodes} nodes of {machine.node} {machine.name}: tp {layout.tp}, pp {layout.pp}, "
@@ -304,7 +304,7 @@ def days(asked: Asked) -> Answer:
     """How long so many tokens take, on the fastest layout or the given one."""
     if not asked.own.tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
-    ranked, _ = layouts.rank(
+    ranked, _ = ranking.rank(
         asked.config.model, asked.config.training, asked.machine, asked.gpus, asked.fixed
     )
     if not ranked:
@@ -327,7 +327,7 @@ def shapes(asked: Asked) -> Answer:
     if not asked.own.size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
     run = asked.config
-    found = layouts.shapes(asked.own.size, run.model, run.layout, run.training, asked.machine)
+    found = ranking.shapes(asked.own.size, run.model, run.layout, run.training, asked.machine)
     data = [
         dataclasses.asdict(s.model)
         | {"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages}
@@ -358,7 +358,7 @@ def rampup(asked: Asked) -> Answer:
     if gpus % ranks:
         raise UserError(f"tp({layout.tp}) * pp({layout.pp}) * dp(?) does not divide {gpus} ranks")
     layout = dataclasses.replace(layout, dp=gpus // ranks)
-    levels = layouts.rampup_levels(layout, run.training.global_batch_size, asked.own.rampup)
+    levels = ranking.rampup_levels(layout, run.training.global_batch_size, asked.own.rampup)
     full = layout.pp * layout.micro_batch_size * layout.dp
     lines = [f"the pipeline is full from batch {full}", " batch  first step    consumed   steps"]
     for level in levels:
