@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 import config
 import hardware
-import ranking
 import memory
 import plan
 import predict
+import ranking
 import schedule
 from config import Config, UserError
 
@@ -173,7 +173,7 @@ def model(asked: Asked) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def ranking(asked: Asked) -> Answer:
+def ranked_layouts(asked: Asked) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine = asked.config.training, asked.machine
     ranked, rejected = ranking.rank(
@@ -423,7 +423,7 @@ def constants() -> Answer:
 
 QUESTIONS: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "model": (model, "parameters, FLOPs and bytes of a model"),
-    "layouts": (ranking, "all layouts ranked by seconds per step, and why others cannot run"),
+    "layouts": (ranked_layouts, "all layouts ranked by seconds per step, and why others cannot run"),
     "stages": (balance, "blocks, parameters, time and memory per stage"),
     "largest": (largest, "the largest model that trains on some GPUs"),
     "smallest": (smallest, "the fewest nodes that hold a model"),

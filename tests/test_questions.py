@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import hardware
-import ranking
 import questions
+import ranking
 import rows as measured
 from config import Layout, Training, UserError, preset
 
