@@ -11,9 +11,10 @@ import argparse
 import dataclasses
 import difflib
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -411,7 +412,8 @@ def check(config: Config, ranks: int) -> Config:
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
-    check_batch(layout, config.training.global_batch_size)
+    check_batch(layout, "global-batch-size", config.training.global_batch_size)
+    check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_length(config.training)
     return config
 
@@ -475,13 +477,12 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
     return blocks
 
 
-def check_batch(layout: Layout, global_batch_size: int) -> None:
-    """Raise UserError unless whole micro-batches fill the global batch on every replica."""
+def check_batch(layout: Layout, name: str, samples: int) -> None:
+    """Raise UserError unless whole micro-batches on every replica make up that many samples."""
     micro, dp = layout.micro_batch_size, layout.dp
-    if global_batch_size % (micro * dp):
+    if samples % (micro * dp):
         raise UserError(
-            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide "
-            f"global-batch-size({global_batch_size})"
+            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide {name}({samples})"
         )
 
 
@@ -498,8 +499,13 @@ def _check_length(training: Training) -> None:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
 
 
-def exit_with(error: UserError, speak: bool = True) -> None:
-    """Print the sentence, if this is the rank that speaks, and leave with status 2."""
+def exit_with(error: UserError, speak: bool = True) -> NoReturn:
+    """Print the sentence, if this is the rank that speaks, and leave with status 2.
+
+    A launcher ends the whole job when one rank leaves so: the silent ones give the other time.
+    """
     if speak:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
     sys.exit(2)

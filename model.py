@@ -1,0 +1,287 @@
+"""The GPT: embedding, pre-norm blocks, head and loss; a stage is a slice of it.
+
+    [embedding] block* [final norm + head + loss]        any part may be absent
+
+Shapes at line ends: s sequence, b samples, h hidden, a heads of size d, g key/value heads,
+f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. Initialisation as
+GPT-2: normal, the two matrices that write into the residual stream smaller by sqrt(2 L).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+import plan
+from config import Layout, ModelShape
+from parallel import Builder, ColumnLinear, RowLinear, VocabEmbedding, column_linear, cross_entropy
+
+# ------------------------------------------------------------------------------------------------
+# Norms and positions
+# ------------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over h, held whole by every tensor rank."""
+
+    def __init__(self, build: Builder, name: str, model: ModelShape):
+        super().__init__()
+        self.shape, self.eps = (model.hidden,), model.norm_eps
+        self.weight = build.parameter(f"{name}.weight", self.shape, fill=1.0)
+        centred = model.norm == "layernorm"
+        self.bias = build.parameter(f"{name}.bias", self.shape) if centred else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slope of every head (arXiv 2108.12409): 2^(-8i/n), n the power of two below.
+
+    Heads beyond that power take every second slope of the next one. float64 of shape (heads,).
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float64)
+
+
+def alibi_bias(model: ModelShape, build: Builder) -> Tensor:
+    """What ALiBi adds to the scores of the local heads, and -inf above the diagonal: (1, a, s, s).
+
+    Written as -slope * distance, so that the near tokens are exact in bf16. Slopes are those of
+    the whole model's heads, sliced afterwards.
+    """
+    place = torch.arange(model.seq_length, dtype=torch.float64)
+    distance = place[:, None] - place  # (s, s), of query and key
+    slopes = build.mesh.tp.shard(alibi_slopes(model.heads))
+    bias = -slopes[:, None, None] * distance
+    bias.masked_fill_(distance < 0, -torch.inf)
+    return bias[None].to(build.device, build.dtype)
+
+
+def rotary_tables(model: ModelShape, build: Builder) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of arXiv 2104.09864, halves laid side by side as in Llama: (s, 1, 1, d)."""
+    d = model.head_size
+    frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)[:, None, None, :]
+    return angles.cos().to(build.device, build.dtype), angles.sin().to(build.device, build.dtype)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions on (s, b, heads, d)."""
+    cos, sin = tables
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+# ------------------------------------------------------------------------------------------------
+# Blocks
+# ------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries.
+
+    q, k and v are one matrix, kept as (g, a/g + 2, d, h): for each key/value head its queries,
+    then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
+    """
+
+    def __init__(self, build: Builder, name: str, model: ModelShape, recompute: bool):
+        super().__init__()
+        self.queries = model.heads // model.kv_heads
+        self.d, self.recompute = model.head_size, recompute
+        shape = (model.kv_heads, self.queries + 2, self.d)
+        self.qkv = ColumnLinear(build, f"{name}.qkv", model.hidden, shape, 0, model.bias)
+        inputs, std = model.heads * self.d, _residual_std(build, model)
+        self.out = RowLinear(build, f"{name}.out", inputs, model.hidden, std, model.bias)
+
+    def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.d))  # s b g a/g+2 d
+        q = qkv[..., :-2, :].flatten(2, 3)  # s b a d
+        k, v = qkv[..., -2, :], qkv[..., -1, :]  # s b g d
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if self.recompute and torch.is_grad_enabled():
+            mixed = checkpoint(_attend, q, k, v, bias, use_reentrant=False)
+        else:
+            mixed = _attend(q, k, v, bias)
+        return self.out(mixed)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+    mixed = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
+    )
+    return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+class MLP(nn.Module):
+    """h -> f -> h, with GELU, or gated with SiLU: the gate and up matrices are one (2, f, h)."""
+
+    def __init__(self, build: Builder, name: str, model: ModelShape):
+        super().__init__()
+        self.activation = model.activation
+        f, h, std = model.ffn_hidden, model.hidden, _residual_std(build, model)
+        shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
+        self.up = ColumnLinear(build, f"{name}.up", h, shape, dim, model.bias)
+        self.down = RowLinear(build, f"{name}.down", f, h, std, model.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.up(x)
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, -1)
+            return self.down(F.silu(gate) * up)
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.down(F.gelu(x, approximate=approximate))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self, build: Builder, index: int, model: ModelShape, recompute: str):
+        super().__init__()
+        name = f"blocks.{index}"
+        self.attention_norm = Norm(build, f"{name}.attention_norm", model)
+        self.attention = Attention(build, f"{name}.attention", model, recompute == "selective")
+        self.mlp_norm = Norm(build, f"{name}.mlp_norm", model)
+        self.mlp = MLP(build, f"{name}.mlp", model)
+        self.recompute = recompute == "full"
+
+    def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._run, x, bias, rotary, use_reentrant=False)
+        return self._run(x, bias, rotary)
+
+    def _run(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), bias, rotary)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+def _residual_std(build: Builder, model: ModelShape) -> float:
+    """Standard deviation of the matrices that write into the residual stream."""
+    return build.std / math.sqrt(2 * model.layers)
+
+
+# ------------------------------------------------------------------------------------------------
+# Embedding, head and the stage
+# ------------------------------------------------------------------------------------------------
+
+TOKENS = "embedding.tokens.weight"
+
+
+class Embedding(nn.Module):
+    """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism."""
+
+    def __init__(self, build: Builder, model: ModelShape, padded: int):
+        super().__init__()
+        h, tied = model.hidden, model.tied and build.mesh.pp > 1
+        self.part = build.mesh.tp if build.sequence_parallel else None
+        self.tokens = VocabEmbedding(build, TOKENS, model.vocab_size, padded, h, tied=tied)
+        self.positions = None
+        if model.positions == "learned":
+            shape = (model.seq_length, h)
+            self.positions = build.parameter(
+                "embedding.positions.weight", shape, std=build.std, decay=True
+            )
+        self.norm = Norm(build, "embedding.norm", model) if model.embedding_norm else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            positions = self.positions[: tokens.shape[1]]
+            x = x + (self.part.shard(positions) if self.part else positions)[:, None, :]
+        return x if self.norm is None else self.norm(x)
+
+
+class Head(nn.Module):
+    """Final norm, output matrix and loss: (s, b, h) and labels (b, s) -> loss of tokens (s, b).
+
+    A tied head uses the embedding's matrix: the same tensor where both are on one stage, else a
+    copy of it that gradients and updates keep equal.
+    """
+
+    def __init__(self, build: Builder, model: ModelShape, padded: int, embedding: Embedding | None):
+        super().__init__()
+        self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
+        self.norm = Norm(build, "head.norm", model)
+        if model.tied and embedding is not None:
+            self.weight = embedding.tokens.weight
+            return
+        self.weight = build.parameter(
+            TOKENS if model.tied else "head.weight",
+            (model.vocab_size, model.hidden),
+            std=build.std,
+            dim=0,
+            padded=padded,
+            decay=True,
+            tied=model.tied,
+            copy=model.tied,
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns of the logits, padding included: (s, b, V/tp)."""
+        return column_linear(self.norm(x), self.weight, None, self.tp, self.sequence_parallel)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(self.logits(x), labels.t(), self.tp, self.weight.spec)
+
+
+class Stage(nn.Module):
+    """The part of the model that one pipeline stage holds.
+
+    forward(x, labels): x is tokens (b, s) on the first stage, else activations (s, b, h); the
+    result is activations, or on the last stage the sum of the tokens' losses.
+    """
+
+    def __init__(self, build: Builder, model: ModelShape, layout: Layout, part: plan.Stage):
+        super().__init__()
+        padded, self.part = model.padded_vocab(layout), part
+        self.embedding = Embedding(build, model, padded) if part.embedding else None
+        blocks = range(part.first, part.last)
+        self.blocks = nn.ModuleList(Block(build, i, model, layout.recompute) for i in blocks)
+        self.head = Head(build, model, padded, self.embedding) if part.head else None
+        alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
+        self.bias = alibi_bias(model, build) if alibi else None
+        self.rotary = rotary_tables(model, build) if rotary else None
+        _check_count(self, part)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.hidden_states(x)
+        return x if self.head is None else self.head(x, labels).sum()
+
+    def hidden_states(self, x: Tensor) -> Tensor:
+        """What leaves the last block of this stage."""
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x, self.bias, self.rotary)
+        return x
+
+
+def attention_kernel(model: ModelShape, build: Builder) -> str:
+    """Which of torch's attention kernels will run for this model's shapes on this device."""
+    heads = model.heads // build.mesh.tp.size
+    shape = (1, heads, model.seq_length, model.head_size)
+    q = torch.empty(shape, dtype=build.dtype, device=build.device)
+    bias = alibi_bias(model, build) if model.positions == "alibi" else None
+    choice = torch._fused_sdp_choice(q, q, q, attn_mask=bias, is_causal=bias is None)
+    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
+
+
+def _check_count(stage: Stage, part: plan.Stage) -> None:
+    """Parameters built must be parameters planned: a silent difference has cost others months."""
+    built = sum(math.prod(p.spec.shape) for p in stage.parameters())
+    if built != part.parameters:
+        raise ValueError(
+            f"stage {part.index} built {built} parameters, but {part.parameters} were planned"
+        )

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes .venv from requirements.txt (ranges) and constraints.txt (exact versions), with an MPI.
+#
+#     bash scripts/setup.sh          what training needs
+#     bash scripts/setup.sh test     and what the tests need
+#
+# Does nothing, quickly, when nothing changed. The machine's own MPI is used if it has one;
+# otherwise MPICH comes as a Python package into .venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+files=(requirements.txt constraints.txt)
+[ "${1:-}" = test ] && files=(requirements-test.txt requirements.txt constraints.txt)
+
+own_mpirun=$(PATH=$(tr ':' '\n' <<<"$PATH" | grep -vx "$PWD/.venv/bin" | paste -sd:) \
+    command -v mpirun || true)
+want="$(cat "${files[@]}" scripts/setup.sh | sha256sum | cut -c1-16) ${own_mpirun:-package}"
+for stamp in .venv/.set-up-test .venv/.set-up; do # what the tests need includes the rest
+    [ "${1:-}" = test ] && [ $stamp = .venv/.set-up ] && continue
+    [ -f $stamp ] && [ "$(cat $stamp)" = "$want" ] && exit 0
+done
+
+python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: Trine needs Python 3.11 or newer, $(python3 --version) is first on PATH" >&2
+    exit 2
+}
+echo "setting up .venv (a few minutes the first time)"
+[ -x .venv/bin/python ] || python3 -m venv .venv
+.venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    --requirement "${files[0]}" --constraint constraints.txt
+
+if [ -z "$own_mpirun" ]; then
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+        --constraint constraints.txt mpich
+elif ! .venv/bin/python -c 'from mpi4py import MPI' 2>/dev/null; then
+    command -v mpicc >/dev/null || {
+        echo "error: $own_mpirun is there, but neither its library where mpi4py finds it nor" \
+            "mpicc to build mpi4py with: load the MPI's development module" >&2
+        exit 2
+    }
+    echo "building mpi4py against $own_mpirun"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall \
+        --no-deps --no-cache-dir --no-binary mpi4py --constraint constraints.txt mpi4py
+fi
+.venv/bin/python -c 'from mpi4py import MPI; import torch'
+[ "${1:-}" = test ] && echo "$want" >.venv/.set-up-test
+echo "$want" >.venv/.set-up

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Sets up what is missing and runs all tests; arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh test
+exec .venv/bin/python test_all.py "$@"

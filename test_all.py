@@ -1,0 +1,12 @@
+"""Runs all tests: `python test_all.py`, with any of pytest's arguments.
+
+Tests of several ranks start them by mpirun themselves; nothing else needs to run.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(["--rootdir", str(Path(__file__).parent), *sys.argv[1:]]))

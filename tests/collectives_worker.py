@@ -1,0 +1,124 @@
+"""Checks of collectives, layers and replicas on real ranks: `mpirun -n 4 python THIS`.
+
+Prints `ok` and the number of checks on rank 0, or fails loudly.
+"""
+
+import torch
+
+from cluster import discover, start
+from collectives import MAX, Group
+from config import Layout, Run
+from parallel import Builder, Mesh, RowLinear, cross_entropy
+from zero import unequal_replicas
+
+CHECKS = []
+
+
+def check(condition: bool, what: str) -> None:
+    if not condition:
+        raise RuntimeError(f"wrong: {what}")
+    CHECKS.append(what)
+
+
+def everyone(group: Group, make) -> list[torch.Tensor]:
+    """What every member made, computed here without communication."""
+    return [make(rank) for rank in range(group.size)]
+
+
+def check_collectives(group: Group, dtype: torch.dtype, elements: int) -> None:
+    def make(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randint(-8, 8, (group.size * elements, 2), generator=generator).to(dtype)
+
+    own, total = make(group.rank), sum(everyone(group, make))
+    summed = own.clone()
+    group.all_reduce(summed).wait()
+    check(torch.equal(summed, total), f"sum {dtype} {elements}")
+    largest = own.clone()
+    group.all_reduce(largest, MAX).wait()
+    check(torch.equal(largest, torch.stack(everyone(group, make)).amax(0)), f"max {dtype}")
+    part = torch.empty_like(group.shard(own))
+    group.reduce_scatter(part, own.clone()).wait()
+    check(torch.equal(part, group.shard(total)), f"reduce-scatter {dtype} {elements}")
+    whole = own.clone()
+    group.reduce_scatter(group.shard(whole), whole).wait()
+    check(torch.equal(group.shard(whole), group.shard(total)), f"in place {dtype} {elements}")
+    joined = own.new_zeros(group.size * own.shape[0], 2)
+    group.all_gather(joined, own).wait()
+    check(torch.equal(joined, torch.cat(everyone(group, make))), f"all-gather {dtype} {elements}")
+    group.shard(joined).copy_(own + 1)
+    group.all_gather(joined, group.shard(joined)).wait()
+    check(torch.equal(joined, torch.cat(everyone(group, make)) + 1), f"gather in place {dtype}")
+
+
+def check_ring(group: Group) -> None:
+    """Every member sends to the next: messages of one pair arrive in their order."""
+    following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    sent = [torch.full((5,), 10.0 * group.rank + i) for i in range(3)]
+    leaving = [group.send(tensor, following) for tensor in sent]
+    for i in range(3):
+        arrived = torch.empty(5)
+        group.receive(arrived, before).wait()
+        check(bool((arrived == 10.0 * before + i).all()), f"message {i}")
+    for handle in leaving:
+        handle.wait()
+
+
+def check_loss(group: Group, vocabulary: int) -> None:
+    """The split loss and its gradient against torch's on whole logits; padding must not count."""
+    rows = -(-vocabulary // group.size)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(7, rows * group.size, generator=generator, dtype=torch.float64) * 5
+    labels = torch.randint(vocabulary, (7,), generator=generator)
+    weight = Builder(Mesh(), torch.float64).parameter("w", (vocabulary, 1), dim=0)
+    start = min(group.rank * rows, vocabulary)
+    spec = weight.spec.__class__(
+        "w", (vocabulary, 1), 0, start, min(start + rows, vocabulary), decay=True
+    )
+    own = logits.view(7, group.size, rows)[:, group.rank].clone().requires_grad_()
+    losses = cross_entropy(own, labels, group, spec)
+    losses.mul(torch.arange(7.0)).sum().backward()
+    whole = logits[:, :vocabulary].clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(whole, labels, reduction="none")
+    expected.mul(torch.arange(7.0)).sum().backward()
+    check(torch.allclose(losses, expected, rtol=1e-12), f"loss of {vocabulary} words")
+    gradient = torch.zeros_like(logits)
+    gradient[:, :vocabulary] = whole.grad
+    same = torch.allclose(own.grad, gradient.view(7, group.size, rows)[:, group.rank], rtol=1e-12)
+    check(same, f"gradient of {vocabulary} words")
+
+
+def check_drift(mesh: Mesh) -> None:
+    """A single bit that differs on one rank is found, on every axis, and named."""
+    layer = RowLinear(Builder(mesh), "layer", 8, 6, 0.1, bias=True)
+    check(unequal_replicas(layer, mesh) == [], "equal replicas")
+    if mesh.rank == 1:
+        layer.bias.data.view(torch.int32)[2] ^= 1
+    found = unequal_replicas(layer, mesh)
+    for axis, group in (("dp", mesh.dp), ("tp", mesh.tp)):
+        if group.size > 1 and 1 in group.ranks:
+            named = any(f"layer.bias differs over {axis}" in line for line in found)
+            check(named, f"drift over {axis}")
+    check(not any("layer.weight" in line for line in found), "the equal one is not named")
+
+
+def main() -> None:
+    cluster = start(discover(), Run())
+    with cluster.failing_loudly():
+        group = Mesh(Layout(tp=cluster.size, dp=1), cluster).tp
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+            for elements in (1, 1000):
+                check_collectives(group, dtype, elements)
+        check_collectives(group, torch.float32, 400_000)  # beyond EXCHANGE_BYTES
+        check_ring(group)
+        for vocabulary in (group.size, 37, 2):  # with 2 words some ranks hold padding alone
+            check_loss(group, vocabulary)
+        check_drift(Mesh(Layout(tp=2, dp=cluster.size // 2), cluster))
+        check_drift(Mesh(Layout(dp=cluster.size), cluster))
+        if cluster.rank == 0:
+            print("ok", len(CHECKS))
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

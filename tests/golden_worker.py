@@ -1,0 +1,65 @@
+"""Trains a list of layouts one after the other in one start of ranks, and writes what came out.
+
+    mpirun -n 4 python tests/golden_worker.py cases.json results.json
+
+A case is a dictionary of option names, as on the command line. One start serves many layouts:
+the mesh is an object that is passed.
+"""
+
+import json
+import sys
+
+import config as configuration
+import data
+import train
+from cluster import discover, start
+
+STEPS = 10
+
+
+def options(case: dict) -> configuration.Config:
+    """The configuration of a case, before it is checked against the ranks."""
+    shape = {"layers": 2, "hidden": 32, "heads": 8, "seq_length": 16, "vocab_size": 61}
+    length = {"global_batch_size": 8, "steps": STEPS, "lr": 1e-3, "pad_vocab_multiple": 4}
+    # Adam turns a gradient near its epsilon into a step of rounding noise over epsilon: 1e-8 would
+    # let a single such weight of these small models hide what is to be seen.
+    length["adam_eps"] = 1e-6
+    return configuration.build(shape | length | case)
+
+
+def run(config: configuration.Config, cluster=None) -> dict:
+    """Loss and gradient norm of every step, and the replicas that are no longer equal."""
+    model, training = config.model, config.training
+    samples = data.Synthetic(model.vocab_size, model.seq_length, training.seed)
+    pieces = train.build(config, cluster)
+    losses, norms = [], []
+    for iteration in range(config.total_steps):
+        consumed = iteration * training.global_batch_size
+        lr = train.learning_rate(training, consumed, STEPS * training.global_batch_size)
+        result = train.step(pieces, samples, consumed, lr)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    unequal = train.unequal_replicas(pieces.stage, pieces.build.mesh)
+    return {"losses": losses, "norms": norms, "unequal": unequal}
+
+
+def main() -> None:
+    source, target = sys.argv[1:3]
+    cluster = start(discover(), configuration.Run())
+    with cluster.failing_loudly():
+        with open(source) as file:
+            cases = json.load(file)
+        results = []
+        for case in cases:
+            results.append(run(configuration.check(options(case), cluster.size), cluster))
+            # What another rank found is lost otherwise: only rank 0 writes.
+            if results[-1]["unequal"]:
+                raise RuntimeError(f"{case}: {results[-1]['unequal']}")
+        if cluster.rank == 0:
+            with open(target, "w") as file:
+                json.dump(results, file)
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

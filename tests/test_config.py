@@ -1,0 +1,140 @@
+"""Options, presets and the sentences a user's mistake gets."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import ROOT
+
+from config import (
+    PRESETS,
+    Config,
+    ModelShape,
+    UserError,
+    check,
+    parse,
+    preset,
+)
+
+BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
+
+
+def configure(words: str, ranks: int = 1) -> Config:
+    return check(parse(words.split()), ranks)
+
+
+def test_dp_follows_from_the_ranks():
+    config = configure(f"{BASE} --tp 2 --pp 2 --micro-batch-size 2", ranks=8)
+    assert config.layout.dp == 2
+    assert config.micro_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "sentence"),
+    [
+        ("--tp 8 --pp 6", 100, "tp(8) * pp(6) * dp(?) does not divide 100 ranks"),
+        ("--tp 2 --dp 2", 8, "tp(2) * pp(1) * dp(2) = 4 is not 8 ranks"),
+        ("--tp 3", 3, "tp(3) does not divide heads(4)"),
+        ("--heads 8 --hidden 72 --tp 16", 16, "tp(16) does not divide heads(8)"),
+        ("--heads 8 --kv-heads 2 --tp 4", 4, "tp(4) does not divide kv-heads(2)"),
+        ("--ffn-hidden 130 --tp 4", 4, "tp(4) does not divide ffn-hidden(130)"),
+        ("--hidden 66", 1, "heads(4) does not divide hidden(66)"),
+        ("--kv-heads 3", 1, "kv-heads(3) does not divide heads(4)"),
+        ("--hidden 12 --positions rotary", 1, "hidden(12) / heads(4) = 3"),
+        (
+            "--micro-batch-size 3",
+            1,
+            "micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)",
+        ),
+        (
+            "--micro-batch-size 2",
+            8,
+            "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(8)",
+        ),
+        ("--pp 7", 7, "pp(7) is more stages than there are parts to place: 4 blocks"),
+        ("--pp 2 --partition 1,2", 2, "--partition 1,2 places 3 blocks, but layers is 4"),
+        ("--pp 2 --partition 1,2,1", 2, "has 3 stages, but pp is 2"),
+        ("--partition evenly", 1, "or a list like 3,4,4,3, not 'evenly'"),
+        (
+            "--seq-length 30 --tp 4 --sequence-parallel",
+            4,
+            "tp(4) does not divide seq-length(30)",
+        ),
+        ("--train-samples 9", 1, "give one of --steps and --train-samples; both was given"),
+        ("--min-lr 1.0", 1, "min-lr(1.0) is above lr(0.0003)"),
+        ("--modle x", 1, "unknown argument '--modle'; did you mean '--model'?"),
+        ("--model gpt2-123m", 1, "no preset is called 'gpt2-123m'; did you mean 'gpt2-124m'?"),
+        ("--zero 9", 1, "--zero is one of"),
+        ("--layers 0", 1, "--layers must be at least 1, not 0"),
+        ("--layers four", 1, "argument --layers: invalid int value: 'four'"),
+        ("--config nowhere.toml", 1, "cannot read --config nowhere.toml: No such file"),
+    ],
+)
+def test_a_mistake_gets_its_sentence(words, ranks, sentence):
+    with pytest.raises(UserError) as caught:
+        configure(f"{BASE} {words}", ranks)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_must_be_given():
+    with pytest.raises(UserError, match="--heads: give them, or --model PRESET"):
+        parse(["--layers", "2", "--hidden", "8"])
+
+
+def test_flags_win_over_the_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('model = "gpt2-124m"\n[layout]\ntp = 2\nmicro-batch-size = 4\n')
+    config = parse(["--config", str(path), "--tp", "4", "--layers", "6"])
+    assert (config.layout.tp, config.layout.micro_batch_size) == (4, 4)
+    assert (config.model.layers, config.model.hidden) == (6, 768)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("laers = 3\n", "unknown key 'laers'; did you mean 'layers'?"),
+        ("layers = 'many'\n", "--layers takes a int, not 'many'"),
+        ("layers = \n", "is not TOML"),
+    ],
+)
+def test_a_wrong_file_gets_its_sentence(tmp_path, text, sentence):
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse(["--config", str(path)])
+    assert sentence in str(caught.value)
+
+
+def test_what_a_preset_derives_is_derived_anew():
+    config = parse(["--model", "gpt2-124m", "--hidden", "1024", "--heads", "16"])
+    assert (config.model.ffn_hidden, config.model.kv_heads) == (4096, 16)
+    config = parse(["--model", "gpt2-124m", "--ffn-hidden", "1000", "--hidden", "1024"])
+    assert config.model.ffn_hidden == 1000
+
+
+def test_every_preset_can_be_built():
+    for name in PRESETS:
+        check(Config(preset(name.upper()), training=configure(BASE).training), 1)
+
+
+def test_the_padded_vocabulary_is_the_published_one():
+    layout = configure(BASE + " --tp 4", 4).layout
+    assert ModelShape(1, 64, 4, vocab_size=250680).padded_vocab(layout) == 250880
+    assert ModelShape(1, 64, 4, vocab_size=50257).padded_vocab(layout) == 50688
+
+
+def test_help_answers_without_torch():
+    """In under 0.3 s: the best of three, for the machine may be busy with other things."""
+    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0
+        assert "--sequence-parallel" in done.stdout
+        assert "torch" not in done.stderr
+        assert "numpy" not in done.stderr
+    assert min(seconds) < 0.3

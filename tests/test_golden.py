@@ -1,0 +1,132 @@
+"""The layout does not change the result: any layout against the single-rank run.
+
+Ten steps under every (tp, pp, dp) in {1, 2, 4}^3 with up to 8 ranks. The options of a layout
+(ZeRO stage, sequence parallelism, schedule, micro-batch, tied head, positions, precision) are
+tried in full on 2 ranks; on 4 and 8 ranks every pair of values occurs, and with --full-golden the
+full product. Loss and gradient norm of every step agree to 1e-5 relative in fp32 and to 1e-10 in
+fp64, where no rounding hides an error; replicas are equal to the bit at the end.
+"""
+
+import itertools
+import json
+import random
+from functools import cache
+
+import golden_worker
+import pytest
+from ranks import mpirun
+
+import config as configuration
+
+POSITIONS = {
+    "learned": {"positions": "learned"},
+    "alibi": {"positions": "alibi", "embedding_norm": True},
+    # Grouped queries: 4 key/value heads; gated MLP, no biases.
+    "rotary": {
+        "positions": "rotary",
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+        "kv_heads": 4,
+    },
+}
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+MESHES = [m for m in itertools.product((1, 2, 4), repeat=3) if m[0] * m[1] * m[2] <= 8]
+
+
+def factors(tp: int, pp: int, dp: int) -> dict[str, tuple]:
+    """The options worth varying on a mesh, with their values."""
+    return {
+        "zero": (0, 1) if dp > 1 else (1,),
+        "sequence_parallel": (False, True) if tp > 1 else (False,),
+        "schedule": ("gpipe", "1f1b") if pp > 1 else ("1f1b",),
+        "micro_batch_size": (1, 2),
+        "tied": (False, True),
+        "positions": tuple(POSITIONS),
+        "precision": ("fp32", "fp64"),
+    }
+
+
+def pairwise(values: dict[str, tuple], seed: int) -> list[dict]:
+    """Few combinations in which every pair of values of two options occurs, chosen greedily."""
+    everything = [dict(zip(values, v)) for v in itertools.product(*values.values())]
+    random.Random(seed).shuffle(everything)
+
+    def pairs(case):
+        return set(itertools.combinations(sorted(case.items()), 2))
+
+    wanted, chosen = set().union(*map(pairs, everything)), []
+    while wanted:
+        best = max(everything, key=lambda case: len(pairs(case) & wanted))
+        chosen.append(best)
+        wanted -= pairs(best)
+    return chosen
+
+
+def cases(ranks: int, full: bool) -> list[dict]:
+    """Every case for a world of that many ranks."""
+    result = []
+    for tp, pp, dp in MESHES:
+        if tp * pp * dp != ranks:
+            continue
+        values = factors(tp, pp, dp)
+        if full or ranks <= 2:
+            combinations = [dict(zip(values, v)) for v in itertools.product(*values.values())]
+        else:
+            combinations = pairwise(values, seed=100 * tp + 10 * pp + dp)
+        for options in combinations:
+            # Fewer micro-batches than stages are among these: 4 stages, 1 micro-batch.
+            batch = max(4, dp * options["micro_batch_size"])
+            extra = POSITIONS[options["positions"]]
+            mesh = {"tp": tp, "pp": pp, "layers": 2, "global_batch_size": batch}
+            result.append(options | extra | mesh)
+    return result
+
+
+@cache
+def single_rank(key: str) -> dict:
+    """The run on one rank that a case must equal; micro-batch 1, everything else plain."""
+    return golden_worker.run(configuration.check(golden_worker.options(json.loads(key)), 1))
+
+
+def reference(case: dict) -> dict:
+    layout = ("tp", "pp", "zero", "sequence_parallel", "schedule", "micro_batch_size")
+    return single_rank(json.dumps({k: v for k, v in case.items() if k not in layout}))
+
+
+def distance(values: list[float], others: list[float]) -> float:
+    """Largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(values, others))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_layout_equals_the_single_rank_run(ranks, tmp_path, request):
+    every = cases(ranks, request.config.getoption("--full-golden"))
+    source, target = tmp_path / "cases.json", tmp_path / "results.json"
+    source.write_text(json.dumps(every))
+    worker = ("tests/golden_worker.py", str(source), str(target))
+    outcome = mpirun(ranks, *worker, timeout=90 + 30 * len(every))
+    assert outcome.status == 0, outcome.err[-4000:]
+    results = json.loads(target.read_text())
+    assert len(results) == len(every)
+    worst = {"fp32": 0.0, "fp64": 0.0}
+    for case, result in zip(every, results):
+        expected = reference(case)
+        off = max(
+            distance(result["losses"], expected["losses"]),
+            distance(result["norms"], expected["norms"]),
+        )
+        assert len(result["losses"]) == golden_worker.STEPS
+        assert off <= TOLERANCE[case["precision"]], (case, result, expected)
+        worst[case["precision"]] = max(worst[case["precision"]], off)
+    print(f"{ranks} ranks, {len(every)} cases, largest relative difference {worst}")
+
+
+def test_the_runs_differ_where_they_should():
+    """The instrument is not blind: other weights, other data, another model give other numbers."""
+    base = {"layers": 2, "precision": "fp64", "global_batch_size": 4}
+    expected = single_rank(json.dumps(base))
+    for change in ({"seed": 5}, {"tied": False}, {"lr": 1.001e-3}, {"global_batch_size": 8}):
+        other = single_rank(json.dumps(base | change))
+        assert distance(other["losses"], expected["losses"]) > 1e-9, change

@@ -1,0 +1,95 @@
+"""The mesh, the weights' generator, and collectives and layers on real ranks."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from ranks import mpirun
+
+from config import Layout
+from parallel import Builder, Mesh, VocabEmbedding, draw_normal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_and_layers_on_ranks(ranks):
+    outcome = mpirun(ranks, "tests/collectives_worker.py")
+    assert outcome.status == 0, outcome.err[-3000:]
+    assert outcome.out.startswith("ok ")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_slice_is_drawn_by_itself(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=4)))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    start = data.draw(st.integers(0, shape[dim]))
+    stop = data.draw(st.integers(start, shape[dim]))
+    whole = draw_normal("w", shape, dim, 0, shape[dim], 0.5, 7, "cpu")
+    part = draw_normal("w", shape, dim, start, stop, 0.5, 7, "cpu")
+    assert torch.equal(whole.narrow(dim, start, stop - start), part)
+    other = draw_normal("w", shape, 0, 0, shape[0], 0.5, 7, "cpu")
+    assert torch.equal(whole, other), "the split dimension must not matter"
+
+
+def test_drawn_weights_are_normal_and_unrelated():
+    n = 1_000_000
+    x = draw_normal("a", (n,), 0, 0, n, 1.0, 1, "cpu")
+    assert abs(x.mean()) < 5 / n**0.5
+    assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
+    assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
+    assert abs((x < -1.959964).double().mean() - 0.025) < 5 * (0.025 / n) ** 0.5
+    others = (
+        draw_normal("b", (n,), 0, 0, n, 1.0, 1, "cpu"),
+        draw_normal("a", (n,), 0, 0, n, 1.0, 2, "cpu"),
+        x.roll(1),
+        x.roll(2),
+    )
+    for other in others:
+        assert abs((x * other).mean()) < 5 / n**0.5
+
+
+def test_first_values_stay_what_they_are():
+    """Weights of a seed are part of the interface: a new version must draw the same ones."""
+    drawn = draw_normal("blocks.0.mlp.up.weight", (2, 2), 0, 0, 2, 0.02, 1234, "cpu")
+    assert drawn.flatten().tolist() == pytest.approx(FIRST_VALUES, rel=1e-12)
+
+
+FIRST_VALUES = [
+    -0.0008205107437777376,
+    -0.018439010210228906,
+    -0.006074894312771182,
+    0.01773239536730884,
+]
+
+
+def test_rank_order():
+    """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, read off a faked cluster."""
+
+    class Fake:
+        def __init__(self, rank, size):
+            self.rank, self.size = rank, size
+
+        def process_group(self, ranks, role):
+            return None
+
+    layout = Layout(tp=2, pp=3, dp=4)
+    for rank in range(24):
+        mesh = Mesh(layout, Fake(rank, 24))
+        assert rank == (mesh.pp_rank * 4 + mesh.dp_rank) * 2 + mesh.tp_rank
+        assert mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1)
+        assert mesh.dp.ranks == tuple(mesh.pp_rank * 8 + d * 2 + mesh.tp_rank for d in range(4))
+        assert mesh.forward.ranks == tuple(rank % 8 + 8 * p for p in range(3))
+        ends = mesh.forward.ranks[::2]
+        assert mesh.tied.ranks == (ends if rank in ends else (rank,))
+        assert mesh.world.size == 24
+    with pytest.raises(ValueError, match=r"\(3, 4, 2\) is not a mesh of 23 ranks"):
+        Mesh(layout, Fake(0, 23))
+
+
+def test_padding_rows_are_zero_and_beyond_the_vocabulary():
+    embedding = VocabEmbedding(Builder(Mesh()), "e", 5, 8, 3, tied=False)
+    assert embedding.weight.shape == (8, 3)
+    assert embedding.weight.spec.stop == 5
+    assert (embedding.weight[5:] == 0).all()
+    assert (embedding.weight[:5] != 0).all()
