@@ -423,7 +423,7 @@ def constants() -> Answer:
 
 QUESTIONS: dict[str, tuple[Callable[[Asked], Answer], str]] = {
     "model": (model, "parameters, FLOPs and bytes of a model"),
-    "layouts": (ranked_layouts, "all layouts ranked by seconds per step, and why others cannot run"),
+    "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
     "stages": (balance, "blocks, parameters, time and memory per stage"),
     "largest": (largest, "the largest model that trains on some GPUs"),
     "smallest": (smallest, "the fewest nodes that hold a model"),

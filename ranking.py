@@ -82,7 +82,7 @@ def _with_stages(model, training, machine, gpus, base, fixed, rampup):
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
         layout = replace(base, micro_batch_size=micro)
         try:
-            check_batch(layout, training.global_batch_size)
+            check_batch(layout, "global-batch-size", training.global_batch_size)
         except UserError as error:
             rejected.append(Rejected(_named(layout), str(error)))
             continue
@@ -309,7 +309,7 @@ def rampup_levels(layout: Layout, target: int, ramp: tuple[int, int, int]) -> li
 def batch_problem(layout: Layout, batch: int) -> str:
     """Why this layout cannot run a batch of that size, or the empty string."""
     try:
-        check_batch(layout, batch)
+        check_batch(layout, "batch", batch)
     except UserError as error:
         return str(error)
     return ""

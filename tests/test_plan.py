@@ -1,12 +1,9 @@
 """Counts: parameters, FLOPs and stages, against published numbers and brute force."""
 
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

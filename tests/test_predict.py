@@ -1,12 +1,8 @@
 """Kernels, collectives, pipelines and memory of one layout, against closed forms."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
