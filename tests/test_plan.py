@@ -1,6 +1,8 @@
 """Counts: parameters, FLOPs and stages, against published numbers and brute force."""
 
 import itertools
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rows as measured
-from config import Layout, ModelShape, UserError, preset
+from config import Layout, ModelShape, UserError, check, preset
 from plan import (
     PartCosts,
     balanced_partition,
@@ -146,6 +148,18 @@ def test_parameters_are_the_sum_of_all_tensors(model):
     whole += norm if model.embedding_norm else 0
     whole += 0 if model.tied else v * h
     assert parameters(model) == whole
+
+
+@settings(deadline=None, max_examples=15)
+@given(shapes())
+def test_parameters_built_are_parameters_planned(model):
+    import golden_worker
+
+    import train
+
+    run = golden_worker.options({"pad_vocab_multiple": 1})
+    built = train.build(check(replace(run, model=model), 1)).stage
+    assert sum(math.prod(p.spec.shape) for p in built.parameters()) == parameters(model)
 
 
 @given(shapes(), st.integers(1, 6), st.sampled_from(["balanced", "layers", "blocks"]))
