@@ -255,7 +255,10 @@ def balance(asked: Asked) -> Answer:
 
 def _memory_table(table: list[memory.StageMemory], fullest: int, machine) -> str:
     names = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "context")
-    lines = ["GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free"))]
+    lines = [
+        f"on {machine.name}",
+        "GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free")),
+    ]
     for stage in table:
         parts = [getattr(stage, name) for name in names]
         parts += [stage.total, machine.memory - stage.total]

@@ -154,8 +154,8 @@ def _machine(row: dict[str, str], date: str) -> str:
     megatron = "Megatron" in row["section"]
     if megatron and gpu.startswith("H100"):
         return "h100-megatron"
-    if gpu != "A100-80":
-        name = gpu.lower()
+    name = gpu.lower().removesuffix("gb")
+    if name != "a100-80":
         return name if name in names() else name.split("-")[0]
     if megatron:
         return "selene-2022" if row["recompute"] == "selective" else "selene"

@@ -268,7 +268,7 @@ def report(cases, tables: dict[str, list[str]], values: dict[str, float]) -> lis
         lines += ["", "A section that alone determines a constant (H100) cannot be held out."]
         lines += ["", f"Rows off by more than {FAR:.0%}, held out:", ""]
         lines += _far(own, kind, outside) or ["* none"]
-    if "seconds" in both and tables:
+    if "seconds" in both and decide(tables, cases, both["seconds"][0]):
         for name, predicted in zip(("in-sample", "held out"), both["seconds"], strict=True):
             lines += _choices(name, decide(tables, cases, predicted))
         lines += _without_crossing(cases, tables, values)
