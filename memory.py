@@ -55,6 +55,22 @@ def stages(
     ]
 
 
+def fullest(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> StageMemory:
+    """The fullest stage alone. Earlier stages hold no fewer micro-batches than later ones, so
+    beside both ends only the first stage of each number of blocks can be it."""
+    count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
+    rows = cut(model, layout)
+    first: dict[int, Stage] = {}
+    for row in rows[1:-1]:
+        first.setdefault(row.blocks, row)
+    tried = [rows[0], *first.values(), rows[-1]]
+    held = [
+        _stage(row, in_flight(layout, row.index, count), model, layout, training, machine)
+        for row in tried
+    ]
+    return max(held, key=lambda stage: stage.total)
+
+
 def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
     """Micro-batches whose activations a stage holds at once: `Schedule.peak` in closed form."""
     if layout.schedule == "gpipe":

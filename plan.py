@@ -224,7 +224,8 @@ def _balanced(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
     if pp == 2:
         pairs = [(first, layers - first) for first in range(layers + 1)]
     else:
-        pairs = [(f, b) for f in range(layers + 1) for b in range(layers + 1 - f)]
+        most = -(-layers // (pp - 2))  # an end with more than a middle stage is never faster
+        pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
     first, last = min(pairs, key=lambda pair: judge(*pair))
     rest = layers - first - last
     return (first, *(_spread(rest, pp - 2) if pp > 2 else []), last)

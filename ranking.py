@@ -108,7 +108,8 @@ def _choices(fixed: dict, name: str, default) -> list:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _named(layout: Layout) -> dict[str, int | str]:
@@ -118,8 +119,7 @@ def _named(layout: Layout) -> dict[str, int | str]:
 
 def does_not_fit(model, layout, training, machine) -> str:
     """Which stage is out of memory and by how much, as a sentence; empty if all fit."""
-    table = memory.stages(model, layout, training, machine)
-    fullest = max(table, key=lambda stage: stage.total)
+    fullest = memory.fullest(model, layout, training, machine)
     if fullest.total <= machine.memory:
         return ""
     return (
@@ -170,8 +170,11 @@ def _deepest(machine, gpus, training, like, hidden, deepest) -> tuple | None:
 
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
     """The first layout that fits at micro-batch 1 with full recomputation, or None."""
+    least = parameters(model) * (2 + machine.software.gradient_bytes)  # not sharded by dp
     for tp in [d for d in _divisors(gpus) if d <= machine.node][::-1]:
         for pp in _divisors(gpus // tp):
+            if pp > model.layers or least / (tp * pp) > machine.memory:
+                continue
             dp = gpus // (tp * pp)
             layout = Layout(tp=tp, pp=pp, dp=dp, recompute="full")
             batch = replace(training, global_batch_size=-(-training.global_batch_size // dp) * dp)
@@ -179,7 +182,7 @@ def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) 
                 check_split(model, layout)
             except UserError:
                 continue
-            if pp <= model.layers and not does_not_fit(model, layout, batch, machine):
+            if not does_not_fit(model, layout, batch, machine):
                 return layout
     return None
 

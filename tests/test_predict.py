@@ -292,6 +292,23 @@ def test_in_flight_is_the_schedules_peak(pp, count, name):
     assert tuple(memory.in_flight(layout, s, count) for s in range(pp)) == peak
 
 
+@given(
+    st.integers(2, 40),
+    st.integers(1, 12),
+    st.sampled_from(["balanced", "layers", "blocks"]),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["none", "full"]),
+)
+def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recompute):
+    if pp > layers:
+        return
+    model = ModelShape(layers, 1024, 16, vocab_size=250000)
+    layout = Layout(pp=pp, dp=1, partition=partition, schedule=name, recompute=recompute)
+    table = memory.stages(model, layout, training(16), A100)
+    found = memory.fullest(model, layout, training(16), A100)
+    assert found.total == max(stage.total for stage in table)
+
+
 def test_held_parameters_are_the_models():
     model = preset("bloom-176b")
     layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
