@@ -18,6 +18,7 @@ from collections.abc import Callable
 import config
 import hardware
 import memory
+import options
 import plan
 import predict
 import ranking
@@ -136,7 +137,7 @@ def _asked(own, rest: list[str], machine) -> Asked:
         number = getattr(own, name)
         if number is not None and number <= 0:
             raise UserError(f"--{name} must be above 0, not {number:g}")
-    return Asked(own, config.parse(rest), given, machine)
+    return Asked(own, options.parse(rest), given, machine)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rows as measured
-from config import Layout, ModelShape, UserError, check, preset
+from config import Layout, ModelShape, UserError, check
 from plan import (
     PartCosts,
     balanced_partition,
@@ -25,6 +25,7 @@ from plan import (
     stage_table,
     stages,
 )
+from presets import preset
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "data" / "measured_rows.csv"
 

@@ -11,7 +11,8 @@ import kernels
 import memory
 import predict
 import schedule
-from config import Layout, ModelShape, Training, UserError, preset
+from config import Layout, ModelShape, Training, UserError
+from presets import preset
 
 A100 = hardware.load("a100-80")
 JEAN_ZAY = hardware.load("jean-zay-a100")

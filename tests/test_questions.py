@@ -14,7 +14,8 @@ import hardware
 import questions
 import ranking
 import rows as measured
-from config import Layout, Training, UserError, preset
+from config import Layout, Training, UserError
+from presets import preset
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
