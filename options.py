@@ -63,7 +63,12 @@ def _options() -> dict[str, dataclasses.Field]:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = _Parser(description=description, allow_abbrev=False)
+    parser = _Parser(
+        description=description,
+        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of these options"
     )
