@@ -93,7 +93,8 @@ class Log:
             "peak_memory_bytes": memory.item(),
         }
         self._write(row)
-        if iteration % self.config.run.log_every == 0 or iteration == 1:
+        every, total = self.config.run.log_every, self.config.total_steps
+        if iteration % every == 0 or iteration in (1, total):
             self._print(self._line(row))
         if self.progress:
             self.progress.update(self.task, completed=iteration)
@@ -207,8 +208,9 @@ class Log:
 
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.cluster.describe()
+        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
         return (
-            f"{facts['ranks']} ranks by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+            f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
             f"micro-batch {layout.micro_batch_size} x {self.config.micro_batches}, "
             f"recompute {layout.recompute}"
@@ -242,7 +244,7 @@ def _progress_bar(total: int):
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
 
 

@@ -112,7 +112,7 @@ def held_parameters(stage: Stage, model: ModelShape, layout: Layout) -> float:
     norms = 2 * model.hidden * (2 if model.norm == "layernorm" else 1)
     blocks = stage.blocks * ((block_parameters(model) - norms) / layout.tp + norms)
     matrix = model.padded_vocab(layout) * model.hidden / layout.tp
-    positions = model.seq_length * model.hidden if model.positions == "learned" else 0
+    positions = model.max_positions * model.hidden if model.positions == "learned" else 0
     held = blocks + (matrix + positions if stage.embedding else 0)
     if stage.head and (layout.pp > 1 or not model.tied):
         held += matrix

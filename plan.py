@@ -38,7 +38,7 @@ def block_parameters(model: ModelShape) -> int:
 def embedding_parameters(model: ModelShape) -> int:
     """Parameters of the embedding: tokens (without padding), learned positions, its norm."""
     tokens = model.vocab_size * model.hidden
-    positions = model.seq_length * model.hidden if model.positions == "learned" else 0
+    positions = model.max_positions * model.hidden if model.positions == "learned" else 0
     return tokens + positions + (norm_parameters(model) if model.embedding_norm else 0)
 
 
