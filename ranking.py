@@ -8,7 +8,6 @@ Every layout is either ranked or rejected with a sentence. Nothing here prints.
 import math
 from dataclasses import dataclass, replace
 
-import kernels
 import memory
 from config import Layout, ModelShape, Training, UserError, check_batch, check_shape, check_split
 from hardware import Machine
@@ -326,9 +325,3 @@ def rampup_verdict(layout: Layout, target: int, ramp: tuple[int, int, int] | Non
         if level.problem:
             return f"batch {level.batch} does not divide by {layout.micro_batch_size * layout.dp}"
     return "fits"
-
-
-def fused_softmax(model: ModelShape, layout: Layout) -> bool:
-    """Whether Megatron's fused softmax would take this layout's scores."""
-    batch = model.heads // layout.tp * layout.micro_batch_size
-    return kernels.fused_softmax(model.seq_length, batch)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 
 from config import Layout, ModelShape, Training, UserError
-from hardware import Machine, load, names
+from hardware import Machine, names
 from plan import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 
 # fmt: off
@@ -22,9 +22,9 @@ COLUMNS = (
 # fmt: on
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "gpus")
 
-# Interleaved chunks per stage that the source states elsewhere: (layers, pp) of Megatron's table
-# in examples/sc21/run_table_1.sh. Its H100 table does not state them: 4 is assumed there.
-INTERLEAVED = {(60, 4): 3, (80, 8): 2, (96, 16): 2, (105, 35): 3}
+# Interleaved chunks per stage that the source states elsewhere: (layers, pp) of Megatron's tables
+# in examples/sc21/run_table_1.sh and arXiv 2205.05198. The H100 table does not: 4 is assumed.
+INTERLEAVED = {(60, 4): 3, (80, 8): 2, (96, 8): 3, (96, 16): 2, (105, 35): 3}
 RECOMPUTED = {"true": "full", "full": "full", "selective": "selective"}
 REPAIRED, FP32_GRADIENTS, BLOCKING = "02-25", "02-28", "02-20"  # dates of 2022 on Jean Zay
 
@@ -69,7 +69,9 @@ def read(path: str) -> list[dict[str, str]]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not a CSV file: {error}") from None
-    missing = [name for name in COLUMNS if not rows or rows[0].get(name) is None]
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    missing = [name for name in COLUMNS if rows[0].get(name) is None]
     if missing:
         raise UserError(f"{path} has {len(rows)} rows and lacks the columns {', '.join(missing)}")
     return rows
@@ -425,8 +427,3 @@ def _spikes(rows) -> list[Finding]:
 def _slots(row) -> float:
     count = _integer(row, "gbs") / (_integer(row, "mbs") * _integer(row, "dp"))
     return count + _integer(row, "pp") - 1
-
-
-def machine_of(case: Case, **fitted: float) -> Machine:
-    """The machine of a case with the case's own settings; keywords override fitted constants."""
-    return case.on(load(case.machine, **fitted))

@@ -5,7 +5,8 @@
     python benchmarks/plan_accuracy.py --fit                  # constants refitted on all rows
 
 In-sample: the constants of hardware/fitted.toml. Held out: for each section of the rows, the
-constants are refitted without that section, and predict it. Duplicates and rows that whoever
+constants are refitted on the published rows without that section, and predict it; rows of --rows
+that are not among the published ones are never fitted on. Duplicates and rows that whoever
 collected them marked invalid are left out; the rest counts, odd or not.
 """
 
@@ -26,7 +27,6 @@ import memory  # noqa: E402
 import predict  # noqa: E402
 import rows as measured  # noqa: E402
 
-COMMAND = "python benchmarks/plan_accuracy.py > benchmarks/results/plan.md"
 DATA = ROOT / "benchmarks" / "data"
 
 # What is fitted, and on which sources. Time and memory share no constant.
@@ -141,19 +141,19 @@ def _own(cases, names: tuple[str, ...]) -> list:
     return [c for c in cases if c.source in SOURCES[names[0]]]
 
 
-def held_out(cases, kind: str, start: dict) -> dict[str, float]:
-    """Predictions by row, each from constants fitted without the row's section.
+def held_out(cases, kind: str, start: dict, known=None) -> dict[str, float]:
+    """Predictions by row, each from constants fitted on `known` rows outside the row's section.
 
     The errors are nearly linear in the constants' logarithms, so one set of slopes serves all
     sections; the predictions themselves are computed anew from the refitted constants.
     """
     found = predictions(cases, kind, start)
     for names in FITS[kind]:
-        own = _own(usable(cases, kind), names)
+        own = _own(usable(known or cases, kind), names)
         if not own:
             continue
         here, slope = errors(own, kind, start), slopes(names, own, kind, start)
-        for section in _unique(own, "section"):
+        for section in _unique(_own(cases, names), "section"):
             keep = [i for i, c in enumerate(own) if c.section != section]
             if len(keep) < FEWEST + len(names):
                 continue
@@ -234,10 +234,15 @@ def out_of_memory(cases, values: dict[str, float]) -> tuple[list, list, list]:
 
 def read_tables(path: Path) -> dict[str, list[str]]:
     """Row names by decision table."""
-    with open(path, newline="") as file:
-        found: dict[str, list[str]] = {}
-        for row in csv.DictReader(file):
-            found.setdefault(row["table"], []).append(row["row_id"])
+    found: dict[str, list[str]] = {}
+    try:
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                found.setdefault(row["table"], []).append(row["row_id"])
+    except OSError as error:
+        raise config.UserError(f"cannot read {path}: {error.strerror}") from None
+    except KeyError as error:
+        raise config.UserError(f"{path} lacks the column {error.args[0]}") from None
     return found
 
 
@@ -246,7 +251,7 @@ def read_tables(path: Path) -> dict[str, list[str]]:
 # ------------------------------------------------------------------------------------------------
 
 
-def report(cases, tables: dict[str, list[str]], values: dict[str, float]) -> list[str]:
+def report(cases, tables: dict[str, list[str]], values: dict[str, float], known) -> list[str]:
     """All figures as lines of Markdown."""
     lines = []
     both = {}
@@ -255,7 +260,7 @@ def report(cases, tables: dict[str, list[str]], values: dict[str, float]) -> lis
         if not own:
             continue
         inside = predictions(cases, kind, values)
-        outside = held_out(cases, kind, values)
+        outside = held_out(cases, kind, values, known)
         both[kind] = (inside, outside)
         lines += ["", f"## {unit}: error in per cent", ""]
         figures = "n | mean | median | max | bias"
@@ -271,7 +276,7 @@ def report(cases, tables: dict[str, list[str]], values: dict[str, float]) -> lis
     if "seconds" in both and decide(tables, cases, both["seconds"][0]):
         for name, predicted in zip(("in-sample", "held out"), both["seconds"], strict=True):
             lines += _choices(name, decide(tables, cases, predicted))
-        lines += _without_crossing(cases, tables, values)
+        lines += _without_crossing(cases, tables, values, known)
     hits, missed, alarms = out_of_memory(cases, values)
     lines += ["", "## Out of memory", ""]
     lines.append(f"* predicted ({len(hits)}): {', '.join(hits) or 'none'}")
@@ -280,10 +285,10 @@ def report(cases, tables: dict[str, list[str]], values: dict[str, float]) -> lis
     return lines
 
 
-def _without_crossing(cases, tables, values: dict[str, float]) -> list[str]:
+def _without_crossing(cases, tables, values: dict[str, float], known) -> list[str]:
     """The tables again, held out, without the one constant that was set by looking at an order."""
-    start = fit_all(cases, values | {"crossing_share": 1.0}, rounds=3)
-    predicted = held_out(cases, "seconds", start)
+    start = fit_all(known, values | {"crossing_share": 1.0}, rounds=3)
+    predicted = held_out(cases, "seconds", start, known)
     found = decide(tables, cases, predicted)
     hits, regret = sum(f[3] == 0 for f in found), statistics.mean(f[3] for f in found)
     own = [c for c in usable(cases, "seconds") if c.source == "001"]
@@ -331,7 +336,7 @@ def _choices(name: str, found: list[tuple]) -> list[str]:
     return lines
 
 
-def overview(cases, tables, values: dict[str, float]) -> list[str]:
+def overview(cases, tables, values: dict[str, float], known) -> list[str]:
     """What must be reached, and what is, in-sample and held out."""
     lines = ["", "| figure | must reach | in-sample | held out |", "|---|---|---|---|"]
     goals = (
@@ -343,7 +348,8 @@ def overview(cases, tables, values: dict[str, float]) -> list[str]:
     )
     found = {}
     for kind in ("seconds", "gigabytes"):
-        found[kind] = (predictions(cases, kind, values), held_out(cases, kind, values))
+        outside = held_out(cases, kind, values, known)
+        found[kind] = (predictions(cases, kind, values), outside)
     for name, kind, sources, goal in goals:
         own = [c for c in usable(cases, kind) if c.source in sources]
         if own:
@@ -396,9 +402,11 @@ def main(arguments: list[str]) -> None:
             print(f"{name:28} {number:.5g}   (in use: {values[name]:.5g})")
         return
     tables = read_tables(Path(given.tables or DATA / "decision_tables.csv"))
-    lines = ["# The planner against measured rows", "", f"    {COMMAND}", ""]
+    known = measured.cases(measured.read(str(DATA / "measured_rows.csv")))
+    lines = ["# The planner against measured rows", ""]
+    lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
     lines += [f"Python {platform.python_version()}, numpy for the refits; no GPU takes part."]
-    lines += overview(cases, tables, values) + report(cases, tables, values)
+    lines += overview(cases, tables, values, known) + report(cases, tables, values, known)
     print("\n".join(lines + constants_table(values) + others()))
 
 

@@ -127,8 +127,28 @@ def test_the_report_prints_all_figures(capsys):
         assert part in text
 
 
+def test_rows_from_elsewhere_are_never_fitted_on(cases):
+    from dataclasses import replace
+
+    strangers = [replace(c, section="elsewhere " + c.section, seconds=9e9) for c in cases[:40]]
+    found = accuracy.held_out(strangers, "seconds", VALUES, cases)
+    expected = accuracy.predictions(strangers, "seconds", VALUES)
+    assert all(found[i] == pytest.approx(expected[i], rel=0.02) for i in expected)
+
+
+def test_rows_that_were_never_fitted():
+    cases = measured.cases(measured.read(str(accuracy.DATA / "unseen_rows.csv")))
+    found = accuracy.predictions(cases, "seconds", VALUES)
+    assert len(cases) == 5
+    assert accuracy.mean_error(cases, "seconds", found) <= 0.05
+
+
 def test_bad_rows_are_one_sentence(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("row_id\nx\n")
     with pytest.raises(UserError, match="lacks the columns section"):
         accuracy.main(["--rows", str(file)])
+    with pytest.raises(UserError, match=r"rows.csv lacks the column table"):
+        accuracy.read_tables(file)
+    with pytest.raises(UserError, match=r"cannot read .*nowhere.csv"):
+        accuracy.read_tables(tmp_path / "nowhere.csv")
