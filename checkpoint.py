@@ -16,12 +16,14 @@ disk that is full, holds nobody up. A save that fails leaves everything as it wa
 at the next step and goes on.
 """
 
+import argparse
 import dataclasses
 import json
 import math
 import os
 import platform
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +35,7 @@ import numpy as np
 
 import plan
 import shards
-from config import Config, UserError
+from config import Config, UserError, exit_with
 from restore import Board, Loader, Progress, checkpoints_folder, fingerprint, global_boxes, unpadded
 
 if TYPE_CHECKING:  # `show` and `verify` answer before the seconds that torch takes
@@ -369,3 +371,128 @@ def best_interval(pause: float, seconds: float, between_failures: float) -> floa
     ratio = math.sqrt(cost / (2 * between_failures))
     young = math.sqrt(2 * cost * between_failures)
     return max(young * (1 + ratio / 3 + ratio**2 / 9) - cost, seconds)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+
+def check_files(folder: str, contents: bool) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; UserError if a file is not as it says.
+
+    With `contents`, every file is read; without, only its size is looked at.
+    """
+    manifest = shards.read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        path = os.path.join(folder, name)
+        if contents:
+            problem = shards.find_problem(folder, name, entry)
+        elif not os.path.isfile(path) or os.path.getsize(path) != entry["bytes"]:
+            problem = f"{path} is missing, or has not its {entry['bytes']} bytes"
+        else:
+            problem = None
+        if problem:
+            raise UserError(problem)
+    return manifest
+
+
+def show(folder: str) -> str:
+    """What is in a checkpoint, for people to read."""
+    manifest = check_files(folder, contents=False)
+    files = manifest["files"].values()
+    lines = [
+        f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
+        f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB"
+    ]
+    with shards.Index(folder) as index:
+        for group in ("model", "progress", "optimizer", "data", "run"):
+            facts = index.facts(group)
+            lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
+        shapes = index.shapes()
+        kinds = ", ".join(f"{kind} {index.dtype(kind)}" for kind in index.kinds)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
+        lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
+    return "\n".join(lines)
+
+
+def run_command(arguments: list[str]) -> None:
+    """show, verify, export or import; raises UserError."""
+    given = _parser().parse_args(arguments)
+    if given.command == "import":
+        from export import import_weights
+
+        model = import_weights(given.source, given.target)
+        flags = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        print(f"weights of {given.source} are in {given.target}; to train on from them:")
+        print(f"  --resume {given.target} --load-weights-only {_as_flags(flags)}")
+        return
+    folder = shards.locate(given.source)[0]
+    if given.command == "show":
+        print(show(folder))
+        return
+    manifest = check_files(folder, contents=True)
+    print(f"{folder}: all {len(manifest['files'])} files are as they were written")
+    if given.command == "export":
+        from export import export_weights
+
+        tokenizer = given.tokenizer or _find_tokenizer(folder)
+        if tokenizer is None:
+            print("no tokenizer is known of; --tokenizer FILE adds one")
+        size = given.shard_gb * 1e9
+        files = export_weights(folder, given.target, given.dtype, size, tokenizer)
+        print(f"{given.target}: {', '.join(files)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
+    command = commands.add_parser("export", help="weights for transformers")
+    command.add_argument("--to", choices=("hf",), required=True)
+    command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
+    command.add_argument("--shard-gb", type=float, default=5.0, help="size of a file, 1e9 bytes")
+    command.add_argument("--tokenizer", metavar="FILE", help="default: the one beside the data")
+    command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
+    command.add_argument("target", metavar="OUT", help="a new folder")
+    command = commands.add_parser("import", help="weights from transformers")
+    command.add_argument("--from", dest="origin", choices=("hf",), required=True)
+    command.add_argument("source", metavar="DIR", help="with config.json and safetensors")
+    command.add_argument("target", metavar="OUT", help="a new folder")
+    return parser
+
+
+def _find_tokenizer(folder: str) -> str | None:
+    """The tokenizer that prepare_data.py left beside the first corpus of the run."""
+    with shards.Index(folder) as index:
+        config = json.loads(index.facts("run")["config"])
+    for word in config.get("data", {}).get("data", ()):
+        if os.path.exists(f"{word}.tokenizer.json"):
+            return f"{word}.tokenizer.json"
+    return None
+
+
+def _as_flags(values: dict[str, Any]) -> str:
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {value}")
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    try:
+        run_command(sys.argv[1:])
+    except UserError as mistake:
+        exit_with(mistake)

@@ -214,19 +214,14 @@ class Loader:
         asked = self.run.resume
         if asked == "auto":
             return shards.list_checkpoints(self.parent), False
-        if shards.step_of(asked) is not None or os.path.exists(
-            os.path.join(asked, shards.MANIFEST)
-        ):
-            newer = shards.list_checkpoints(self.parent)[:1]
-            if newer and (shards.step_of(newer[0]) or 0) > (shards.step_of(asked) or 0):
-                self.say(
-                    f"{newer[0]} is further on than {asked}: --resume auto will prefer it, "
-                    f"unless it is moved away or --out is another folder"
-                )
-            return [asked], True
-        inside = shards.list_checkpoints(asked)
-        inside = inside or shards.list_checkpoints(os.path.join(asked, "checkpoints"))
-        return (inside, False) if inside else ([asked], True)
+        found = shards.locate(asked)
+        newer = shards.list_checkpoints(self.parent)[:1]
+        if found == [asked] and newer and shards.step_of(newer[0]) > (shards.step_of(asked) or 0):
+            self.say(
+                f"{newer[0]} is further on than {asked}: --resume auto will prefer it, "
+                f"unless it is moved away or --out is another folder"
+            )
+        return found, found == [asked]
 
     def _problem(self, folder: str) -> str | None:
         """Why a checkpoint cannot be loaded, or None; every rank reads its share of the files."""

@@ -316,6 +316,17 @@ def list_checkpoints(parent: str) -> list[str]:
     return [os.path.join(parent, name) for name in names]
 
 
+def locate(path: str) -> list[str]:
+    """The checkpoints that `path` may mean, newest first: itself, or those in a run's folder.
+
+    What is neither is returned as it is, for `read_manifest` to say what it lacks.
+    """
+    if step_of(path) is not None or os.path.exists(os.path.join(path, MANIFEST)):
+        return [path]
+    inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
+    return inside or [path]
+
+
 def publish(hidden: str, final: str) -> None:
     """Give a finished folder its name; on return the name is on the disk.
 
