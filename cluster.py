@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from config import Run, UserError
+from config import Run, UserError, exit_with
 
 # A collective that takes longer than this has lost a rank.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -166,17 +166,15 @@ class Cluster:
 def start(launch: Launch, run: Run) -> Cluster:
     """Meet the other ranks, choose device, backend and threads; collective over all ranks.
 
-    Raises UserError if launcher and MPI disagree, or if the device or backend asked for is not
-    there.
+    If launcher and MPI disagree, or the device or backend asked for is not there, the first rank
+    of each node says so and every rank that sees it leaves with status 2.
     """
-    if launch.mpi:
-        place = _place_by_mpi(launch)
-    elif launch.launcher == "torchrun":
-        local = (int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-        place = _Place(*local, launch.size == local[1], local[1])
-    else:
-        place = _Place(0, 1, True, 1)
-    device, backend = _choose_device(run, launch, place)
+    place = None
+    try:
+        place = _find_place(launch)
+        device, backend = _choose_device(run, launch, place)
+    except UserError as mistake:
+        exit_with(mistake, speak=(place.local_rank if place else launch.rank) == 0)
     threads = _set_threads(place)
     store = _meet(launch, place, device, backend)
     node = socket.gethostname()
@@ -202,6 +200,15 @@ class _Place:
     local_size: int
     one_node: bool
     sharing_cores: int  # ranks that may run on the same cores as this one
+
+
+def _find_place(launch: Launch) -> _Place:
+    if launch.mpi:
+        return _place_by_mpi(launch)
+    if launch.launcher == "torchrun":
+        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        return _Place(rank, size, launch.size == size, size)
+    return _Place(0, 1, True, 1)
 
 
 def _place_by_mpi(launch: Launch) -> _Place:

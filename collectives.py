@@ -9,6 +9,8 @@ over gloo all but large all-reduces are one all-to-all and a local sum in rank o
 the same bits on every rank (benchmarks/results/gloo-collectives.md).
 """
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,13 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 # Over gloo, an all-reduce that would send more than this per rank is left to gloo's ring.
 EXCHANGE_BYTES = 4 * 2**20
+
+
+class Handle(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Return when its result may be used, or what it reads may be overwritten."""
 
 
 class _Done:
@@ -69,7 +78,7 @@ class Group:
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
-    def all_reduce(self, tensor: Tensor, op=SUM):
+    def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
         """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
         if self.size == 1:
             return _Done()
@@ -83,7 +92,7 @@ class Group:
         reduce = torch.sum if op == SUM else torch.amax
         return _Then(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
-    def reduce_scatter(self, output: Tensor, source: Tensor):
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
 
         `output` may be that slice of `source` itself; the rest of `source` is then undefined.
@@ -96,7 +105,7 @@ class Group:
         work, received = self._exchange(source.reshape(self.size, -1))
         return _Then(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
-    def all_gather(self, output: Tensor, source: Tensor):
+    def all_gather(self, output: Tensor, source: Tensor) -> Handle:
         """`output` = every rank's `source`, joined along dimension 0 in group order.
 
         `source` may be this rank's slice of `output`.
@@ -109,12 +118,12 @@ class Group:
         work, received = self._exchange(self._for_each(source))
         return _Then(work, lambda: output.copy_(received.view_as(output)))
 
-    def send(self, tensor: Tensor, to: int):
+    def send(self, tensor: Tensor, to: int) -> Handle:
         """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
         tensor = tensor.cpu() if self._gloo else tensor
         return _Holding(dist.isend(tensor, self.ranks[to], group=self.handle), tensor)
 
-    def receive(self, tensor: Tensor, source: int):
+    def receive(self, tensor: Tensor, source: int) -> Handle:
         """Receive into `tensor` from the group's rank `source`."""
         if self._gloo and tensor.is_cuda:
             host = torch.empty_like(tensor, device="cpu")

@@ -11,9 +11,10 @@ import argparse
 import dataclasses
 import difflib
 import sys
+import time
 import tomllib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -53,6 +54,9 @@ class ModelShape:
         None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", type=int, minimum=1
     )
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
+    max_positions: int = option(
+        None, "rows of the learned positions, default: seq-length", type=int, minimum=1
+    )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "position kind", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
@@ -72,6 +76,8 @@ class ModelShape:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.ffn_hidden is None:
             object.__setattr__(self, "ffn_hidden", self._default_ffn())
+        if self.max_positions is None:
+            object.__setattr__(self, "max_positions", self.seq_length)
 
     def _default_ffn(self) -> int:
         if self.activation != "swiglu":
@@ -167,7 +173,7 @@ class Run:
         "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
     log_every: int = option(1, "steps between log lines", minimum=1)
-    check_replicas_every: int = option(0, "steps between replica checks, 0: never", minimum=0)
+    check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     tensorboard: bool = option(False, "also write TensorBoard events")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
@@ -455,6 +461,11 @@ def check_shape(model: ModelShape) -> None:
             f"rotary positions need an even head size: hidden({model.hidden}) / "
             f"heads({model.heads}) = {model.head_size}"
         )
+    if model.positions == "learned" and model.seq_length > model.max_positions:
+        raise UserError(
+            f"seq-length({model.seq_length}) is longer than the learned positions: "
+            f"max-positions({model.max_positions})"
+        )
 
 
 def check_split(model: ModelShape, layout: Layout) -> None:
@@ -529,8 +540,13 @@ def _check_saving(run: Run) -> None:
             )
 
 
-def exit_with(error: UserError, speak: bool = True) -> None:
-    """Print the sentence, if this is the rank that speaks, and leave with status 2."""
+def exit_with(error: UserError, speak: bool = True) -> NoReturn:
+    """Print the sentence, if this is the rank that speaks, and leave with status 2.
+
+    A launcher ends the whole job when one rank leaves so: the silent ones give the other time.
+    """
     if speak:
         print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)
     sys.exit(2)

@@ -36,9 +36,16 @@ WARM_UP_STEPS = 2
 class Log:
     """The record of one run; opened before the first step, closed after the last."""
 
-    def __init__(self, config: Config, cluster: Cluster, mesh: Mesh, kernels: dict[str, str]):
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        mesh: Mesh,
+        parts: list[plan.Stage],
+        kernels: dict[str, str],
+    ):
         """`kernels`: what runs, by what it does, for the start-up lines and run.json."""
-        self.config, self.cluster, self.mesh = config, cluster, mesh
+        self.config, self.cluster, self.mesh, self.parts = config, cluster, mesh, parts
         self.writes = cluster.rank == 0
         self.seconds: list[float] = []
         self.losses: list[float] = []
@@ -50,7 +57,6 @@ class Log:
         self.hardware_flops = executed / cluster.size
         if not self.writes:
             return
-        self.parts = plan.stages(config.model, config.layout)
         self._open_files(kernels)
         self.progress = _progress_bar(config.total_steps)
         self._say_start(kernels)
@@ -87,7 +93,8 @@ class Log:
             "peak_memory_bytes": memory.item(),
         }
         self._write(row)
-        if iteration % self.config.run.log_every == 0 or iteration == 1:
+        every, total = self.config.run.log_every, self.config.total_steps
+        if iteration % every == 0 or iteration in (1, total):
             self._print(self._line(row))
         if self.progress:
             self.progress.update(self.task, completed=iteration)
@@ -210,7 +217,7 @@ class Log:
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.cluster.describe()
         return (
-            f"{facts['ranks']} ranks by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+            f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
             f"micro-batch {layout.micro_batch_size} x {self.config.micro_batches}, "
             f"recompute {layout.recompute}"
@@ -244,7 +251,7 @@ def _progress_bar(total: int):
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    columns = ("[progress.description]{task.description}", BarColumn(), MofNCompleteColumn())
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
 
 

@@ -189,7 +189,7 @@ class Embedding(nn.Module):
         self.tokens = VocabEmbedding(build, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
-            shape = (model.seq_length, h)
+            shape = (model.max_positions, h)
             self.positions = build.parameter(
                 "embedding.positions.weight", shape, std=build.std, decay=True
             )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import schedule as schedules
-from collectives import Group
+from collectives import Group, Handle
 from config import Config
 from model import Stage
 from parallel import Builder
@@ -44,27 +44,28 @@ class Pipeline:
         Gradients are those of the sum divided by `tokens`, the count of the whole global batch.
         `before_last_backward` is called when only one backward pass is left.
         """
-        actions = self.schedule.stages[self.mesh.pp_rank]
-        return _Execution(self, actions, batches, tokens, before_last_backward).run()
+        order = self.schedule.stages
+        return _Execution(self, order, batches, tokens, before_last_backward).run()
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
         """The loss sum over that many micro-batches of this replica, forward only."""
-        order = schedules.build("forward", self.mesh.pp, micro_batches)
-        actions = order.stages[self.mesh.pp_rank]
-        return _Execution(self, actions, batches, 1, lambda: None).run()
+        order = schedules.build("forward", self.mesh.pp, micro_batches).stages
+        return _Execution(self, order, batches, 1, lambda: None).run()
 
 
 class _Execution:
     """One pass through a stage's action list, with what is in flight meanwhile."""
 
-    def __init__(self, pipeline: Pipeline, actions, batches, tokens, before_last_backward):
-        self.pipeline, self.mesh = pipeline, pipeline.mesh
-        self.stage, self.actions, self.batches = pipeline.stage, actions, batches
-        self.tokens, self.before_last_backward = tokens, before_last_backward
+    def __init__(self, pipeline: Pipeline, order, batches, tokens, before_last_backward):
+        self.pipeline, self.mesh, self.stage = pipeline, pipeline.mesh, pipeline.stage
+        self.order, self.actions = order, order[self.mesh.pp_rank]
+        self.batches, self.tokens = batches, tokens
+        self.before_last_backward = before_last_backward
         self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each forward
-        self.arriving: dict[Action, tuple[Tensor, object]] = {}
-        self.leaving: list = []
+        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
+        self.leaving: dict[tuple[int, Action], Handle] = {}  # by receiving stage, and its action
+        self.passed: dict[int, int] = {}  # actions that a neighbour is known to have finished
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
 
     def run(self) -> Tensor:
@@ -79,8 +80,7 @@ class _Execution:
             if backwards == 0:
                 self.before_last_backward()
             self._backward(action)
-        for handle in self.leaving:
-            handle.wait()
+        self._wait_for_sends()
         return self.loss if self.mesh.tp.rank == 0 else torch.zeros_like(self.loss)
 
     def _forward(self, action: Action) -> None:
@@ -90,7 +90,7 @@ class _Execution:
             self.loss += y.detach()
             y = y / self.tokens
         else:
-            self._send(self.mesh.forward, y.detach(), self.mesh.pp_rank + 1)
+            self._send(self.mesh.forward, y.detach(), action, self.mesh.pp_rank + 1)
         if torch.is_grad_enabled():
             self.held[action.micro_batch] = (x, y)
 
@@ -106,26 +106,51 @@ class _Execution:
     def _backward(self, action: Action) -> None:
         x, y = self.held.pop(action.micro_batch)
         gradient = None if self.mesh.last_stage else self._take(action)
-        if y.requires_grad:  # a first stage with nothing trainable has no graph
-            torch.autograd.backward(y, gradient)
+        torch.autograd.backward(y, gradient)
         if not self.mesh.first_stage:
-            self._send(self.mesh.backward, x.grad, self.mesh.pp_rank - 1)
+            self._send(self.mesh.backward, x.grad, action, self.mesh.pp_rank - 1)
+
+    # -- messages ---------------------------------------------------------------------------
+
+    def _source(self, action: Action) -> int:
+        """The stage that sends what this stage's action needs; outside the pipeline if none."""
+        return self.mesh.pp_rank + (-1 if action.kind == "F" else 1)
 
     def _post_receive(self, action: Action) -> None:
-        mesh, forward = self.mesh, action.kind == "F"
-        at_end = mesh.first_stage if forward else mesh.last_stage
-        if at_end or action in self.arriving:
+        source = self._source(action)
+        if not 0 <= source < self.mesh.pp or action in self.arriving:
             return
-        group, source = (mesh.forward, -1) if forward else (mesh.backward, 1)
+        group = self.mesh.forward if action.kind == "F" else self.mesh.backward
         buffer = torch.empty(
             self.pipeline.shape, dtype=self.pipeline.dtype, device=self.pipeline.device
         )
-        self.arriving[action] = (buffer, group.receive(buffer, mesh.pp_rank + source))
+        self.arriving[action] = (buffer, group.receive(buffer, source))
 
     def _take(self, action: Action) -> Tensor:
         buffer, handle = self.arriving.pop(action)
         handle.wait()
+        self._release(self._source(action), action)
         return buffer
 
-    def _send(self, group: Group, tensor: Tensor, to: int) -> None:
-        self.leaving.append(group.send(tensor.contiguous(), to))
+    def _send(self, group: Group, tensor: Tensor, action: Action, to: int) -> None:
+        if not torch.is_grad_enabled():
+            self._wait_for_sends()  # nothing ever comes back that would tell of an arrival
+        self.leaving[to, action] = group.send(tensor.contiguous(), to)
+
+    def _release(self, neighbour: int, action: Action) -> None:
+        """Let go of what a neighbour must have received before it did `action`.
+
+        Without this, every activation sent would be held until the step ends.
+        """
+        actions = self.order[neighbour]
+        done = self.passed.get(neighbour, 0)
+        while actions[done] != action:
+            if (neighbour, actions[done]) in self.leaving:
+                self.leaving.pop((neighbour, actions[done])).wait()
+            done += 1
+        self.passed[neighbour] = done
+
+    def _wait_for_sends(self) -> None:
+        for handle in self.leaving.values():
+            handle.wait()
+        self.leaving.clear()

@@ -34,7 +34,7 @@ def block_parameters(model: ModelShape) -> int:
 def embedding_parameters(model: ModelShape) -> int:
     """Parameters of the embedding: tokens (without padding), learned positions, its norm."""
     tokens = model.vocab_size * model.hidden
-    positions = model.seq_length * model.hidden if model.positions == "learned" else 0
+    positions = model.max_positions * model.hidden if model.positions == "learned" else 0
     return tokens + positions + (norm_parameters(model) if model.embedding_norm else 0)
 
 
@@ -111,9 +111,9 @@ def hardware_flops(
 # Stages
 # ------------------------------------------------------------------------------------------------
 
-# What one byte of memory traffic costs in FLOPs: 312 TFLOP/s over 2 TB/s on an A100, near enough
-# on its neighbours. It only weighs the embedding and the loss, which move bytes, against GEMMs.
-FLOPS_PER_BYTE = 150.0
+# What one byte of memory traffic costs in FLOPs: on GPUs near an A100's 312 TFLOP/s over 2 TB/s,
+# on a CPU core some 80 GFLOP/s over 8 GB/s. It only weighs what moves bytes against GEMMs.
+FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ class PartCosts:
     head: float
 
 
-def part_costs(model: ModelShape, flops_per_byte: float = FLOPS_PER_BYTE) -> PartCosts:
+def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
     """What each part costs a stage, from FLOPs and from bytes moved by what is not a GEMM.
 
     Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
     backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
     and writes their gradient (4 V); a block's norms, activation and residuals pass about 40 h.
     """
-    h = model.hidden
+    h, flops_per_byte = model.hidden, FLOPS_PER_BYTE[device]
     return PartCosts(
         embedding=4.0 * 6 * h * flops_per_byte,
         block=3.0 * block_flops(model) + 4.0 * 40 * h * flops_per_byte,

@@ -52,7 +52,7 @@ class Pieces:
 
     config: Config
     build: Builder
-    part: plan.Stage
+    parts: list[plan.Stage]  # of every rank of the pipeline
     stage: Stage
     pipeline: Pipeline
     optimizer: Optimizer
@@ -73,10 +73,11 @@ def build(config: Config, cluster: Cluster | None = None) -> Pieces:
         training.init_std,
         layout.sequence_parallel,
     )
-    part = plan.stages(config.model, layout)[mesh.pp_rank]
-    stage = Stage(builder, config.model, layout, part)
+    costs = plan.part_costs(config.model, builder.device.type)
+    parts = plan.stages(config.model, layout, costs)
+    stage = Stage(builder, config.model, layout, parts[mesh.pp_rank])
     optimizer = Optimizer(stage, builder, training, layout.zero)
-    return Pieces(config, builder, part, stage, Pipeline(stage, builder, config), optimizer)
+    return Pieces(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)
 
 
 def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -153,7 +154,7 @@ def main(config: Config, launch: Launch) -> None:
             "optimizer": pieces.optimizer.kernel,
             "attention": attention_kernel(config.model, pieces.build),
         }
-        log = Log(config, cluster, pieces.build.mesh, kernels)
+        log = Log(config, cluster, pieces.build.mesh, pieces.parts, kernels)
         mesh, samples = pieces.build.mesh, splits.train
         checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, log.note)
         loop(pieces, splits, log, checkpoints)

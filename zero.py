@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from collectives import Group
+from collectives import Group, Handle
 from config import Training
 from parallel import Builder, Mesh, Spec
 
@@ -64,13 +64,13 @@ class Bucket:
         """This rank's piece of a flat buffer of the bucket."""
         return buffer[self.start : self.start + self.piece]
 
-    def reduce(self):
+    def reduce(self) -> Handle:
         """Start summing the gradients over the data replicas; returns the handle."""
         if self.sharded:
             return self.dp.reduce_scatter(self.own(self.gradients), self.gradients)
         return self.dp.all_reduce(self.gradients)
 
-    def gather(self):
+    def gather(self) -> Handle:
         """Start collecting every rank's updated weights; returns the handle."""
         return self.dp.all_gather(self.weights, self.own(self.weights))
 

@@ -8,7 +8,6 @@ the mesh is an object that is passed.
 
 import json
 import sys
-from dataclasses import asdict
 
 import config as configuration
 import data
@@ -41,7 +40,7 @@ def run(config: configuration.Config, cluster=None) -> dict:
         losses.append(result.loss)
         norms.append(result.grad_norm)
     unequal = train.unequal_replicas(pieces.stage, pieces.build.mesh)
-    return {"losses": losses, "norms": norms, "unequal": unequal, "part": asdict(pieces.part)}
+    return {"losses": losses, "norms": norms, "unequal": unequal}
 
 
 def main() -> None:

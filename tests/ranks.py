@@ -1,11 +1,12 @@
 """Starts real ranks for tests: programs under mpirun, with a limit that leaves nothing behind."""
 
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +32,7 @@ def mpi_command(ranks: int) -> list[str]:
 
 
 def start(command: list[str], timeout: float = 300, **environment: str) -> Outcome:
-    """Run a command in a process group of its own; TimeoutExpired after all of it was killed."""
+    """Run a command; TimeoutExpired, after it and all it started were killed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     process = subprocess.Popen(
         command,
@@ -41,12 +42,21 @@ def start(command: list[str], timeout: float = 300, **environment: str) -> Outco
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill_all(process.pid)
         process.communicate()
         raise
     return Outcome(process.returncode, out, err)
+
+
+def _kill_all(pid: int) -> None:
+    """Launchers put ranks into sessions of their own, so a process group is not all of them."""
+    parent = psutil.Process(pid)
+    for process in [*parent.children(recursive=True), parent]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

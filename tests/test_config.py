@@ -52,6 +52,11 @@ def test_dp_follows_from_the_ranks():
             8,
             "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(8)",
         ),
+        (
+            "--model gpt2-124m --seq-length 2048",
+            1,
+            "seq-length(2048) is longer than the learned positions: max-positions(1024)",
+        ),
         ("--pp 7", 7, "pp(7) is more stages than there are parts to place: 4 blocks"),
         ("--pp 2 --partition 1,2", 2, "--partition 1,2 places 3 blocks, but layers is 4"),
         ("--pp 2 --partition 1,2,1", 2, "has 3 stages, but pp is 2"),

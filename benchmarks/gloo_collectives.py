@@ -1,0 +1,89 @@
+"""gloo's own collectives beside the all-to-all forms that collectives.py uses on CPUs.
+
+    mpirun -n 4 python benchmarks/gloo_collectives.py      prints the table of one world size
+
+Each form takes turns with the others, round after round; medians of all rounds are quoted. The
+forms are checked against one another before they are timed.
+"""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from cluster import discover, start
+from collectives import Group
+from config import Layout, Run
+from parallel import Mesh
+
+SIZES = (1024, 128 * 1024, 4 * 2**20)  # elements of fp32 in the whole buffer
+ROUNDS = {1024: 40, 128 * 1024: 30, 4 * 2**20: 10}
+
+
+def forms(group: Group, elements: int) -> dict[str, tuple]:
+    """By operation: gloo's own form and ours, each a function that leaves its result behind."""
+    whole, gathered = torch.randn(elements), torch.empty(elements)
+    part = torch.randn(elements // group.size)
+    scattered = torch.empty_like(part)
+    parts = list(gathered.view(group.size, -1).unbind())
+    native = {"group": group.handle}
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return {
+        "all-reduce": (
+            lambda: dist.all_reduce(whole, **native),
+            lambda: group.all_reduce(whole).wait(),
+        ),
+        "reduce-scatter": (
+            lambda: scatter(scattered, whole, **native),
+            lambda: group.reduce_scatter(scattered, whole).wait(),
+        ),
+        "all-gather": (
+            lambda: dist.all_gather(parts, part, **native),
+            lambda: group.all_gather(gathered, part).wait(),
+        ),
+    }
+
+
+def check(group: Group) -> None:
+    """Both forms of the sum give the same numbers, up to the order of addition."""
+    ours = torch.randn(1000)
+    native = ours.clone()
+    group.all_reduce(ours).wait()
+    dist.all_reduce(native, group=group.handle)
+    if not torch.allclose(ours, native, rtol=1e-5, atol=1e-5):
+        raise RuntimeError("the two all-reduces disagree")
+
+
+def milliseconds(run) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def main() -> None:
+    cluster = start(discover(), Run(device="cpu"))
+    with cluster.failing_loudly():
+        group = Mesh(Layout(tp=cluster.size, dp=1), cluster).tp
+        check(group)
+        if cluster.rank == 0:
+            print("| ranks | operation | KiB | gloo, ms | all-to-all, ms | ratio |")
+            print("| --: | --- | --: | --: | --: | --: |")
+        for elements in SIZES:
+            for name, pair in forms(group, elements).items():
+                for run in pair:  # connections and buffers
+                    run()
+                times = [[milliseconds(run) for run in pair] for _ in range(ROUNDS[elements])]
+                native, ours = (statistics.median(column) for column in zip(*times))
+                if cluster.rank == 0:
+                    print(
+                        f"| {cluster.size} | {name} | {elements * 4 // 1024} | {native:.2f} | "
+                        f"{ours:.2f} | {native / ours:.2f} |",
+                        flush=True,
+                    )
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""A rank that fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
+
+import sys
+import time
+
+import torch
+
+from cluster import discover, start
+from config import Layout, Run, UserError
+from parallel import Mesh
+
+
+def main() -> None:
+    kind, culprit = sys.argv[1], int(sys.argv[2])
+    cluster = start(discover(), Run())
+    with cluster.failing_loudly():
+        world = Mesh(Layout(dp=cluster.size), cluster).world
+        world.all_reduce(torch.ones(3)).wait()
+        if cluster.rank == culprit and kind == "raise":
+            raise ValueError("planted")
+        if kind == "mistake":
+            raise UserError("planted: 3 does not divide 4")
+        if cluster.rank == culprit and kind == "port":
+            time.sleep(1)
+        if kind != "port":
+            world.all_reduce(torch.ones(10_000_000)).wait()
+        print(f"rank {cluster.rank} of {cluster.size} {cluster.launch.launcher}", flush=True)
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

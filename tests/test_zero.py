@@ -1,0 +1,149 @@
+"""The optimizer against torch's own, on one rank; several ranks are in test_golden."""
+
+import math
+
+import golden_worker
+import pytest
+import torch
+
+import config as configuration
+import data
+import train
+import zero
+from collectives import Group
+from parallel import Builder, Mesh
+
+
+def pieces(**options) -> train.Pieces:
+    return train.build(configuration.check(golden_worker.options(options), 1))
+
+
+def copy_of(stage) -> dict[str, torch.Tensor]:
+    return {p.spec.name: p.detach().clone().requires_grad_() for p in stage.parameters()}
+
+
+def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
+    """Same gradients in, same weights out: decay groups, clipping, bias correction, rate."""
+    monkeypatch.setattr(zero, "BUCKET_ELEMENTS", 5000)  # several buckets
+    run = pieces(precision="fp64", weight_decay=0.1, clip_grad=0.5)
+    assert len(run.optimizer.buckets) > 3
+    theirs = copy_of(run.stage)
+    specs = {p.spec.name: p.spec for p in run.stage.parameters()}
+    groups = [
+        {"params": [p for n, p in theirs.items() if specs[n].decay], "weight_decay": 0.1},
+        {"params": [p for n, p in theirs.items() if not specs[n].decay], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6, foreach=False)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(100):
+        for p in run.stage.parameters():
+            gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype) * 10 ** (
+                step % 3 - 2
+            )
+            p.main_grad.copy_(gradient)
+            theirs[p.spec.name].grad = gradient.clone()
+        lr = 1e-3 * (1 + step % 7)
+        for group in adamw.param_groups:
+            group["lr"] = lr
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
+        adamw.step()
+        run.optimizer.start_reducing()
+        result = run.optimizer.step(lr, torch.tensor(3.0), 2)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        assert result.loss == 1.5
+        assert not result.skipped
+    for p in run.stage.parameters():
+        assert torch.allclose(p, theirs[p.spec.name], rtol=1e-10, atol=1e-12), p.spec.name
+
+
+def test_biases_and_norms_do_not_decay():
+    run = pieces()
+    decayed = {s.parameter.spec.name for b in run.optimizer.buckets if b.decay for s in b.segments}
+    names = {p.spec.name for p in run.stage.parameters()}
+    assert decayed == {n for n in names if n.endswith("weight") and "norm" not in n}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_without_a_finite_norm_changes_nothing(bad):
+    run = pieces()
+    before = copy_of(run.stage)
+    next(run.stage.parameters()).main_grad[0] = bad
+    run.optimizer.start_reducing()
+    assert run.optimizer.step(1e-3, torch.tensor(1.0), 1).skipped
+    assert all(torch.equal(p, before[p.spec.name]) for p in run.stage.parameters())
+    samples = data.Synthetic(61, 16, 1)
+    after = train.step(run, samples, 0, 1e-3)
+    assert math.isfinite(after.grad_norm)
+    assert not after.skipped
+    assert not all(torch.equal(p, before[p.spec.name]) for p in run.stage.parameters())
+
+
+def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
+    """Weights are rounded masters, and updates too small for bf16 are not lost."""
+    run, exact = pieces(precision="bf16"), pieces(precision="fp32")
+    drawn = {p.spec.name: p for p in exact.stage.parameters()}
+    for bucket, master in zip(run.optimizer.buckets, run.optimizer.masters):
+        assert master.dtype == bucket.gradients.dtype == torch.float32
+        for s, a, b in bucket.own_pieces():
+            whole = drawn[s.parameter.spec.name].detach().flatten()
+            assert torch.equal(master[a:b], whole)
+            assert torch.equal(s.parameter.flatten(), whole.bfloat16())
+    weight = run.stage.blocks[0].mlp.up.weight
+    before = weight.detach().clone()
+    for _ in range(200):
+        weight.main_grad.fill_(1e-3)
+        run.optimizer.start_reducing()
+        run.optimizer.step(1e-6, torch.tensor(0.0), 1)
+    assert 1e-4 < (before - weight).float().mean() < 3e-4
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_of_micro_batches_are_summed(precision):
+    """One micro-batch of four or four of one: the same gradient, in fp32 whatever the weights."""
+    norms = []
+    for size in (1, 4):
+        run = pieces(precision=precision, global_batch_size=4, micro_batch_size=size)
+        norms.append(train.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_ownership_is_balanced_and_complete(replicas):
+    """Every element has one owner; pieces are equal, and empty ones enter like the others."""
+
+    class Fake:
+        def __init__(self, rank):
+            self.rank, self.size = rank, replicas
+
+        def process_group(self, ranks, role):
+            return None
+
+    parameter = Builder(Mesh()).parameter("w", (13, 11), std=1.0)
+    layout = configuration.Layout(dp=replicas)
+    owned = torch.zeros(13 * 11, dtype=torch.int64)
+    sizes = set()
+    for rank in range(replicas):
+        bucket = zero.Bucket([parameter], Mesh(layout, Fake(rank)), 1, decay=True)
+        sizes.add(bucket.piece)
+        assert bucket.piece % zero.ALIGNMENT == 0
+        for _, a, b in bucket.own_pieces():
+            owned[a:b] += 1
+    assert (owned == 1).all()
+    assert len(sizes) == 1
+
+
+def test_a_stage_without_parameters_steps_too():
+    nothing = torch.nn.Identity()
+    options = configuration.Training(steps=1)
+    optimizer = zero.Optimizer(nothing, Builder(Mesh()), options, zero=1)
+    optimizer.start_reducing()
+    result = optimizer.step(1e-3, torch.tensor(4.0), 2)
+    assert (result.grad_norm, result.loss, result.skipped) == (0.0, 2.0, False)
+
+
+def test_the_bit_hash_sees_order_and_sign():
+    x = torch.tensor([0.0, 1.0, 2.0])
+    swapped, negative = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([-0.0, 1.0, 2.0])
+    hashes = {zero._bit_hash(t).item() for t in (x, swapped, negative, x.double(), x.bfloat16())}
+    assert len(hashes) == 5
+    assert Group().size == 1
