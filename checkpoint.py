@@ -98,6 +98,7 @@ class Checkpointer:
         self._save: _Save | None = None
         self._thread: threading.Thread | None = None
         self._buffers: dict[str, Tensor] = {}
+        self._index: tuple[list, bytes] | None = None
         self._saved_last, self._saved_at, self._advised = 0, time.monotonic(), False
         if self.enabled and self.first:
             self._prepare_folder()
@@ -164,6 +165,7 @@ class Checkpointer:
         element = sum(sizes[kind].element_size() for kind in self.kinds)
         needed = plan.parameters(self.config.model) * element
         try:
+            os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free
             if free < needed * 1.01 + 2**20:
                 problem = f"it takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free"
@@ -275,12 +277,20 @@ class Checkpointer:
                 raise OSError(f"{shard.file} has {size} bytes here, {shard.bytes} were written")
         shapes = {name: tuple(s) for one in told for name, s in one["shapes"].items()}
         files = {shard.file: (shard.bytes, shard.crc32) for shard in written}
-        files[shards.INDEX] = shards.write_index(save.hidden, shapes, written, save.facts)
+        image = self._index_image(shapes, written)
+        files[shards.INDEX] = shards.write_index(save.hidden, image, save.facts)
         step = save.progress.iteration
         shards.write_manifest(save.hidden, step, files)
         shards.publish(save.hidden, os.path.join(self.parent, shards.folder_name(step)))
         save.bytes = sum(total for total, _ in files.values())
         self._delete_surplus()
+
+    def _index_image(self, shapes: dict[str, tuple], written: list[shards.Shard]) -> bytes:
+        """What index.h5 is made of; made once, for the ranks always write the same pieces."""
+        pieces = [(shard.file, shard.dtypes, shard.pieces) for shard in written]
+        if self._index is None or self._index[0] != pieces:
+            self._index = (pieces, shards.index_image(shapes, written))
+        return self._index[1]
 
     def _delete_surplus(self) -> None:
         found = {shards.step_of(folder): folder for folder in shards.list_checkpoints(self.parent)}

@@ -201,7 +201,8 @@ def import_weights(source: str, target: str) -> ModelShape:
         pieces = [(n, [tuple((0, k) for k in shape)]) for n, shape in shapes.items()]
         shard = shards.Shard(name, *written, {"weights": kind}, pieces)
         files = {name: written}
-        files[shards.INDEX] = shards.write_index(hidden, shapes, [shard], _facts(model, source))
+        image = shards.index_image(shapes, [shard])
+        files[shards.INDEX] = shards.write_index(hidden, image, _facts(model, source))
         shards.write_manifest(hidden, 0, files)
         if os.path.exists(os.path.join(source, "tokenizer.json")):
             shutil.copy(os.path.join(source, "tokenizer.json"), folder)

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import sys
 
+import checkpoint
 import config as configuration
 import data
 import train
@@ -18,6 +19,7 @@ from cluster import discover, start
 from restore import Progress
 
 BATCH = 4
+checkpoint.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
 
 
 def options(case: dict) -> configuration.Config:

@@ -205,7 +205,7 @@ def test_a_tensor_that_the_ranks_do_not_cover_is_refused(tmp_path):
     )
     part = shards.Shard("rank_00000.h5", total, crc, {"weights": "float32"}, [("w", [((0, 5),)])])
     with pytest.raises(RuntimeError, match="5 elements of w"):
-        shards.write_index(str(tmp_path), {"w": (6,)}, [part], {})
+        shards.index_image({"w": (6,)}, [part])
 
 
 def test_the_file_is_what_its_checksum_says(tmp_path):
