@@ -173,6 +173,23 @@ class Run:
     log_every: int = option(1, "steps between log lines", minimum=1)
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     tensorboard: bool = option(False, "also write TensorBoard events")
+    save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
+    save_every_minutes: float = option(
+        0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
+    )
+    save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
+    async_save: bool = option(True, "write checkpoints while training goes on")
+    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
+    keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
+    resume: str = option(
+        None, "auto: the newest complete checkpoint of --out, if any; or the folder of one"
+    )
+    load_weights_only: bool = option(
+        False, "from --resume take the weights alone, and begin at step 0"
+    )
+    node_mtbf_hours: float = option(
+        7000.0, "hours between failures of one node, to advise how often to save", minimum=1.0
+    )
 
 
 @dataclass(frozen=True)
@@ -223,6 +240,7 @@ def check(config: Config, ranks: int) -> Config:
     check_batch(layout, "global-batch-size", config.training.global_batch_size)
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_length(config.training)
+    _check_saving(config.run)
     return config
 
 
@@ -310,6 +328,19 @@ def _check_length(training: Training) -> None:
         )
     if training.min_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
+
+
+def _check_saving(run: Run) -> None:
+    if run.keep_every and not run.keep_last:
+        raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
+    if run.load_weights_only and not run.resume:
+        raise UserError("--load-weights-only needs --resume, to say which weights")
+    saves = run.save_every or run.save_every_minutes
+    for flag, value in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
+        if value and not saves:
+            raise UserError(
+                f"--{flag} needs --save-every or --save-every-minutes: nothing is saved"
+            )
 
 
 # ------------------------------------------------------------------------------------------------

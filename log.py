@@ -110,13 +110,19 @@ class Log:
             f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
         )
 
+    def note(self, line: str) -> None:
+        """Say a line that is no row of metrics."""
+        if self.writes:
+            self._print(line)
+
     def close(self) -> None:
         """Print the summary and close the files."""
         if not self.writes:
             return
         if self.progress:
             self.progress.stop()
-        print(self._summary(), flush=True)
+        if self.losses:  # none if the run it resumed had done all steps
+            print(self._summary(), flush=True)
         self.metrics.close()
         if self.board:
             self.board.close()
@@ -162,7 +168,9 @@ class Log:
     def _open_files(self, kernels: dict[str, str]) -> None:
         out = self.config.run.out
         os.makedirs(out, exist_ok=True)
-        _keep_earlier(out, ("run.json", "metrics.jsonl"))
+        earlier = ("run.json", "metrics.jsonl")
+        # A run from step 0 must not mix its checkpoints with another's, nor resume from them later.
+        _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
         with open(os.path.join(out, "run.json"), "w") as file:
             json.dump(self._facts(kernels), file, indent=1)
         self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115

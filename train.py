@@ -31,10 +31,12 @@ from torch import Tensor
 
 import data
 import plan
+from checkpoint import Checkpointer
 from log import Log
 from model import Stage, attention_kernel
 from parallel import Builder, Mesh
 from pipeline import Pipeline
+from restore import Progress
 from zero import Optimizer, StepResult, unequal_replicas
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -154,17 +156,21 @@ def main(config: Config, launch: Launch) -> None:
             "attention": attention_kernel(config.model, pieces.build),
         }
         log = Log(config, cluster, pieces.build.mesh, pieces.parts, kernels)
-        loop(pieces, splits, log)
+        mesh, samples = pieces.build.mesh, splits.train
+        checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, log.note)
+        loop(pieces, splits, log, checkpoints)
+        checkpoints.close()
         log.close()
     cluster.stop()
 
 
-def loop(pieces: Pieces, splits: data.Splits, log: Log) -> None:
-    """Train for the configured number of steps, evaluating and logging on the way."""
+def loop(pieces: Pieces, splits: data.Splits, log: Log, checkpoints: Checkpointer) -> None:
+    """Train up to the configured number of steps, evaluating, logging and saving on the way."""
     config, training = pieces.config, pieces.config.training
     batch, total = training.global_batch_size, config.total_steps
-    consumed = skipped = 0
-    for iteration in range(1, total + 1):
+    done = checkpoints.resume()
+    consumed, skipped = done.consumed_samples, done.skipped_samples
+    for iteration in range(done.iteration + 1, total + 1):
         began = time.perf_counter()
         lr = learning_rate(training, consumed - skipped, total * batch)
         result = step(pieces, splits.train, consumed, lr)
@@ -180,6 +186,7 @@ def loop(pieces: Pieces, splits: data.Splits, log: Log) -> None:
         every = config.run.check_replicas_every
         if every and (last or iteration % every == 0):
             check_replicas(pieces, iteration)
+        checkpoints.after_step(Progress(iteration, consumed, skipped), last)
     if splits.test:
         log.evaluation("test", total, consumed, evaluate(pieces, splits.test))
 

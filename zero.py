@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from collectives import Group, Handle
 from config import Training
-from parallel import Builder, Mesh
+from parallel import Builder, Mesh, Spec
 
 BUCKET_ELEMENTS = 16 * 2**20
 # Pieces are multiples of this, so that no kernel treats the end of a piece in another way than
@@ -79,6 +79,24 @@ class Bucket:
         stop = self.start + self.piece
         cuts = [(s, max(s.start, self.start), min(s.stop, stop)) for s in self.segments]
         return [(s, a, b) for s, a, b in cuts if a < b]
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """Elements [start, stop) of a local parameter whose optimizer state this rank holds.
+
+    shape: of the local tensor, padding included. state: by kind ("weights": the master copy,
+    then the optimizer's tensors), flat views of stop - start elements; writing to them is loading.
+    copies, copy: how many ranks hold the same elements, and which of them this one is.
+    """
+
+    spec: Spec
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    state: dict[str, Tensor]
+    copies: int
+    copy: int
 
 
 @dataclass(frozen=True)
@@ -248,12 +266,64 @@ class Optimizer:
         for group in self.adam.param_groups:
             group["lr"] = lr
         self.adam.step()
+        self._spread_masters()
+
+    def _spread_masters(self) -> None:
+        """Weights from masters, on every data replica; collective over dp."""
         for bucket, master in zip(self.buckets, self.masters):
             if master.dtype != bucket.weights.dtype:
                 bucket.own(bucket.weights).copy_(master)
         handles = [bucket.gather() for bucket in self.buckets if bucket.sharded]
         for handle in handles:
             handle.wait()
+
+    # -- checkpoints ------------------------------------------------------------------------
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """The optimizer's tensors, each with one element for every element of the weights."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def owned(self) -> list[OwnedPiece]:
+        """All that this rank holds of master weights and optimizer state, as views to read or
+        to write; after writing, `loaded` must be called.
+        """
+        pieces = []
+        for bucket, master in zip(self.buckets, self.masters):
+            flat = {"weights": master} | self._state(master)
+            replicas = 1 if bucket.sharded else self.mesh.dp.size
+            for s, a, b in bucket.own_pieces():
+                state = {k: t[a - bucket.start : b - bucket.start] for k, t in flat.items()}
+                p, copies, copy = s.parameter, replicas, self.mesh.dp.rank if replicas > 1 else 0
+                if p.spec.dim is None:
+                    copies, copy = copies * self.mesh.tp.size, copy * self.mesh.tp.size
+                    copy += self.mesh.tp.rank
+                shape = tuple(p.shape)
+                pieces.append(
+                    OwnedPiece(p.spec, shape, a - s.start, b - s.start, state, copies, copy)
+                )
+        return pieces
+
+    def _state(self, master: Tensor) -> dict[str, Tensor]:
+        """The optimizer's tensors of a master piece; as before the first step if there are none."""
+        state = self.adam.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            for kind in self.state_kinds:
+                state[kind] = torch.zeros_like(master)
+        return {kind: state[kind] for kind in self.state_kinds}
+
+    def scalars(self) -> dict[str, float]:
+        """The rest of the optimizer's state, equal on every rank that has parameters."""
+        steps = [s["step"] for s in self.adam.state.values()] if self.adam else []
+        return {"step": int(steps[0])} if steps else {"step": 0}
+
+    def loaded(self, scalars: dict[str, float] | None = None) -> None:
+        """Take over what was written into `owned`, and the scalars if given; collective over dp."""
+        if scalars is not None and self.adam is not None:
+            for state in self.adam.state.values():
+                state["step"].fill_(scalars["step"])
+        self._spread_masters()
 
 
 def _make_buckets(parameters: list[nn.Parameter], mesh: Mesh, zero: int) -> list[Bucket]:

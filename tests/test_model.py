@@ -5,6 +5,7 @@ import torch
 
 import config as configuration
 import plan
+from families import rules
 from model import Stage, alibi_slopes
 from parallel import Builder, Mesh
 from presets import PRESETS, preset
@@ -19,7 +20,7 @@ def gpt2():
         vocab_size=V, n_positions=S, n_embd=H, n_layer=L, n_head=A, attn_implementation="eager"
     )
     shape = configuration.ModelShape(L, H, A, seq_length=S, vocab_size=V)
-    return transformers.GPT2LMHeadModel(config), shape, from_gpt2
+    return transformers.GPT2LMHeadModel(config), shape
 
 
 def bloom():
@@ -29,7 +30,7 @@ def bloom():
     shape = configuration.ModelShape(
         L, H, A, seq_length=S, vocab_size=V, positions="alibi", embedding_norm=True
     )
-    return transformers.BloomForCausalLM(config), shape, from_bloom
+    return transformers.BloomForCausalLM(config), shape
 
 
 def llama():
@@ -59,76 +60,12 @@ def llama():
         tied=False,
         norm_eps=1e-6,
     )
-    return transformers.LlamaForCausalLM(config), shape, from_llama
+    return transformers.LlamaForCausalLM(config), shape
 
 
-def from_gpt2(theirs: dict) -> dict:
-    """GPT-2 keeps matrices transposed, and q, k, v one after the other."""
-    t = {k.removeprefix("transformer."): v for k, v in theirs.items()}
-    ours = {
-        "embedding.tokens.weight": t["wte.weight"],
-        "embedding.positions.weight": t["wpe.weight"],
-    }
-    ours |= pair("head.norm", t, "ln_f")
-    for i in range(L):
-        a, b = f"blocks.{i}", f"h.{i}"
-        ours |= pair(f"{a}.attention_norm", t, f"{b}.ln_1")
-        ours |= pair(f"{a}.mlp_norm", t, f"{b}.ln_2")
-        weight, bias = t[f"{b}.attn.c_attn.weight"].t(), t[f"{b}.attn.c_attn.bias"]
-        ours[f"{a}.attention.qkv.weight"] = weight.reshape(3, A, H // A, H).transpose(0, 1)
-        ours[f"{a}.attention.qkv.bias"] = bias.reshape(3, A, H // A).transpose(0, 1)
-        names = (
-            ("attention.out", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
-        )
-        for name, other in names:
-            ours[f"{a}.{name}.weight"] = t[f"{b}.{other}.weight"].t()
-            ours[f"{a}.{name}.bias"] = t[f"{b}.{other}.bias"]
-    return ours
-
-
-def from_bloom(theirs: dict) -> dict:
-    """BLOOM interleaves q, k, v by head, as here."""
-    t = {k.removeprefix("transformer."): v for k, v in theirs.items()}
-    ours = {"embedding.tokens.weight": t["word_embeddings.weight"]}
-    ours |= pair("embedding.norm", t, "word_embeddings_layernorm") | pair("head.norm", t, "ln_f")
-    for i in range(L):
-        a, b = f"blocks.{i}", f"h.{i}"
-        ours |= pair(f"{a}.attention_norm", t, f"{b}.input_layernorm")
-        ours |= pair(f"{a}.mlp_norm", t, f"{b}.post_attention_layernorm")
-        qkv = pair("", t, f"{b}.self_attention.query_key_value")
-        ours[f"{a}.attention.qkv.weight"] = qkv[".weight"].reshape(A, 3, H // A, H)
-        ours[f"{a}.attention.qkv.bias"] = qkv[".bias"].reshape(A, 3, H // A)
-        ours |= pair(f"{a}.attention.out", t, f"{b}.self_attention.dense")
-        ours |= pair(f"{a}.mlp.up", t, f"{b}.mlp.dense_h_to_4h")
-        ours |= pair(f"{a}.mlp.down", t, f"{b}.mlp.dense_4h_to_h")
-    return ours
-
-
-def from_llama(theirs: dict) -> dict:
-    """Llama has q, k, v and gate, up as matrices of their own."""
-    t = {k.removeprefix("model."): v for k, v in theirs.items()}
-    ours = {
-        "embedding.tokens.weight": t["embed_tokens.weight"],
-        "head.norm.weight": t["norm.weight"],
-        "head.weight": t["lm_head.weight"],
-    }
-    for i in range(L):
-        a, b, d = f"blocks.{i}", f"layers.{i}", H // A
-        ours[f"{a}.attention_norm.weight"] = t[f"{b}.input_layernorm.weight"]
-        ours[f"{a}.mlp_norm.weight"] = t[f"{b}.post_attention_layernorm.weight"]
-        q, k, v = (t[f"{b}.self_attn.{n}_proj.weight"].reshape(2, -1, d, H) for n in "qkv")
-        ours[f"{a}.attention.qkv.weight"] = torch.cat([q, k, v], 1)
-        ours[f"{a}.attention.out.weight"] = t[f"{b}.self_attn.o_proj.weight"]
-        gate, up = t[f"{b}.mlp.gate_proj.weight"], t[f"{b}.mlp.up_proj.weight"]
-        ours[f"{a}.mlp.up.weight"] = torch.stack([gate, up])
-        ours[f"{a}.mlp.down.weight"] = t[f"{b}.mlp.down_proj.weight"]
-    return ours
-
-
-def pair(name: str, theirs: dict, other: str) -> dict:
-    return {f"{name}.{kind}": theirs[f"{other}.{kind}"] for kind in ("weight", "bias")}
+def convert(theirs: dict, shape: configuration.ModelShape) -> dict:
+    """Their tensors as ours."""
+    return {r.name: r.take(*(theirs[name] for name in r.theirs)) for r in rules(shape)}
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
@@ -143,12 +80,12 @@ def pair(name: str, theirs: dict, other: str) -> dict:
 )
 def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     torch.manual_seed(1)
-    theirs, shape, convert = family()
+    theirs, shape = family()
     for p in theirs.parameters():  # their own initialisation would leave biases untried
         p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
     layout = configuration.Layout(dp=1, recompute=recompute)
     stage = Stage(Builder(Mesh(), dtype), shape, layout, plan.stages(shape, layout)[0])
-    weights = convert(theirs.state_dict())
+    weights = convert(theirs.state_dict(), shape)
     parameters = {p.spec.name: p for p in stage.parameters()}
     assert set(weights) == set(parameters)
     for name, p in parameters.items():
@@ -170,7 +107,7 @@ def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     assert loss.item() == pytest.approx(reference.item(), rel=tolerance)
     loss.backward()
     reference.backward()
-    gradients = convert({k: p.grad for k, p in theirs.named_parameters()})
+    gradients = convert({k: p.grad for k, p in theirs.named_parameters()}, shape)
     for name, gradient in gradients.items():
         p = parameters[name]
         own = p.grad.narrow(p.spec.dim or 0, 0, gradient.shape[p.spec.dim or 0])

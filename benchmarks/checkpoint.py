@@ -1,0 +1,205 @@
+"""Saving and loading beside torch.distributed.checkpoint (DCP): same state, disk and process.
+
+    mpirun -n 2 python benchmarks/checkpoint.py FOLDER      prints the tables
+
+The state is a model of 46 million parameters with AdamW under tp 2, each tensor-parallel piece a
+DTensor for DCP. Every operation takes turns with the others, round after round; medians of all
+rounds are quoted with the smallest and the largest. Both flush their files to the disk; loads read
+what the system has cached; ours reads and compares all checksums on top. While an asynchronous
+save is under way both ranks go on with products of matrices, and what these took longer than
+without a save counts as the save's cost beside the pause.
+"""
+
+import functools
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+# Not this folder, which has a checkpoint.py too.
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import config as configuration
+import plan
+import train
+from checkpoint import Checkpointer
+from cluster import discover, start
+from options import build
+from restore import Progress
+
+ROUNDS = 2
+MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
+
+
+def make(cluster, folder: str, **extra) -> tuple[train.Pieces, Checkpointer]:
+    values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
+    config = configuration.check(build(values), cluster.size)
+    pieces = train.build(config, cluster)
+    mesh, quiet = pieces.build.mesh, lambda line: None
+    return pieces, Checkpointer(config, mesh, pieces.optimizer, cluster, say=quiet)
+
+
+def as_dcp(pieces: train.Pieces, mesh) -> dict[str, torch.Tensor]:
+    """A copy of the state for DCP: DTensors over tp, or plain tensors a stage holds whole.
+
+    A copy, because DCP's stager does not take views of one buffer (torch 2.13).
+    """
+    state = {}
+    for piece in pieces.optimizer.owned():
+        for kind, flat in piece.state.items():
+            tensor = flat.view(piece.shape).clone()
+            if pieces.build.mesh.tp.size > 1:
+                dim = piece.spec.dim
+                place = Replicate() if dim is None else Shard(dim)
+                tensor = DTensor.from_local(tensor, mesh, [place])
+            state[f"{kind}/{piece.spec.name}"] = tensor
+    return state
+
+
+def work() -> float:
+    """Seconds of something that a training step is made of."""
+    began = time.perf_counter()
+    x = torch.ones(384, 384)
+    for _ in range(12):
+        x = x @ x * 1e-3
+    return time.perf_counter() - began
+
+
+def slowest(seconds: float) -> float:
+    """The largest of both ranks' numbers."""
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def timed(run) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    run()
+    return slowest(time.perf_counter() - began)
+
+
+def asynchronous(begin, usual: float) -> dict[str, float]:
+    """Begin a save and work until it is complete: pause, slowing of the work, seconds in all.
+
+    `begin` returns a function that says whether the save is complete.
+    """
+    dist.barrier()
+    began = time.perf_counter()
+    done = begin()
+    pause, extra = time.perf_counter() - began, 0.0
+    while not done():
+        extra += work() - usual
+    total = time.perf_counter() - began
+    return {"pause": slowest(pause), "slowing": slowest(extra), "complete": slowest(total)}
+
+
+def ours_in_background(checkpoints: Checkpointer):
+    checkpoints.save(Progress(1, 8))
+    return lambda: not checkpoints._thread.is_alive()
+
+
+def size_of(folder: str) -> int:
+    return sum(
+        os.path.getsize(os.path.join(at, n)) for at, _, names in os.walk(folder) for n in names
+    )
+
+
+def fresh(folder: str) -> None:
+    """Remove what an earlier round wrote, and let the disk come to rest."""
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+        os.sync()
+    dist.barrier()
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    cluster = start(discover(), configuration.Run())
+    with cluster.failing_loudly():
+        results, sizes, parameters = measure(cluster, sys.argv[1])
+        if cluster.rank == 0:
+            report(results, sizes, parameters)
+    cluster.stop()
+
+
+def measure(cluster, folder: str):
+    """Seconds by operation and system, a list of rounds each; bytes by system; parameters."""
+    ours, theirs = os.path.join(folder, "ours"), os.path.join(folder, "dcp")
+    pieces, checkpoints = make(cluster, ours, tp=2, async_save=False)
+    _, background = make(cluster, ours, tp=2)
+    background.optimizer = pieces.optimizer
+    other, from_ours = make(cluster, ours + ".other", pp=2, resume=ours)
+    same = make(cluster, ours + ".same", tp=2, resume=ours)[1]
+    for at, piece in enumerate(pieces.optimizer.owned()):
+        for kind in ("exp_avg", "exp_avg_sq"):
+            torch.manual_seed(at)  # replicas alike; no zeros that a disk could leave out
+            piece.state[kind].uniform_()
+    mesh = init_device_mesh("cpu", (2,))
+    state, moved = as_dcp(pieces, mesh), as_dcp(other, mesh)
+    usual = statistics.median(work() for _ in range(30))
+    results: dict[tuple[str, str], list[float]] = {}
+    sizes = {}
+
+    def record(operation: str, system: str, value: float) -> None:
+        results.setdefault((operation, system), []).append(value)
+
+    quiet = functools.partial(dcp.load, no_dist=False)
+    for number in range(ROUNDS + 1):
+        seconds = {}
+        fresh(theirs)
+        seconds["save", "DCP"] = timed(lambda: dcp.save(state, checkpoint_id=theirs))
+        sizes["DCP"] = size_of(theirs)
+        seconds["load", "DCP"] = timed(lambda: quiet(state, checkpoint_id=theirs))
+        seconds["load under pp 2", "DCP"] = timed(lambda: quiet(moved, checkpoint_id=theirs))
+        fresh(ours)
+        os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
+        seconds["save", "ours"] = timed(lambda: (checkpoints.save(Progress(1, 8)), dist.barrier()))
+        checkpoints.close()
+        sizes["ours"] = size_of(ours)
+        seconds["load", "ours"] = timed(same.resume)
+        seconds["load under pp 2", "ours"] = timed(from_ours.resume)
+        fresh(theirs)
+        parts = asynchronous(lambda: dcp.async_save(state, checkpoint_id=theirs).done, usual)
+        seconds |= {(f"async: {name}", "DCP"): value for name, value in parts.items()}
+        fresh(ours)
+        os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
+        parts = asynchronous(lambda: ours_in_background(background), usual)
+        background.close()
+        seconds |= {(f"async: {name}", "ours"): value for name, value in parts.items()}
+        if number:  # the first round is warm-up
+            for (operation, system), value in seconds.items():
+                record(operation, system, value)
+    return results, sizes, plan.parameters(pieces.config.model)
+
+
+def report(results, sizes: dict[str, int], parameters: int) -> None:
+    state = 12 * parameters
+    print(f"{parameters:,} parameters, {state / 1e6:.0f} MB of state; {ROUNDS} rounds\n")
+    print("| operation | ours, s | DCP, s | DCP / ours | ours, MB/s | DCP, MB/s |")
+    print("|---|---|---|---|---|---|")
+    for operation in dict.fromkeys(operation for operation, _ in results):
+        ours, theirs = results[operation, "ours"], results[operation, "DCP"]
+        a, b = statistics.median(ours), statistics.median(theirs)
+        rate = [f"{state / x / 1e6:.0f}" if "async" not in operation else "" for x in (a, b)]
+        spread = [f"{m:.3f} ({min(x):.3f}-{max(x):.3f})" for m, x in ((a, ours), (b, theirs))]
+        print(f"| {operation} | {' | '.join(spread)} | {b / a:.2f} | {' | '.join(rate)} |")
+    print("\n| | bytes on disk | per parameter |\n|---|---|---|")
+    for system, size in sizes.items():
+        print(f"| {system} | {size:,} | {size / parameters:.4f} |")
+    pause = statistics.median(results["async: pause", "ours"])
+    print(f"\nour pause is {pause / statistics.median(results['save', 'ours']):.2f} of our save")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,508 @@
+"""Checkpoints that know no layout: saved while training goes on, loaded under any other layout.
+
+    python checkpoint.py show DIR                            what is in it, and is it complete?
+    python checkpoint.py verify DIR                          read every file, compare checksums
+    python checkpoint.py export --to hf DIR OUT [--dtype bf16]       for transformers
+    python checkpoint.py import --from hf DIR OUT            weights to begin from
+
+shards.py has the format. A save, on every rank:
+
+    main thread        copy what this rank owns to host memory ........ the pause
+    background         write its file, checksum, fsync; tell rank 0
+    rank 0 background  when all have told: index, manifest, fsync, rename, delete surplus ones
+
+The ranks tell one another through torch's store, not by collectives: a rank that is lost, or a
+disk that is full, holds nobody up. A save that fails leaves everything as it was; the run says so
+at the next step and goes on.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+import plan
+import shards
+from config import Config, UserError, exit_with
+from restore import Board, Loader, Progress, checkpoints_folder, fingerprint, global_boxes, unpadded
+
+if TYPE_CHECKING:  # `show` and `verify` answer before the seconds that torch takes
+    from torch import Tensor
+
+    from cluster import Cluster
+    from parallel import Mesh
+    from zero import Optimizer, OwnedPiece
+
+# What several ranks hold is written in equal shares by all of them if it has so many elements.
+SPREAD_ELEMENTS = 2**18
+
+
+# ------------------------------------------------------------------------------------------------
+# Saving
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Save:
+    """One save on its way."""
+
+    progress: Progress
+    hidden: str  # the folder until it is complete
+    facts: dict[str, dict[str, Any]]
+    began: float = field(default_factory=time.perf_counter)
+    pause: float = 0.0  # seconds that training waited
+    seconds: float = 0.0  # until it was complete
+    bytes: int = 0
+    failure: str | None = None  # a sentence: the disk's fault
+    bug: BaseException | None = None  # ours
+
+
+class Checkpointer:
+    """Saves and loads one run; every rank has one and calls the same methods in the same order.
+
+    `samples`: the training samples, whose fingerprint is kept; `say` prints a line on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: "Mesh",
+        optimizer: "Optimizer",
+        cluster: "Cluster | None" = None,
+        samples=None,
+        say: Callable[[str], None] = print,
+    ):
+        self.config, self.run, self.mesh, self.optimizer = config, config.run, mesh, optimizer
+        self.samples, self.first = samples, mesh.rank == 0
+        self.say = say if self.first else lambda line: None
+        self.nodes = len(set(cluster.nodes)) if cluster else 1
+        self.parent = checkpoints_folder(config)
+        self.board = Board(cluster)
+        self.token = self.board.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
+        self.enabled = bool(self.run.save_every or self.run.save_every_minutes)
+        self.kinds = ("weights",)
+        if not self.run.save_weights_only:
+            self.kinds += optimizer.state_kinds
+        self._save: _Save | None = None
+        self._thread: threading.Thread | None = None
+        self._buffers: dict[str, Tensor] = {}
+        self._index: tuple[list, bytes] | None = None
+        self._saved_last, self._saved_at, self._advised = 0, time.monotonic(), False
+        if self.enabled and self.first:
+            self._prepare_folder()
+
+    def _prepare_folder(self) -> None:
+        try:
+            os.makedirs(self.parent, exist_ok=True)
+            left = shards.remove_leftovers(self.parent)
+        except OSError as error:
+            raise UserError(f"cannot write in {self.parent}: {error.strerror}") from None
+        if left:
+            self.say(f"removed {len(left)} unfinished checkpoints from {self.parent}")
+
+    def after_step(self, progress: Progress, last: bool = False) -> None:
+        """Report a write that has ended, and save if it is time to; every rank calls each step."""
+        self._report()
+        if self.enabled and self._due(progress.iteration, last):
+            self.save(progress)
+
+    def _due(self, iteration: int, last: bool) -> bool:
+        if iteration == self._saved_last:
+            return False
+        if last or (self.run.save_every and iteration % self.run.save_every == 0):
+            return True
+        if not self.run.save_every_minutes:
+            return False
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return self._first_says(minutes >= self.run.save_every_minutes)
+
+    def _first_says(self, answer: bool) -> bool:
+        """Rank 0's answer, on every rank; collective over the world."""
+        import torch
+
+        from collectives import MAX
+
+        flag = torch.tensor(int(answer and self.first), device=self.optimizer.device)
+        self.mesh.world.all_reduce(flag, MAX).wait()
+        return bool(flag.item())
+
+    def save(self, progress: Progress) -> None:
+        """Begin a save, after the one before it has ended; collective over the world."""
+        began = time.perf_counter()
+        self._wait()
+        self._saved_last, self._saved_at = progress.iteration, time.monotonic()
+        name = shards.folder_name(progress.iteration)
+        hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
+        if not self._first_says(self.first and self._can_begin(hidden)):
+            return
+        save = self._save = _Save(progress, hidden, self._facts(progress) if self.first else {})
+        save.began = began
+        parts = list(self._shares())
+        if not self.run.async_save:
+            self._write(save, parts, self._runs(parts))
+        else:
+            runs = self._copied(parts)
+            thread = threading.Thread(target=self._write, args=(save, parts, runs), daemon=True)
+            self._thread = thread
+            thread.start()
+        save.pause = time.perf_counter() - began
+
+    def _can_begin(self, hidden: str) -> bool:
+        """Make the hidden folder if there is room for the whole checkpoint; rank 0 only."""
+        sizes = self.optimizer.owned()[0].state
+        element = sum(sizes[kind].element_size() for kind in self.kinds)
+        needed = plan.parameters(self.config.model) * element
+        try:
+            os.makedirs(self.parent, exist_ok=True)
+            free = shutil.disk_usage(self.parent).free
+            if free < needed * 1.01 + 2**20:
+                problem = f"it takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free"
+            else:
+                shutil.rmtree(hidden, ignore_errors=True)
+                os.mkdir(hidden)
+                return True
+        except OSError as error:
+            problem = str(error)
+        self._say_failed(hidden, problem)
+        return False
+
+    def _say_failed(self, hidden: str, problem: str) -> None:
+        name = os.path.basename(hidden)[1:].split(".")[0]
+        kept = shards.list_checkpoints(self.parent)
+        rest = f"the newest is {os.path.basename(kept[0])}" if kept else "there is none yet"
+        self.say(f"{name} was not saved in {self.parent}: {problem}; training goes on, {rest}")
+
+    def _shares(self) -> Iterator[tuple["OwnedPiece", int, int]]:
+        """What this rank writes: elements [start, stop) of pieces; over all ranks, each once."""
+        for piece in self.optimizer.owned():
+            start, stop = piece.start, min(piece.stop, unpadded(piece.spec, piece.shape))
+            count = stop - start
+            if piece.spec.copy or count <= 0:
+                continue
+            if piece.copies > 1 and count >= SPREAD_ELEMENTS:
+                start, stop = (
+                    start + count * i // piece.copies for i in (piece.copy, piece.copy + 1)
+                )
+            elif piece.copy > 0:
+                continue
+            yield piece, start, stop
+
+    def _runs(self, parts) -> dict[str, Iterable[np.ndarray]]:
+        """The state itself, by kind, run by run as it is asked for."""
+
+        def runs(kind: str) -> Iterator[np.ndarray]:
+            for piece, start, stop in parts:
+                yield piece.state[kind][start - piece.start : stop - piece.start].cpu().numpy()
+
+        return {kind: runs(kind) for kind in self.kinds}
+
+    def _copied(self, parts) -> dict[str, Iterable[np.ndarray]]:
+        """A copy of the state in host memory, which is kept from save to save."""
+        import torch
+
+        count = sum(stop - start for _, start, stop in parts)
+        for kind in self.kinds if parts else ():
+            example = parts[0][0].state[kind]
+            if kind not in self._buffers:
+                self._buffers[kind] = torch.empty(
+                    count, dtype=example.dtype, pin_memory=example.is_cuda
+                )
+            at = 0
+            for piece, start, stop in parts:
+                source = piece.state[kind][start - piece.start : stop - piece.start]
+                self._buffers[kind][at : at + stop - start].copy_(source, non_blocking=True)
+                at += stop - start
+        if self.optimizer.device.type == "cuda":
+            torch.cuda.synchronize(self.optimizer.device)
+        return {kind: [self._buffers[kind].numpy()] if parts else [] for kind in self.kinds}
+
+    # -- off the main thread ----------------------------------------------------------------
+
+    def _write(self, save: _Save, parts, runs: dict[str, Iterable[np.ndarray]]) -> None:
+        """Write this rank's file and tell rank 0; rank 0 completes the checkpoint."""
+        key = f"save/{save.progress.iteration}"
+        try:
+            try:
+                told = self._write_own(save, parts, runs)
+            except OSError as error:
+                told = {"error": f"rank {self.mesh.rank} on {platform.node()}: {error}"}
+            self.board.tell(key, told)
+            if self.first:
+                self._complete(save, self.board.collect(key))
+        except (OSError, TimeoutError) as error:
+            shutil.rmtree(save.hidden, ignore_errors=True)
+            save.failure = str(error)
+        except BaseException as error:  # handed to the main thread, which raises it
+            save.bug = error
+        save.seconds = time.perf_counter() - save.began
+
+    def _write_own(self, save: _Save, parts, runs) -> dict[str, Any] | None:
+        """Write this rank's file; what rank 0 must know of it, None if there is nothing."""
+        if not parts:
+            return None
+        dtypes = {kind: str(parts[0][0].state[kind].dtype).split(".")[1] for kind in self.kinds}
+        name = f"rank_{self.mesh.rank:05d}.h5"
+        pieces, shapes = [], {}
+        for piece, start, stop in parts:
+            pieces.append((piece.spec.name, global_boxes(piece.spec, piece.shape, start, stop)))
+            shapes[piece.spec.name] = piece.spec.shape
+        arrays = {kind: (dtypes[kind], runs[kind]) for kind in self.kinds}
+        count = sum(stop - start for _, start, stop in parts)
+        total, crc = shards.write_shard(os.path.join(save.hidden, name), count, arrays)
+        shard = shards.Shard(name, total, crc, dtypes, pieces)
+        return {"shard": dataclasses.asdict(shard), "shapes": shapes}
+
+    def _complete(self, save: _Save, told: list[dict[str, Any] | None]) -> None:
+        """Check what the ranks wrote, add index and manifest, and make the checkpoint visible."""
+        told = [one for one in told if one is not None]
+        errors = [one["error"] for one in told if "error" in one]
+        if errors:
+            raise OSError("; ".join(errors))
+        written = [shards.Shard(**one["shard"]) for one in told]
+        for shard in written:
+            size = os.path.getsize(os.path.join(save.hidden, shard.file))
+            if size != shard.bytes:
+                raise OSError(f"{shard.file} has {size} bytes here, {shard.bytes} were written")
+        shapes = {name: tuple(s) for one in told for name, s in one["shapes"].items()}
+        files = {shard.file: (shard.bytes, shard.crc32) for shard in written}
+        image = self._index_image(shapes, written)
+        files[shards.INDEX] = shards.write_index(save.hidden, image, save.facts)
+        step = save.progress.iteration
+        shards.write_manifest(save.hidden, step, files)
+        shards.publish(save.hidden, os.path.join(self.parent, shards.folder_name(step)))
+        save.bytes = sum(total for total, _ in files.values())
+        self._delete_surplus()
+
+    def _index_image(self, shapes: dict[str, tuple], written: list[shards.Shard]) -> bytes:
+        """What index.h5 is made of; made once, for the ranks always write the same pieces."""
+        pieces = [(shard.file, shard.dtypes, shard.pieces) for shard in written]
+        if self._index is None or self._index[0] != pieces:
+            self._index = (pieces, shards.index_image(shapes, written))
+        return self._index[1]
+
+    def _delete_surplus(self) -> None:
+        found = {shards.step_of(folder): folder for folder in shards.list_checkpoints(self.parent)}
+        for step in shards.surplus(list(found), self.run.keep_last, self.run.keep_every):
+            shards.remove(found[step])
+
+    # -- back on it -------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Until this rank's part of the save in flight has ended, and report it."""
+        if self._thread is not None:
+            self._thread.join()
+        self._report()
+
+    def _report(self) -> None:
+        """Say how a save ended that has; raise what was not the disk's fault."""
+        save = self._save
+        if save is None or (self._thread is not None and self._thread.is_alive()):
+            return
+        self._save = self._thread = None
+        if save.bug is not None:
+            raise save.bug
+        if save.failure is not None:
+            self._say_failed(save.hidden, save.failure)
+        elif self.first:
+            self.say(
+                f"saved {os.path.join(self.parent, shards.folder_name(save.progress.iteration))}: "
+                f"{save.bytes / 1e9:.3f} GB in {save.seconds:.2f} s, pause {save.pause:.3f} s"
+            )
+            self._advise(save)
+
+    def _advise(self, save: _Save) -> None:
+        """Once: how often to save, by Young and Daly, from what this save took."""
+        if self._advised:
+            return
+        self._advised = True
+        hours = self.run.node_mtbf_hours
+        interval = best_interval(save.pause, save.seconds, hours * 3600 / self.nodes)
+        self.say(
+            f"a failure every {hours:g} h on each of {self.nodes} nodes and a pause of "
+            f"{save.pause:.3f} s: least is lost by saving every {interval / 60:.1f} minutes "
+            f"(Young/Daly)"
+        )
+
+    def resume(self) -> Progress:
+        """Load what --resume asks for; how far that run was, or the beginning.
+
+        Collective over the world. UserError on every rank if it cannot be loaded.
+        """
+        loader = Loader(self.config, self.mesh, self.optimizer, self.board, self.samples, self.say)
+        progress = loader.resume()
+        self._saved_last = progress.iteration
+        return progress
+
+    def close(self) -> None:
+        """Wait for the save in flight."""
+        self._wait()
+
+    def _facts(self, progress: Progress) -> dict[str, dict[str, Any]]:
+        """The attributes of index.h5; rank 0 has parameters, so its scalars are the run's."""
+        import torch
+
+        training = self.config.training
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
+        return {
+            "model": dataclasses.asdict(self.config.model),
+            "progress": dataclasses.asdict(progress),
+            "optimizer": {"kind": training.optimizer, **self.optimizer.scalars()},
+            "data": {
+                "seed": training.seed,
+                "fingerprint": fingerprint(self.samples, progress.consumed_samples),
+            },
+            "run": {
+                "config": json.dumps(self.config.as_dict()),
+                "versions": json.dumps(versions),
+                "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            },
+        }
+
+
+def best_interval(pause: float, seconds: float, between_failures: float) -> float:
+    """Seconds between saves that lose least: Daly (FGCS 2006), whose first term is Young's.
+
+    pause: of training, per save; seconds: until a save is complete, below which none can begin.
+    """
+    cost = min(pause, between_failures)
+    ratio = math.sqrt(cost / (2 * between_failures))
+    young = math.sqrt(2 * cost * between_failures)
+    return max(young * (1 + ratio / 3 + ratio**2 / 9) - cost, seconds)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+
+def check_files(folder: str, contents: bool) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; UserError if a file is not as it says.
+
+    With `contents`, every file is read; without, only its size is looked at.
+    """
+    manifest = shards.read_manifest(folder)
+    for name, entry in manifest["files"].items():
+        path = os.path.join(folder, name)
+        if contents:
+            problem = shards.find_problem(folder, name, entry)
+        elif not os.path.isfile(path) or os.path.getsize(path) != entry["bytes"]:
+            problem = f"{path} is missing, or has not its {entry['bytes']} bytes"
+        else:
+            problem = None
+        if problem:
+            raise UserError(problem)
+    return manifest
+
+
+def show(folder: str) -> str:
+    """What is in a checkpoint, for people to read."""
+    manifest = check_files(folder, contents=False)
+    files = manifest["files"].values()
+    lines = [
+        f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
+        f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB"
+    ]
+    with shards.Index(folder) as index:
+        for group in ("model", "progress", "optimizer", "data", "run"):
+            facts = index.facts(group)
+            lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
+        shapes = index.shapes()
+        kinds = ", ".join(f"{kind} {index.dtype(kind)}" for kind in index.kinds)
+        total = sum(math.prod(shape) for shape in shapes.values())
+        lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
+        lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
+    return "\n".join(lines)
+
+
+def run_command(arguments: list[str]) -> None:
+    """show, verify, export or import; raises UserError."""
+    given = _parser().parse_args(arguments)
+    if given.command == "import":
+        from export import import_weights
+
+        model = import_weights(given.source, given.target)
+        flags = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        print(f"weights of {given.source} are in {given.target}; to train on from them:")
+        print(f"  --resume {given.target} --load-weights-only {_as_flags(flags)}")
+        return
+    folder = shards.locate(given.source)[0]
+    if given.command == "show":
+        print(show(folder))
+        return
+    manifest = check_files(folder, contents=True)
+    print(f"{folder}: all {len(manifest['files'])} files are as they were written")
+    if given.command == "export":
+        from export import export_weights
+
+        tokenizer = given.tokenizer or _find_tokenizer(folder)
+        if tokenizer is None:
+            print("no tokenizer is known of; --tokenizer FILE adds one")
+        size = given.shard_gb * 1e9
+        files = export_weights(folder, given.target, given.dtype, size, tokenizer)
+        print(f"{given.target}: {', '.join(files)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
+    command = commands.add_parser("export", help="weights for transformers")
+    command.add_argument("--to", choices=("hf",), required=True)
+    command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
+    command.add_argument("--shard-gb", type=float, default=5.0, help="size of a file, 1e9 bytes")
+    command.add_argument("--tokenizer", metavar="FILE", help="default: the one beside the data")
+    command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
+    command.add_argument("target", metavar="OUT", help="a new folder")
+    command = commands.add_parser("import", help="weights from transformers")
+    command.add_argument("--from", dest="origin", choices=("hf",), required=True)
+    command.add_argument("source", metavar="DIR", help="with config.json and safetensors")
+    command.add_argument("target", metavar="OUT", help="a new folder")
+    return parser
+
+
+def _find_tokenizer(folder: str) -> str | None:
+    """The tokenizer that prepare_data.py left beside the first corpus of the run."""
+    with shards.Index(folder) as index:
+        config = json.loads(index.facts("run")["config"])
+    for word in config.get("data", {}).get("data", ()):
+        if os.path.exists(f"{word}.tokenizer.json"):
+            return f"{word}.tokenizer.json"
+    return None
+
+
+def _as_flags(values: dict[str, Any]) -> str:
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {value}")
+    return " ".join(words)
+
+
+if __name__ == "__main__":
+    try:
+        run_command(sys.argv[1:])
+    except UserError as mistake:
+        exit_with(mistake)

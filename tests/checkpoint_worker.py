@@ -1,0 +1,83 @@
+"""Saves and loads runs under a list of layouts in one start of ranks, and writes what came out.
+
+    mpirun -n 2 python tests/checkpoint_worker.py jobs.json results.json
+
+A job is a dictionary: `options` as on the command line, with `out` and, to load, `resume`;
+`before`: steps up to the save, if one is made; `after`: steps whose losses are returned.
+"""
+
+import dataclasses
+import json
+import sys
+
+import checkpoint
+import config as configuration
+import data
+import train
+from checkpoint import Checkpointer
+from cluster import discover, start
+from options import build
+from restore import Progress
+
+BATCH = 4
+checkpoint.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
+
+
+def options(case: dict) -> configuration.Config:
+    """The configuration of a job, before it is checked against the ranks."""
+    shape = {"layers": 2, "hidden": 32, "heads": 8, "seq_length": 16, "vocab_size": 61}
+    length = {"global_batch_size": BATCH, "steps": 40, "lr": 1e-3, "pad_vocab_multiple": 4}
+    length["micro_batch_size"] = 2
+    # As in the golden test: 1e-8 would let one weight's rounding noise hide what is to be seen.
+    return build(shape | length | {"adam_eps": 1e-6} | case)
+
+
+def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progress]:
+    """Losses and gradient norms of so many steps, and the progress after them."""
+    numbers, training = [], pieces.config.training
+    for _ in range(count):
+        done = progress.consumed_samples
+        lr = train.learning_rate(training, done, 40 * BATCH)
+        result = train.step(pieces, samples, done, lr)
+        numbers.append([result.loss, result.grad_norm])
+        progress = Progress(progress.iteration + 1, done + BATCH)
+    return numbers, progress
+
+
+def run(config: configuration.Config, before: int, after: int, cluster=None) -> dict:
+    """One job: load if asked to, train and save if asked to, then the steps that are compared."""
+    samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
+    pieces = train.build(config, cluster)
+    said = []
+    mesh = pieces.build.mesh
+    checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, said.append)
+    progress = checkpoints.resume()
+    if before:
+        _, progress = steps(pieces, samples, progress, before)
+        checkpoints.save(progress)
+    numbers, _ = steps(pieces, samples, progress, after)
+    checkpoints.close()
+    unequal = train.unequal_replicas(pieces.stage, mesh)
+    if unequal:
+        raise RuntimeError(f"{config.layout}: {unequal}")
+    return {"numbers": numbers, "said": said, "progress": dataclasses.asdict(progress)}
+
+
+def main() -> None:
+    source, target = sys.argv[1:3]
+    cluster = start(discover(), configuration.Run())
+    with cluster.failing_loudly():
+        with open(source) as file:
+            jobs = json.load(file)
+        results = []
+        for job in jobs:
+            config = configuration.check(options(job["options"]), cluster.size)
+            results.append(run(config, job["before"], job["after"], cluster))
+        if cluster.rank == 0:
+            with open(target, "w") as file:
+                json.dump(results, file)
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Starts two ranks again and again, kills one at a random moment, and looks at what is left.
+
+    python tests/kill_worker.py FOLDER KILLS SEED
+
+Ranks are forked from this process after its imports, which are most of a start: each is a process
+of its own that runs train.main as torchrun would have started it, and SIGKILL is SIGKILL. Prints
+one JSON object with what happened; a broken promise ends it with an error.
+"""
+
+import json
+import os
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import config as configuration
+import shards
+import train
+from cluster import Launch
+
+RANKS = 2
+SHAPE = (
+    "--layers 1 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 4 "
+    "--lr 1e-3 --lr-schedule constant --device cpu"
+)
+SECONDS_TO_START = 60.0
+
+
+def launch(folder: Path, words: list[str]) -> list[int]:
+    """The process ids of the ranks of one run."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ids = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            be_rank(rank, port, folder, words)
+        ids.append(child)
+    return ids
+
+
+def be_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
+    """What a forked process does: a rank of train.py; never returns."""
+    output = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({key: str(value) for key, value in places.items()})
+    status = 1
+    try:
+        config = configuration.check(configuration.parse(words), RANKS)
+        train.main(config, Launch("torchrun", rank, RANKS))
+        status = 0
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def wait_for_first_row(metrics: Path, since: int, ids: list[int]) -> None:
+    """Until this run has written a row; RuntimeError if a rank ended before, or it takes long."""
+    limit = time.monotonic() + SECONDS_TO_START
+    while not (metrics.exists() and metrics.stat().st_mtime_ns > since and metrics.stat().st_size):
+        ended = [rank for rank, i in enumerate(ids) if os.waitpid(i, os.WNOHANG)[0]]
+        if ended or time.monotonic() > limit:
+            raise RuntimeError(f"ranks {ended} ended before the first step: {logs(metrics.parent)}")
+        time.sleep(0.002)
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("rank*.log")))
+
+
+def kill(ids: list[int], victim: int, delay: float) -> None:
+    """SIGKILL a rank, and a little later what is left, as a launcher does."""
+    os.kill(ids[victim], signal.SIGKILL)
+    time.sleep(delay)
+    for i in ids:
+        os.kill(i, signal.SIGKILL)
+    for i in ids:
+        os.waitpid(i, 0)
+
+
+def newest(folder: Path) -> int:
+    """The newest visible checkpoint's step; every visible one must be complete and intact."""
+    steps = [0]
+    for path in shards.list_checkpoints(str(folder / "checkpoints")):
+        for name, entry in shards.read_manifest(path)["files"].items():
+            problem = shards.find_problem(path, name, entry)
+            if problem:
+                raise RuntimeError(f"visible but not intact: {problem}")
+        steps.append(shards.step_of(path))
+    return max(steps)
+
+
+def rows(folder: Path) -> list[list[dict]]:
+    """The rows of every run in a folder."""
+    files = sorted(folder.glob("metrics.jsonl*"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
+
+
+def visible(folder: Path) -> int:
+    """The newest visible step while ranks are at work."""
+    return max(map(shards.step_of, shards.list_checkpoints(str(folder / "checkpoints"))), default=0)
+
+
+def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dict:
+    """Kill runs at random moments; how often a save was under way, and the last step reached."""
+    saving = ["--save-every", "1", "--keep-last", "3", "--resume", "auto", "--steps", "1000000"]
+    words = [*SHAPE.split(), "--out", str(folder), *saving]
+    during_save, resumed, last = 0, [], 0
+    for _ in range(kills):
+        since = time.time_ns()
+        ids = launch(folder, words)
+        wait_for_first_row(folder / "metrics.jsonl", since, ids)
+        time.sleep(chance.uniform(0.0, 0.3))
+        seen = visible(folder)
+        kill(ids, chance.randrange(RANKS), chance.uniform(0.0, 0.05))
+        during_save += any(name.endswith(".partial") for name in os.listdir(folder / "checkpoints"))
+        first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+        if first["iteration"] != last + 1:
+            raise RuntimeError(f"step {last} was complete; the run began at {first['iteration']}")
+        last = newest(folder)
+        if last < seen:
+            raise RuntimeError(f"step {seen} was visible before the kill, {last} is the newest now")
+        resumed.append(last)
+    return {"during_save": during_save, "resumed": resumed, "last": last}
+
+
+def finish(folder: Path, words: list[str]) -> None:
+    """A run to its end, whose ranks must end with status 0."""
+    folder.mkdir(exist_ok=True)
+    ids = launch(folder, words)
+    statuses = [os.waitpid(i, 0)[1] for i in ids]
+    if any(statuses):
+        raise RuntimeError(f"ended with {statuses}: {logs(folder)}")
+
+
+def main() -> None:
+    folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    killed, straight = folder / "killed", folder / "straight"
+    killed.mkdir()
+    result = kill_again_and_again(killed, kills, random.Random(seed))
+    total = result["last"] + 5
+    words = [*SHAPE.split(), "--steps", str(total)]
+    finish(killed, [*words, "--out", str(killed), "--save-every", str(total), "--resume", "auto"])
+    finish(straight, [*words, "--out", str(straight)])
+    expected = {r["iteration"]: (r["loss"], r["grad_norm"]) for r in rows(straight)[0]}
+    compared = 0
+    for run in rows(killed):
+        for row in run:
+            if (row["loss"], row["grad_norm"]) != expected[row["iteration"]]:
+                raise RuntimeError(f"{row} is not {expected[row['iteration']]}")
+            compared += 1
+    print(json.dumps(result | {"steps": total, "rows": compared, "runs": len(rows(killed))}))
+
+
+if __name__ == "__main__":
+    main()

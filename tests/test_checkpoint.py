@@ -1,0 +1,484 @@
+"""Checkpoints: saved under one layout, loaded under another; what is refused; what stays.
+
+Same layout: the next 20 steps are bitwise those of the run that never stopped. Another layout:
+the next 5 losses within 1e-5 relative. Ranks are started four times in all.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint_worker as worker
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import ROOT, mpirun
+
+import checkpoint
+import config as configuration
+import restore
+import shards
+import train
+from config import UserError
+from restore import Progress
+
+GPT = {"positions": "learned"}
+LLAMA = {
+    "positions": "rotary",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "bias": False,
+    "kv_heads": 4,
+    "tied": False,
+}
+MODELS = {"gpt": GPT, "llama": LLAMA}
+# Name of a layout: ranks, options.
+LAYOUTS = {
+    "1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "pp2": (2, {"pp": 2}),
+    "dp2": (2, {"zero": 1}),
+    "tp2-pp2-dp2": (8, {"tp": 2, "pp": 2, "zero": 1}),
+}
+LLAMA_LAYOUTS = ("1", "tp2", "tp2-pp2-dp2")
+# Only to be resumed as they were.
+OTHERS = {
+    "bf16": (1, {"precision": "bf16"}),
+    "fp64": (1, {"precision": "fp64"}),
+    "sync": (1, {"async_save": False}),
+    "dp2-zero0": (2, {"zero": 0}),
+    "dp2-zero0-bf16": (2, {"zero": 0, "precision": "bf16"}),
+    "tp2-bf16": (2, {"tp": 2, "precision": "bf16", "sequence_parallel": True}),
+    "dp2-fp64": (2, {"zero": 1, "precision": "fp64"}),
+    "tp2-pp2-dp2-bf16": (8, {"tp": 2, "pp": 2, "zero": 1, "precision": "bf16"}),
+    "tp2-pp2-dp2-zero0": (8, {"tp": 2, "pp": 2, "zero": 0}),
+}
+
+
+def execute(jobs: dict[tuple, tuple[int, dict]], folder: Path) -> dict[tuple, dict]:
+    """Run jobs, each with its number of ranks: one start for each such number."""
+    results = {}
+    for ranks in sorted({ranks for ranks, _ in jobs.values()}):
+        own = {key: job for key, (n, job) in jobs.items() if n == ranks}
+        if ranks == 1:
+            for key, job in own.items():
+                config = configuration.check(worker.options(job["options"]), 1)
+                results[key] = worker.run(config, job["before"], job["after"])
+            continue
+        source, target = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
+        source.write_text(json.dumps(list(own.values())))
+        words = ("tests/checkpoint_worker.py", str(source), str(target))
+        outcome = mpirun(ranks, *words, timeout=90 + 20 * len(own))
+        assert outcome.status == 0, outcome.err[-4000:]
+        results |= zip(own, json.loads(target.read_text()))
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Runs of every layout: 5 steps, a save, 20 steps more. Folder, and results by model, name."""
+    folder = tmp_path_factory.mktemp("saved")
+    jobs = {}
+    wanted = [("gpt", name) for name in LAYOUTS | OTHERS]
+    wanted += [("llama", name) for name in LAYOUTS if name in LLAMA_LAYOUTS]
+    for model, name in wanted:
+        ranks, extra = (LAYOUTS | OTHERS)[name]
+        out = {"out": str(folder / model / name), "save_every": 5}
+        job = {"options": MODELS[model] | extra | out, "before": 5, "after": 20}
+        jobs[model, name] = (ranks, job)
+    return folder, execute(jobs, folder)
+
+
+@pytest.mark.slow
+def test_save_under_each_layout_and_load_under_each_other(saved, tmp_path):
+    folder, first = saved
+    jobs = {}
+    for model, source in first:
+        for target, (ranks, extra) in (LAYOUTS | OTHERS).items():
+            same = source == target
+            if not same and (target in OTHERS or source in OTHERS):
+                continue
+            if model == "llama" and target not in LLAMA_LAYOUTS:
+                continue
+            own = {"out": str(tmp_path), "resume": str(folder / model / source)}
+            job = {"options": MODELS[model] | extra | own, "before": 0, "after": 20 if same else 5}
+            jobs[model, source, target] = (ranks, job)
+    worst, bitwise = 0.0, 0
+    for (model, source, target), result in execute(jobs, tmp_path).items():
+        expected = first[model, source]["numbers"]
+        assert result["progress"]["iteration"] == 5
+        if source == target:
+            assert result["numbers"] == expected, (model, source)
+            bitwise += 1
+            continue
+        pairs = zip(result["numbers"], expected[:5])
+        off = max(abs(a - b) / abs(b) for (a, _), (b, _) in pairs)
+        assert off <= 1e-5, (model, source, target, result, expected)
+        worst = max(worst, off)
+    assert bitwise == len(first)
+    print(
+        f"{bitwise} layouts resumed bitwise over 20 steps; {len(jobs) - bitwise} loaded under "
+        f"another, largest relative difference of 5 losses {worst:.1e}"
+    )
+
+
+@pytest.mark.slow
+def test_every_element_is_written_once_and_without_padding(saved):
+    folder, _ = saved
+    wholes = []
+    for name in LAYOUTS:
+        with h5py.File(folder / "gpt" / name / "checkpoints/step_00000005/index.h5") as index:
+            assert index["weights/embedding.tokens.weight"].shape == (61, 32)
+            assert index["exp_avg_sq/blocks.1.mlp.down.weight"].shape == (32, 128)
+            wholes.append({n: d[...] for n, d in index["weights"].items()})
+            elements = sum(d.size for d in index["weights"].values())
+        parts = (folder / "gpt" / name / "checkpoints/step_00000005").glob("rank_*.h5")
+        stored = 0
+        for part in parts:
+            with h5py.File(part) as shard:
+                assert len({d.size for d in shard.values()}) == 1
+                stored += shard["exp_avg"].size
+        assert stored == elements
+    for whole in wholes:
+        assert whole.keys() == wholes[0].keys()
+        for tensor, other in zip(whole.values(), wholes[0].values()):
+            np.testing.assert_allclose(tensor, other, rtol=0, atol=2e-6)  # 5 steps of 1e-3 each
+
+
+# ------------------------------------------------------------------------------------------------
+# One rank
+# ------------------------------------------------------------------------------------------------
+
+
+def make(out: Path, **extra) -> configuration.Config:
+    return configuration.check(worker.options({"out": str(out), "save_every": 1} | extra), 1)
+
+
+def build(config, said=None):
+    pieces = train.build(config)
+    say = print if said is None else said.append
+    return pieces, checkpoint.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=say)
+
+
+def save_some(out: Path, steps: int = 1, **extra) -> Path:
+    """A checkpoint of every one of the first steps of a run that trains nothing."""
+    checkpoints = build(make(out, **extra))[1]
+    for step in range(1, steps + 1):
+        checkpoints.after_step(Progress(step, 8 * step))
+    checkpoints.close()
+    return out / "checkpoints"
+
+
+def refuse(config, *words: str) -> str:
+    """Resume and return the one sentence of the refusal, which must have these words."""
+    with pytest.raises(UserError) as caught:
+        build(config)[1].resume()
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for word in words:
+        assert word in sentence
+    return sentence
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_boxes_are_the_range_in_order(shape, data):
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    array = np.arange(count).reshape(shape)
+    found = list(shards.boxes(tuple(shape), start, stop))
+    values = [v for box in found for v in array[shards.select(box)].flat]
+    assert values == list(range(start, stop))
+    assert len(found) <= 2 * len(shape)
+
+
+def test_a_tensor_that_the_ranks_do_not_cover_is_refused(tmp_path):
+    total, crc = shards.write_shard(
+        str(tmp_path / "rank_00000.h5"), 5, {"weights": ("float32", [np.ones(5, "f4")])}
+    )
+    part = shards.Shard("rank_00000.h5", total, crc, {"weights": "float32"}, [("w", [((0, 5),)])])
+    with pytest.raises(RuntimeError, match="5 elements of w"):
+        shards.index_image({"w": (6,)}, [part])
+
+
+def test_the_file_is_what_its_checksum_says(tmp_path):
+    """The checksum is taken on the way; it must be that of the bytes that are there."""
+    path, runs = str(tmp_path / "x.h5"), [np.random.rand(n) for n in (1, 3_000_000, 777)]
+    whole = np.concatenate(runs)
+    arrays = {"b": ("float64", runs), "a": ("float32", [whole.astype("f4")])}
+    total, crc = shards.write_shard(path, len(whole), arrays)
+    assert (total, crc) == shards.sum_file(path)
+    with h5py.File(path) as file:
+        assert np.array_equal(file["b"], whole)
+        assert np.array_equal(file["a"], whole.astype("f4"))
+    assert total <= 12 * len(whole) * 1.01
+
+
+def test_attributes_say_the_rest(tmp_path):
+    folder = save_some(tmp_path)
+    with h5py.File(folder / "step_00000001/index.h5") as index:
+        assert dict(index["progress"].attrs) == {
+            "iteration": 1,
+            "consumed_samples": 8,
+            "skipped_samples": 0,
+        }
+        assert index["model"].attrs["hidden"] == 32
+        assert index["optimizer"].attrs["kind"] == "adamw"
+        assert json.loads(index["run"].attrs["config"])["layout"]["tp"] == 1
+        assert json.loads(index["run"].attrs["versions"])["torch"] == torch.__version__
+        assert index["data"].attrs["seed"] == 1234
+
+
+def test_what_is_kept():
+    assert shards.surplus([1, 2, 3, 4, 5], 0, 0) == []
+    assert shards.surplus([5, 1, 3, 2, 4], 2, 0) == [1, 2, 3]
+    assert shards.surplus([5, 10, 15, 20, 25], 1, 10) == [5, 15]
+
+
+def test_keep_last_and_keep_every(tmp_path):
+    folder = save_some(tmp_path, 7, keep_last=2, keep_every=3)
+    names = sorted(os.listdir(folder))
+    assert names == [f"step_{step:08d}" for step in (3, 6, 7)]
+
+
+def test_a_run_from_the_beginning_moves_an_earlier_ones_checkpoints_aside(tmp_path):
+    words = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq-length", "8"]
+    words += ["--vocab-size", "50", "--save-every", "2", "--out", str(tmp_path)]
+    for extra in (["--steps", "2"], ["--steps", "4", "--resume", "auto"], ["--steps", "2"]):
+        command = [sys.executable, "train.py", *words, *extra]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000002"]
+    moved = next(tmp_path.glob("checkpoints.*"))
+    assert sorted(os.listdir(moved)) == ["step_00000002", "step_00000004"]
+
+
+def test_weights_alone(tmp_path):
+    folder = save_some(tmp_path / "a", save_weights_only=True)
+    with h5py.File(folder / "step_00000001/index.h5") as index:
+        assert "exp_avg" not in index
+        expected = index["weights/blocks.0.mlp.up.weight"][...]
+    resume = str(tmp_path / "a")
+    refuse(make(tmp_path / "b", resume=resume, seed=5), "weights alone", "--load-weights-only")
+    config = make(tmp_path / "b", resume=resume, load_weights_only=True, seed=5)
+    pieces, checkpoints = build(config)
+    own = {p.spec.name: p for p in pieces.optimizer.parameters}["blocks.0.mlp.up.weight"]
+    assert not np.array_equal(own.detach().numpy(), expected)
+    assert checkpoints.resume() == Progress()
+    assert np.array_equal(own.detach().numpy(), expected)
+
+
+def test_another_model_shows_both_shapes(tmp_path):
+    save_some(tmp_path / "a")
+    resume = str(tmp_path / "a")
+    refuse(make(tmp_path / "b", resume=resume, hidden=64), "hidden 32 against 64", "ffn_hidden 128")
+    refuse(make(tmp_path / "b", resume=resume, layers=3), "layers 2 against 3")
+    refuse(make(tmp_path / "b", resume=resume, seq_length=8), "seq_length 16 against 8")
+    bad = make(tmp_path / "b", resume=resume, hidden=64, load_weights_only=True)
+    refuse(bad, "blocks.0.attention.out.bias is (32,) there and (64,) here")
+
+
+def test_missing_and_surplus_tensors_are_listed(tmp_path):
+    save_some(tmp_path / "a", tied=False)
+    config = make(tmp_path / "b", resume=str(tmp_path / "a"), load_weights_only=True, layers=3)
+    said = []
+    build(config, said)[1].resume()
+    said = " ".join(said)
+    assert "missing there: blocks.2.attention.out.bias, " in said
+    assert "not in this model: head.weight;" in said
+    # Of the same shape in its attributes, but without one tensor: a foreign writer's file.
+    index = tmp_path / "a/checkpoints/step_00000001/index.h5"
+    with h5py.File(index, "r+") as file:
+        del file["weights/head.weight"]
+    resign(index.parent)
+    refuse(
+        make(tmp_path / "c", resume=str(tmp_path / "a"), tied=False), "missing there: head.weight;"
+    )
+
+
+def resign(folder: Path) -> None:
+    """Give a changed checkpoint a manifest that fits it."""
+    step = shards.read_manifest(str(folder))["step"]
+    names = [n for n in os.listdir(folder) if n.endswith(".h5")]
+    shards.write_manifest(str(folder), step, {n: shards.sum_file(folder / n) for n in names})
+
+
+def test_another_optimizers_state_is_refused(tmp_path):
+    folder = save_some(tmp_path / "a")
+    index = folder / "step_00000001/index.h5"
+    with h5py.File(index, "r+") as file:
+        file["optimizer"].attrs["kind"] = "lion"
+        del file["exp_avg_sq"]
+    resign(index.parent)
+    config = make(tmp_path / "b", resume=str(tmp_path / "a"))
+    refuse(config, "lion (exp_avg)", "adamw (exp_avg, exp_avg_sq)", "--load-weights-only")
+
+
+def test_other_precisions_load(tmp_path):
+    """fp32 weights are exact in bf16's and fp64's masters."""
+    folder = save_some(tmp_path / "a")
+    with shards.Index(str(folder / "step_00000001")) as index:
+        expected = index.whole("weights", "blocks.1.mlp.down.weight").ravel()
+    for precision in ("bf16", "fp64"):
+        config = make(tmp_path / "b", resume=str(tmp_path / "a"), precision=precision, seed=9)
+        pieces, checkpoints = build(config)
+        assert checkpoints.resume().iteration == 1
+        own = [p for p in pieces.optimizer.owned() if p.spec.name == "blocks.1.mlp.down.weight"]
+        assert np.array_equal(own[0].state["weights"].numpy(), expected)
+        weight = {p.spec.name: p for p in pieces.optimizer.parameters}["blocks.1.mlp.down.weight"]
+        assert torch.equal(
+            weight.data.double().ravel().bfloat16(), torch.tensor(expected).bfloat16()
+        )
+
+
+def test_nothing_to_resume_from(tmp_path):
+    said = []
+    assert build(make(tmp_path, resume="auto"), said)[1].resume() == Progress()
+    assert "training begins at step 0" in said[0]
+    refuse(make(tmp_path, resume=str(tmp_path / "nowhere")), "nowhere", "no complete checkpoint")
+    (tmp_path / "file").write_text("x")
+    refuse(make(tmp_path, resume=str(tmp_path / "file")), "file")
+
+
+def test_changed_options_and_data_are_said(tmp_path):
+    said = []
+    config = make(tmp_path / "a")
+    pieces = train.build(config)
+    samples = worker.data.Synthetic(61, 16, 7)
+    mesh, optimizer = pieces.build.mesh, pieces.optimizer
+    first = checkpoint.Checkpointer(config, mesh, optimizer, None, samples, said.append)
+    first.after_step(Progress(1, 8))
+    first.close()
+    other = make(tmp_path / "b", resume=str(tmp_path / "a"), lr=5e-4)
+    samples = worker.data.Synthetic(61, 16, 8)
+    checkpoint.Checkpointer(other, mesh, optimizer, None, samples, said.append).resume()
+    assert "samples before 8 are not those" in said[-2]
+    assert "lr 0.001 before, 0.0005 now" in said[-1]
+
+
+def test_an_earlier_checkpoint_of_the_same_step_is_replaced(tmp_path):
+    folder = save_some(tmp_path)
+    (folder / "step_00000001/rank_00000.h5").write_bytes(b"")
+    checkpoints = build(make(tmp_path))[1]
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+    assert os.listdir(folder) == ["step_00000001"]
+    assert build(make(tmp_path, resume="auto"))[1].resume().iteration == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# Writes that fail, and when to save
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
+    said = []
+    checkpoints = build(make(tmp_path), said)[1]
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+    usage = dataclasses.make_dataclass("Usage", ["free"])
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(1000))
+    checkpoints.after_step(Progress(2, 16))
+    assert "step_00000002 was not saved" in said[-1]
+    assert "0.000 GB are free" in said[-1]
+    assert "training goes on, the newest is step_00000001" in said[-1]
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
+    tmp_path, monkeypatch, asynchronous
+):
+    said = []
+    checkpoints = build(make(tmp_path, async_save=asynchronous), said)[1]
+    with monkeypatch.context() as patch:
+
+        def full(descriptor, data, at):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(shards.os, "pwrite", full)
+        checkpoints.after_step(Progress(1, 8))
+        if checkpoints._thread:
+            checkpoints._thread.join()
+    checkpoints.after_step(Progress(2, 16))
+    assert "step_00000001 was not saved" in said[0]
+    assert "rank 0" in said[0]
+    assert "No space left on device" in said[0]
+    checkpoints.close()
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000002"]
+
+
+def test_a_mistake_of_ours_in_the_background_ends_the_run(tmp_path, monkeypatch):
+    checkpoints = build(make(tmp_path))[1]
+    monkeypatch.setattr(shards, "write_shard", lambda *a: 1 / 0)
+    checkpoints.after_step(Progress(1, 8))
+    with pytest.raises(ZeroDivisionError):
+        checkpoints.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="cannot write in"):
+        build(make(tmp_path))
+
+
+def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
+    """While the write is held up the step goes on, on other values; those of the save stay."""
+    import threading
+
+    go, put = threading.Event(), shards._put
+    monkeypatch.setattr(shards, "_put", lambda *a: (go.wait(30), put(*a))[1])
+    pieces, checkpoints = build(make(tmp_path))
+    weights = [p.detach().clone() for p in pieces.optimizer.parameters]
+    checkpoints.after_step(Progress(1, 8))
+    for p in pieces.optimizer.parameters:
+        p.data.add_(1.0)
+    assert checkpoints._thread.is_alive()
+    go.set()
+    checkpoints.close()
+    with shards.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
+        for p, weight in zip(pieces.optimizer.parameters, weights):
+            whole = torch.from_numpy(index.whole("weights", p.spec.name))
+            rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])
+            assert torch.equal(whole, rows)
+
+
+def test_saving_by_the_clock(tmp_path, monkeypatch):
+    checkpoints = build(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
+    now = [checkpoints._saved_at]
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now[0])
+    for step in range(1, 9):
+        now[0] += 180
+        checkpoints.after_step(Progress(step, 8 * step), last=step == 7)
+        checkpoints.close()
+    saved = [restore.shards.step_of(f) for f in shards.list_checkpoints(checkpoints.parent)]
+    assert sorted(saved) == [4, 7]
+
+
+def test_the_interval_that_loses_least():
+    """Against the loss itself: pauses, and half an interval with every failure."""
+    pause, mean = 40.0, 7.3 * 24 * 3600
+    lost = {t: pause / t + (t + pause) / 2 / mean for t in range(100, 20000, 10)}
+    best = min(lost, key=lost.get)
+    assert checkpoint.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
+    assert checkpoint.best_interval(pause, 1e5, mean) == 1e5
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"keep_every": 5, "save_every": 1}, "--keep-every 5 needs --keep-last"),
+        ({"load_weights_only": True}, "--load-weights-only needs --resume"),
+        ({"keep_last": 2}, "--keep-last needs --save-every"),
+    ],
+)
+def test_options_that_do_not_fit(values, words):
+    with pytest.raises(UserError, match=words):
+        configuration.check(worker.options(values), 1)

@@ -1,0 +1,214 @@
+"""Weights out to transformers and in from there: the same logits, and there and back the same."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import checkpoint_worker as worker
+import h5py
+import pytest
+import torch
+from ranks import ROOT
+
+import checkpoint
+import config as configuration
+import export
+import families
+import train
+from config import ModelShape, UserError
+from restore import Progress
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": False, "positions": "rotary"}
+MODELS = {
+    "gpt2": {"positions": "learned"},
+    "gpt2 untied": {"positions": "learned", "tied": False, "activation": "gelu", "ffn_hidden": 80},
+    "bloom": {"positions": "alibi", "embedding_norm": True},
+    "llama": LLAMA | {"kv_heads": 2, "ffn_hidden": 80, "tied": False, "norm_eps": 1e-6},
+    "llama tied": LLAMA | {"rotary_base": 5e5},
+}
+
+
+def save(out: Path, extra: dict):
+    """A checkpoint of random weights, biases and norms too: its folder, and the run's pieces."""
+    options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
+    pieces = train.build(configuration.check(worker.options(options), 1))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in pieces.optimizer.parameters:
+            rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
+            p[:rows].normal_(0.0, 0.15)
+            if p.dim() == 1:
+                p.add_(1.0)
+    checkpoints = checkpoint.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    checkpoints.after_step(Progress(1, worker.BATCH))
+    checkpoints.close()
+    return out / "checkpoints/step_00000001", pieces
+
+
+def command(*words) -> str:
+    """Run a sub-command in this process; what it prints is left to pytest."""
+    checkpoint.run_command([str(word) for word in words])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_gives_the_same_logits(name, tmp_path):
+    folder, pieces = save(tmp_path, MODELS[name])
+    command("export", "--to", "hf", folder, tmp_path / "hf")
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.randint(131, (2, 40))
+    stage = pieces.stage
+    logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :131]
+    expected = theirs.eval()(tokens).logits
+    assert expected.abs().max() > 1
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
+    folder, _ = save(tmp_path, MODELS[name])
+    command("export", "--to", "hf", "--shard-gb", "0.00005", folder, tmp_path / "hf")
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 3
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "back")
+    command("verify", tmp_path / "back")
+    back = tmp_path / "back/step_00000000/index.h5"
+    with h5py.File(folder / "index.h5") as ours, h5py.File(back) as other:
+        assert dict(ours["model"].attrs) == dict(other["model"].attrs)
+        assert ours["weights"].keys() == other["weights"].keys()
+        for key in ours["weights"]:
+            assert (ours["weights"][key][...] == other["weights"][key][...]).all(), key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama"])
+def test_in_and_out_again_is_the_same_file(name, tmp_path):
+    """From transformers' own writer, in bf16, with names as the hub's GPT-2 has them."""
+    model = ModelShape(**SHAPE, **MODELS[name])
+    config = transformers.AutoConfig.for_model(**families.hf_config(model, torch.bfloat16))
+    theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    theirs.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/model.safetensors"
+    first = safetensors.load_file(path)
+    short = {k.removeprefix("transformer."): v for k, v in first.items()}
+    buffers = {"h.0.attn.bias": torch.ones(1)} if name == "gpt2" else {}
+    safetensors.save_file(short | buffers, path)
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
+    command("export", "--to", "hf", "--dtype", "bf16", tmp_path / "in", tmp_path / "out")
+    second = safetensors.load_file(tmp_path / "out/model.safetensors")
+    assert first.keys() == second.keys()
+    for key in first:
+        assert first[key].dtype == second[key].dtype == torch.bfloat16
+        assert torch.equal(first[key], second[key]), key
+
+
+def test_training_begins_from_imported_weights(tmp_path):
+    folder, pieces = save(tmp_path, MODELS["llama"])
+    command("export", "--to", "hf", folder, tmp_path / "hf")
+    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
+    options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
+    values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
+    config = configuration.check(worker.options(values), 1)
+    new = train.build(config)
+    checkpoint.Checkpointer(config, new.build.mesh, new.optimizer).resume()
+    for own, p in zip(new.optimizer.parameters, pieces.optimizer.parameters):
+        assert torch.equal(own, p)
+
+
+def test_a_tokenizer_comes_along(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"<|endoftext|>": 0, "two": 1, "words": 2, "?": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "t.json"))
+    folder, _ = save(tmp_path, MODELS["gpt2"])
+    export.export_weights(str(folder), str(tmp_path / "hf"), tokenizer=str(tmp_path / "t.json"))
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert loaded("two words")["input_ids"] == [1, 2]
+    assert loaded.eos_token_id == 0
+    assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
+    with pytest.raises(UserError, match="cannot read the tokenizer"):
+        export.export_weights(str(folder), str(tmp_path / "b"), tokenizer=str(tmp_path / "none"))
+    assert not list(tmp_path.glob("b*"))
+
+
+def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
+    shape = ModelShape(**SHAPE, embedding_norm=True)
+    with pytest.raises(UserError, match="gpt2 needs embedding_norm False, not True"):
+        families.family(shape)
+    folder, _ = save(tmp_path, {"embedding_norm": True})
+    with pytest.raises(UserError, match="transformers has no such model"):
+        command("export", "--to", "hf", folder, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / "hf.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "opt"}, "is a 'opt'; known are gpt2, bloom, llama"),
+        ({"hidden_act": "relu"}, "hidden_act is relu"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rotary positions are scaled"),
+        ({"head_dim": 16}, r"head_dim\(16\) is not 48 / 6"),
+        ({"num_hidden_layers": 4}, "lacks 9 tensors"),
+        ({"num_hidden_layers": 2}, "9 others"),
+    ],
+)
+def test_configs_that_are_not_ours_are_refused(changes, words, tmp_path):
+    folder, _ = save(tmp_path, MODELS["llama"])
+    export.export_weights(str(folder), str(tmp_path / "hf"))
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=words):
+        export.import_weights(str(tmp_path / "hf"), str(tmp_path / "in"))
+    assert not (tmp_path / "in").exists()
+
+
+def test_show_and_verify(tmp_path, capsys):
+    folder, pieces = save(tmp_path, MODELS["llama"])
+    command("show", tmp_path)
+    shown = capsys.readouterr().out
+    assert "step 1, complete by size: 2 files" in shown
+    assert "blocks.2.mlp.up.weight" in shown
+    assert "2 x 80 x 48" in shown
+    count = sum(math.prod(p.spec.shape) for p in pieces.optimizer.parameters)
+    assert f"of {count:,} elements, each with: weights float32" in shown
+    command("verify", folder)
+    data = bytearray((folder / "rank_00000.h5").read_bytes())
+    data[-1] ^= 1
+    (folder / "rank_00000.h5").write_bytes(data)
+    command("show", folder)
+    with pytest.raises(UserError, match=r"rank_00000.h5 is damaged"):
+        command("verify", folder)
+    with pytest.raises(UserError, match=r"rank_00000.h5 is damaged"):
+        command("export", "--to", "hf", folder, tmp_path / "hf")
+    (folder / "rank_00000.h5").unlink()
+    with pytest.raises(UserError, match="is missing"):
+        command("show", folder)
+
+
+def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
+    for words in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
+        done = subprocess.run(
+            [sys.executable, "checkpoint.py", *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_shapes_survive_the_config():
+    for extra in MODELS.values():
+        shape = ModelShape(**SHAPE, **extra)
+        assert families.model_shape(families.hf_config(shape, torch.float32), "x") == shape
+    assert dataclasses.asdict(shape)["rotary_base"] == 5e5
