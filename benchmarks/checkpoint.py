@@ -35,7 +35,7 @@ from checkpoint import Checkpointer
 from cluster import discover, start
 from restore import Progress
 
-ROUNDS = 2
+ROUNDS = 7
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
 
 
