@@ -36,7 +36,16 @@ import numpy as np
 import plan
 import shards
 from config import Config, UserError, exit_with
-from restore import Board, Loader, Progress, checkpoints_folder, fingerprint, global_boxes, unpadded
+from restore import (
+    MINUTES_TO_WRITE,
+    Board,
+    Loader,
+    Progress,
+    checkpoints_folder,
+    fingerprint,
+    global_boxes,
+    unpadded,
+)
 
 if TYPE_CHECKING:  # `show` and `verify` answer before the seconds that torch takes
     from torch import Tensor
@@ -212,19 +221,20 @@ class Checkpointer:
         """A copy of the state in host memory, which is kept from save to save."""
         import torch
 
-        count = sum(stop - start for _, start, stop in parts)
+        count, on_gpu = sum(stop - start for _, start, stop in parts), False
         for kind in self.kinds if parts else ():
-            example = parts[0][0].state[kind]
+            runs = [p.state[kind][start - p.start : stop - p.start] for p, start, stop in parts]
+            on_gpu = runs[0].is_cuda
             if kind not in self._buffers:
-                self._buffers[kind] = torch.empty(
-                    count, dtype=example.dtype, pin_memory=example.is_cuda
-                )
-            at = 0
-            for piece, start, stop in parts:
-                source = piece.state[kind][start - piece.start : stop - piece.start]
-                self._buffers[kind][at : at + stop - start].copy_(source, non_blocking=True)
-                at += stop - start
-        if self.optimizer.device.type == "cuda":
+                buffer = torch.empty(count, dtype=runs[0].dtype, pin_memory=on_gpu)
+                self._buffers[kind] = buffer
+            if on_gpu:
+                places = self._buffers[kind].split([run.numel() for run in runs])
+                for place, run in zip(places, runs):
+                    place.copy_(run, non_blocking=True)
+            else:  # twice as fast as copies one by one
+                torch.cat(runs, out=self._buffers[kind])
+        if on_gpu:
             torch.cuda.synchronize(self.optimizer.device)
         return {kind: [self._buffers[kind].numpy()] if parts else [] for kind in self.kinds}
 
@@ -302,7 +312,10 @@ class Checkpointer:
     def _wait(self) -> None:
         """Until this rank's part of the save in flight has ended, and report it."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(60 * MINUTES_TO_WRITE)
+            if self._thread.is_alive():
+                step = self._save.progress.iteration
+                raise TimeoutError(f"step {step} is not saved after {MINUTES_TO_WRITE} minutes")
         self._report()
 
     def _report(self) -> None:

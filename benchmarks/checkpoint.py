@@ -36,7 +36,7 @@ from cluster import discover, start
 from options import build
 from restore import Progress
 
-ROUNDS = 2
+ROUNDS = 7
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
 
 
