@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-import plan
+import counts
 import shards
 from config import Config, UserError, exit_with
 from restore import (
@@ -172,7 +172,7 @@ class Checkpointer:
         """Make the hidden folder if there is room for the whole checkpoint; rank 0 only."""
         sizes = self.optimizer.owned()[0].state
         element = sum(sizes[kind].element_size() for kind in self.kinds)
-        needed = plan.parameters(self.config.model) * element
+        needed = counts.parameters(self.config.model) * element
         try:
             os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import plan
+import counts
 import schedule
 from cluster import Cluster
 from collectives import MAX
@@ -41,7 +41,7 @@ class Log:
         config: Config,
         cluster: Cluster,
         mesh: Mesh,
-        parts: list[plan.Stage],
+        parts: list[counts.Stage],
         kernels: dict[str, str],
     ):
         """`kernels`: what runs, by what it does, for the start-up lines and run.json."""
@@ -52,8 +52,8 @@ class Log:
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         batch, recompute = config.training.global_batch_size, config.layout.recompute
-        self.model_flops = plan.model_flops(config.model, batch, FORMULA) / cluster.size
-        executed = plan.hardware_flops(config.model, batch, recompute, FORMULA)
+        self.model_flops = counts.model_flops(config.model, batch, FORMULA) / cluster.size
+        executed = counts.hardware_flops(config.model, batch, recompute, FORMULA)
         self.hardware_flops = executed / cluster.size
         if not self.writes:
             return
@@ -185,7 +185,7 @@ class Log:
             "config": self.config.as_dict(),
             "cluster": self.cluster.describe(),
             "kernels": kernels,
-            "parameters": plan.parameters(self.config.model),
+            "parameters": counts.parameters(self.config.model),
             "blocks_per_stage": [part.blocks for part in self.parts],
             "flops_formula": FORMULA,
             "command": sys.argv,
@@ -206,7 +206,7 @@ class Log:
         for what, kernel in kernels.items():
             self._print(f"{what}: {kernel}")
         self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
-        self._print(plan.stage_table(self.parts, self.config.model))
+        self._print(counts.stage_table(self.parts, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
             order = schedule.build(layout.schedule, layout.pp, self.config.micro_batches)
@@ -235,7 +235,7 @@ class Log:
         lines = [
             "",
             self._layout_line(),
-            plan.stage_table(self.parts, self.config.model),
+            counts.stage_table(self.parts, self.config.model),
             f"tokens per second: {tokens / median:.0f} (median of {len(timed)} steps, "
             f"fastest {tokens / min(timed):.0f}, slowest {tokens / max(timed):.0f})",
             f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"

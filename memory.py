@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import schedule
 from config import Layout, ModelShape, Training
+from counts import Stage, block_parameters
+from counts import stages as cut
 from hardware import Machine
-from plan import Stage, block_parameters
-from plan import stages as cut
 
 # A logit as it is, in FP32, less its maximum, and its exponential: Megatron's loss, read in code.
 LOGIT_BYTES = 2 + 4 + 4 + 4

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-import plan
+import counts
 from config import Layout, ModelShape
 from parallel import Builder, ColumnLinear, RowLinear, VocabEmbedding, column_linear, cross_entropy
 
@@ -243,7 +243,7 @@ class Stage(nn.Module):
     result is activations, or on the last stage the sum of the tokens' losses.
     """
 
-    def __init__(self, build: Builder, model: ModelShape, layout: Layout, part: plan.Stage):
+    def __init__(self, build: Builder, model: ModelShape, layout: Layout, part: counts.Stage):
         super().__init__()
         padded, self.part = model.padded_vocab(layout), part
         self.embedding = Embedding(build, model, padded) if part.embedding else None
@@ -278,7 +278,7 @@ def attention_kernel(model: ModelShape, build: Builder) -> str:
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
-def _check_count(stage: Stage, part: plan.Stage) -> None:
+def _check_count(stage: Stage, part: counts.Stage) -> None:
     """Parameters built must be parameters planned: a silent difference has cost others months."""
     built = sum(math.prod(p.spec.shape) for p in stage.parameters())
     if built != part.parameters:

@@ -4,7 +4,7 @@
 
 A step is the pipeline's time (the schedule of `schedule.py`, simulated with each stage's own
 seconds), then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols as in plan.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+Symbols as in counts.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -13,8 +13,8 @@ import kernels
 import memory
 import schedule
 from config import Layout, ModelShape, Training
+from counts import block_parameters, hardware_flops, model_flops, stages
 from hardware import Machine
-from plan import block_parameters, hardware_flops, model_flops, stages
 
 HALF = ("fp16", "bf16")
 
@@ -250,8 +250,8 @@ def _by_schedule(name: str):
         def seconds(stage: int, action: schedule.Action) -> float:
             return passes[stage].forward if action.kind == "F" else passes[stage].backward
 
-        plan = schedule.build(name, len(passes), count)
-        slots = schedule.simulate(plan.stages, seconds, transfer)
+        order = schedule.build(name, len(passes), count)
+        slots = schedule.simulate(order.stages, seconds, transfer)
         return max(row[-1].end for row in slots)
 
     return simulate

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import memory
 from config import Layout, ModelShape, Training, UserError, check_batch, check_shape, check_split
+from counts import block_flops, parameters
 from hardware import Machine
-from plan import block_flops, parameters
 from predict import Prediction, block_pass, predict
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)

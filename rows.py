@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, replace
 
 from config import Layout, ModelShape, Training, UserError
+from counts import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 from hardware import Machine, names
-from plan import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
 
 # fmt: off
 COLUMNS = (

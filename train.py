@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import counts
 import data
-import plan
 from checkpoint import Checkpointer
 from log import Log
 from model import Stage, attention_kernel
@@ -53,7 +53,7 @@ class Pieces:
 
     config: Config
     build: Builder
-    parts: list[plan.Stage]  # of every rank of the pipeline
+    parts: list[counts.Stage]  # of every rank of the pipeline
     stage: Stage
     pipeline: Pipeline
     optimizer: Optimizer
@@ -74,8 +74,8 @@ def build(config: Config, cluster: Cluster | None = None) -> Pieces:
         training.init_std,
         layout.sequence_parallel,
     )
-    costs = plan.part_costs(config.model, builder.device.type)
-    parts = plan.stages(config.model, layout, costs)
+    costs = counts.part_costs(config.model, builder.device.type)
+    parts = counts.stages(config.model, layout, costs)
     stage = Stage(builder, config.model, layout, parts[mesh.pp_rank])
     optimizer = Optimizer(stage, builder, training, layout.zero)
     return Pieces(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config as configuration
-import plan
+import counts
 import train
 from checkpoint import Checkpointer
 from cluster import discover, start
@@ -180,7 +180,7 @@ def measure(cluster, folder: str):
         if number:  # the first round is warm-up
             for (operation, system), value in seconds.items():
                 record(operation, system, value)
-    return results, sizes, plan.parameters(pieces.config.model)
+    return results, sizes, counts.parameters(pieces.config.model)
 
 
 def report(results, sizes: dict[str, int], parameters: int) -> None:

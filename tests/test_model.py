@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import config as configuration
-import plan
+import counts
 from families import rules
 from model import Stage, alibi_slopes
 from parallel import Builder, Mesh
@@ -84,7 +84,7 @@ def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     for p in theirs.parameters():  # their own initialisation would leave biases untried
         p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
     layout = configuration.Layout(dp=1, recompute=recompute)
-    stage = Stage(Builder(Mesh(), dtype), shape, layout, plan.stages(shape, layout)[0])
+    stage = Stage(Builder(Mesh(), dtype), shape, layout, counts.stages(shape, layout)[0])
     weights = convert(theirs.state_dict(), shape)
     parameters = {p.spec.name: p for p in stage.parameters()}
     assert set(weights) == set(parameters)
@@ -129,5 +129,5 @@ def test_presets_have_the_parameters_of_transformers(name):
     config = transformers.GPT2Config(n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads)
     with torch.device("meta"):
         theirs = transformers.GPT2LMHeadModel(config)
-    assert plan.parameters(shape) == sum(p.numel() for p in theirs.parameters())
-    Stage(Builder(Mesh(), device="meta"), shape, layout, plan.stages(shape, layout)[0])
+    assert counts.parameters(shape) == sum(p.numel() for p in theirs.parameters())
+    Stage(Builder(Mesh(), device="meta"), shape, layout, counts.stages(shape, layout)[0])

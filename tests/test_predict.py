@@ -148,12 +148,12 @@ def test_rings_take_the_right_link():
 
 def simulated(name, passes, transfer, count):
     """The generic simulation of the schedule object."""
-    plan = schedule.build(name, len(passes), count)
+    order = schedule.build(name, len(passes), count)
 
     def seconds(stage, action):
         return passes[stage].forward if action.kind == "F" else passes[stage].backward
 
-    return max(row[-1].end for row in schedule.simulate(plan.stages, seconds, transfer))
+    return max(row[-1].end for row in schedule.simulate(order.stages, seconds, transfer))
 
 
 @settings(deadline=None, max_examples=100)
@@ -315,7 +315,7 @@ def test_held_parameters_are_the_models():
     layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
     table = memory.stages(model, layout, training(2048), A100)
     copies = model.vocab_size * model.hidden
-    from plan import parameters
+    from counts import parameters
 
     whole = parameters(model) + copies
     assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
