@@ -1,18 +1,15 @@
 """What a run is: the model's shape, the layout, the options, and every check across them.
 
-    config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags win over --config file.toml
-    config = check(config, ranks=8)                              # fills in dp, or says why not
+    config = check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
 
-Every option is a field of one of the five dataclasses below; the command line, the TOML keys and
-the help text are generated from them. No torch here: `--help` answers in a tenth of a second.
+Every option is a field of one of the five dataclasses below; options.py makes the command line, the
+TOML keys and the help text from them. No torch here: `--help` answers in a tenth of a second.
 """
 
-import argparse
 import dataclasses
 import difflib
 import sys
 import time
-import tomllib
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -75,11 +72,12 @@ class ModelShape:
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.ffn_hidden is None:
-            object.__setattr__(self, "ffn_hidden", self._default_ffn())
+            object.__setattr__(self, "ffn_hidden", self.default_ffn())
         if self.max_positions is None:
             object.__setattr__(self, "max_positions", self.seq_length)
 
-    def _default_ffn(self) -> int:
+    def default_ffn(self) -> int:
+        """Width of the MLP where none is given."""
         if self.activation != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
@@ -226,201 +224,6 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 # ------------------------------------------------------------------------------------------------
-# Presets
-# ------------------------------------------------------------------------------------------------
-
-
-def _gpt2(layers: int, hidden: int, heads: int) -> ModelShape:
-    return ModelShape(layers, hidden, heads, seq_length=1024, vocab_size=50257)
-
-
-def _tr11(layers: int, hidden: int, heads: int) -> ModelShape:
-    """The family tried for BLOOM: ALiBi, a normalised embedding, a vocabulary of 250,880."""
-    return ModelShape(
-        layers,
-        hidden,
-        heads,
-        seq_length=2048,
-        vocab_size=250880,
-        positions="alibi",
-        embedding_norm=True,
-    )
-
-
-def _megatron(layers: int, hidden: int, heads: int) -> ModelShape:
-    """Table 1 of arXiv 2104.04473."""
-    return ModelShape(layers, hidden, heads, seq_length=2048, vocab_size=51200)
-
-
-PRESETS = {
-    "gpt2-124m": _gpt2(12, 768, 12),
-    "gpt2-355m": _gpt2(24, 1024, 16),
-    "gpt2-774m": _gpt2(36, 1280, 20),
-    "gpt2-1.5b": _gpt2(48, 1600, 25),
-    "gpt3-175b": ModelShape(96, 12288, 96, seq_length=2048, vocab_size=50257),
-    "1b3": ModelShape(24, 2048, 16, seq_length=2048, vocab_size=50257, embedding_norm=True),
-    "104b": ModelShape(64, 11600, 80, seq_length=2048, vocab_size=50257),
-    "bloom-176b": _tr11(70, 14336, 112),
-    "177b": _tr11(96, 12288, 64),
-    "181b": _tr11(72, 14336, 64),
-    "182b": _tr11(84, 13312, 64),
-    "182b-wide": _tr11(78, 13824, 64),
-    "183b": _tr11(72, 14400, 96),
-    "187b": _tr11(80, 13824, 64),
-    "194b": _tr11(78, 14400, 96),
-    "195b": _tr11(77, 14400, 96),
-    "196b": _tr11(84, 13824, 64),
-    "200b": _tr11(80, 14400, 96),
-    "205b": _tr11(81, 14400, 96),
-    "206b": _tr11(96, 13312, 64),
-    "megatron-1.7b": _megatron(24, 2304, 24),
-    "megatron-3.6b": _megatron(30, 3072, 32),
-    "megatron-7.5b": _megatron(36, 4096, 32),
-    "megatron-18b": _megatron(40, 6144, 48),
-    "megatron-39b": _megatron(48, 8192, 64),
-    "megatron-76b": _megatron(60, 10240, 80),
-    "megatron-145b": _megatron(80, 12288, 96),
-    "megatron-310b": _megatron(96, 16384, 128),
-    "megatron-530b": _megatron(105, 20480, 128),
-    "megatron-1t": _megatron(128, 25600, 160),
-}
-ALIASES = {"176b": "bloom-176b", "bloom": "bloom-176b", "175b": "gpt3-175b", "1.3b": "1b3"}
-
-
-def preset(name: str) -> ModelShape:
-    """The shape of that name, in any case; UserError with the nearest name if there is none."""
-    key = ALIASES.get(name.lower(), name.lower())
-    if key not in PRESETS:
-        known = list(PRESETS) + list(ALIASES)
-        raise UserError(f"no preset is called {name!r}{_nearest(key, known)}")
-    return PRESETS[key]
-
-
-# ------------------------------------------------------------------------------------------------
-# The command line and the TOML file
-# ------------------------------------------------------------------------------------------------
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
-def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
-    """The configuration that `arguments` and the file named by --config ask for, not yet checked.
-
-    Raises UserError on an unknown flag, key, preset or value; `--help` prints and exits 0.
-    """
-    given, unknown = _parser(description).parse_known_args(arguments)
-    flags = vars(given)
-    if unknown:
-        names = ["--" + name.replace("_", "-") for name in [*_options(), "config", "model"]]
-        raise UserError(f"unknown argument {unknown[0]!r}{_nearest(unknown[0], names)}")
-    file = flags.pop("config", None)
-    values = _read_toml(file) if file else {}
-    return build(values | flags)
-
-
-def build(values: dict[str, Any]) -> Config:
-    """A Config from flat option names; `model`, if given, names the preset to start from."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    base = preset(values.pop("model")) if "model" in values else None
-    options = _options()
-    for name, value in values.items():
-        _check_value(name, value, options[name])
-    groups = {}
-    for group, cls in GROUPS.items():
-        own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        groups[group] = _reshape(base, own) if group == "model" and base else cls(**own)
-    return Config(**groups)
-
-
-def _reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """A preset with some fields changed: what was derived from a changed field is derived anew."""
-    derived = {}
-    if base.kv_heads == base.heads:
-        derived["kv_heads"] = None
-    if base.ffn_hidden == base._default_ffn():
-        derived["ffn_hidden"] = None
-    return dataclasses.replace(base, **(derived | own))
-
-
-def _options() -> dict[str, dataclasses.Field]:
-    return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
-
-
-def _parser(description: str) -> argparse.ArgumentParser:
-    parser = _Parser(description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of these options"
-    )
-    for group, cls in GROUPS.items():
-        section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
-        if group == "model":
-            section.add_argument(
-                "--model",
-                metavar="PRESET",
-                default=argparse.SUPPRESS,
-                help="start from a named shape: " + ", ".join(PRESETS),
-            )
-        for f in dataclasses.fields(cls):
-            _add_flag(section, f)
-    return parser
-
-
-def _add_flag(section, f: dataclasses.Field) -> None:
-    meta = f.metadata
-    name = "--" + f.name.replace("_", "-")
-    default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
-    text = meta["help"] + ("" if f.default is None else f" (default: {default})")
-    keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if meta["type"] is bool:
-        section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
-        return
-    kind = str if meta["nargs"] else meta["type"]
-    metavar = "|".join(map(str, meta["choices"])) or kind.__name__.upper()
-    section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
-
-
-def _read_toml(path: str) -> dict[str, Any]:
-    """Flat option values of a TOML file; tables such as [layout] are there only for the reader."""
-    try:
-        with open(path, "rb") as file:
-            tree = tomllib.load(file)
-    except OSError as error:
-        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path} is not TOML: {error}") from None
-    flat = {}
-    for key, value in tree.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    flat = {key.replace("-", "_"): value for key, value in flat.items()}
-    known = [*_options(), "model"]
-    for key in flat:
-        if key not in known:
-            raise UserError(f"--config {path} has an unknown key {key!r}{_nearest(key, known)}")
-    return flat
-
-
-def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
-    """Type, choices and minimum of one option, whichever way it came."""
-    meta, flag = f.metadata, "--" + name.replace("_", "-")
-    kind = meta["type"]
-    if not isinstance(value, (int, float) if kind is float else kind):
-        raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
-    if meta["choices"] and value not in meta["choices"]:
-        choices = ", ".join(map(str, meta["choices"]))
-        raise UserError(f"{flag} is one of {choices}, not {value!r}")
-    if meta["minimum"] is not None and not value >= meta["minimum"]:
-        raise UserError(f"{flag} must be at least {meta['minimum']}, not {value}")
-
-
-def _nearest(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-# ------------------------------------------------------------------------------------------------
 # Checks across options
 # ------------------------------------------------------------------------------------------------
 
@@ -538,6 +341,17 @@ def _check_saving(run: Run) -> None:
             raise UserError(
                 f"--{flag} needs --save-every or --save-every-minutes: nothing is saved"
             )
+
+
+# ------------------------------------------------------------------------------------------------
+# How a mistake is told
+# ------------------------------------------------------------------------------------------------
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """`; did you mean ...?` with the known name that is most alike, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def exit_with(error: UserError, speak: bool = True) -> NoReturn:

@@ -216,8 +216,9 @@ class Log:
 
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.cluster.describe()
+        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
         return (
-            f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+            f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
             f"micro-batch {layout.micro_batch_size} x {self.config.micro_batches}, "
             f"recompute {layout.recompute}"

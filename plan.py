@@ -1,5 +1,8 @@
 """What a model costs: parameters, FLOPs and bytes of its parts, and how they balance over stages.
 
+    python plan.py model --model 176b                       # every question: python plan.py --help
+    python plan.py layouts --model 176b --gpu a100-80 --nodes 48
+
 Pure arithmetic on a ModelShape and a Layout; no torch. The parts of a model are the embedding
 (tokens, positions, their norm), the blocks, and the head (final norm, output matrix, loss).
 
@@ -8,6 +11,7 @@ g key/value heads, B samples.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from config import Layout, ModelShape, UserError, explicit_partition
 
@@ -204,6 +208,12 @@ def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
     tried. Among equals the lighter heavier end wins, then the lighter ends together, since these
     stages also hold the embedding's and the logits' memory.
     """
+    return list(_balanced(layers, pp, costs))
+
+
+@lru_cache(maxsize=4096)
+def _balanced(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
+    """The search itself, remembered: a planner asks the same thing for every micro-batch."""
 
     def judge(first: int, last: int) -> tuple[float, float, float]:
         front = costs.embedding + first * costs.block
@@ -214,10 +224,11 @@ def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
     if pp == 2:
         pairs = [(first, layers - first) for first in range(layers + 1)]
     else:
-        pairs = [(f, b) for f in range(layers + 1) for b in range(layers + 1 - f)]
+        most = -(-layers // (pp - 2))  # an end with more than a middle stage is never faster
+        pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
     first, last = min(pairs, key=lambda pair: judge(*pair))
     rest = layers - first - last
-    return [first, *(_spread(rest, pp - 2) if pp > 2 else []), last]
+    return (first, *(_spread(rest, pp - 2) if pp > 2 else []), last)
 
 
 def _spread(count: int, stages: int) -> list[int]:
@@ -229,6 +240,8 @@ def _spread(count: int, stages: int) -> list[int]:
 def _share_out(count: int, pp: int) -> list[int]:
     """Equal shares, the remainder first on middle stages, then on the first one."""
     share, extra = divmod(count, pp)
+    if pp == 2:
+        return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
 
@@ -255,3 +268,9 @@ def stage_table(rows: list[Stage], model: ModelShape) -> str:
     if copies:
         lines.append(f"        of which {copies:,} are the head's copy of the tied embedding")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import questions  # the command line stands above this room: it asks what is counted here
+
+    questions.main()

@@ -11,7 +11,8 @@ dp follows from the number of ranks. `python train.py --help` lists every option
 import sys
 
 from cluster import Cluster, Launch, discover, start
-from config import Config, Training, UserError, check, exit_with, parse
+from config import Config, Training, UserError, check, exit_with
+from options import parse
 
 if __name__ == "__main__":
     # --help, a typo or a batch that does not divide is answered before torch is imported.

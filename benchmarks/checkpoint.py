@@ -33,6 +33,7 @@ import plan
 import train
 from checkpoint import Checkpointer
 from cluster import discover, start
+from options import build
 from restore import Progress
 
 ROUNDS = 7
@@ -41,7 +42,7 @@ MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size
 
 def make(cluster, folder: str, **extra) -> tuple[train.Pieces, Checkpointer]:
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
-    config = configuration.check(configuration.build(values), cluster.size)
+    config = configuration.check(build(values), cluster.size)
     pieces = train.build(config, cluster)
     mesh, quiet = pieces.build.mesh, lambda line: None
     return pieces, Checkpointer(config, mesh, pieces.optimizer, cluster, say=quiet)

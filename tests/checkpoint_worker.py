@@ -16,6 +16,7 @@ import data
 import train
 from checkpoint import Checkpointer
 from cluster import discover, start
+from options import build
 from restore import Progress
 
 BATCH = 4
@@ -28,7 +29,7 @@ def options(case: dict) -> configuration.Config:
     length = {"global_batch_size": BATCH, "steps": 40, "lr": 1e-3, "pad_vocab_multiple": 4}
     length["micro_batch_size"] = 2
     # As in the golden test: 1e-8 would let one weight's rounding noise hide what is to be seen.
-    return configuration.build(shape | length | {"adam_eps": 1e-6} | case)
+    return build(shape | length | {"adam_eps": 1e-6} | case)
 
 
 def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progress]:

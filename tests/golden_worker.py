@@ -13,6 +13,7 @@ import config as configuration
 import data
 import train
 from cluster import discover, start
+from options import build
 
 STEPS = 10
 
@@ -24,7 +25,7 @@ def options(case: dict) -> configuration.Config:
     # Adam turns a gradient near its epsilon into a step of rounding noise over epsilon: 1e-8 would
     # let a single such weight of these small models hide what is to be seen.
     length["adam_eps"] = 1e-6
-    return configuration.build(shape | length | case)
+    return build(shape | length | case)
 
 
 def run(config: configuration.Config, cluster=None) -> dict:

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import data
-from config import Layout, UserError, parse
+from config import Layout, UserError
 from corpus import IndexedDataset, IndexedDatasetWriter
 from data import GPTSamples, Synthetic, blend_order, micro_batch, split_ranges
+from options import parse
 
 VOCAB = 1000
 

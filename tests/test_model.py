@@ -8,6 +8,7 @@ import plan
 from families import rules
 from model import Stage, alibi_slopes
 from parallel import Builder, Mesh
+from presets import PRESETS, preset
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,10 +122,10 @@ def test_alibi_slopes_equal_transformers(heads):
     assert torch.allclose(alibi_slopes(heads).float(), theirs)
 
 
-@pytest.mark.parametrize("name", [name for name in configuration.PRESETS if "gpt2" in name])
+@pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name])
 def test_presets_have_the_parameters_of_transformers(name):
     """And Stage, which refuses to build another count than the plan's, builds them."""
-    shape, layout = configuration.preset(name), configuration.Layout(dp=1)
+    shape, layout = preset(name), configuration.Layout(dp=1)
     config = transformers.GPT2Config(n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads)
     with torch.device("meta"):
         theirs = transformers.GPT2LMHeadModel(config)

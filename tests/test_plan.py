@@ -1,0 +1,214 @@
+"""Counts: parameters, FLOPs and stages, against published numbers and brute force."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rows as measured
+from config import Layout, ModelShape, UserError, check
+from plan import (
+    PartCosts,
+    balanced_partition,
+    block_parameters,
+    embedding_parameters,
+    forward_flops,
+    hardware_flops,
+    model_flops,
+    parameters,
+    part_costs,
+    partition,
+    stage_table,
+    stages,
+)
+from presets import preset
+
+ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "data" / "measured_rows.csv"
+
+
+# bigscience.md 0.2: layers, hidden, padded vocabulary, batch, GPUs, seconds, TFLOPs
+GOLDEN = [
+    (70, 14336, 250880, 2048, 384, 105.22, 149.02),
+    (72, 14336, 250112, 2048, 384, 143.31, 112.49),
+    (72, 14336, 250112, 1568, 384, 113.01, 109.22),
+    (72, 14336, 250112, 1568, 384, 92.75, 133.08),
+    (72, 14336, 250112, 2048, 384, 110.48, 145.92),
+    (84, 13824, 250112, 2048, 384, 133.12, 131.27),
+    (96, 12288, 250112, 2048, 384, 122.96, 128.69),
+    (80, 13824, 250112, 2048, 320, 147.04, 135.92),
+]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "vocab", "batch", "gpus", "seconds", "rate"), GOLDEN)
+def test_published_rates_follow_from_equation_3(layers, hidden, vocab, batch, gpus, seconds, rate):
+    model = ModelShape(layers, hidden, 64, seq_length=2048, vocab_size=vocab)
+    flops = hardware_flops(model, batch, "full", "megatron-2021")
+    assert flops / (seconds * gpus * 1e12) == pytest.approx(rate, abs=0.015)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gpus", "seconds", "rate"), [(8, 8, 769.99, 108.44), (80, 80, 844.81, 98.84)]
+)
+def test_old_rates_leave_out_embeddings(layers, gpus, seconds, rate):
+    model = ModelShape(layers, 14400, 96, seq_length=2048, vocab_size=250880)
+    flops = hardware_flops(model, 2048, "full", "bigscience")
+    assert flops / (seconds * gpus * 1e12) == pytest.approx(rate, abs=0.01)
+
+
+def test_every_row_prints_the_tflops_of_its_formula():
+    tested = 0
+    for row in measured.read(str(ROWS)):
+        if "invalid" in row["quality"] or not (row["sec_clean"] and row["tflops_clean"]):
+            continue
+        rate = float(row["tflops_clean"])
+        found = measured.tflops(row, float(row["sec_clean"]), int(row["gbs_clean"]), row["formula"])
+        slack = 0.0005 + measured._half_digit(row["tflops_clean"]) / rate
+        slack += measured._half_digit(row["sec_clean"]) / float(row["sec_clean"])
+        nominal = 0.002 if row["formula"] in measured.NOMINAL else 0.0
+        assert found == pytest.approx(rate, rel=slack + nominal), row["row_id"]
+        tested += 1
+    assert tested > 110
+
+
+def test_megatron_2025_is_the_closed_form():
+    model = preset("gpt3-175b")
+    h, s, layers, vocab = 12288, 2048, 96, 50257
+    closed = 72.0 * 1536 * s * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
+    assert model_flops(model, 1536) == pytest.approx(closed, rel=1e-12)
+
+
+def test_unknown_formula_is_a_user_error():
+    with pytest.raises(UserError, match="no FLOPs formula is called 'palm'"):
+        forward_flops(preset("gpt2-124m"), "palm")
+
+
+def test_published_sizes():
+    bloom = preset("bloom-176b")
+    assert parameters(bloom) == 176_247_271_424
+    assert block_parameters(bloom) == 2_466_437_120
+    assert embedding_parameters(bloom) == 3_596_615_680 + 2 * 14336
+    assert parameters(preset("gpt2-124m")) == 124_439_808
+
+
+def test_seed_004_breaks_down_the_104b_model():
+    model = preset("104b")
+    block, embedding = block_parameters(model), model.vocab_size * model.hidden
+    assert (block, embedding) == (1_614_870_800, 582_981_200)
+    assert block // 4 == 403_717_700
+    assert embedding // 4 == 145_745_300
+    with_embedding = (2 * block + embedding) // 4
+    assert with_embedding == 953_180_700
+    assert 18 * with_embedding == 17_157_252_600
+    assert 18 * (2 * block // 4) == 14_533_837_200
+
+
+def test_seed_004_breaks_down_the_206b_model():
+    model = ModelShape(96, 13312, 64, seq_length=2048, vocab_size=150257)
+    block = block_parameters(model)
+    assert block == 2_126_685_184
+    assert 4 * block // 4 * 18 == 38_280_333_312
+    assert model.vocab_size * model.hidden == 2_000_221_184
+    assert (block // 2, block // 2 * 18) == (1_063_342_592, 19_140_166_656)
+    assert round(parameters(model) / 1e9) == 206
+
+
+def shapes() -> st.SearchStrategy:
+    """Random models, dense and gated, with and without biases and tied weights."""
+
+    def build(layers, heads, head, vocab, **rest):
+        return ModelShape(layers, heads * head, heads, vocab_size=vocab, **rest)
+
+    return st.builds(
+        build,
+        st.integers(1, 12),
+        st.sampled_from([1, 2, 4, 8]),
+        st.sampled_from([8, 16, 40]),
+        st.integers(50, 3000),
+        activation=st.sampled_from(["gelu", "swiglu"]),
+        bias=st.booleans(),
+        tied=st.booleans(),
+        positions=st.sampled_from(["learned", "alibi"]),
+        norm=st.sampled_from(["layernorm", "rmsnorm"]),
+        embedding_norm=st.booleans(),
+    )
+
+
+@given(shapes())
+def test_parameters_are_the_sum_of_all_tensors(model):
+    h, f, v = model.hidden, model.ffn_hidden, model.vocab_size
+    gates = 2 if model.activation == "swiglu" else 1
+    matrices = [(h, 3 * h), (h, h), (h, gates * f), (f, h)]
+    norm = h * (2 if model.norm == "layernorm" else 1)
+    block = sum(a * b + (b if model.bias else 0) for a, b in matrices) + 2 * norm
+    whole = model.layers * block + v * h + norm
+    whole += model.seq_length * h if model.positions == "learned" else 0
+    whole += norm if model.embedding_norm else 0
+    whole += 0 if model.tied else v * h
+    assert parameters(model) == whole
+
+
+@settings(deadline=None, max_examples=15)
+@given(shapes())
+def test_parameters_built_are_parameters_planned(model):
+    import golden_worker
+
+    import train
+
+    run = golden_worker.options({"pad_vocab_multiple": 1})
+    built = train.build(check(replace(run, model=model), 1)).stage
+    assert sum(math.prod(p.spec.shape) for p in built.parameters()) == parameters(model)
+
+
+@given(shapes(), st.integers(1, 6), st.sampled_from(["balanced", "layers", "blocks"]))
+def test_stages_hold_every_block_once(model, pp, how):
+    if pp > model.layers:
+        return
+    rows = stages(model, Layout(pp=pp, partition=how))
+    assert sum(row.blocks for row in rows) == model.layers
+    assert sum(row.share for row in rows) == pytest.approx(1.0)
+    stage_table(rows, model)  # raises if parameters do not add up
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9),
+    st.integers(2, 5),
+    st.floats(0, 30),
+    st.floats(0.5, 10),
+    st.floats(0, 30),
+)
+def test_balanced_partition_is_as_fast_as_brute_force(layers, pp, embedding, block, head):
+    costs = PartCosts(embedding, block, head)
+
+    def slowest(blocks):
+        times = [b * block for b in blocks]
+        times[0] += embedding
+        times[-1] += head
+        return max(times)
+
+    found = balanced_partition(layers, pp, costs)
+    every = itertools.product(range(layers + 1), repeat=pp)
+    best = min(slowest(blocks) for blocks in every if sum(blocks) == layers)
+    assert sum(found) == layers
+    assert min(found) >= 0
+    assert slowest(found) == pytest.approx(best)
+
+
+def test_partition_by_layers_and_by_blocks():
+    model = preset("bloom-176b")
+    assert partition(model, Layout(pp=12, partition="blocks")) == [5, *[6] * 10, 5]
+    assert partition(ModelShape(7, 64, 1), Layout(pp=2, partition="layers")) == [4, 3]
+    assert partition(ModelShape(7, 64, 1), Layout(pp=2, partition="blocks")) == [4, 3]
+    assert partition(ModelShape(42, 64, 1), Layout(pp=16, partition="layers")).count(0) == 0
+
+
+def test_balanced_gives_the_head_room():
+    model = preset("bloom-176b")
+    blocks = partition(model, Layout(pp=12))
+    assert blocks[-1] < max(blocks)
+    costs = part_costs(model)
+    assert costs.head > costs.block

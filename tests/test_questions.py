@@ -1,0 +1,266 @@
+"""The planner's command line: every question, as text and as data, and its mistakes."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+import hardware
+import questions
+import ranking
+import rows as measured
+from config import Layout, Training, UserError
+from presets import preset
+
+ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
+A100 = hardware.load("a100-80")
+
+
+def ask(line: str) -> questions.Answer:
+    return questions.ask(line.split())
+
+
+def command(line: str) -> subprocess.CompletedProcess:
+    """The command as a user types it, from another folder."""
+    arguments = [sys.executable, str(ROOT / "plan.py"), *line.split()]
+    return subprocess.run(arguments, capture_output=True, text=True, cwd="/", check=False)
+
+
+QUESTIONS = [
+    "model --model 176b",
+    "layouts --model gpt2-1.5b --gpu a100-80 --nodes 2 --global-batch-size 256",
+    "stages --model 176b --tp 4 --pp 12 --nodes 48 --recompute full",
+    "largest --gpu v100-32 --gpus 4",
+    "smallest --model gpt3-175b --gpu v100-32",
+    "days --model gpt2-1.5b --tokens 300e9 --nodes 2 --global-batch-size 256",
+    "shapes --size 200e9 --tp 8 --micro-batch-size 4",
+    "rampup --rampup 192 16 9765625 --tp 4 --pp 12 --gpus 384 --micro-batch-size 2",
+    "timeline --model gpt2-124m --tp 1 --pp 3 --gpus 3 --global-batch-size 4",
+    f"check {ROWS}",
+    "constants",
+]
+
+
+@pytest.mark.parametrize("line", QUESTIONS, ids=lambda line: line.split()[0])
+def test_every_question_answers_in_text_and_in_data(line):
+    answer = ask(line)
+    assert len(answer.text) > 30
+    assert json.loads(json.dumps(answer.data))
+
+
+def test_the_command_prints_json_and_imports_nothing_heavy():
+    done = command("model --model 176b --json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["parameters"] == 176_247_271_424
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import questions, ranking, rows; "
+    code += "print({'torch', 'numpy'} & set(sys.modules))"
+    heavy = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert heavy.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: QUESTION"),
+        ("lay", "invalid choice: 'lay'"),
+        ("layouts --model 177c", "no preset is called '177c'; did you mean '177b'?"),
+        ("layouts --model 176b --gpu a100-8", "did you mean 'a100-80'?"),
+        ("layouts --model 176b --nodes 0", "--nodes must be above 0, not 0"),
+        ("layouts --model 176b --nodse 4", "unknown argument '--nodse'"),
+        ("layouts", "the model has no --layers, --hidden, --heads"),
+        ("stages --model 176b --tp 3", "tp(3) does not divide heads(112)"),
+        ("stages --model 176b --tp 8 --pp 10 --gpus 100", "does not divide 100 ranks"),
+        ("days --model 176b", "give --tokens"),
+        ("shapes", "give --size"),
+        ("rampup", "give --rampup"),
+        ("rampup --rampup 192 17 1000 --gpus 1", "from 192 by 17 over 1000 samples does not reach"),
+        ("check nowhere.csv", "cannot read nowhere.csv: No such file"),
+        ("model --model 176b --calibration x.toml", "--calibration needs --gpu"),
+        ("model --model 176b --gpu a100-80 --calibration x.toml", "cannot read x.toml"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_2(line, message):
+    done = command(line)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_check_refuses_what_is_not_a_table(tmp_path):
+    file = tmp_path / "odd.csv"
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match=r"odd.csv has 1 rows and lacks the columns row_id"):
+        measured.read(str(file))
+
+
+# ------------------------------------------------------------------------------------------------
+# Layouts
+# ------------------------------------------------------------------------------------------------
+
+
+def test_384_gpus_are_ranked_in_two_seconds_with_a_reason_for_the_rest():
+    model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
+    started = time.process_time()
+    ranked, rejected = ranking.rank(model, training, A100, 384)
+    assert time.process_time() - started < 2
+    seconds = [r.prediction.seconds for r in ranked]
+    assert len(ranked) > 40
+    assert seconds == sorted(seconds)
+    assert all(r.prediction.fits for r in ranked)
+    assert all(r.reason for r in rejected)
+    kinds = " ".join(r.reason for r in rejected)
+    for reason in ("out of memory", "does not divide heads", "leave the node", "more stages"):
+        assert reason in kinds
+    tried = {(r.layout.tp, r.layout.pp) for r in ranked}
+    tried |= {(r.layout["tp"], r.layout.get("pp")) for r in rejected}
+    assert {(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3, 4, 6, 8, 12, 24, 48)} <= tried
+
+
+def test_a_given_layout_flag_is_held_fixed():
+    data = ask("layouts --model 176b --nodes 48 --tp 4 --recompute full").data
+    assert {(r["tp"], r["recompute"]) for r in data["ranked"]} == {(4, "full")}
+
+
+def test_a_ramp_up_verdict_names_the_batch():
+    data = ask("layouts --model 176b --nodes 48 --tp 8 --pp 4 --rampup 32 32 1000000").data
+    assert data["ranked"] == [] or all("batch 32 " in r["rampup"] for r in data["ranked"])
+    data = ask("layouts --model 176b --nodes 48 --tp 4 --pp 12 --rampup 192 16 9765625").data
+    verdicts = {r["micro_batch_size"]: r["rampup"] for r in data["ranked"]}
+    assert verdicts[2] == "fits"
+    assert verdicts[4] == "batch 208 does not divide by 32"
+
+
+def test_largest_and_smallest_fit_and_are_tight():
+    training = Training(global_batch_size=2048, precision="bf16")
+    machine = hardware.load("v100-32")
+    size, model, layout = ranking.largest(machine, 4, training, preset("gpt3-175b"))
+    assert 5e9 < size < 4 * 34.1e9 / 18
+    assert not ranking.does_not_fit(model, layout, training, machine)
+    nodes, layout = ranking.smallest(preset("gpt3-175b"), training, machine)
+    assert ranking.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
+    assert ranking.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None
+
+
+def test_days_are_tokens_over_the_best_rate():
+    data = ask("days --model 176b --nodes 48 --tokens 450e9").data
+    best = ask("layouts --model 176b --nodes 48").data["ranked"][0]
+    assert data["days"] == pytest.approx(450e9 / best["tokens_per_second"] / 86400)
+
+
+def test_shapes_obey_the_seeds_rules():
+    found = ask("shapes --size 200e9 --tp 8 --micro-batch-size 4 --vocab-size 250880").data
+    assert found
+    for shape in found:
+        head = shape["hidden"] // shape["heads"]
+        assert shape["hidden"] % 128 == 0
+        assert head % 8 == 0
+        assert shape["heads"] % 8 == 0
+        assert shape["heads"] // 8 * 4 % 4 == 0
+        assert shape["parameters"] == pytest.approx(200e9, rel=0.03)
+        assert all((shape["layers"] + 2) % pp == 0 for pp in shape["pp"])
+    assert not any(shape["hidden"] == 14400 for shape in found)
+
+
+def test_the_ramp_up_of_bloom():
+    """megatron.md 1.6, computed there by running Megatron's own calculator."""
+    layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=1)
+    levels = ranking.rampup_levels(layout, 2048, (192, 16, 9_765_625))
+    assert len(levels) == 117
+    assert [(v.batch, v.first_step, v.consumed) for v in levels[:4]] == [
+        (192, 0, 0),
+        (208, 439, 84_288),
+        (224, 844, 168_528),
+        (240, 1_220, 252_752),
+    ]
+    assert (levels[-2].batch, levels[-2].first_step, levels[-2].consumed) == (
+        2032,
+        12_617,
+        9_682_496,
+    )
+    assert (levels[-1].batch, levels[-1].first_step, levels[-1].consumed) == (
+        2048,
+        12_658,
+        9_765_808,
+    )
+    assert not any(level.problem for level in levels)
+
+
+def test_the_trace_is_the_schedule(tmp_path):
+    file = tmp_path / "trace.json"
+    line = f"timeline --model gpt2-124m --pp 3 --gpus 3 --global-batch-size 4 --trace {file}"
+    assert "F0 F1 F2" in ask(line).text
+    events = json.loads(file.read_text())["traceEvents"]
+    assert len(events) == 2 * 3 * 4
+    assert {event["tid"] for event in events} == {0, 1, 2}
+    with pytest.raises(UserError, match="cannot write /nowhere/trace"):
+        ask(line.replace(str(file), "/nowhere/trace"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Rows that cannot be: planners.md part 3
+# ------------------------------------------------------------------------------------------------
+
+ANOMALIES = [
+    ("001-L340", "swapped"),  # 1
+    ("001-L341", "formula"),  # 2
+    ("001-L475", "disagree"),  # 3
+    ("001-L319", "dp"),  # 4
+    ("001-L329", "rate"),  # 5
+    ("001-L331", "rate"),
+    ("001-L330", "disagree"),
+    ("001-L305", "memory"),  # 6
+    ("001-L447", "outlier"),  # 7
+    ("001-L149", "label"),  # 8
+    ("001-L150", "label"),
+    ("001-L448", "disagree"),  # 9
+    ("001-L125", "disagree"),  # 10
+    ("001-L153", "disagree"),
+    ("001-L168", "repeat"),  # 11
+    ("001-L179", "repeat"),
+    ("001-L188", "repeat"),
+    ("001-L197", "repeat"),
+    ("001-L206", "repeat"),
+    ("001-L253", "repeat"),
+    ("001-L410", "repeat"),
+    ("001-L422", "repeat"),
+    ("001-L431", "repeat"),
+    ("000-L018", "pp"),  # 12
+    ("000-L033", "rate"),
+    ("000-L017", "size"),
+    ("000-L017", "outlier"),
+    ("001-L011", "topology"),  # 15
+    ("001-L018", "topology"),
+]
+
+
+@pytest.fixture(scope="module")
+def findings() -> set[tuple[str, str]]:
+    return {(f.row_id, f.kind) for f in measured.check(measured.read(ROWS))}
+
+
+@pytest.mark.parametrize(("row", "kind"), ANOMALIES)
+def test_check_finds_the_published_anomalies(findings, row, kind):
+    assert (row, kind) in findings
+
+
+def test_check_leaves_sound_rows_alone(findings):
+    flagged = {row for row, _ in findings}
+    sound = {row["row_id"] for row in measured.read(ROWS)} - flagged
+    assert len(sound) > 120
+    assert {"001-L060", "001-L278", "001-L474", "002-L022", "003-L075"} <= sound
+
+
+def test_check_sees_a_fresh_mistake():
+    rows = measured.read(ROWS)
+    good = next(row for row in rows if row["row_id"] == "001-L278")
+    swapped = good | {"sec_per_it": good["tflops"], "tflops": good["sec_per_it"], "row_id": "x"}
+    wrong = good | {"sec_per_it": "99.9", "row_id": "y", "dp": "5"}
+    found = {(f.row_id, f.kind) for f in measured.check([good, swapped, wrong])}
+    assert {("x", "swapped"), ("y", "rate"), ("y", "dp")} <= found
+    assert not any(row == good["row_id"] for row, _ in found)
