@@ -18,6 +18,7 @@ at the next step and goes on.
 
 import argparse
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -172,12 +173,12 @@ class Checkpointer:
         """Make the hidden folder if there is room for the whole checkpoint; rank 0 only."""
         sizes = self.optimizer.owned()[0].state
         element = sum(sizes[kind].element_size() for kind in self.kinds)
-        needed = counts.parameters(self.config.model) * element
+        needed = counts.parameters(self.config.model) * element * 1.01 + 2**20
         try:
             os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free
-            if free < needed * 1.01 + 2**20:
-                problem = f"it takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free"
+            if free < needed:
+                problem = f"it may take {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
             else:
                 shutil.rmtree(hidden, ignore_errors=True)
                 os.mkdir(hidden)
@@ -191,6 +192,7 @@ class Checkpointer:
         name = os.path.basename(hidden)[1:].split(".")[0]
         kept = shards.list_checkpoints(self.parent)
         rest = f"the newest is {os.path.basename(kept[0])}" if kept else "there is none yet"
+        problem = " ".join(problem.split())  # HDF5 breaks its lines
         self.say(f"{name} was not saved in {self.parent}: {problem}; training goes on, {rest}")
 
     def _shares(self) -> Iterator[tuple["OwnedPiece", int, int]]:
@@ -248,6 +250,9 @@ class Checkpointer:
                 told = self._write_own(save, parts, runs)
             except OSError as error:
                 told = {"error": f"rank {self.mesh.rank} on {platform.node()}: {error}"}
+                if error.errno == errno.ENOSPC:
+                    free = shutil.disk_usage(self.parent).free
+                    told["error"] += f", {free / 1e6:.1f} MB are left"
             self.board.tell(key, told)
             if self.first:
                 self._complete(save, self.board.collect(key))

@@ -20,6 +20,7 @@ A checkpoint appears by one rename of a hidden folder, after all of its files ar
 No torch here: numpy, h5py and the file system.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -116,7 +117,7 @@ def write_shard(path: str, elements: int, arrays: dict[str, tuple[str, Iterable]
     file; the data then go there directly, so that their checksum is taken on the way, nothing is
     copied and other threads run meanwhile. Raises OSError.
     """
-    with _create(path) as file:
+    with _hdf5_errors(path), _create(path) as file:
         places = {
             kind: _reserve(file, kind, dtype, elements) for kind, (dtype, _) in arrays.items()
         }
@@ -133,6 +134,15 @@ def write_shard(path: str, elements: int, arrays: dict[str, tuple[str, Iterable]
     finally:
         os.close(descriptor)
     return total, crc
+
+
+@contextlib.contextmanager
+def _hdf5_errors(path: str):
+    """HDF5's failures to write, of which h5py makes several kinds, as OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"HDF5 cannot write {path}: {error}") from error
 
 
 def _create(path: str) -> h5py.File:
@@ -204,7 +214,7 @@ def write_index(folder: str, image: bytes, facts: dict[str, dict[str, Any]]) -> 
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
         file.write(image)
-    with h5py.File(path, "r+", libver="latest", locking=False) as file:
+    with _hdf5_errors(path), h5py.File(path, "r+", libver="latest", locking=False) as file:
         for group, values in facts.items():
             file.require_group(group).attrs.update(values)
     return sum_file(path, flush=True)

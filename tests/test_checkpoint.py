@@ -387,7 +387,7 @@ def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(1000))
     checkpoints.after_step(Progress(2, 16))
     assert "step_00000002 was not saved" in said[-1]
-    assert "0.000 GB are free" in said[-1]
+    assert "MB, and 0.0 MB are free" in said[-1]
     assert "training goes on, the newest is step_00000001" in said[-1]
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
 
