@@ -211,7 +211,7 @@ def hf_config(model: ModelShape, dtype: torch.dtype) -> dict:
             "n_embd": model.hidden,
             "n_head": model.heads,
             "n_inner": model.ffn_hidden,
-            "n_positions": model.seq_length,
+            "n_positions": model.max_positions,
             "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
             "layer_norm_epsilon": model.norm_eps,
             "resid_pdrop": 0.0,

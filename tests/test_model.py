@@ -5,7 +5,7 @@ import torch
 
 import config as configuration
 import counts
-from families import rules
+from families import hf_config, rules
 from model import Stage, alibi_slopes
 from parallel import Builder, Mesh
 from presets import PRESETS, preset
@@ -131,3 +131,8 @@ def test_presets_have_the_parameters_of_transformers(name):
         theirs = transformers.GPT2LMHeadModel(config)
     assert counts.parameters(shape) == sum(p.numel() for p in theirs.parameters())
     Stage(Builder(Mesh(), device="meta"), shape, layout, counts.stages(shape, layout)[0])
+
+
+def test_an_exported_gpt2_keeps_all_its_learned_positions():
+    shape = configuration.ModelShape(1, 8, 2, seq_length=16, max_positions=32, vocab_size=20)
+    assert hf_config(shape, torch.float32)["n_positions"] == 32
