@@ -20,6 +20,7 @@ import config as configuration
 import shards
 import train
 from cluster import Launch
+from options import parse
 
 RANKS = 2
 SHAPE = (
@@ -53,7 +54,7 @@ def be_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
     os.environ.update({key: str(value) for key, value in places.items()})
     status = 1
     try:
-        config = configuration.check(configuration.parse(words), RANKS)
+        config = configuration.check(parse(words), RANKS)
         train.main(config, Launch("torchrun", rank, RANKS))
         status = 0
     finally:
