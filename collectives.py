@@ -5,8 +5,8 @@ over gloo on CPUs (or on GPUs that ranks share: then through host memory). Each 
 handle; the result may be used after its `wait()`.
 
 gloo's rings take one turn of every rank per hop, and cores that ranks share make turns dear. So
-over gloo all but large all-reduces are one all-to-all and a local sum in rank order: one hop, and
-the same bits on every rank (benchmarks/results/gloo-collectives.md).
+over gloo what is short, or goes to more than two ranks, is one all-to-all and a local sum in rank
+order: one hop, and the same bits on every rank (benchmarks/results/gloo-collectives.md).
 """
 
 from typing import Protocol
@@ -21,7 +21,9 @@ SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Over gloo, an all-reduce that would send more than this per rank is left to gloo's ring.
+# Over gloo one hop beats the rings for messages of SHORT_BYTES, and between more than two ranks
+# for up to EXCHANGE_BYTES sent by each.
+SHORT_BYTES = 2**16
 EXCHANGE_BYTES = 4 * 2**20
 
 
@@ -84,7 +86,7 @@ class Group:
             return _Done()
         if not self._gloo:
             return dist.all_reduce(tensor, op, group=self.handle, async_op=True)
-        if tensor.nbytes * (self.size - 1) > EXCHANGE_BYTES:
+        if not self._one_hop(tensor.nbytes):
             host = tensor.cpu()  # the tensor itself if it is there already
             work = dist.all_reduce(host, op, group=self.handle, async_op=True)
             return work if host is tensor else _Then(work, lambda: tensor.copy_(host))
@@ -115,6 +117,9 @@ class Group:
             return _Done()
         if not self._gloo:
             return _all_gather(output, source, group=self.handle, async_op=True)
+        if not self._one_hop(source.nbytes) and not source.is_cuda:
+            parts = list(output.view(self.size, -1).unbind())
+            return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
         work, received = self._exchange(self._for_each(source))
         return _Then(work, lambda: output.copy_(received.view_as(output)))
 
@@ -130,6 +135,11 @@ class Group:
             work = dist.irecv(host, self.ranks[source], group=self.handle)
             return _Then(work, lambda: tensor.copy_(host))
         return dist.irecv(tensor, self.ranks[source], group=self.handle)
+
+    def _one_hop(self, message: int) -> bool:
+        """Whether sending `message` bytes to every other member beats gloo's rings."""
+        sent = message * (self.size - 1)
+        return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
     def _for_each(self, tensor: Tensor) -> Tensor:
         """One copy of `tensor` for every member: (size, elements)."""

@@ -7,10 +7,14 @@ forms are checked against one another before they are timed.
 """
 
 import statistics
+import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
 from cluster import discover, start
 from collectives import Group

@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import config  # noqa: E402
-import hardware  # noqa: E402
-import memory  # noqa: E402
-import predict  # noqa: E402
-import rows as measured  # noqa: E402
+import config
+import hardware
+import memory
+import predict
+import rows as measured
 
 DATA = ROOT / "benchmarks" / "data"
 
