@@ -65,11 +65,20 @@ def be_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
 def wait_for_first_row(metrics: Path, since: int, ids: list[int]) -> None:
     """Until this run has written a row; RuntimeError if a rank ended before, or it takes long."""
     limit = time.monotonic() + SECONDS_TO_START
-    while not (metrics.exists() and metrics.stat().st_mtime_ns > since and metrics.stat().st_size):
+    while not has_row(metrics, since):
         ended = [rank for rank, i in enumerate(ids) if os.waitpid(i, os.WNOHANG)[0]]
         if ended or time.monotonic() > limit:
             raise RuntimeError(f"ranks {ended} ended before the first step: {logs(metrics.parent)}")
         time.sleep(0.002)
+
+
+def has_row(metrics: Path, since: int) -> bool:
+    """Whether the file has been written since; a run that starts moves an earlier one's aside."""
+    try:
+        found = metrics.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_mtime_ns > since and found.st_size > 0
 
 
 def logs(folder: Path) -> str:
