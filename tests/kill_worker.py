@@ -126,7 +126,12 @@ def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dic
     for _ in range(kills):
         since = time.time_ns()
         ids = launch(folder, words)
-        wait_for_first_row(folder / "metrics.jsonl", since, ids)
+        try:
+            wait_for_first_row(folder / "metrics.jsonl", since, ids)
+        except BaseException:
+            for i in ids:  # a test that fails must not leave its ranks at work
+                os.kill(i, signal.SIGKILL)
+            raise
         time.sleep(chance.uniform(0.0, 0.3))
         seen = visible(folder)
         kill(ids, chance.randrange(RANKS), chance.uniform(0.0, 0.05))
