@@ -37,6 +37,7 @@ import numpy as np
 import counts
 import shards
 from config import Config, UserError, exit_with
+from options import Parser
 from restore import (
     MINUTES_TO_WRITE,
     Board,
@@ -473,13 +474,8 @@ def run_command(arguments: list[str]) -> None:
         print(f"{given.target}: {', '.join(files)}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in (("show", "what is in it"), ("verify", "compare all checksums")):
         command = commands.add_parser(name, help=text)

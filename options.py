@@ -14,7 +14,9 @@ from config import GROUPS, Config, ModelShape, UserError, nearest
 from presets import PRESETS, preset
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are UserErrors: one sentence, as everywhere."""
+
     def error(self, message: str):
         raise UserError(message)
 
@@ -63,7 +65,7 @@ def _options() -> dict[str, dataclasses.Field]:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         description=description,
         usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -87,22 +87,17 @@ def ask(arguments: list[str]) -> Answer:
     return QUESTIONS[own.question][0](_asked(own, rest, machine))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = options.Parser(
         prog="plan.py",
         description="What fits, how fast, and why not the others.",
         epilog="Model, layout and training flags: see `python train.py --help`.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    shared = _Parser(add_help=False, allow_abbrev=False)
+    shared = options.Parser(add_help=False, allow_abbrev=False)
     shared.add_argument("--json", action="store_true", help="print data, not a table")
-    asked = _Parser(add_help=False, allow_abbrev=False, parents=[shared])
+    asked = options.Parser(add_help=False, allow_abbrev=False, parents=[shared])
     asked.add_argument("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
     asked.add_argument("--nodes", type=int, help="full nodes (default 1)")
     asked.add_argument("--gpus", type=int, help="GPUs, in place of nodes")
