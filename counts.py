@@ -10,7 +10,8 @@ g key/value heads, B samples.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from config import Layout, ModelShape, UserError, explicit_partition
+from checks import explicit_partition
+from config import Layout, ModelShape, UserError
 
 # ------------------------------------------------------------------------------------------------
 # Parameters
@@ -96,15 +97,21 @@ def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025")
 
 
 def hardware_flops(
-    model: ModelShape, samples: int, recompute: str = "none", formula: str = "megatron-2025"
+    model: ModelShape,
+    samples: int,
+    recompute: str = "none",
+    formula: str = "megatron-2025",
+    blocks: int | None = None,
 ) -> float:
     """FLOPs that a step executes: model_flops and what recomputation runs again.
 
-    `full` runs every block's forward again, `selective` only q k^T and p v; never the head.
+    `full` runs a block's forward again, `selective` only its q k^T and p v; never the head.
+    `blocks`: how many of the model's blocks are recomputed, default: all.
     """
     again = {"none": 0.0, "full": forward_flops(model, formula)[0]}
     again["selective"] = 2.0 * model.seq_length * model.heads * model.head_size
-    repeated = samples * model.seq_length * model.layers * again[recompute]
+    blocks = model.layers if blocks is None else blocks
+    repeated = samples * model.seq_length * blocks * again[recompute]
     return model_flops(model, samples, formula) + repeated
 
 

@@ -78,6 +78,9 @@ class Machine:
     stride_penalty: float  # of the same, when its rows are 64 KiB apart
     activation_overhead: float  # allocated over asked for, of what lives long
     crossing: float = 1.0  # of the network's speed for a ring that enters and leaves by other GPUs
+    ranks_per_core: float = (
+        1.0  # above 1: ranks share CPU cores, and rates are those of all at work
+    )
     slowdown: float = 1.0  # of every step: a named defect of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
@@ -156,7 +159,16 @@ def _read(path: Path) -> dict[str, Any]:
 # Calibration
 # ------------------------------------------------------------------------------------------------
 
-CALIBRATED = ("gemm_fraction", "flash_fraction", "bandwidth", "context", "host_per_block")
+CALIBRATED = (
+    "gemm_fraction",
+    "flash_fraction",
+    "bandwidth",
+    "memory",
+    "node",
+    "ranks_per_core",
+    "context",
+    "host_per_block",
+)
 
 
 def calibrate(machine: Machine, path: str) -> Machine:
@@ -168,6 +180,9 @@ def calibrate(machine: Machine, path: str) -> Machine:
         gemm_fraction = 0.78                   # of the machine's peak, large aligned GEMM
         flash_fraction = 0.55
         bandwidth = 1.7e12                     # bytes/s, a long copy counts both ways
+        memory = 3e9                           # bytes a rank may use, where ranks share a host's
+        node = 8                               # ranks on a node
+        ranks_per_core = 4.0                   # above 1 if CPU ranks share cores
         context = 1.6e9                        # bytes
         host_per_block = 0.0                   # seconds
         [nvlink]                               # a tensor group: t = 2 (n-1) alpha + 2 (n-1)/n bytes
@@ -189,7 +204,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
         if key in ("nvlink", "network"):
             changes[key] = _calibrated_link(path, key, entry, getattr(machine, key))
         elif key in CALIBRATED and isinstance(entry, (int, float)) and entry >= 0:
-            changes[key] = float(entry)
+            changes[key] = int(entry) if key == "node" else float(entry)
         else:
             known = ", ".join((*CALIBRATED, "nvlink", "network"))
             raise UserError(f"the calibration {path} says {key} = {entry!r}; it may have {known}")

@@ -11,11 +11,14 @@ worst moment. Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, 
 from dataclasses import dataclass
 
 import schedule
-from config import Layout, ModelShape, Training
+from config import BUCKET_ELEMENTS, Layout, ModelShape, Training
 from counts import Stage, block_parameters
 from counts import stages as cut
 from hardware import Machine
 
+# Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
+# and two scales for 256 weights, one moment, or two factors of a matrix.
+SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # A logit as it is, in FP32, less its maximum, and its exponential: Megatron's loss, read in code.
 LOGIT_BYTES = 2 + 4 + 4 + 4
 FUSED_LOGIT_BYTES = 2 + 4 + 4  # in place where it can be
@@ -85,9 +88,7 @@ def _stage(stage: Stage, flying: int, model, layout, training, machine) -> Stage
     held = held_parameters(stage, model, layout)
     sharded = _sharded_bytes(training, machine)
     flying += _interleaved(layout, machine, flying)
-    kept = kept_bytes(model, layout, training, machine)
-    if layout.recompute != "none":  # what is kept lies scattered between what is not
-        kept *= machine.activation_overhead
+    kept = _kept_of_stage(stage.blocks, model, layout, training, machine)
     working = block_working(model, layout, training, machine)
     if stage.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
@@ -97,14 +98,47 @@ def _stage(stage: Stage, flying: int, model, layout, training, machine) -> Stage
         stage=stage.index,
         blocks=stage.blocks,
         parameters=held,
-        weights=held * (2 if half else 4),
-        gradients=held * ((software.gradient_bytes if half else 4.0) + software.workspace_bytes),
+        weights=_weights(held, stage, model, layout, half),
+        gradients=_gradients(held, layout, training, machine) + held * software.workspace_bytes,
         optimizer=held * sharded / (layout.dp if layout.zero else 1),
-        activations=flying * stage.blocks * kept,
+        activations=flying * kept,
         working=working,
         buffers=software.buffers,
         context=machine.context,
     )
+
+
+def _kept_of_stage(blocks: int, model, layout, training, machine) -> float:
+    """Bytes that a stage's blocks keep of one micro-batch until its backward."""
+    kept = kept_bytes(model, layout, training, machine)
+    if layout.recompute == "none":
+        return blocks * kept
+    again = layout.recomputed_blocks(blocks)
+    plain = block_activations(model, layout, training, machine, True)
+    # What is kept lies scattered between what is not.
+    return again * kept * machine.activation_overhead + (blocks - again) * plain
+
+
+def _weights(held: float, stage: Stage, model, layout, half: bool) -> float:
+    """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
+    size = 2.0 if half else 4.0
+    if layout.zero < 3 or layout.dp == 1:
+        return held * size
+    block = block_parameters(model) / layout.tp  # the one that runs, and the next on its way
+    shared = held - stage.blocks * block
+    return size * (shared + 2 * block) + (0.0 if half else held * 4.0 / layout.dp)
+
+
+def _gradients(held: float, layout: Layout, training: Training, machine: Machine) -> float:
+    """Bytes of the gradients; from --zero 2 on a sum of 1/dp, and two buckets on their way."""
+    half = training.precision in ("fp16", "bf16")
+    size = machine.software.gradient_bytes if half else 4.0
+    if training.grad_dtype == "bf16":
+        size -= 2.0
+    if layout.zero < 2 or layout.dp == 1:
+        return held * size
+    bucket = min(held, BUCKET_ELEMENTS)
+    return held * 4.0 / layout.dp + bucket * (2 * size + (2.0 if half else 4.0))
 
 
 def held_parameters(stage: Stage, model: ModelShape, layout: Layout) -> float:
@@ -124,9 +158,7 @@ def _sharded_bytes(training: Training, machine: Machine) -> float:
     state = machine.software.sharded_bytes
     if training.precision not in ("fp16", "bf16"):
         state = 8.0  # the moments: the weights are their own master
-    if training.optimizer == "adam8bit":
-        state -= 6.0  # two moments of one byte in place of four
-    return state
+    return state - SAVED_STATE.get(training.optimizer, 0.0)
 
 
 def _interleaved(layout: Layout, machine: Machine, flying: int) -> float:

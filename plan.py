@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 
+import checks
 import config
 import counts
 import hardware
@@ -102,7 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     asked.add_argument("--nodes", type=int, help="full nodes (default 1)")
     asked.add_argument("--gpus", type=int, help="GPUs, in place of nodes")
     asked.add_argument("--calibration", metavar="FILE", help="measured rates of this machine, TOML")
-    asked.add_argument("--rampup", type=int, nargs=3, metavar=("START", "STEP", "SAMPLES"))
     asked.add_argument("--top", type=int, default=20, help="layouts to print (default 20)")
     asked.add_argument("--rejected", action="store_true", help="print every rejected layout")
     asked.add_argument("--tokens", type=float, help="tokens to train on")
@@ -126,7 +126,7 @@ def _asked(own, rest: list[str], machine) -> Asked:
         rest = kind + rest
     if "precision" not in given:
         rest = ["--precision", "bf16", *rest]
-    if "global_batch_size" not in given:
+    if not given & {"global_batch_size", "batch_schedule"}:
         rest = ["--global-batch-size", str(BATCH), *rest]
     for name in ("nodes", "gpus", "top", "tokens", "size"):
         number = getattr(own, name)
@@ -143,7 +143,7 @@ def _asked(own, rest: list[str], machine) -> Asked:
 def model(asked: Asked) -> Answer:
     """Parameters, FLOPs and bytes of the model."""
     shape, samples = asked.config.model, asked.config.training.global_batch_size
-    config.check_shape(shape)
+    checks.check_shape(shape)
     total = counts.parameters(shape)
     data = {
         "parameters": total,
@@ -172,9 +172,7 @@ def model(asked: Asked) -> Answer:
 def ranked_layouts(asked: Asked) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine = asked.config.training, asked.machine
-    ranked, rejected = ranking.rank(
-        asked.config.model, training, machine, asked.gpus, asked.fixed, asked.own.rampup
-    )
+    ranked, rejected = ranking.rank(asked.config.model, training, machine, asked.gpus, asked.fixed)
     data = {
         "gpus": asked.gpus,
         "machine": machine.name,
@@ -270,7 +268,7 @@ def _placed(asked: Asked) -> Config:
     gpus = asked.own.gpus or (asked.own.nodes or 0) * asked.machine.node
     gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
     steps = dataclasses.replace(base.training, steps=base.training.steps or 1, train_samples=None)
-    return config.check(dataclasses.replace(base, training=steps), gpus)
+    return checks.check(dataclasses.replace(base, training=steps), gpus)
 
 
 def largest(asked: Asked) -> Answer:
@@ -346,33 +344,60 @@ def shapes(asked: Asked) -> Answer:
 
 
 def rampup(asked: Asked) -> Answer:
-    """Every batch of a ramp-up: when, how long, and whether the layout can run it."""
-    if not asked.own.rampup:
-        raise UserError("which ramp-up? give --rampup START STEP SAMPLES, such as 192 16 9765625")
-    run = asked.config
-    gpus = asked.own.gpus or (asked.own.nodes or 0) * asked.machine.node
-    layout = run.layout
-    gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
-    ranks = layout.tp * layout.pp
-    if gpus % ranks:
-        raise UserError(f"tp({layout.tp}) * pp({layout.pp}) * dp(?) does not divide {gpus} ranks")
-    layout = dataclasses.replace(layout, dp=gpus // ranks)
-    levels = ranking.rampup_levels(layout, run.training.global_batch_size, asked.own.rampup)
-    full = layout.pp * layout.micro_batch_size * layout.dp
-    lines = [f"the pipeline is full from batch {full}", " batch  first step    consumed   steps"]
-    for level in levels:
+    """Every batch of a ramp-up: when, how long, on how many nodes, with which micro-batches."""
+    run, node = asked.config, asked.machine.node
+    levels = config.batch_schedule(run.training, run.model.seq_length).levels()
+    if len(levels) == 1:
+        raise UserError(
+            "which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as "
+            "192 16 9765625, or --batch-schedule TOKENS:SIZE ..., such as 0:192 5B:1024"
+        )
+    replica = run.layout.tp * run.layout.pp
+    most = -(-(asked.own.gpus or 0) // node) or asked.own.nodes
+    most = most or -(-levels[0].batch * replica // node)  # more could not begin
+    table = [(level, ranking.allowed(run.layout, level.batch, node, most)) for level in levels]
+    everywhere = _for_all([every for _, every in table])
+    lines = [
+        f"on 1 to {most} nodes of {node} {asked.machine.name}, {replica} GPUs a replica; "
+        f"nodes: micro-batch sizes",
+        f"every batch runs on {_allowed_text(everywhere) or 'no number of nodes'}",
+        " batch  first step    consumed   steps   runs on",
+    ]
+    for level, every in table:
         steps = "" if level.steps is None else level.steps
-        line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}"
-        lines.append(line + (f"   {level.problem}" if level.problem else ""))
-    data = {"full_pipeline_batch": full, "levels": [dataclasses.asdict(v) for v in levels]}
+        line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}   "
+        lines.append(line + (_allowed_text(every) or "no number of nodes"))
+    data = {
+        "levels": [
+            dataclasses.asdict(level) | {"allowed": [dataclasses.asdict(one) for one in every]}
+            for level, every in table
+        ],
+        "every": [dataclasses.asdict(one) for one in everywhere],
+    }
     return Answer("\n".join(lines), data)
+
+
+def _for_all(tables: list[list[ranking.Allowed]]) -> list[ranking.Allowed]:
+    """The numbers of nodes and micro-batches that are in every table."""
+    common = []
+    for one in tables[0]:
+        others = [{a.nodes: a.micro_batches for a in every}.get(one.nodes, []) for every in tables]
+        sizes = [size for size in one.micro_batches if all(size in other for other in others)]
+        if sizes:
+            common.append(dataclasses.replace(one, micro_batches=sizes))
+    return common
+
+
+def _allowed_text(every: list[ranking.Allowed]) -> str:
+    return "; ".join(f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every)
 
 
 def timeline(asked: Asked) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
     run = _placed(asked)
     passes = predict.stage_passes(run.model, run.layout, run.training, asked.machine)
-    count = min(run.micro_batches, 4 * run.layout.pp)
+    count = run.micro_batches(run.batches.levels()[-1].batch)
+    count = min(count, 4 * run.layout.pp)
     actions = schedule.build(run.layout.schedule, run.layout.pp, count)
     picture = schedule.draw(schedule.simulate(actions.stages))
 

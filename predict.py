@@ -8,9 +8,10 @@ Symbols as in counts.py: h hidden, s sequence, V vocabulary, f MLP width, b micr
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
-import kernels
 import memory
+import operations
 import schedule
 from config import Layout, ModelShape, Training
 from counts import block_parameters, hardware_flops, model_flops, stages
@@ -77,10 +78,16 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         margin=margin,
         tokens_per_second=samples * model.seq_length / seconds,
         model_tflops=flops / per_gpu,
-        hardware_tflops=hardware_flops(model, samples, layout.recompute) / per_gpu,
+        hardware_tflops=_executed(model, layout, samples) / per_gpu,
         mfu=flops / (seconds * gpus * machine.peak),
         warnings=out_of_range(model, layout, machine),
     )
+
+
+def _executed(model: ModelShape, layout: Layout, samples: int) -> float:
+    """FLOPs that a step executes, with what this layout recomputes."""
+    again = sum(layout.recomputed_blocks(stage.blocks) for stage in stages(model, layout))
+    return hardware_flops(model, samples, layout.recompute, blocks=again)
 
 
 def out_of_range(model: ModelShape, layout: Layout, machine: Machine) -> list[str]:
@@ -113,14 +120,14 @@ def block_pass(model: ModelShape, layout: Layout, training: Training, machine: M
     qkv = (model.heads + 2 * model.kv_heads) * model.head_size
     shapes = ((qkv // t, h), (h, model.heads * model.head_size // t))
     shapes += ((f * (2 if gated else 1) // t, h), (h, f // t))
-    layers = [kernels.linear(machine, rows, outs, ins, size) for outs, ins in shapes]
+    layers = [operations.linear(machine, rows, outs, ins, size) for outs, ins in shapes]
     local = model.heads // t
-    core = kernels.attention(machine, s, model.head_size, local, b, size)
+    core = operations.attention(machine, s, model.head_size, local, b, size)
     other = _elementwise(model, layout, machine, size, qkv)
-    link = kernels.ring(machine, t, 1)
-    reduced = kernels.all_reduce(link, t, float(size) * rows * h)
+    link = operations.ring(machine, t, 1)
+    reduced = operations.all_reduce(link, t, float(size) * rows * h)
     exposed = 2 * reduced * (1 - machine.software.overlap_tensor)
-    added = kernels.moved(machine, _accumulated(machine) * block_parameters(model) / t)
+    added = operations.moved(machine, _accumulated(machine) * block_parameters(model) / t)
     host = machine.software.host_per_block
     forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + host / 4
     backward = sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + added
@@ -147,18 +154,20 @@ def _elementwise(model, layout, machine, size, qkv) -> tuple[float, float]:
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
         backward += size * (qkv / t + f / t + 2 * h)
-    return kernels.moved(machine, rows * forward), kernels.moved(machine, rows * backward)
+    return operations.moved(machine, rows * forward), operations.moved(machine, rows * backward)
 
 
 def head_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
     """Seconds of one micro-batch through final norm, output matrix and loss."""
     t, b, s, h, _ = _sizes(model, layout)
     size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
-    forward, backward = kernels.linear(machine, rows, columns, h, size)
-    logits = kernels.moved(machine, 26.0 * rows * columns)  # cast, maximum, exponential, sums: FP32
-    link = kernels.ring(machine, t, 1)
-    reduced = kernels.all_reduce(link, t, float(size) * rows * h)
-    added = kernels.moved(machine, _accumulated(machine) * columns * h)
+    forward, backward = operations.linear(machine, rows, columns, h, size)
+    logits = operations.moved(
+        machine, 26.0 * rows * columns
+    )  # cast, maximum, exponential, sums: FP32
+    link = operations.ring(machine, t, 1)
+    reduced = operations.all_reduce(link, t, float(size) * rows * h)
+    added = operations.moved(machine, _accumulated(machine) * columns * h)
     return Pass(forward + logits + reduced, backward + logits + added)
 
 
@@ -166,10 +175,10 @@ def embedding_pass(model: ModelShape, layout: Layout, training: Training, machin
     """Seconds of one micro-batch through the embedding: rows looked up, a dense gradient added."""
     t, b, s, h, _ = _sizes(model, layout)
     size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
-    looked = kernels.moved(machine, 5.0 * size * rows * h)
-    link = kernels.ring(machine, t, 1)
-    reduced = kernels.all_reduce(link, t, float(size) * rows * h)
-    added = kernels.moved(machine, (_accumulated(machine) + 2 * size) * columns * h)
+    looked = operations.moved(machine, 5.0 * size * rows * h)
+    link = operations.ring(machine, t, 1)
+    reduced = operations.all_reduce(link, t, float(size) * rows * h)
+    added = operations.moved(machine, (_accumulated(machine) + 2 * size) * columns * h)
     return Pass(looked + reduced, looked + added)
 
 
@@ -198,16 +207,21 @@ def stage_passes(
     model: ModelShape, layout: Layout, training: Training, machine: Machine
 ) -> list[Pass]:
     """Seconds of one micro-batch through each stage of the layout."""
-    block = block_pass(model, layout, training, machine)
+    block = again = block_pass(model, layout, training, machine)
+    if layout.recompute_layers is not None:
+        plain = replace(layout, recompute="none", recompute_layers=None)
+        block = block_pass(model, plain, training, machine)
     front = embedding_pass(model, layout, training, machine)
     back = head_pass(model, layout, training, machine)
-    return [
-        Pass(
-            s.blocks * block.forward + s.embedding * front.forward + s.head * back.forward,
-            s.blocks * block.backward + s.embedding * front.backward + s.head * back.backward,
-        )
-        for s in stages(model, layout)
-    ]
+    passes = []
+    for s in stages(model, layout):
+        forward = s.blocks * block.forward + s.embedding * front.forward + s.head * back.forward
+        backward = s.blocks * block.backward + s.embedding * front.backward
+        backward += s.head * back.backward
+        if again is not block:
+            backward += layout.recomputed_blocks(s.blocks) * (again.backward - block.backward)
+        passes.append(Pass(forward, backward))
+    return passes
 
 
 def pipeline_time(
@@ -221,7 +235,7 @@ def pipeline_time(
     sent = 0.0
     if layout.pp > 1:
         ranks = layout.tp * layout.dp
-        sent = kernels.message(machine, ranks, activation, layout.tp)
+        sent = operations.message(machine, ranks, activation, layout.tp)
     chunks = machine.software.virtual_stages
     if chunks > 1:  # interleaved: a bubble 1/v as long, v times the messages, arXiv 2104.04473 2.2
         slot = max(p.total for p in passes)
@@ -229,18 +243,26 @@ def pipeline_time(
     else:
         seconds = makespan(layout.schedule, passes, sent, count)
     busy = count * sum(p.total for p in passes) / len(passes)
+    if machine.ranks_per_core > 1:  # a stage that waits leaves its core to those that do not
+        seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, 1.0 - busy / seconds
 
 
 def makespan(name: str, passes: list[Pass], transfer: float, count: int) -> float:
     """Seconds of the schedule `name` over `count` micro-batches: what `schedule.simulate` finds.
 
-    1F1B, which planning asks for hundreds of times, has a loop of its own that gives the same.
+    1F1B and GPipe, which planning asks for hundreds of times, have loops of their own that give
+    the same; and what was found is remembered, since ZeRO, say, changes nothing here.
     """
     if len(passes) == 1:
         return count * passes[0].total
-    simulate = _one_f_one_b if name == "1f1b" else _by_schedule(name)
-    return simulate(passes, transfer, count)
+    return _simulated(name, tuple(passes), transfer, count)
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
+    loops = {"1f1b": _one_f_one_b, "gpipe": _all_then_all}
+    return loops.get(name, _by_schedule(name))(passes, transfer, count)
 
 
 def _by_schedule(name: str):
@@ -255,6 +277,25 @@ def _by_schedule(name: str):
         return max(row[-1].end for row in slots)
 
     return simulate
+
+
+def _all_then_all(passes: tuple[Pass, ...], transfer: float, count: int) -> float:
+    """The end of GPipe's last backward: all forwards stage after stage, then all backwards."""
+    arrivals = [0.0] * count
+    ends = []
+    for one in passes:
+        clock = 0.0
+        for index in range(count):
+            clock = max(clock, arrivals[index]) + one.forward
+            arrivals[index] = clock + transfer
+        ends.append(clock)
+    arrivals, last = [0.0] * count, 0.0
+    for one, clock in zip(reversed(passes), reversed(ends)):
+        for index in range(count):
+            clock = max(clock, arrivals[index]) + one.backward
+            arrivals[index] = clock + transfer
+        last = max(last, clock)
+    return last
 
 
 def _one_f_one_b(passes: list[Pass], transfer: float, count: int) -> float:
@@ -297,18 +338,24 @@ def step_parts(
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
     software, t, dp = machine.software, layout.tp, layout.dp
     held = max(stage.parameters for stage in memory.stages(model, layout, training, machine))
-    link = kernels.ring(machine, dp, t)
+    link = operations.ring(machine, dp, t)
     weight = _number(training)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
-    volume += weight if layout.zero else 0
-    reduced = kernels.all_reduce(link, dp, held * volume / 2) * (1 - software.overlap_data)
+    count = training.global_batch_size // (layout.micro_batch_size * dp)
+    if layout.zero >= 2:  # gradients of every micro-batch by themselves
+        volume *= count
+    if layout.zero == 3:  # and weights, once forward and once backward
+        volume += 2 * weight * count
+    elif layout.zero:
+        volume += weight
+    reduced = operations.all_reduce(link, dp, held * volume / 2) * (1 - software.overlap_data)
     tied = 0.0
     if layout.pp > 1 and model.tied:
         matrix = float(wire) * model.padded_vocab(layout) * model.hidden / t
         sharing = min(machine.node, t * dp)
         speed = replace(machine.network, bandwidth=machine.network.bandwidth / sharing)
-        tied = kernels.all_reduce(speed, 2, matrix)
+        tied = operations.all_reduce(speed, 2, matrix)
     shard = held / (dp if layout.zero else 1)
-    optimizer = kernels.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
+    optimizer = operations.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
     return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}

@@ -6,10 +6,13 @@ Every layout is either ranked or rejected with a sentence. Nothing here prints.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import memory
-from config import Layout, ModelShape, Training, UserError, check_batch, check_shape, check_split
+from batches import BatchSchedule
+from checks import check_batch, check_shape, check_split
+from config import Layout, ModelShape, Training, UserError, batch_schedule
 from counts import block_flops, parameters
 from hardware import Machine
 from predict import Prediction, block_pass, predict
@@ -41,15 +44,16 @@ def rank(
     machine: Machine,
     gpus: int,
     fixed: dict | None = None,
-    rampup: tuple[int, int, int] | None = None,
+    wanted: Callable[[Layout], bool] = lambda layout: True,
 ) -> tuple[list[Ranked], list[Rejected]]:
     """All layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
 
-    `fixed` holds Layout fields that are given; the rest is tried. Raises UserError if the model
-    itself is impossible.
+    `fixed` holds Layout fields that are given, or lists of values to try for tp, pp, micro-batch
+    and recomputation; the rest is tried. A layout that is not `wanted` is left out of both. Raises
+    UserError if the model itself, or the ramp-up of the batch, is impossible.
     """
     check_shape(model)
-    fixed = fixed or {}
+    fixed, schedule = fixed or {}, batch_schedule(training, model.seq_length)
     ranked, rejected = [], []
     for tp in _choices(fixed, "tp", _divisors(gpus)):
         if tp > machine.node and "tp" not in fixed:
@@ -57,14 +61,15 @@ def rank(
             rejected.append(Rejected({"tp": tp}, reason))
             continue
         for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
-            base = Layout(**{"partition": "balanced", **fixed, "tp": tp, "pp": pp})
-            good, bad = _with_stages(model, training, machine, gpus, base, fixed, rampup)
+            single = {n: v for n, v in fixed.items() if not isinstance(v, list)}
+            base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
+            good, bad = _with_stages(model, training, machine, gpus, base, fixed, schedule, wanted)
             ranked += good
             rejected += bad
     return sorted(ranked, key=lambda r: r.prediction.seconds), rejected
 
 
-def _with_stages(model, training, machine, gpus, base, fixed, rampup):
+def _with_stages(model, training, machine, gpus, base, fixed, schedule, wanted):
     """All micro-batches and recomputations of one tp and pp."""
     tp, pp = base.tp, base.pp
     ranked, rejected = [], []
@@ -85,25 +90,28 @@ def _with_stages(model, training, machine, gpus, base, fixed, rampup):
         except UserError as error:
             rejected.append(Rejected(_named(layout), str(error)))
             continue
-        for recompute in _choices(fixed, "recompute", _recomputations(machine)):
+        for recompute in _choices(fixed, "recompute", recomputations(machine)):
             tried = replace(layout, recompute=recompute)
+            if not wanted(tried):
+                continue
             reason = does_not_fit(model, tried, training, machine)
             if reason:
                 rejected.append(Rejected(_named(tried), reason))
                 continue
-            verdict = rampup_verdict(tried, training.global_batch_size, rampup)
+            verdict = rampup_verdict(tried, schedule)
             ranked.append(Ranked(tried, predict(model, tried, training, machine), verdict))
     return ranked, rejected
 
 
-def _recomputations(machine: Machine) -> list[str]:
+def recomputations(machine: Machine) -> list[str]:
     """What is worth trying: a flash kernel recomputes the scores by itself, so not selective."""
     flash = machine.software.attention == "flash"
     return [r for r in RECOMPUTE if not (flash and r == "selective")]
 
 
 def _choices(fixed: dict, name: str, default) -> list:
-    return [fixed[name]] if name in fixed else list(default)
+    given = fixed.get(name, default)
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 def _divisors(number: int) -> list[int]:
@@ -271,57 +279,36 @@ def _shape(model, count, layout, training, machine) -> Shape:
 # ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Level:
-    """A stretch of the ramp-up: its batch, first step, samples seen before, and its steps."""
-
-    batch: int
-    first_step: int
-    consumed: int
-    steps: int | None  # None: until training ends
-    problem: str  # why the layout cannot run this batch, or empty
-
-
-def rampup_levels(layout: Layout, target: int, ramp: tuple[int, int, int]) -> list[Level]:
-    """Megatron's linear ramp-up START INCREMENT SAMPLES, every level checked before step 1.
-
-    At `consumed` samples the batch is START + int(consumed / (SAMPLES / n)) * INCREMENT, where n
-    is the number of increments, and the target after SAMPLES. UserError if that cannot be.
-    """
-    start, increment, samples = ramp
-    if increment < 1 or start < 1 or samples < 1 or (target - start) % increment or target <= start:
-        raise UserError(
-            f"a ramp-up from {start} by {increment} over {samples} samples does not reach "
-            f"global-batch-size({target})"
-        )
-    per_level = samples / ((target - start) // increment)
-    levels, step, consumed = [], 0, 0
-    while consumed <= samples:
-        batch = start + int(consumed / per_level) * increment
-        if batch >= target:
-            break
-        first, before = step, consumed
-        while consumed <= samples and start + int(consumed / per_level) * increment == batch:
-            step, consumed = step + 1, consumed + batch
-        levels.append(Level(batch, first, before, step - first, batch_problem(layout, batch)))
-    levels.append(Level(target, step, consumed, None, batch_problem(layout, target)))
-    return levels
-
-
-def batch_problem(layout: Layout, batch: int) -> str:
-    """Why this layout cannot run a batch of that size, or the empty string."""
-    try:
-        check_batch(layout, "batch", batch)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def rampup_verdict(layout: Layout, target: int, ramp: tuple[int, int, int] | None) -> str:
+def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
     """`fits`, or the first batch of the ramp-up that the layout cannot run; `-` without one."""
-    if ramp is None:
+    levels = schedule.levels()
+    if len(levels) == 1:
         return "-"
-    for level in rampup_levels(layout, target, ramp):
-        if level.problem:
-            return f"batch {level.batch} does not divide by {layout.micro_batch_size * layout.dp}"
+    share = layout.micro_batch_size * layout.dp
+    for level in levels:
+        if level.batch % share:
+            return f"batch {level.batch} does not divide by {share}"
     return "fits"
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """A number of nodes that can run a batch, and the micro-batch sizes with which it can."""
+
+    nodes: int
+    dp: int
+    micro_batches: list[int]
+
+
+def allowed(layout: Layout, batch: int, node: int, most_nodes: int) -> list[Allowed]:
+    """The numbers of nodes of `node` GPUs, up to `most_nodes`, whose replicas divide a batch.
+
+    One replica has tp x pp GPUs; micro-batches are those that the ranking tries.
+    """
+    found, replica = [], layout.tp * layout.pp
+    for nodes in range(1, most_nodes + 1):
+        dp, rest = divmod(nodes * node, replica)
+        if rest == 0 and batch % dp == 0:
+            sizes = [size for size in MICRO_BATCHES if batch // dp % size == 0]
+            found.append(Allowed(nodes, dp, sizes))
+    return found

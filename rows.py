@@ -20,6 +20,8 @@ COLUMNS = (
     "sec_derived", "formula", "dup_of", "quality", "note",
 )
 # fmt: on
+# Columns that rows may have beside these: what tune.py varies and the notes did not.
+OPTIONAL = ("kv_heads", "activation", "sequence_parallel", "schedule", "partition")
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "gpus")
 
 # Interleaved chunks per stage that the source states elsewhere: (layers, pp) of Megatron's tables
@@ -77,6 +79,20 @@ def read(path: str) -> list[dict[str, str]]:
     return rows
 
 
+def read_tables(path: str) -> dict[str, list[str]]:
+    """Row names by decision table."""
+    found: dict[str, list[str]] = {}
+    try:
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                found.setdefault(row["table"], []).append(row["row_id"])
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except KeyError as error:
+        raise UserError(f"{path} lacks the column {error.args[0]}") from None
+    return found
+
+
 def cases(rows: list[dict[str, str]], machine: str | None = None) -> list[Case]:
     """The rows that name a whole model and layout; `machine` overrides what rows say."""
     usable = [row for row in rows if all(row[key] for key in SHAPE) and _gbs(row)]
@@ -102,9 +118,10 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         dp=dp or _integer(row, "gpus") // (tp * pp),
         micro_batch_size=micro,
         recompute=RECOMPUTED.get(row["recompute"].lower(), "none"),
-        partition="blocks" if layers % pp and (layers + 2) % pp == 0 else "layers",
+        partition=row.get("partition") or _partition(layers, pp),
         zero=min(1, int(row["zero_stage"] or 1)),
-        sequence_parallel=tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective"),
+        sequence_parallel=_sequence_parallel(row, tp),
+        schedule=row.get("schedule") or "1f1b",
     )
     megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
     return Case(
@@ -124,6 +141,18 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
     )
 
 
+def _partition(layers: int, pp: int) -> str:
+    return "blocks" if layers % pp and (layers + 2) % pp == 0 else "layers"
+
+
+def _sequence_parallel(row: dict[str, str], tp: int) -> bool:
+    """As the row says; where it says nothing, what the source is known to have used."""
+    said = row.get("sequence_parallel")
+    if said:
+        return said == "True"
+    return tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective")
+
+
 def shape(row: dict[str, str]) -> ModelShape:
     """The model of a row; ALiBi and an embedding norm are what the 250k vocabulary came with."""
     vocab = _integer(row, "vocab")
@@ -131,7 +160,9 @@ def shape(row: dict[str, str]) -> ModelShape:
         _integer(row, "layers"),
         _integer(row, "hidden"),
         _integer(row, "heads"),
+        kv_heads=int(row.get("kv_heads") or row["heads"]),
         ffn_hidden=_integer(row, "ffn"),
+        activation=row.get("activation") or "gelu_tanh",
         seq_length=_integer(row, "seq"),
         vocab_size=vocab,
         positions="alibi" if vocab > 200000 else "learned",
@@ -143,9 +174,14 @@ def shape(row: dict[str, str]) -> ModelShape:
 def _training(row: dict[str, str]) -> Training:
     return Training(
         global_batch_size=_gbs(row),
-        precision="bf16" if row["precision"].startswith("bf16") else "fp16",
-        optimizer="adam8bit" if "8bit" in row["optimizer"] else "adamw",
+        precision=_precision(row),
+        optimizer="adamw8bit" if "8bit" in row["optimizer"] else "adamw",
     )
+
+
+def _precision(row: dict[str, str]) -> str:
+    """As the row says, in fp16 if it says nothing."""
+    return next((p for p in ("bf16", "fp32", "fp64") if row["precision"].startswith(p)), "fp16")
 
 
 def _machine(row: dict[str, str], date: str) -> str:
@@ -235,7 +271,7 @@ def _placement(row) -> list[Finding]:
 def tflops(row: dict[str, str], seconds: float, samples: int, formula: str) -> float:
     """TFLOP/s per GPU of a row by a published formula (a row's `formula`, or one of FORMULAS)."""
     model, gpus = shape(row), _integer(row, "gpus")
-    recompute = "full" if row["recompute"] == "True" else "none"
+    recompute = RECOMPUTED.get(row["recompute"].lower(), "none")
     if formula in NOMINAL:
         passes = 8.0 if recompute == "full" else 6.0
         flops = passes * NOMINAL[formula] * 1e9 * model.seq_length * samples
@@ -332,7 +368,8 @@ def _counts(model: ModelShape) -> tuple[float, float]:
 
 
 def _key(row, *more: str) -> tuple:
-    return tuple(row[name].rstrip("?") for name in (*SAME, *more))
+    printed = tuple(row[name].rstrip("?") for name in (*SAME, *more))
+    return (*printed, *(row.get(name) or "" for name in OPTIONAL))
 
 
 def _repeats(rows) -> list[Finding]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rows as measured
-from config import Layout, ModelShape, UserError, check
+from checks import check
+from config import Layout, ModelShape, UserError
 from counts import (
     PartCosts,
     balanced_partition,

@@ -14,7 +14,7 @@ import hardware
 import plan
 import ranking
 import rows as measured
-from config import Layout, Training, UserError
+from config import Training, UserError
 from presets import preset
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
@@ -39,7 +39,7 @@ QUESTIONS = [
     "smallest --model gpt3-175b --gpu v100-32",
     "days --model gpt2-1.5b --tokens 300e9 --nodes 2 --global-batch-size 256",
     "shapes --size 200e9 --tp 8 --micro-batch-size 4",
-    "rampup --rampup 192 16 9765625 --tp 4 --pp 12 --gpus 384 --micro-batch-size 2",
+    "rampup --rampup-batch-size 192 16 9765625 --tp 4 --pp 12 --nodes 48",
     "timeline --model gpt2-124m --tp 1 --pp 3 --gpus 3 --global-batch-size 4",
     f"check {ROWS}",
     "constants",
@@ -77,8 +77,11 @@ def test_the_command_prints_json_and_imports_nothing_heavy():
         ("stages --model 176b --tp 8 --pp 10 --gpus 100", "does not divide 100 ranks"),
         ("days --model 176b", "give --tokens"),
         ("shapes", "give --size"),
-        ("rampup", "give --rampup"),
-        ("rampup --rampup 192 17 1000 --gpus 1", "from 192 by 17 over 1000 samples does not reach"),
+        ("rampup", "give --rampup-batch-size START INCREMENT SAMPLES"),
+        (
+            "rampup --rampup-batch-size 192 17 1000",
+            "from 192 by 17 over 1000 samples does not reach",
+        ),
         ("check nowhere.csv", "cannot read nowhere.csv: No such file"),
         ("model --model 176b --calibration x.toml", "--calibration needs --gpu"),
         ("model --model 176b --gpu a100-80 --calibration x.toml", "cannot read x.toml"),
@@ -128,9 +131,13 @@ def test_a_given_layout_flag_is_held_fixed():
 
 
 def test_a_ramp_up_verdict_names_the_batch():
-    data = ask("layouts --model 176b --nodes 48 --tp 8 --pp 4 --rampup 32 32 1000000").data
+    data = ask(
+        "layouts --model 176b --nodes 48 --tp 8 --pp 4 --rampup-batch-size 32 32 1000000"
+    ).data
     assert data["ranked"] == [] or all("batch 32 " in r["rampup"] for r in data["ranked"])
-    data = ask("layouts --model 176b --nodes 48 --tp 4 --pp 12 --rampup 192 16 9765625").data
+    data = ask(
+        "layouts --model 176b --nodes 48 --tp 4 --pp 12 --rampup-batch-size 192 16 9765625"
+    ).data
     verdicts = {r["micro_batch_size"]: r["rampup"] for r in data["ranked"]}
     assert verdicts[2] == "fits"
     assert verdicts[4] == "batch 208 does not divide by 32"
@@ -167,28 +174,32 @@ def test_shapes_obey_the_seeds_rules():
     assert not any(shape["hidden"] == 14400 for shape in found)
 
 
-def test_the_ramp_up_of_bloom():
-    """megatron.md 1.6, computed there by running Megatron's own calculator."""
-    layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=1)
-    levels = ranking.rampup_levels(layout, 2048, (192, 16, 9_765_625))
-    assert len(levels) == 117
-    assert [(v.batch, v.first_step, v.consumed) for v in levels[:4]] == [
-        (192, 0, 0),
-        (208, 439, 84_288),
-        (224, 844, 168_528),
-        (240, 1_220, 252_752),
-    ]
-    assert (levels[-2].batch, levels[-2].first_step, levels[-2].consumed) == (
-        2032,
-        12_617,
-        9_682_496,
-    )
-    assert (levels[-1].batch, levels[-1].first_step, levels[-1].consumed) == (
-        2048,
-        12_658,
-        9_765_808,
-    )
-    assert not any(level.problem for level in levels)
+def test_the_ramp_ups_of_the_notes():
+    """Seed 002's two NNODES | BS | MBS tables, of 4-GPU nodes and a ramp-up from 32 by 32."""
+    ramp = "rampup --gpu v100-32 --nodes 64 --rampup-batch-size 32 32 9765625"
+    ways = {"": [(8, 32, 1), (16, 64, 1), (32, 128, 1)]}
+    ways[" --tp 2"] = [(16, 32, 1), (16, 64, 2), (16, 128, 4), (32, 256, 4), (64, 512, 4)]
+    for layout, rows in ways.items():
+        levels = ask(ramp + layout).data["levels"]
+        found = {level["batch"]: level["allowed"] for level in levels}
+        for nodes, batch, micro_batch in rows:
+            sizes = {one["nodes"]: one["micro_batches"] for one in found[batch]}
+            assert max(sizes[nodes]) == micro_batch
+    assert max(one["nodes"] for one in found[32]) == 16  # 32 replicas of 2 GPUs
+
+
+def test_where_the_whole_ramp_up_of_bloom_runs():
+    """dp times micro-batch must divide 16, the greatest common divisor of 192, 208, ... 2048."""
+    data = ask("rampup --rampup-batch-size 192 16 9765625 --tp 4 --pp 12 --nodes 48").data
+    assert len(data["levels"]) == 117
+    assert {one["nodes"]: one["micro_batches"] for one in data["every"]} == {
+        6: [1, 2, 4, 8, 16],
+        12: [1, 2, 4, 8],
+        24: [1, 2, 4],
+        48: [1, 2],
+    }
+    text = ask("rampup --batch-schedule 0:192 5B:1024 --tp 4 --pp 12 --nodes 7").text
+    assert "every batch runs on 6: 1 2 4 8 16" in text
 
 
 def test_the_trace_is_the_schedule(tmp_path):

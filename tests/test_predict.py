@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hardware
-import kernels
 import memory
+import operations
 import predict
 import schedule
 from config import Layout, ModelShape, Training, UserError
@@ -32,7 +32,7 @@ def test_every_machine_loads_with_sources(name):
     machine = hardware.load(name)
     assert 0.3 < machine.gemm_fraction < 1
     assert machine.sources
-    assert 1e9 < machine.context < machine.memory < 300e9
+    assert 0.3e9 < machine.context < machine.memory < 300e9
 
 
 def test_the_wanted_machines_are_there():
@@ -92,20 +92,20 @@ def test_bad_calibrations_are_one_sentence(tmp_path, text, message):
 
 
 def test_a_large_gemm_reaches_the_fitted_fraction():
-    seconds = kernels.gemm(A100, 108 * 256, 128 * 64, 16384)
+    seconds = operations.gemm(A100, 108 * 256, 128 * 64, 16384)
     rate = 2 * 108 * 256 * 128 * 64 * 16384 / seconds
     assert rate == pytest.approx(A100.peak * A100.gemm_fraction, rel=0.01)
 
 
 def test_one_tile_more_than_a_wave_costs_a_wave():
-    full = kernels.gemm(A100, 256 * 108, 256, 4096)  # two waves of 108 tiles
-    assert kernels.gemm(A100, 256 * 108 - 200, 256, 4096) == pytest.approx(full)
-    assert kernels.gemm(A100, 256 * 108 + 1, 256, 4096) > 1.1 * full
+    full = operations.gemm(A100, 256 * 108, 256, 4096)  # two waves of 108 tiles
+    assert operations.gemm(A100, 256 * 108 - 200, 256, 4096) == pytest.approx(full)
+    assert operations.gemm(A100, 256 * 108 + 1, 256, 4096) > 1.1 * full
 
 
 def test_a_misaligned_head_leaves_the_tensor_cores():
     def core(head, heads=12):
-        return sum(kernels.attention(JEAN_ZAY, 2048, head, heads, 4))
+        return sum(operations.attention(JEAN_ZAY, 2048, head, heads, 4))
 
     assert core(108) > 3 * core(112)
     assert core(150) > 3 * core(152)
@@ -114,30 +114,30 @@ def test_a_misaligned_head_leaves_the_tensor_cores():
 
 
 def test_misaligned_rows_slow_a_plain_gemm():
-    assert kernels.gemm(A100, 2048, 2900, 11600) > 1.8 * kernels.gemm(A100, 2048, 2904, 11600)
+    assert operations.gemm(A100, 2048, 2900, 11600) > 1.8 * operations.gemm(A100, 2048, 2904, 11600)
 
 
 @pytest.mark.parametrize(("batch", "fused"), [(4, True), (6, False), (56, True), (54, False)])
 def test_the_fused_softmax_has_conditions(batch, fused):
-    assert kernels.fused_softmax(2048, batch) is fused
+    assert operations.fused_softmax(2048, batch) is fused
     if not fused:
-        slow = kernels.attention(JEAN_ZAY, 2048, 128, batch, 1)[0]
-        assert slow > kernels.attention(JEAN_ZAY, 2048, 128, batch + 2, 1)[0]
+        slow = operations.attention(JEAN_ZAY, 2048, 128, batch, 1)[0]
+        assert slow > operations.attention(JEAN_ZAY, 2048, 128, batch + 2, 1)[0]
 
 
 def test_ring_all_reduce_is_alpha_beta():
     link = hardware.Link(1e-5, 100e9, 0.5)
-    seconds = kernels.all_reduce(link, 8, 1e9)
+    seconds = operations.all_reduce(link, 8, 1e9)
     assert seconds == pytest.approx(2 * 7 * 1e-5 + 2 * 7 / 8 * 1e9 / 50e9)
-    assert kernels.all_reduce(link, 1, 1e9) == 0
+    assert operations.all_reduce(link, 1, 1e9) == 0
 
 
 def test_rings_take_the_right_link():
-    assert kernels.ring(A100, 8, 1) == A100.nvlink
-    across = kernels.ring(A100, 12, 8)  # a data group of tp 8: eight groups share the network
+    assert operations.ring(A100, 8, 1) == A100.nvlink
+    across = operations.ring(A100, 12, 8)  # a data group of tp 8: eight groups share the network
     assert across.speed == pytest.approx(A100.network.speed / 8)
-    assert kernels.ring(A100, 2, 4) == A100.nvlink
-    crossing = kernels.ring(JEAN_ZAY, 16, 4)
+    assert operations.ring(A100, 2, 4) == A100.nvlink
+    crossing = operations.ring(JEAN_ZAY, 16, 4)
     assert crossing.speed == pytest.approx(JEAN_ZAY.network.speed / 4 * JEAN_ZAY.crossing)
 
 
@@ -272,8 +272,40 @@ def test_fp32_costs_16_bytes_and_8_bit_adam_saves_6():
     full = memory.stages(model, layout, training(8, precision="fp32"), A100)[0]
     assert full.weights + full.gradients + full.optimizer == pytest.approx(16 * full.parameters)
     half = memory.stages(model, layout, training(8), A100)[0]
-    small = memory.stages(model, layout, training(8, optimizer="adam8bit"), A100)[0]
-    assert half.optimizer - small.optimizer == pytest.approx(6 * half.parameters)
+    small = memory.stages(model, layout, training(8, optimizer="adamw8bit"), A100)[0]
+    scales = 2 * 4 / 256
+    assert half.optimizer - small.optimizer == pytest.approx((6 - scales) * half.parameters)
+
+
+def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
+    model, options = preset("1b3"), training(64)
+    one, two, three = (
+        memory.stages(model, Layout(dp=8, zero=zero), options, A100)[0] for zero in (1, 2, 3)
+    )
+    buckets = 2**24 * (2 * 4 + 2)
+    assert one.gradients == 4 * one.parameters
+    assert two.gradients == pytest.approx(one.gradients / 8 + buckets)
+    assert one.optimizer == two.optimizer == three.optimizer
+    assert three.weights < one.weights / 4
+    slower = [
+        predict.step_parts(model, Layout(dp=8, zero=zero), options, A100)["reduce"]
+        for zero in (1, 2, 3)
+    ]
+    assert slower[0] < slower[1] < slower[2]
+
+
+def test_recomputing_some_blocks_lies_between_all_and_none():
+    model, options = preset("1b3"), training(64)
+    found = []
+    for layers in (0, 8, 16, None):
+        layout = Layout(dp=8, recompute="full", recompute_layers=layers, micro_batch_size=4)
+        p = predict.predict(model, layout, options, A100)
+        found.append((p.seconds, p.memory[0].activations, p.hardware_tflops * p.seconds))
+    assert found == sorted(found, key=lambda row: row[0])
+    assert found[::-1] == sorted(found, key=lambda row: row[1])
+    plain = predict.predict(model, Layout(dp=8, micro_batch_size=4), options, A100)
+    assert found[0][0] == plain.seconds
+    assert found[0][2] == pytest.approx(plain.model_tflops * plain.seconds)
 
 
 def test_seed_004_reads_22_and_18_gb():
@@ -333,3 +365,23 @@ def test_recomputation_keeps_less():
     # arXiv 2205.05198 equation 2, per tensor rank: s b h (10 + 24/t + 5 a s / (h t))
     s, h, t, a = 2048, 14336, 8, 64
     assert kept("none", JEAN_ZAY) == pytest.approx(s * h * (10 + 24 / t + 5 * a * s / (h * t)))
+
+
+def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
+    """Four ranks a core: a stage that waits leaves its core to the others, so work alone counts."""
+    model = ModelShape(8, 128, 8, seq_length=128, vocab_size=2048)
+    layout = Layout(pp=8, dp=1, micro_batch_size=2)
+    at_16 = Training(global_batch_size=16)
+    machine = hardware.load("cpu")
+    alone, waits = predict.pipeline_time(model, layout, at_16, machine)
+    shared, idle = predict.pipeline_time(
+        model, layout, at_16, dataclasses.replace(machine, ranks_per_core=4)
+    )
+    assert waits > 0.2
+    assert idle == pytest.approx(0.0)
+    assert shared == pytest.approx(alone * (1 - waits))
+    # With but little sharing the schedule still decides, at the speed of a core for oneself.
+    slightly, _ = predict.pipeline_time(
+        model, layout, at_16, dataclasses.replace(machine, ranks_per_core=1.1)
+    )
+    assert slightly == pytest.approx(alone / 1.1)

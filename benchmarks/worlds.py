@@ -1,0 +1,152 @@
+"""Two ways for ranks to send, for allreduce.py: as the layers do, or mpi4py's host buffers.
+
+Both have the same methods: a named group's collectives that return when they are done, numbers of
+every rank, buffers, and what a rank may allocate.
+"""
+
+import socket
+
+import numpy as np
+import psutil
+
+from cluster import start
+from config import Layout, Run, UserError
+
+
+class TorchWorld:
+    """The ranks over NCCL or gloo, through the very Group that training uses."""
+
+    def __init__(self, launch, run: Run, layout: dict[str, int]):
+        import torch
+
+        from parallel import Mesh
+
+        self.torch = torch
+        self.cluster = start(launch, run)
+        self.rank, self.size = self.cluster.rank, self.cluster.size
+        mesh = Mesh(placed(layout, self.size), self.cluster)
+        self.groups = {"world": mesh.world, "tp": mesh.tp, "dp": mesh.dp, "pp": mesh.forward}
+        self.nodes, self.device = self.cluster.nodes, self.cluster.device
+        self.what = self.cluster.describe()
+        self.what.pop("places")  # a line for every rank is too long
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order."""
+        own = self.torch.tensor(numbers, dtype=self.torch.float64, device=self.device)
+        rows = own.new_empty(self.size * len(own))
+        self.groups["world"].all_gather(rows, own).wait()
+        return rows.view(self.size, -1).tolist()
+
+    def buffer(self, elements: int):
+        """Zeros in the device's memory."""
+        return self.torch.zeros(elements, device=self.device)
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        return self.groups[group].ranks
+
+    def all_reduce(self, group: str, buffer) -> None:
+        self._finish(self.groups[group].all_reduce(buffer))
+
+    def reduce_scatter(self, group: str, output, source) -> None:
+        self._finish(self.groups[group].reduce_scatter(output, source))
+
+    def all_gather(self, group: str, output, source) -> None:
+        self._finish(self.groups[group].all_gather(output, source))
+
+    def send(self, group: str, buffer, to: int) -> None:
+        self._finish(self.groups[group].send(buffer, to))
+
+    def receive(self, group: str, buffer, source: int) -> None:
+        self._finish(self.groups[group].receive(buffer, source))
+
+    def plain_all_reduce(self, buffer) -> None:
+        """The world's all-reduce as torch has it, without anything of ours."""
+        self.torch.distributed.all_reduce(buffer, group=self.groups["world"].handle)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
+
+    def free_bytes(self) -> float:
+        """What this rank may take for buffers."""
+        if self.device.type == "cuda":
+            return self.torch.cuda.mem_get_info(self.device)[0] / 3
+        return psutil.virtual_memory().available / self.cluster.local_size / 4
+
+    def stop(self) -> None:
+        self.cluster.stop()
+
+    def _finish(self, handle) -> None:
+        handle.wait()
+        self.synchronize()
+
+
+class HostWorld:
+    """The ranks over mpi4py, buffers in host memory."""
+
+    def __init__(self, layout: dict[str, int]):
+        from mpi4py import MPI
+
+        self.mpi, self.world = MPI, MPI.COMM_WORLD
+        self.rank, self.size = self.world.rank, self.world.size
+        self.comms = {"world": self.world}
+        for name, rows in group_rows(placed(layout, self.size)).items():
+            own = next(index for index, row in enumerate(rows) if self.rank in row)
+            self.comms[name] = self.world.Split(own, self.rank)
+        self.nodes = self.world.allgather(socket.gethostname())
+        library = MPI.Get_library_version().split("\n")[0].strip()
+        self.what = {"ranks": self.size, "launcher": "mpi", "device": "host", "backend": library}
+
+    def gather(self, numbers: list[float]) -> list[list[float]]:
+        """Every rank's numbers, in rank order."""
+        return self.world.allgather(numbers)
+
+    def buffer(self, elements: int) -> np.ndarray:
+        """Zeros in the host's memory."""
+        return np.zeros(elements, dtype=np.float32)
+
+    def ranks(self, group: str) -> tuple[int, ...]:
+        comm = self.comms[group]
+        return tuple(comm.group.Translate_ranks(range(comm.size), self.world.group))
+
+    def all_reduce(self, group: str, buffer) -> None:
+        self.comms[group].Allreduce(self.mpi.IN_PLACE, buffer)
+
+    def reduce_scatter(self, group: str, output, source) -> None:
+        self.comms[group].Reduce_scatter_block(source, output)
+
+    def all_gather(self, group: str, output, source) -> None:
+        self.comms[group].Allgather(source, output)
+
+    def send(self, group: str, buffer, to: int) -> None:
+        self.comms[group].Send(buffer, to)
+
+    def receive(self, group: str, buffer, source: int) -> None:
+        self.comms[group].Recv(buffer, source)
+
+    def free_bytes(self) -> float:
+        """What this rank may take for buffers."""
+        return psutil.virtual_memory().available / self.nodes.count(self.nodes[self.rank]) / 4
+
+    def stop(self) -> None:
+        self.world.Barrier()
+
+
+def placed(layout: dict[str, int], size: int) -> Layout:
+    """The layout with dp filled in; UserError if it does not divide the ranks."""
+    tp, pp = layout["tp"], layout["pp"]
+    if size % (tp * pp):
+        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {size} ranks")
+    return Layout(tp=tp, pp=pp, dp=size // (tp * pp))
+
+
+def group_rows(layout: Layout) -> dict[str, list[list[int]]]:
+    """The ranks of every group of each kind, as parallel.Mesh has them."""
+    grid = np.arange(layout.pp * layout.dp * layout.tp).reshape(layout.pp, layout.dp, layout.tp)
+    return {
+        "world": grid.reshape(1, -1).tolist(),
+        "tp": grid.reshape(-1, layout.tp).tolist(),
+        "dp": grid.transpose(0, 2, 1).reshape(-1, layout.dp).tolist(),
+        "pp": grid.transpose(2, 1, 0).reshape(-1, layout.pp).tolist(),
+    }

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Bus bandwidth of the world and of a layout's groups, alpha and beta, a calibration for the planner.
+#
+#     bash scripts/bench_allreduce.sh                     8 ranks of this machine's CPU, 2 minutes
+#     bash scripts/bench_allreduce.sh srun -n 48 ...      what follows is a launcher's words, then --,
+#         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/allreduce.py
+#
+# Writes runs/allreduce/: allreduce.csv, allreduce.png, pairs.csv, calibration.toml.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+PATH="$PWD/.venv/bin:$PATH"
+if [ $# = 0 ]; then
+    exec mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 --pp 2 --gpu cpu --rates \
+        --pairs --max-bytes $((16 * 1024 * 1024)) --factor 8 --seconds 0.5
+fi
+launcher=()
+while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    launcher+=("$1")
+    shift
+done
+[ "${1:-}" = -- ] && shift
+exec "${launcher[@]}" python benchmarks/allreduce.py "$@"

@@ -1,0 +1,48 @@
+"""scripts/forkrun.py with failures planted by the model's width: for the tuner's tests.
+
+    python tests/planting_launcher.py RANKS train.py --hidden 48 ...
+
+hidden 4096: each rank may have half a gigabyte more than it starts with. 48: the last rank never
+joins. 80: the last rank raises before it does. Whatever else: as forkrun.py.
+"""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import forkrun
+
+SPARE = 512 * 2**20
+
+
+def plant(hidden: str, last: bool) -> None:
+    """Make this rank fail as its run is to."""
+    if hidden == "4096":
+        limit = psutil.Process().memory_info().vms + SPARE
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if hidden == "48" and last:
+        time.sleep(600)
+    if hidden == "80" and last:
+        raise RuntimeError("planted")
+
+
+def main(arguments: list[str]) -> int:
+    hidden = arguments[arguments.index("--hidden") + 1]
+    last = int(arguments[0]) - 1
+    run_path = forkrun.runpy.run_path
+
+    def planted(path: str, run_name: str):
+        plant(hidden, int(forkrun.os.environ["RANK"]) == last)
+        return run_path(path, run_name=run_name)
+
+    forkrun.runpy.run_path = planted
+    return forkrun.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

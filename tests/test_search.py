@@ -1,0 +1,140 @@
+"""The search: it corrects the planner, avoids what failed, and knows when to stop."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import tune_replay
+
+import replay
+from search import Point, Search, expected_improvement, normal_cdf
+
+
+def grid(slope: float) -> tuple[list[Point], list[float]]:
+    """Layouts of 4 tp x 4 pp that are all predicted alike; tp really costs `slope` a doubling."""
+    points, real = [], []
+    for tp in range(4):
+        for pp in range(4):
+            points.append(Point(f"tp{2**tp} pp{2**pp}", 1.0 + 0.01 * pp, (tp, pp)))
+            real.append(2.0 * math.exp(slope * tp))
+    return points, real
+
+
+def drive(search: Search, real: list[float]) -> list[int]:
+    order = []
+    while (index := search.next()) is not None:
+        search.tell(index, real[index])
+        order.append(index)
+    return order
+
+
+def test_the_first_is_the_one_predicted_fastest():
+    points, _ = grid(0.3)
+    search = Search([*points, Point("fast", 0.5, (3, 3))])
+    assert search.points[search.next()].name == "fast"
+    assert search.best is None
+
+
+def test_a_factor_common_to_all_is_no_reason_to_go_on():
+    """A machine ten times slower than thought, ratios as predicted: two or three runs decide."""
+    points = [Point(str(i), 1.0 + 0.3 * i, (i, 0)) for i in range(10)]
+    search = Search(points)
+    assert drive(search, [10 * p.predicted for p in points])[0] == 0
+    assert len(search.told) <= 3
+
+
+def test_a_slope_is_learned_and_used():
+    points, real = grid(-0.3)  # the planner thinks tp does not matter, but tp 8 is the fastest
+    search = Search(points)
+    order = drive(search, real)
+    assert points[search.best].name.startswith("tp8")
+    assert len(order) <= len(points) // 2
+    mean, _ = search.expected()
+    assert mean[0] - mean[-4] == pytest.approx(0.9, abs=0.15)  # of what was not measured, too
+
+
+def test_more_is_known_of_what_was_measured_than_of_the_rest():
+    points, real = grid(0.3)
+    search = Search(points)
+    search.tell(5, real[5])
+    _, deviation = search.expected()
+    assert deviation[5] == min(deviation)
+    assert deviation[0] > 2 * deviation[5]
+
+
+def test_failures_are_results():
+    points, _ = grid(0.3)
+    search = Search(points)
+    first = search.next()
+    search.tell(first, None)
+    assert search.best is None
+    assert search.next() not in (None, first)
+    for index in range(len(points)):
+        search.tell(index, None)
+    assert search.next() is None
+    assert search.best is None
+
+
+def test_where_layouts_fail_others_are_tried_first():
+    """All with pp 8 fail, and are predicted fastest: the search does not run them all."""
+    points = [Point(f"tp{t} pp{p}", 1.0 - 0.01 * p, (t, p)) for t in range(4) for p in range(4)]
+    search = Search(points)
+    for _ in range(4):
+        index = search.next()
+        search.tell(index, None if points[index].features[1] == 3 else 1.0)
+    assert len(search.failed) <= 2
+    assert search.best is not None
+
+
+def test_a_repeated_layout_counts_by_its_mean():
+    search = Search([Point("a", 1.0, (0,)), Point("b", 1.0, (1,))], noise=0.1)
+    search.tell(0, 1.0)
+    search.tell(1, 1.05)
+    assert search.best == 0
+    search.tell(0, 1.4)
+    assert search.best == 1
+
+
+def test_improvement_and_probability():
+    assert normal_cdf(0.0) == pytest.approx(0.5)
+    assert normal_cdf(1.96) == pytest.approx(0.975, abs=1e-3)
+    assert expected_improvement(0.0, 1.0) == pytest.approx(1 / math.sqrt(2 * math.pi))
+    assert expected_improvement(5.0, 0.1) == pytest.approx(5.0)
+
+
+# -- on measured choices ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["in-sample", "held out"])
+def test_published_tables(kind):
+    found = tune_replay.published(kind)
+    assert len(found) == 12
+    assert sum(one.found_at is not None and one.found_at <= 3 for one in found) >= 10
+    assert max(one.regret_after[-1] for one in found) <= 0.01
+    assert sum(len(one.order) for one in found) < sum(one.rows for one in found)
+
+
+def test_the_space_measured_here():
+    found, facts = tune_replay.here()
+    assert 40 <= found.rows <= 60
+    assert found.within(tune_replay.GOAL) <= found.rows // 4
+    assert facts["times"] > 3
+
+
+def test_random_regret_is_what_drawing_gives():
+    real = [3.0, 1.0, 2.0]
+    assert replay.random_regret(real, 1) == pytest.approx(1.0)  # the mean is 2, the best 1
+    assert replay.random_regret(real, 2) == pytest.approx(1 / 3)  # the best of pairs: 1, 2, 1
+    assert replay.random_regret(real, 3) == pytest.approx(0.0)
+
+
+def test_the_report_has_a_row_a_table():
+    found = tune_replay.published("in-sample")
+    lines = replay.lines(found)
+    assert sum(line.startswith("| ") for line in lines) == 1 + 12
+    assert "tables" in lines[-1]

@@ -1,0 +1,84 @@
+"""The space of a search: every layout once, as words that train.py takes, or a reason."""
+
+import dataclasses
+
+import pytest
+
+import hardware
+import options
+import space
+from config import UserError
+
+SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
+
+
+def config(*more: str):
+    return options.parse([*SHAPE.split(), *more])
+
+
+def candidates(*more: str, given=None):
+    return space.candidates(config(*more), hardware.load("cpu"), 8, given or {})
+
+
+def test_words_are_the_run_again():
+    run = config("--no-bias", "--positions", "rotary", "--lr", "1e-2", "--data", "a", "b")
+    found, _ = space.candidates(run, hardware.load("cpu"), 8, {})
+    for candidate in found[::25]:
+        again = options.parse(space.words(candidate.config))
+        assert again == candidate.config
+
+
+def test_no_two_candidates_run_the_same_program():
+    found, _ = candidates()
+    assert len({c.key for c in found}) == len(found)
+    assert len({c.label for c in found}) == len(found)
+    one = [c for c in found if c.config.layout.pp == 1 and c.config.layout.tp == 1]
+    assert {c.config.layout.schedule for c in one} == {"1f1b"}
+    assert not any(c.config.layout.sequence_parallel for c in one)
+
+
+def test_every_choice_of_config_is_tried():
+    found, _ = candidates()
+    for axis in ("schedule", "zero", "sequence_parallel"):
+        assert {getattr(c.config.layout, axis) for c in found} == set(space.choices(axis))
+    assert {(c.config.layout.tp, c.config.layout.pp) for c in found} >= {(1, 1), (4, 2), (2, 4)}
+    assert all(c.ranks == 8 for c in found)
+    seconds = [c.prediction.seconds for c in found]
+    assert seconds == sorted(seconds)
+
+
+def test_given_values_are_held():
+    found, _ = candidates(given={"tp": [2], "micro_batch_size": [1, 2], "zero": [0]})
+    assert {c.config.layout.tp for c in found} == {2}
+    assert {c.config.layout.micro_batch_size for c in found} == {1, 2}
+    assert {c.config.layout.zero for c in found} == {0}
+
+
+def test_every_rejection_has_its_reason():
+    _, rejected = candidates()
+    reasons = {r.reason for r in rejected}
+    assert any("tp(8) does not divide heads(4)" in r for r in reasons)
+    assert any("does not divide global-batch-size(16)" in r for r in reasons)
+    assert any("pp(8) is more stages than" in r for r in reasons)
+
+
+def test_a_ramp_up_rejects_what_cannot_run_it():
+    every, _ = candidates(given={"recompute": ["none"]})
+    rampup = ("--rampup-batch-size", "4", "4", "64")
+    found, rejected = candidates(*rampup, given={"recompute": ["none"]})
+    assert 0 < len(found) < len(every)
+    assert any("does not divide" in r.reason and "(4)" in r.reason for r in rejected)
+
+
+def test_the_key_leaves_out_length_and_folder():
+    base = config("--steps", "5")
+    longer = config("--steps", "500", "--out", "elsewhere")
+    assert space.key(base) == space.key(longer)
+    assert space.key(base) != space.key(config("--lr", "1e-9"))
+
+
+def test_a_model_that_cannot_be():
+    run = config()
+    odd = dataclasses.replace(run, model=dataclasses.replace(run.model, heads=7))
+    with pytest.raises(UserError, match=r"heads\(7\) does not divide"):
+        space.candidates(odd, hardware.load("cpu"), 8, {})

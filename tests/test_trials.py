@@ -1,0 +1,152 @@
+"""One trial: every way it can end is told apart, nothing is left behind, the store survives."""
+
+import dataclasses
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import hardware
+import options
+import space
+import trials
+from config import UserError
+from trials import Runner, Store, judge
+
+FAKE = f"{sys.executable} {Path(__file__).with_name('fake_trainer.py')} {{ranks}}"
+SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
+
+
+@pytest.fixture
+def candidate(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(trials.PROGRAM).parent))
+    given = {"tp": [2], "pp": [2], "micro_batch_size": [1], "recompute": ["none"], "zero": [1]}
+    config = options.parse(SHAPE.split())
+    found, _ = space.candidates(config, hardware.load("cpu"), 8, given)
+    return found[0]
+
+
+def run(candidate, folder, monkeypatch, limit=60.0, **failures):
+    monkeypatch.setenv("FAKE_FAILURES", json.dumps(failures))
+    return trials.run(candidate, Runner(FAKE, folder, limit=limit), 0)
+
+
+def test_a_trial_that_ran(candidate, tmp_path, monkeypatch):
+    trial = run(candidate, tmp_path, monkeypatch)
+    assert (trial.status, trial.reason) == ("ok", "")
+    assert len(trial.seconds) == 3
+    assert trial.median == pytest.approx(sorted(trial.seconds)[1])
+    assert 0 < trial.spread < 0.01
+    assert trial.peak_memory == [1e9, 1e9]
+    flops_per_second = trial.tflops_model * 1e12 * 8
+    import counts
+
+    flops = counts.model_flops(candidate.config.model, 16)
+    assert flops_per_second == pytest.approx(flops / trial.median)
+    assert trial.config["layout"]["tp"] == 2
+    assert "--tp 2" in trial.command
+
+
+def test_every_failure_is_a_result_with_its_reason(candidate, tmp_path, monkeypatch):
+    here = {"tp": 2}
+    expected = {
+        "oom": "MemoryError",
+        "crash": "RuntimeError: planted",
+        "diverge": "the loss is nan at step 3",
+    }
+    for number, (failure, reason) in enumerate(expected.items()):
+        trial = run(candidate, tmp_path / str(number), monkeypatch, **{failure: here})
+        assert trial.status == {"diverge": "diverged"}.get(failure, failure)
+        assert reason in trial.reason
+        assert trial.seconds == []
+
+
+def test_a_hang_ends_at_the_limit_and_leaves_nothing(candidate, tmp_path, monkeypatch):
+    began = time.monotonic()
+    before = {p.pid for p in psutil.process_iter()}
+    trial = run(candidate, tmp_path, monkeypatch, limit=4.0, hang={"tp": 2})
+    assert trial.status == "hang"
+    assert trial.reason == "not done within 4 s: stopped before the first step"
+    assert time.monotonic() - began < 20
+    mine = [p for p in psutil.process_iter() if p.pid not in before and _is_sleeping_fake(p)]
+    assert mine == []
+
+
+def _is_sleeping_fake(process: psutil.Process) -> bool:
+    try:
+        return "time.sleep(600)" in " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("status", "log", "verdict", "reason"),
+    [
+        (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "oom", ""),
+        (1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "oom", ""),
+        (137, "", "oom", "killed from outside"),
+        (-9, "", "oom", "killed from outside"),
+        (2, "error: tp(3) does not divide heads(4)\n", "rejected", "tp(3) does not divide heads"),
+        (1, "Traceback\nValueError: odd\n", "crash", "status 1: ValueError: odd"),
+        (6, "", "crash", "status 6: no output"),
+        (0, "", "crash", "after 0 of 5 steps"),
+        (None, "", "hang", "before the first step"),
+    ],
+)
+def test_verdicts(status, log, verdict, reason, tmp_path):
+    found = judge(status, log, tmp_path, 5, 10.0)
+    assert found[0] == verdict
+    assert reason in found[1]
+
+
+def test_a_loss_that_is_not_finite_is_divergence_whatever_the_status(tmp_path):
+    rows = [{"iteration": i, "loss": math.inf if i == 2 else 1.0, "seconds": 1.0} for i in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"ite')
+    assert judge(0, "", tmp_path, 2, 10.0)[:2] == ("diverged", "the loss is inf at step 2")
+    assert judge(1, "out of memory", tmp_path, 2, 10.0)[0] == "diverged"
+
+
+def test_the_store_goes_on_after_a_torn_line(candidate, tmp_path, monkeypatch):
+    path = tmp_path / "trials.jsonl"
+    store = Store(path)
+    trial = run(candidate, tmp_path / "run", monkeypatch)
+    store.add(trial)
+    store.add(dataclasses.replace(trial, tag="again"))
+    with open(path, "a") as file:
+        file.write('{"key": "torn')
+    again = Store(path)
+    assert again.trials == store.trials
+    again.add(trial)
+    assert len(Store(path).of(candidate.key)) == 3
+
+
+def test_a_file_that_is_no_store(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"key": 1}\n')
+    with pytest.raises(UserError, match="line 1, is no trial"):
+        Store(tmp_path / "x.jsonl")
+
+
+def test_a_launcher_that_cannot_be(candidate, tmp_path):
+    with pytest.raises(UserError, match=r"has no \{ranks\}"):
+        Runner("mpirun -n 8", tmp_path).start(8)
+    with pytest.raises(UserError, match="cannot start 'no-such-launcher'"):
+        trials.run(candidate, Runner("no-such-launcher {ranks}", tmp_path), 0)
+
+
+def test_trials_neither_save_nor_evaluate(candidate, tmp_path):
+    words = (
+        "--save-every 5 --keep-last 2 --eval-every 3 --eval-samples 8 --resume auto --tensorboard"
+    )
+    config = options.parse([*SHAPE.split(), *words.split()])
+    one = dataclasses.replace(
+        candidate, config=dataclasses.replace(candidate.config, run=config.run)
+    )
+    command = " ".join(Runner("mpirun -n {ranks}", tmp_path).command(one, tmp_path / "x"))
+    for flag in ("--save", "--keep", "--eval", "--resume", "--tensorboard"):
+        assert flag not in command
+    assert "--steps 5" in command
+    assert f"--out {tmp_path}/x" in command

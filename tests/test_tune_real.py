@@ -1,0 +1,55 @@
+"""The tuner with train.py itself on real ranks, of which a third are made to fail."""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ranks
+
+import trials
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
+
+
+@pytest.mark.slow
+def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
+    words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 4 --hidden 64"
+    words += " --positions rotary --device cpu --timed 3 --time-limit 30 --tp 2 --sweep hidden"
+    # The width of 4096 has 400 million parameters: 1.6 GB of fp32 weights on two ranks.
+    words += " --try hidden=32,48,64,80,96,128,4096"
+    command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--ranks", "2"]
+    done = ranks.start([*command, "--launch", LAUNCH, "--out", str(tmp_path)], 280)
+    assert done.status == 0, done.err + done.out
+    stored = [json.loads(s) for s in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    found = {t["config"]["model"]["hidden"]: t for t in stored}
+    assert {h: t["status"] for h, t in found.items()} == {
+        32: "ok",
+        48: "hang",
+        64: "ok",
+        80: "crash",
+        96: "ok",
+        128: "ok",
+        4096: "oom",
+    }
+    assert "memory" in found[4096]["reason"]
+    assert "RuntimeError: planted" in found[80]["reason"]
+    for trial in (t for t in stored if t["status"] == "ok"):
+        assert len(trial["seconds"]) == 3
+        assert len(trial["peak_memory"]) == 1
+        assert trial["tflops_model"] > 0
+        assert trial["formula"] == "megatron-2025"
+    assert not [p for p in psutil.process_iter() if _is_left(p, str(tmp_path))]
+    table = (tmp_path / "table.md").read_text()
+    assert "check:" not in table
+    assert table.index("oom: ") > table.rindex("GB |")
+
+
+def _is_left(process: psutil.Process, folder: str) -> bool:
+    try:
+        marked = trials.MARK in process.environ()
+        return marked and any(folder in word for word in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
