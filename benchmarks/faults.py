@@ -1,0 +1,111 @@
+"""Every fault on every axis, again and again: is the job gone in time, is its rank named?
+
+    python benchmarks/faults.py [ROUNDS] [WORKERS]        prints the table; a miss ends it
+
+Jobs are those of tests/fault_worker.py: real runs of 2 and 4 ranks with one fault, started without
+a launcher, so that the watchdog alone ends them. Layout and culprit are drawn for each round; the
+axis is one on which the culprit has peers. WORKERS such programs run side by side.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
+
+import fault_worker
+
+FAULTS = ("killed", "stopped", "data", "loop", "raise")
+LESS_OFTEN = ("gil", "evaluate", "write")  # every third round
+LAYOUTS = {
+    "tp": (("--tp 2", 2), ("--tp 2 --pp 2", 4), ("--tp 2", 4), ("--tp 4", 4)),
+    "pp": (("--pp 2", 2), ("--tp 2 --pp 2", 4), ("--pp 2", 4), ("--pp 4", 4)),
+    "dp": (("", 2), ("--tp 2", 4), ("--pp 2", 4), ("", 4)),
+}
+SEED = 20261120
+
+
+def draw(rounds: int) -> list[dict]:
+    """The jobs: every fault once a round, on the axes in turn; layout and culprit by chance."""
+    chance, jobs = random.Random(SEED), []
+    for number in range(rounds):
+        axis = list(LAYOUTS)[number % len(LAYOUTS)]
+        for fault in FAULTS + LESS_OFTEN * (number // 3 % 3 == 0):
+            layout, ranks = chance.choice(LAYOUTS[axis])
+            culprit = chance.randrange(ranks)
+            if layout == "--pp 4" and fault == "data":
+                culprit = chance.choice((0, 3))  # stages between read no data
+            job = {"axis": axis, "layout": layout, "ranks": ranks}
+            jobs.append(job | {"fault": fault, "culprit": culprit})
+    return jobs
+
+
+def run(jobs: list[dict], workers: int) -> list[dict]:
+    """The results of all jobs, each worker doing its share one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        programs = []
+        for number in range(workers):
+            own = Path(folder) / f"worker{number}"
+            own.mkdir()
+            (own / "jobs.json").write_text(json.dumps(jobs[number::workers]))
+            words = [sys.executable, str(ROOT / "tests/fault_worker.py"), own, own / "jobs.json"]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            programs.append(
+                subprocess.Popen(
+                    words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+                )
+            )
+        results = []
+        for program in programs:
+            out, _ = program.communicate()
+            if program.returncode:
+                raise RuntimeError(f"a worker ended with {program.returncode}")
+            results += [json.loads(line) for line in out.splitlines()]
+    return results
+
+
+def table(results: list[dict]) -> str:
+    """A row per fault and axis: rounds, culprits among ranks 0 and others, named, seconds."""
+    cells = defaultdict(list)
+    for result in results:
+        cells[result["fault"], result["axis"]].append(result)
+    lines = [
+        "| fault | axis | rounds | of rank 0 | named rightly | job gone after, s: median, most |",
+        "| --- | --- | --: | --: | --: | --- |",
+    ]
+    order = FAULTS + LESS_OFTEN
+    for (fault, axis), group in sorted(cells.items(), key=lambda c: order.index(c[0][0])):
+        seconds = sorted(result["seconds"] for result in group)
+        named = sum(result["named"] == [result["culprit"]] for result in group)
+        first = sum(result["culprit"] == 0 for result in group)
+        lines.append(
+            f"| {fault} | {axis} | {len(group)} | {first} | {named} of {len(group)} | "
+            f"{seconds[len(seconds) // 2]}, {seconds[-1]} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
+    workers = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    results = run(draw(rounds), workers)
+    print(table(results))
+    missed = []
+    for result in results:
+        try:
+            fault_worker.check(result)
+        except RuntimeError as error:
+            missed.append(str(error))
+    print(f"{len(results) - len(missed)} of {len(results)} as they should be")
+    if missed:
+        sys.exit("\n".join(missed))
+
+
+if __name__ == "__main__":
+    main()

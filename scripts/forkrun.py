@@ -1,0 +1,87 @@
+"""Starts the ranks of one machine from one Python that has imported torch once.
+
+    python scripts/forkrun.py 8 train.py --tp 2 ...
+
+Importing torch is most of a short run's start, and mpirun pays it once a rank; here ranks are
+forked after the import and see what torchrun would tell them. For one machine without GPUs: many
+short trials of tune.py. A rank that fails ends the others; the status is that of the first failure.
+"""
+
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+SECONDS_FOR_THE_OTHERS = 6.0  # to end by themselves when one has failed
+USAGE = "usage: python scripts/forkrun.py RANKS PROGRAM.py [ARGUMENTS]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run PROGRAM on that many forked ranks; the exit status of the job."""
+    if len(arguments) < 2 or not arguments[0].isdigit() or int(arguments[0]) < 1:
+        print(USAGE, file=sys.stderr)
+        return 2
+    ranks, words = int(arguments[0]), arguments[1:]
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    import train  # noqa: F401  the ranks find torch and the modules already imported
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alive = {_fork(rank, ranks, port, words) for rank in range(ranks)}
+    signal.signal(signal.SIGTERM, lambda *_: _kill(alive))
+    try:
+        return _wait(alive)
+    finally:
+        _kill(alive)
+
+
+def _fork(rank: int, ranks: int, port: int, words: list[str]) -> int:
+    """The process id of a new rank; in the rank itself this never returns."""
+    child = os.fork()
+    if child:
+        return child
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "fork"}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    sys.argv = words
+    status = 1
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:  # as Python itself does at the top: tell, then fail
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _wait(alive: set[int]) -> int:
+    """Status of the first rank that failed, or 0; the others get a while to end by themselves."""
+    status, limit = 0, None
+    while alive and (limit is None or time.monotonic() < limit):
+        child, state = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            time.sleep(0.02)
+            continue
+        alive.discard(child)
+        code = os.waitstatus_to_exitcode(state)
+        if code and not status:
+            status = code if code > 0 else 128 - code  # as a shell tells a signal
+            limit = time.monotonic() + SECONDS_FOR_THE_OTHERS
+    return status
+
+
+def _kill(alive: set[int]) -> None:
+    for child in alive:  # not waited for yet, so the numbers are still theirs
+        os.kill(child, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Stands in for a launcher and train.py at once: writes a run's files in a moment, and can fail.
+
+    python tests/fake_trainer.py RANKS train.py --tp 2 ...
+
+Seconds follow a made-up law of the layout. The environment variable FAKE_FAILURES plants failures:
+a JSON object from a word to a condition on the layout, such as {"hang": {"pp": 4}}.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import options
+
+
+def seconds(config, ranks: int) -> float:
+    """Tensor ranks cost, stages cost a little, larger micro-batches help."""
+    at = config.layout
+    law = (
+        1.0
+        + 0.3 * math.log2(at.tp)
+        + 0.1 * math.log2(at.pp)
+        - 0.05 * math.log2(at.micro_batch_size)
+    )
+    law *= 1.3 if at.recompute == "full" else 1.0
+    return law * config.model.hidden * config.training.global_batch_size / (1000 * ranks)
+
+
+def planted(config) -> str:
+    """The failure that is planted for this layout, if any."""
+    values = {"hidden": config.model.hidden, "layers": config.model.layers}
+    values |= {
+        "tp": config.layout.tp,
+        "pp": config.layout.pp,
+        "mbs": config.layout.micro_batch_size,
+    }
+    for word, condition in json.loads(os.environ.get("FAKE_FAILURES", "{}")).items():
+        if all(values[name] == value for name, value in condition.items()):
+            return word
+    return ""
+
+
+def main() -> None:
+    ranks = int(sys.argv[1])
+    words = sys.argv[next(i for i, w in enumerate(sys.argv) if w.endswith("train.py")) + 1 :]
+    config = options.parse(words)
+    out, failure = Path(config.run.out), planted(config)
+    limit = int(os.environ.get("FAKE_PARAMETERS", 10**12))
+    if config.model.layers * config.model.hidden**2 > limit * ranks:
+        failure = "oom"
+    if failure == "oom":
+        print(f"MemoryError: rank 0 cannot have {len(bytearray(2**46))} bytes")
+    if failure == "crash":
+        raise RuntimeError("planted")
+    if failure == "hang":  # with a process that is in a session of its own, as ranks of mpirun are
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+        time.sleep(600)
+    (out / "run.json").write_text(
+        json.dumps(
+            {
+                "flops_formula": "megatron-2025",
+                "cluster": {
+                    "launcher": "fake",
+                    "ranks": ranks,
+                    "nodes": ["here"],
+                    "device": "2 CPU cores",
+                    "backend": "gloo",
+                    "threads_per_rank": 1,
+                },
+                "versions": {"python": "3"},
+                "commit": "abc",
+            }
+        )
+    )
+    import counts
+
+    model, batch = config.model, config.training.global_batch_size
+    flops = counts.model_flops(model, batch)
+    executed = counts.hardware_flops(model, batch, config.layout.recompute)
+    with open(out / "metrics.jsonl", "w") as file:
+        for step in range(1, config.training.steps + 1):
+            took = seconds(config, ranks) * (1 + 0.001 * step)
+            row = {
+                "iteration": step,
+                "seconds": took,
+                "loss": math.nan if failure == "diverge" and step == 3 else 5.0 / step,
+                "tokens_per_second": batch * model.seq_length / took,
+                "tflops_model": flops / took / ranks / 1e12,
+                "tflops_hardware": executed / took / ranks / 1e12,
+                "peak_memory_bytes": 10**9,
+                "peak_memory_bytes_per_stage": [10**9] * config.layout.pp,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""train.py with a pause in every step: `python THIS SECONDS ARGUMENTS...`.
+
+For tests of time limits: a run of known length that costs little.
+"""
+
+import sys
+import time
+
+import checks
+import train
+from launch import discover
+from options import parse
+from switches import listen
+
+
+def main() -> None:
+    signals, launch, pause = listen(), discover(), float(sys.argv[1])
+    own = train.step
+
+    def paced(*arguments):
+        time.sleep(pause)
+        return own(*arguments)
+
+    train.step = paced
+    train.main(checks.check(parse(sys.argv[2:]), launch.size), launch, signals)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Cores and GPUs of the ranks of a node, and the sentences about how they were placed."""
+
+import pytest
+
+import placement
+from config import Layout, UserError
+from placement import Place
+
+
+def places(nodes: str, cores: int = 1, gpus: str = "", asked: int | None = None) -> list[Place]:
+    """A rank for each letter of `nodes`, on the node of that letter; GPUs likewise."""
+    return [
+        Place(node, nodes[:rank].count(node), "cpu", gpu, tuple(range(cores)), asked)
+        for rank, (node, gpu) in enumerate(zip(nodes, gpus or [None] * len(nodes)))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "expected"),
+    [
+        ([(0,), (1,), (2,), (3,)], 2, [(0, 1), (2, 3)]),
+        ([(0, 4), (1, 5), (2, 6), (3, 7)], 2, [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ([(0,), (1,), (2,)], 2, [(0,), (1, 2)]),
+        ([(0, 1)], 2, [None, None]),  # two threads of one core are not two cores
+    ],
+)
+def test_ranks_share_whole_cores(cores, ranks, expected):
+    shares = [placement.share_of_cores(cores, ranks, index) for index in range(ranks)]
+    assert shares == expected
+
+
+def test_cores_are_those_of_this_machine():
+    allowed = placement.allowed_cores()
+    cores = placement.physical_cores(allowed)
+    assert sorted(cpu for core in cores for cpu in core) == sorted(allowed)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "visible", "sharing", "gpu"),
+    [(3, 4, 4, False, 3), (1, 2, 8, False, 1), (3, 4, 1, False, 0), (3, 4, 2, True, 1)],
+)
+def test_gpu_by_local_rank(local_rank, local_size, visible, sharing, gpu):
+    assert placement.choose_gpu(local_rank, local_size, visible, "n1", sharing) == gpu
+
+
+def test_fewer_gpus_than_ranks():
+    with pytest.raises(UserError, match="8 ranks on node n1 have 4 GPUs; start at most 4 a node"):
+        placement.choose_gpu(0, 8, 4, "n1", sharing=False)
+
+
+def test_two_ranks_on_one_gpu():
+    """Each sees one GPU, and nobody can tell from that alone that it is the same."""
+    placement.check_gpus(places("aabb", gpus="wxyz"))
+    with pytest.raises(UserError, match=r"ranks 2, 3 on node b have the same GPU \(y\), of 2"):
+        placement.check_gpus(places("aabb", gpus="wxyy"))
+
+
+@pytest.mark.parametrize(
+    ("given", "tp", "job_nodes", "sentence"),
+    [
+        (places("aaab"), 1, 2, "unequal numbers of ranks: 3 on a, 1 on b; --ntasks-per-node"),
+        (places("aabb"), 1, 3, "the job holds 3 nodes, but its 4 ranks are on 2 of them"),
+        (places("abab"), 2, 2, "tensor-parallel ranks 0 to 1 lie on nodes a, b"),
+        (places("aabb"), 4, 2, "tensor-parallel ranks 0 to 3 lie on nodes a, b"),
+        (places("aabb", 1, asked=8), 2, 2, "4 ranks, the first is 0 on a, have 1 cores, but"),
+    ],
+)
+def test_oddities_have_a_sentence_each(given, tp, job_nodes, sentence):
+    layout = Layout(tp=tp, dp=4 // tp)
+    (found,) = placement.oddities(given, layout, job_nodes)
+    assert sentence in found
+
+
+def test_nothing_to_say_about_a_good_placement():
+    given = places("aabb", cores=8, asked=8)
+    assert placement.oddities(given, Layout(tp=2, dp=2), job_nodes=2) == []
+    assert placement.oddities(given, Layout(tp=2, dp=2), job_nodes=None) == []
+
+
+def test_table():
+    lines = placement.table(places("aabb", cores=4), Layout(tp=2, pp=2, dp=1)).splitlines()
+    assert lines[3].split() == ["2", "b", "0", "cpu", "0-3", "0", "1", "0"]
+    many = placement.table(places("a" * 40 + "b" * 40), Layout(tp=2, pp=2, dp=20)).splitlines()
+    assert [line.split()[0] for line in many[1:]] == ["a", "b"]
+    assert many[2].split()[-1] == "40-79"
+
+
+def test_numbers_in_short():
+    assert placement.in_short((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"

@@ -1,0 +1,67 @@
+"""Each fault that pre-flight is there for, planted on one rank of four."""
+
+import pytest
+from ranks import mpirun
+
+from options import parse
+from placement import Place
+from preflight import RollCall, wanted
+
+EXPECTED = {
+    "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
+    "torch": [
+        "UserError preflight: torch: 1.13.1 on rank 2 (b), ",
+        " on the other ranks; make them equal, or: to go on without it, leave b out of mpirun's",
+    ],
+    "broken": ["UserError preflight: the device of rank 2 (b) failed: CUDA error: uncorrectable"],
+    "slow": ["rank 2 (b) multiplies at 1.000 TFLOP/s, 5.0 times slower than the median 5.000"],
+    "clock": ["preflight: the clock of rank 2 (b) is 100 s ahead", "clocks are 100.000 s apart"],
+    "no disk, no saves": ["10.000 GB, and 5.000 GB are free", "stopped early could not be saved"],
+    "no disk": ["UserError preflight: a checkpoint takes 10.000 GB, and 5.000 GB are free"],
+    "no memory": [
+        "UserError preflight: node a copies 2.000 GB to host memory",
+        "1.000 GB are free",
+    ],
+    "absent": ["UserError preflight: rank 2 (b) did not answer in 5 s (start)"],
+    "hang": ["making the groups fails on rank 2 (b): not done in 5 s"],
+}
+
+
+@pytest.mark.slow
+def test_each_fault_is_named(tmp_path):
+    outcome = mpirun(4, "tests/preflight_worker.py", str(tmp_path), OMP_NUM_THREADS="1")
+    said = dict(line.split(": ", 1) for line in outcome.out.splitlines() if ": " in line)
+    assert said["enough"] == ""
+    for fault, parts in EXPECTED.items():
+        for part in parts:
+            assert part in said[fault], outcome.out + outcome.err
+    assert "UserError" not in said["nothing"] + said["slow"] + said["clock"]
+
+
+class OneCluster:
+    """As much of a cluster as the messages need."""
+
+    rank, size, store = 0, 3, None
+    nodes = ("n1", "n2", "n2")
+    places = tuple(Place(node, 0, "cpu", None, (0,)) for node in nodes)
+
+    def __init__(self, job_nodes):
+        self.job_nodes = job_nodes
+
+
+def test_a_node_can_be_left_out():
+    """In the words of the launcher at hand."""
+    in_slurm, by_hand = RollCall(OneCluster(2)), RollCall(OneCluster(None))
+    assert in_slurm.named([1, 2]) == "ranks 1, 2 (n2)"
+    assert "--exclude=n2 for sbatch or srun" in in_slurm.without([1, 2])
+    assert "leave n2 out of mpirun's hosts" in by_hand.without([1])
+
+
+def test_it_is_wanted_above_one_node():
+    words = ["--layers", "1", "--hidden", "8", "--heads", "2"]
+    two, one = OneCluster(2), OneCluster(2)
+    one.nodes = ("n1",) * 3
+    assert wanted(parse(words), two)
+    assert not wanted(parse(words), one)
+    assert wanted(parse([*words, "--preflight"]), one)
+    assert not wanted(parse([*words, "--no-preflight"]), two)

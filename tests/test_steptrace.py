@@ -1,0 +1,74 @@
+"""The drawn step: does it show the schedule, on clocks that agree?"""
+
+import itertools
+import json
+
+import pytest
+from ranks import mpirun
+
+import schedule
+import steptrace
+
+WORDS = (
+    "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
+    "--pad-vocab-multiple 4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 --profile-step 3 "
+    "--check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
+)
+
+
+def rank(node: str, offset: float, error: float, spans: list) -> dict:
+    coordinates = {"tp": 0, "pp": 0, "dp": 0}
+    return {
+        "node": node,
+        "offset": offset,
+        "error": error,
+        "spans": spans,
+        "coordinates": coordinates,
+    }
+
+
+def test_clocks_of_a_node_are_one_and_nodes_are_aligned():
+    """The best known offset of a node is taken for all of its ranks."""
+    ranks = [
+        rank("a", 100.0, 0.1, [("F", 0, 1.0, 2.0)]),
+        rank("a", 100.3, 0.4, [("F", 0, 2.0, 3.0)]),
+        rank("b", 50.0, 0.2, [("wait", "x", 52.0, 53.0)]),
+    ]
+    events = [e for e in steptrace.merge(ranks)["traceEvents"] if e["ph"] == "X"]
+    assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in events] == [
+        (0, 0, 0.0, 1e6),
+        (1, 0, 1e6, 1e6),
+        (2, 1, 1e6, 1e6),
+    ]
+    assert [e["name"] for e in events] == ["F0", "F0", "x"]
+
+
+@pytest.mark.slow
+def test_the_schedule_can_be_seen(tmp_path):
+    """On tp 2 x pp 2, with the flags for debugging; also: some rank is slower than its peer."""
+    outcome = mpirun(4, "train.py", *WORDS.split(), "--out", str(tmp_path), timeout=120)
+    assert outcome.status == 0, outcome.err
+    assert f"step 3 is drawn in {tmp_path}/step_3.trace.json" in outcome.out
+    assert "SLOW: rank " in outcome.out
+    events = json.loads((tmp_path / "step_3.trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert [names[r].split(" on ")[0] for r in range(4)] == [
+        f"rank {r}: stage {r // 2}, tp {r % 2}, dp 0" for r in range(4)
+    ]
+    order = schedule.build("1f1b", 2, 4).stages
+    spans = {}
+    for r in range(4):
+        drawn = [e for e in events if e["ph"] == "X" and e["pid"] == r and e["tid"] == 0]
+        passes = [e for e in drawn if e["name"][0] in "FB"]
+        assert [e["name"] for e in passes] == [str(action) for action in order[r // 2]]
+        for before, after in itertools.pairwise(drawn):
+            assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=0.01)
+        assert {"data0", "reduce", "optimizer", "vitals"} <= {e["name"] for e in drawn}
+        spans |= {(r, e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in passes}
+    for m in range(4):  # what a stage takes in must have left the other
+        for tp in (0, 1):
+            assert spans[2 + tp, f"F{m}"][1] > spans[tp, f"F{m}"][0]
+            assert spans[tp, f"B{m}"][1] > spans[2 + tp, f"B{m}"][0]
+    waits = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
+    assert any(e["name"].startswith("receive") for e in waits)
+    assert any(e["name"].startswith("all_reduce") for e in waits)

@@ -1,0 +1,250 @@
+"""Signals, limits and files that end or save a run early, under every launcher."""
+
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import checkpoint_worker as worker
+import psutil
+import pytest
+from ranks import (
+    OPENMPI_LIBRARY,
+    Job,
+    mpi_command,
+    openmpi_command,
+    srun_command,
+    start,
+)
+
+import checks
+import saving
+import shards
+import train
+from checkpoint import check_files
+from config import Run
+from restore import Progress
+from saving import Checkpointer
+from switches import Switches
+from vitals import GO_ON, SAVE, SAVE_AND_STOP
+
+SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
+WORDS = f"train.py {SHAPE} --device cpu --steps 100000 --lr-schedule constant".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
+    command = [*launcher, sys.executable, *WORDS, "--out", str(out), *words]
+    return Job(command, out, **ONE_THREAD, **environment)
+
+
+def saved_steps(out) -> list[int]:
+    """Steps of the checkpoints in a run's folder, each of whose files is as it was written."""
+    folders = shards.list_checkpoints(str(out / "checkpoints"))
+    return [check_files(folder, contents=True)["step"] for folder in folders]
+
+
+def check_stopped(job: Job, reason: str) -> int:
+    """The run said why, saved its last step, and nothing after it; that step."""
+    last = job.rows[-1]["iteration"]
+    assert f"stopped by {reason} on rank " in job.text, job.text[-4000:]
+    assert f"after iteration {last} of 100000; all is saved" in job.text
+    assert saved_steps(job.out)[0] == last
+    assert "Traceback" not in job.text
+    return last
+
+
+# ------------------------------------------------------------------------------------------------
+# mpirun
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_save_switch_saves_and_goes_on_and_a_signal_stops_and_the_next_run_resumes(tmp_path):
+    switch, out = tmp_path / "save", tmp_path / "run"
+    with run(mpi_command(2), out, "--tp", "2", "--save-switch", str(switch)) as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        for times in (1, 2):
+            switch.touch()
+            job.wait_for(lambda: not switch.exists())
+            assert len(saved_steps(out)) == times
+        seen = job.rows[-1]["iteration"]
+        job.wait_for(lambda: job.rows[-1]["iteration"] > seen + 1)
+        job.send(signal.SIGTERM)
+        assert job.status() == 75
+        stopped = check_stopped(job, "SIGTERM")
+        assert len(saved_steps(out)) == 3
+
+    kill = tmp_path / "kill"
+    words = ["--dp", "2", "--resume", "auto", "--kill-switch", str(kill)]
+    with run(mpi_command(2), out, *words) as job:
+        job.wait_for(lambda: len(job.rows) > 1 and "resumed from" in job.text)
+        assert job.rows[0]["iteration"] == stopped + 1
+        kill.touch()
+        assert job.status() == 75
+        check_stopped(job, f"--kill-switch {kill}")
+
+    outcome = start([*mpi_command(2), sys.executable, *WORDS, *words], 60)
+    assert outcome.status == 2
+    assert outcome.err.count(f"error: --kill-switch {kill} exists: remove it to train") == 1
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_path):
+    """In a step that takes minutes, of which the first signal must wait for the end."""
+    with run(mpi_command(2), tmp_path, "--tp", "2", "--save-every", "1") as job:
+        job.wait_for(lambda: "saved " in job.text)
+        job.send(signal.SIGTERM)
+        job.status()
+    before = saved_steps(tmp_path)
+    words = ["--tp", "2", "--resume", "auto", "--global-batch-size", "65536"]
+    with run(mpi_command(2), tmp_path, *words) as job:
+        job.wait_for(lambda: "resumed from" in job.text)
+        time.sleep(1.0)
+        ranks = psutil.Process(job.process.pid).children(recursive=True)
+        job.send(signal.SIGTERM)
+        time.sleep(1.5)
+        assert job.process.poll() is None
+        began = time.monotonic()
+        job.send(signal.SIGTERM)
+        assert job.status() not in (0, 75)
+        assert time.monotonic() - began < 5
+        assert "SIGTERM for the second time: ending at once, without a save" in job.text
+        assert psutil.wait_procs(ranks, timeout=5)[1] == []
+    assert saved_steps(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_open_mpi(tmp_path, openmpi):
+    with run(openmpi_command(2), tmp_path, "--pp", "2", **OPENMPI_LIBRARY) as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(signal.SIGUSR1)
+        assert job.status() == 75
+        check_stopped(job, "SIGUSR1")
+        assert "2 ranks by mpirun of Open MPI" in job.text
+
+
+# ------------------------------------------------------------------------------------------------
+# Other launchers
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_srun(tmp_path, slurm):
+    """srun hands SIGUSR1 on; scancel sends SIGTERM to the ranks, as the time limit does."""
+    with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(signal.SIGUSR1)
+        assert job.status() == 75
+        check_stopped(job, "SIGUSR1")
+    name = "to-be-cancelled"
+    with run(srun_command(2, f"--job-name={name}"), tmp_path / "term", "--pp", "2") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        subprocess.run(["scancel", f"--name={name}"], check=True)
+        assert job.status() == 75
+        check_stopped(job, "SIGTERM")
+
+
+@pytest.mark.slow
+def test_torchrun_saves_on_sigterm_but_has_a_status_of_its_own(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, *WORDS, "--out", str(tmp_path), "--tp", "2"]
+    with Job(command, tmp_path, **ONE_THREAD) as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(signal.SIGTERM)
+        assert job.status() == 1
+        assert "all is saved" in job.text
+        assert saved_steps(tmp_path) == [job.rows[-1]["iteration"]]
+
+
+@pytest.mark.slow
+def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
+    words = ["--eval-samples", "4096", "--eval-every", "3", "--save-weights-only"]
+    with run([], tmp_path, *words, "--save-every", "100000") as job:
+        job.wait_for(lambda: len(job.rows) == 3)
+        time.sleep(0.2)  # the evaluation takes seconds
+        job.send(signal.SIGUSR1)
+        assert job.status() == 75
+        assert [row["iteration"] for row in job.rows] == [1, 2, 3, 3]
+    # A run that saves weights alone saves all when it stops: it is to be resumed.
+    began = time.monotonic()
+    with run([], tmp_path, "--resume", "auto", "--exit-after-minutes", "0.25") as job:
+        assert job.status() == 75
+        assert 5 < time.monotonic() - began < 15 + 2  # it looks ahead; leaving takes a moment
+        assert job.rows[0]["iteration"] == 4
+        check_stopped(job, "--exit-after-minutes 0.25")
+
+
+# ------------------------------------------------------------------------------------------------
+# Without ranks
+# ------------------------------------------------------------------------------------------------
+
+
+def checkpointer(out, said: list[str], **extra) -> Checkpointer:
+    config = checks.check(worker.options({"out": str(out)} | extra), 1)
+    pieces = train.build(config)
+    return Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
+
+
+def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch):
+    put, said = shards._put, []
+    monkeypatch.setattr(shards, "_put", lambda *a: (time.sleep(0.2), put(*a))[1])
+    checkpoints = checkpointer(tmp_path, said, save_every=1, save_weights_only=True)
+    checkpoints.after_step(Progress(1, 8))
+    assert checkpoints.saving
+    assert checkpoints.save_to_stop(Progress(2, 16))
+    assert saved_steps(tmp_path) == [2, 1]
+    with shards.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
+        assert len(index.kinds) == 3
+    # What is in place already is not written again, unless it is not in place.
+    count = len(said)
+    assert checkpoints.save_to_stop(Progress(2, 16))
+    assert len(said) == count
+    shards.remove(str(tmp_path / "checkpoints" / "step_00000002"))
+    assert checkpoints.save_to_stop(Progress(2, 16))
+    assert saved_steps(tmp_path) == [2, 1]
+
+
+def test_a_stop_that_cannot_be_saved_is_none(tmp_path, monkeypatch):
+    said = []
+    checkpoints = checkpointer(tmp_path, said)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    assert not checkpoints.save_to_stop(Progress(3, 24))
+    assert "step_00000003 was not saved" in said[-1]
+    assert "training goes on" not in said[-1]
+
+
+def test_the_time_limit_looks_ahead(monkeypatch):
+    """The slowest of the last steps, and what the caller knows to come, must still fit."""
+    now = [0.0]
+    began = psutil.Process().create_time()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: began + now[0])
+    switches = Switches(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
+    wishes = {}
+    for moment in (0, 5, 15, 20, 39, 40):  # the slowest step takes 19 s
+        now[0] = float(moment)
+        wishes[moment] = switches.wish(ahead=0.0)
+    assert list(wishes.values()) == [GO_ON] * 6
+    now[0] = 41.5
+    assert switches.wish(ahead=0.0) == SAVE_AND_STOP
+    assert switches.reason == "--exit-after-minutes 1"
+    again = Switches(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
+    now[0] = 30.0
+    assert again.wish(ahead=29.0) == GO_ON
+    assert again.wish(ahead=31.0) == SAVE_AND_STOP
+
+
+def test_a_save_is_asked_for_once_each_time_the_file_appears(tmp_path):
+    file = tmp_path / "save"
+    run, signals = Run(save_switch=str(file)), SimpleNamespace(first=None)
+    first, other = Switches(run, signals, first=True), Switches(run, signals, first=False)
+    assert first.wish() == GO_ON
+    file.touch()
+    assert (first.wish(), other.wish()) == (SAVE, GO_ON)
+    assert first.wish() == GO_ON  # it is on its way
+    first.saved()
+    assert not file.exists()
+    file.touch()
+    assert first.wish() == SAVE
