@@ -7,6 +7,9 @@ handle; the result may be used after its `wait()`.
 gloo's rings take one turn of every rank per hop, and cores that ranks share make turns dear. So
 over gloo what is short, or goes to more than two ranks, is one all-to-all and a local sum in rank
 order: one hop, and the same bits on every rank (benchmarks/results/gloo-collectives.md).
+
+Every call is on record before it starts and while it is waited for (records.py), if the group was
+given a book; that is how a rank that hangs can be told from those that wait for it.
 """
 
 from typing import Protocol
@@ -14,6 +17,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from records import Book
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 
@@ -67,11 +72,20 @@ class Group:
     """The ranks of one axis as this rank sees them. A group of one communicates nothing.
 
     `rank` is the position in the group; `ranks` are the members' ranks in the world. On a GPU a
-    handle's `wait()` makes the current stream wait, not the host.
+    handle's `wait()` makes the current stream wait, not the host. `book` keeps the records.
+    `blocking` waits for every collective where it starts: slower, and easier to debug.
     """
 
-    def __init__(self, ranks: tuple[int, ...] = (0,), rank: int = 0, handle=None):
+    def __init__(
+        self,
+        ranks: tuple[int, ...] = (0,),
+        rank: int = 0,
+        handle=None,
+        book: Book | None = None,
+        blocking: bool = False,
+    ):
         self.ranks, self.rank, self.handle = ranks, rank, handle
+        self.book, self.blocking = book, blocking
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
 
@@ -84,6 +98,62 @@ class Group:
         """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
         if self.size == 1:
             return _Done()
+        return self._recorded("all_reduce", tensor, self._all_reduce, tensor, op)
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
+        """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
+
+        `output` may be that slice of `source` itself; the rest of `source` is then undefined.
+        """
+        if self.size == 1:
+            output.copy_(source)
+            return _Done()
+        return self._recorded("reduce_scatter", source, self._reduce_scatter, output, source)
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Handle:
+        """`output` = every rank's `source`, joined along dimension 0 in group order.
+
+        `source` may be this rank's slice of `output`.
+        """
+        if self.size == 1:
+            output.copy_(source)
+            return _Done()
+        return self._recorded("all_gather", output, self._all_gather, output, source)
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
+        record = self.book.enter_send(tensor.nbytes, to) if self.book else None
+        tensor = tensor.cpu() if self._gloo else tensor
+        work = _Holding(dist.isend(tensor, self.ranks[to], group=self.handle), tensor)
+        return record.under_way(work) if record else work
+
+    def receive(self, tensor: Tensor, source: int) -> Handle:
+        """Receive into `tensor` from the group's rank `source`."""
+        record = self.book.enter_receive(tensor.nbytes, source) if self.book else None
+        work = self._receive(tensor, source)
+        return record.under_way(work) if record else work
+
+    def values(self, tensor: Tensor) -> list:
+        """The numbers in `tensor` as lists: where the host waits for the device, on record."""
+        if self.book is None or not tensor.is_cuda:
+            return tensor.tolist()
+        with self.book.recorder.waiting_for("device"):
+            return tensor.tolist()
+
+    # -- how each is done -------------------------------------------------------------------
+
+    def _recorded(self, kind: str, message: Tensor, run, *arguments) -> Handle:
+        if self.book is None:
+            handle = run(*arguments)
+        else:
+            record = self.book.enter(kind, message.nbytes)
+            handle = record.under_way(run(*arguments))
+        if not self.blocking:
+            return handle
+        handle.wait()
+        return _Done()
+
+    def _all_reduce(self, tensor: Tensor, op) -> Handle:
         if not self._gloo:
             return dist.all_reduce(tensor, op, group=self.handle, async_op=True)
         if not self._one_hop(tensor.nbytes):
@@ -94,27 +164,13 @@ class Group:
         reduce = torch.sum if op == SUM else torch.amax
         return _Then(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
-    def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
-        """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
-
-        `output` may be that slice of `source` itself; the rest of `source` is then undefined.
-        """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
+    def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
         work, received = self._exchange(source.reshape(self.size, -1))
         return _Then(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
-    def all_gather(self, output: Tensor, source: Tensor) -> Handle:
-        """`output` = every rank's `source`, joined along dimension 0 in group order.
-
-        `source` may be this rank's slice of `output`.
-        """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
+    def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _all_gather(output, source, group=self.handle, async_op=True)
         if not self._one_hop(source.nbytes) and not source.is_cuda:
@@ -123,13 +179,7 @@ class Group:
         work, received = self._exchange(self._for_each(source))
         return _Then(work, lambda: output.copy_(received.view_as(output)))
 
-    def send(self, tensor: Tensor, to: int) -> Handle:
-        """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
-        tensor = tensor.cpu() if self._gloo else tensor
-        return _Holding(dist.isend(tensor, self.ranks[to], group=self.handle), tensor)
-
-    def receive(self, tensor: Tensor, source: int) -> Handle:
-        """Receive into `tensor` from the group's rank `source`."""
+    def _receive(self, tensor: Tensor, source: int) -> Handle:
         if self._gloo and tensor.is_cuda:
             host = torch.empty_like(tensor, device="cpu")
             work = dist.irecv(host, self.ranks[source], group=self.handle)

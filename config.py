@@ -1,9 +1,10 @@
-"""What a run is: the model's shape, the layout, the options, and every check across them.
+"""What a run is: the model's shape, the layout, the options.
 
-    config = check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
+    config = checks.check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
 
 Every option is a field of one of the five dataclasses below; options.py makes the command line, the
-TOML keys and the help text from them. No torch here: `--help` answers in a tenth of a second.
+TOML keys and the help text from them, checks.py says which go together. No
+torch here: `--help` answers in a tenth of a second.
 """
 
 import dataclasses
@@ -11,15 +12,21 @@ import difflib
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NoReturn
+
+from batches import BatchSchedule, by_tokens, constant, parse_ranges, parse_steps, ramp
 
 
 class UserError(Exception):
     """A mistake the user can mend: shown as one sentence, exit status 2, never a traceback."""
 
 
-def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None):
-    """A dataclass field that is also a command-line flag and a TOML key of the same name."""
+def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None, item=str):
+    """A dataclass field that is also a command-line flag and a TOML key of the same name.
+
+    nargs: of a tuple, as argparse has it; item: the type of its elements.
+    """
     kind = type or (default.__class__ if default is not None else str)
     metadata = {
         "help": help,
@@ -27,9 +34,16 @@ def option(default: Any, help: str, *, choices=(), minimum=None, type=None, narg
         "minimum": minimum,
         "type": kind,
         "nargs": nargs,
+        "item": item,
     }
     return field(default=default, metadata=metadata)
 
+
+OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
+# Those that update element by element, so that any piece of a parameter can have its own owner.
+ELEMENTWISE = ("adamw", "apex", "sgd")
+# Gradients are reduced when so many are there: long enough for the links, short enough to overlap.
+BUCKET_ELEMENTS = 16 * 2**20
 
 # ------------------------------------------------------------------------------------------------
 # The five groups of options
@@ -113,21 +127,60 @@ class Layout:
         "run forward again in the backward: attention core, or whole blocks",
         choices=("none", "selective", "full"),
     )
-    zero: int = option(1, "ZeRO stage: 1 shards optimizer state over dp", choices=(0, 1))
+    recompute_layers: int = option(
+        None, "of each stage recompute the first N blocks only, default: all", type=int, minimum=0
+    )
+    zero: int = option(
+        1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
+    )
+    overlap_param_gather: bool = option(
+        False, "gather updated weights while the next forward pass runs"
+    )
     pad_vocab_multiple: int = option(
         128, "pad the vocabulary to a multiple of this x tp", minimum=1
     )
+
+    def recomputed_blocks(self, blocks: int) -> int:
+        """How many of a stage's blocks are recomputed: its first ones."""
+        if self.recompute == "none":
+            return 0
+        return blocks if self.recompute_layers is None else min(blocks, self.recompute_layers)
 
 
 @dataclass(frozen=True)
 class Training:
     """What is optimised, in which precision, for how long."""
 
-    global_batch_size: int = option(8, "samples per step, over all replicas", minimum=1)
+    global_batch_size: int = option(
+        None,
+        "samples per step, over all replicas, default: 8, or the last of --batch-schedule",
+        type=int,
+        minimum=1,
+    )
+    rampup_batch_size: tuple = option(
+        None,
+        "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, to "
+        "--global-batch-size when SAMPLES are consumed",
+        type=tuple,
+        nargs=3,
+        item=int,
+    )
+    batch_schedule: tuple = option(
+        None,
+        "TOKENS:SIZE ..., samples per step once so many tokens are consumed: 0:192 5B:1024",
+        type=tuple,
+        nargs="+",
+    )
+    decrease_batch_size_if_needed: bool = option(
+        False, "round a batch that micro-batch-size x dp does not divide down to one that it does"
+    )
     steps: int = option(None, "steps to train", type=int, minimum=1)
     train_samples: int = option(None, "samples to train, in place of --steps", type=int, minimum=1)
-    precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16"))
-    optimizer: str = option("adamw", "optimizer", choices=("adamw",))
+    precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16", "fp16"))
+    grad_dtype: str = option(
+        "fp32", "sum 16-bit gradients in fp32, or cheaper in bf16", choices=("fp32", "bf16")
+    )
+    optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
     min_lr: float = option(3e-5, "final learning rate", minimum=0.0)
     lr_schedule: str = option(
@@ -144,9 +197,29 @@ class Training:
     adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
     adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0)
     adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
+    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0)
+    initial_loss_scale_power: int = option(
+        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0
+    )
+    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0)
+    loss_scale_window: int = option(
+        1000, "fp16: steps without overflow after which the scale doubles", minimum=1
+    )
+    loss_scale_hysteresis: int = option(
+        2, "fp16: overflows that are forgiven before the scale is halved", minimum=1
+    )
+    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", minimum=0.0)
+    max_overflows: int = option(
+        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
+    )
     clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
+
+    def __post_init__(self):
+        if self.global_batch_size is None:
+            steps = self.batch_schedule and said(parse_steps, self.batch_schedule)
+            object.__setattr__(self, "global_batch_size", steps[-1][1] if steps else 8)
 
 
 @dataclass(frozen=True)
@@ -159,6 +232,13 @@ class Data:
     split: str = option("95,5,0", "shares of train, validation and test, by document")
     eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    skip_samples: tuple = option(
+        None,
+        "A:B ..., pass over every global batch that holds one of the samples A to B - 1, counted "
+        "as in consumed_samples",
+        type=tuple,
+        nargs="+",
+    )
 
 
 @dataclass(frozen=True)
@@ -170,8 +250,23 @@ class Run:
     backend: str = option(
         "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
+    bind_cores: bool = option(
+        True, "give each rank of a node cores of its own, if there are enough"
+    )
     log_every: int = option(1, "steps between log lines", minimum=1)
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
+    spike_sigma: float = option(
+        6.0,
+        "record, in spikes.jsonl, the batch of a loss so many standard deviations above the mean "
+        "of the last steps; 0: never",
+        minimum=0.0,
+    )
+    max_nan_steps: int = option(
+        5, "steps in a row with a loss that is not finite that end the run", minimum=1
+    )
+    memory_snapshot: bool = option(
+        False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
+    )
     tensorboard: bool = option(False, "also write TensorBoard events")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
@@ -186,6 +281,34 @@ class Run:
     )
     load_weights_only: bool = option(
         False, "from --resume take the weights alone, and begin at step 0"
+    )
+    preflight: bool = option(
+        None, "try every node before the first step, default: above one node", type=bool
+    )
+    exit_after_minutes: float = option(
+        0.0,
+        "save and stop with status 75 before the run has lasted so long, 0: no limit",
+        minimum=0.0,
+    )
+    kill_switch: str = option(None, "save and stop with status 75 when this file appears")
+    save_switch: str = option(None, "save when this file appears, remove it, and go on")
+    watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")
+    hang_timeout: float = option(
+        None,
+        "seconds without progress that are a hang, default: 300, or 10 median steps if longer",
+        type=float,
+        minimum=1.0,
+    )
+    check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
+    slow_rank_percent: float = option(
+        20.0, "a rank is slow if it computes this much longer than its peers", minimum=0.0
+    )
+    blocking: bool = option(
+        False, "wait for every collective and CUDA kernel where it starts, to debug"
+    )
+    deterministic: bool = option(False, "deterministic kernels alone, on GPUs slower ones")
+    profile_step: int = option(
+        None, "draw this step, with its schedule, into OUT/step_N.trace.json", type=int, minimum=1
     )
     node_mtbf_hours: float = option(
         7000.0, "hours between failures of one node, to advise how often to save", minimum=1.0
@@ -202,18 +325,43 @@ class Config:
     data: Data = field(default_factory=Data)
     run: Run = field(default_factory=Run)
 
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        """The size of every global batch that is run; UserError if the options describe none."""
+        schedule = batch_schedule(self.training, self.model.seq_length)
+        if not self.training.decrease_batch_size_if_needed:
+            return schedule
+        return schedule.rounded(self.layout.micro_batch_size * self.layout.dp)
+
+    @cached_property
+    def skipped(self) -> list[tuple[int, int]]:
+        """Ranges [A, B) of samples that no step may be trained on; UserError if they are none."""
+        return said(parse_ranges, self.data.skip_samples or ())
+
     @property
-    def micro_batches(self) -> int:
-        """Micro-batches per step on each replica."""
-        layout = self.layout
-        return self.training.global_batch_size // (layout.micro_batch_size * layout.dp)
+    def total_samples(self) -> int:
+        """Samples of the whole run, of which --train-samples may leave the last few unread."""
+        if self.training.steps is not None:
+            return self.batches.consumed(self.training.steps)
+        return self.training.train_samples
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run: whole global batches only, so --train-samples rounds down."""
+        """Steps in the whole run: whole global batches only."""
+        return self.steps_after(0, 0)
+
+    def steps_after(self, iteration: int, consumed: int) -> int:
+        """The run's last step, as seen from a step by which so many samples were consumed.
+
+        It differs from `total_steps` if an earlier part of the run had other batch sizes.
+        """
         if self.training.steps is not None:
             return self.training.steps
-        return self.training.train_samples // self.training.global_batch_size
+        return iteration + self.batches.steps(self.training.train_samples, consumed)
+
+    def micro_batches(self, batch: int) -> int:
+        """Micro-batches per replica in a step on that many samples."""
+        return batch // (self.layout.micro_batch_size * self.layout.dp)
 
     def as_dict(self) -> dict[str, Any]:
         """Nested plain values, for run.json."""
@@ -224,123 +372,35 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 # ------------------------------------------------------------------------------------------------
-# Checks across options
+# Batch sizes, which several options describe
 # ------------------------------------------------------------------------------------------------
 
 
-def check(config: Config, ranks: int) -> Config:
-    """The configuration with dp filled in, if it can run on that many ranks; else a UserError.
-
-    Every message shows both sides of what does not fit, with their numbers.
-    """
-    layout = _place(config.layout, ranks)
-    config = dataclasses.replace(config, layout=layout)
-    check_shape(config.model)
-    check_split(config.model, layout)
-    check_batch(layout, "global-batch-size", config.training.global_batch_size)
-    check_batch(layout, "eval-samples", config.data.eval_samples)
-    _check_length(config.training)
-    _check_saving(config.run)
-    return config
-
-
-def _place(layout: Layout, ranks: int) -> Layout:
-    tp, pp, dp = layout.tp, layout.pp, layout.dp
-    if ranks % (tp * pp):
-        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {ranks} ranks")
-    if dp is not None and tp * pp * dp != ranks:
-        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks")
-    return dataclasses.replace(layout, dp=ranks // (tp * pp))
-
-
-def check_shape(model: ModelShape) -> None:
-    """Raise UserError if no such model can be built, whatever the layout."""
-    if model.hidden % model.heads:
-        raise UserError(f"heads({model.heads}) does not divide hidden({model.hidden})")
-    if model.heads % model.kv_heads:
-        raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
-    if model.positions == "rotary" and model.head_size % 2:
+def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
+    """The batch sizes that the options ask for, whatever the layout; UserError if impossible."""
+    size, linear = training.global_batch_size, training.rampup_batch_size
+    steps = training.batch_schedule
+    if linear and steps:
+        raise UserError("give one of --rampup-batch-size and --batch-schedule; both was given")
+    if linear:
+        return said(ramp, *linear, size)
+    if not steps:
+        return constant(size)
+    last = said(parse_steps, steps)[-1][1]
+    if last != size:
         raise UserError(
-            f"rotary positions need an even head size: hidden({model.hidden}) / "
-            f"heads({model.heads}) = {model.head_size}"
+            f"global-batch-size({size}) is not the last of --batch-schedule "
+            f"{' '.join(map(str, steps))}: leave it out"
         )
-    if model.positions == "learned" and model.seq_length > model.max_positions:
-        raise UserError(
-            f"seq-length({model.seq_length}) is longer than the learned positions: "
-            f"max-positions({model.max_positions})"
-        )
+    return said(by_tokens, steps, seq_length)
 
 
-def check_split(model: ModelShape, layout: Layout) -> None:
-    """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
-    tp, pp = layout.tp, layout.pp
-    parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
-    for name, size in (parts | {"ffn-hidden": model.ffn_hidden}).items():
-        if size % tp:
-            raise UserError(f"tp({tp}) does not divide {name}({size})")
-    if layout.sequence_parallel and model.seq_length % tp:
-        raise UserError(
-            f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
-        )
-    if pp > model.layers + 2:
-        raise UserError(
-            f"pp({pp}) is more stages than there are parts to place: "
-            f"{model.layers} blocks + embedding + head = {model.layers + 2}"
-        )
-    explicit_partition(layout, model.layers)
-
-
-def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
-    """Blocks per stage if --partition is a list, else None; UserError if the list does not fit."""
-    text = layout.partition
-    if text in ("balanced", "blocks", "layers"):
-        return None
+def said(make, *arguments):
+    """What `make` returns; its ValueError, which is a sentence about options, as a UserError."""
     try:
-        blocks = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
-        ) from None
-    if len(blocks) != layout.pp:
-        raise UserError(f"--partition {text} has {len(blocks)} stages, but pp is {layout.pp}")
-    if min(blocks) < 0 or sum(blocks) != layers:
-        raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
-    return blocks
-
-
-def check_batch(layout: Layout, name: str, samples: int) -> None:
-    """Raise UserError unless whole micro-batches on every replica make up that many samples."""
-    micro, dp = layout.micro_batch_size, layout.dp
-    if samples % (micro * dp):
-        raise UserError(
-            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide {name}({samples})"
-        )
-
-
-def _check_length(training: Training) -> None:
-    if (training.steps is None) == (training.train_samples is None):
-        given = "neither" if training.steps is None else "both"
-        raise UserError(f"give one of --steps and --train-samples; {given} was given")
-    if training.steps is None and training.train_samples < training.global_batch_size:
-        raise UserError(
-            f"train-samples({training.train_samples}) is less than one "
-            f"global-batch-size({training.global_batch_size})"
-        )
-    if training.min_lr > training.lr:
-        raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
-
-
-def _check_saving(run: Run) -> None:
-    if run.keep_every and not run.keep_last:
-        raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
-    if run.load_weights_only and not run.resume:
-        raise UserError("--load-weights-only needs --resume, to say which weights")
-    saves = run.save_every or run.save_every_minutes
-    for flag, value in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
-        if value and not saves:
-            raise UserError(
-                f"--{flag} needs --save-every or --save-every-minutes: nothing is saved"
-            )
+        return make(*arguments)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -354,13 +414,14 @@ def nearest(name: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def exit_with(error: UserError, speak: bool = True) -> NoReturn:
+def exit_with(error: UserError, speak: bool = True, patience: float = 1.0) -> NoReturn:
     """Print the sentence, if this is the rank that speaks, and leave with status 2.
 
-    A launcher ends the whole job when one rank leaves so: the silent ones give the other time.
+    A launcher ends the whole job when one rank leaves so: the silent ones give the one that speaks
+    `patience` seconds.
     """
     if speak:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(1.0)
+        time.sleep(patience)
     sys.exit(2)

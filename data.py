@@ -58,6 +58,9 @@ class Samples(Protocol):
     def pieces(self, k: int) -> list[Piece]:
         """Which text sample k was cut from, to say what the model was reading at a loss spike."""
 
+    def documents(self, k: int) -> list[int]:
+        """The document that each of the pieces is of."""
+
 
 class GPTSamples:
     """Samples of one corpus in Megatron's order (gpt_dataset.py, `GPTDataset`).
@@ -112,6 +115,9 @@ class GPTSamples:
         starts = [begin] + [0] * (len(ends) - 1)
         cuts = zip(sequences.tolist(), starts, ends)
         return [Piece(self.dataset.prefix, s, a, b - a) for s, a, b in cuts if b > a]
+
+    def documents(self, k: int) -> list[int]:
+        return [self.dataset.document_of(piece.sequence) for piece in self.pieces(k)]
 
     def sample(self, k: int) -> np.ndarray:
         get = self.dataset.get
@@ -273,6 +279,9 @@ class Blend:
     def pieces(self, k: int) -> list[Piece]:
         return self.parts[self.which[k]].pieces(int(self.number[k]))
 
+    def documents(self, k: int) -> list[int]:
+        return self.parts[self.which[k]].documents(int(self.number[k]))
+
 
 class Synthetic:
     """Random tokens instead of text, to time and to test with; there is no end to them.
@@ -292,6 +301,9 @@ class Synthetic:
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
     def pieces(self, k: int) -> list[Piece]:
+        return []
+
+    def documents(self, k: int) -> list[int]:
         return []
 
 
@@ -316,7 +328,7 @@ def build(config: Config) -> Splits:
     model. The test split is built if --split gives it a share. UserError on bad data or shares.
     """
     evaluated = config.data.eval_samples
-    wanted = (config.total_steps * config.training.global_batch_size, evaluated, evaluated)
+    wanted = (config.total_samples, evaluated, evaluated)
     model, seed = config.model, config.training.seed
     if config.data.data == ("synthetic",):
         streams = [Synthetic(model.vocab_size, model.seq_length, seed, i) for i in range(3)]

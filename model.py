@@ -216,6 +216,7 @@ class Head(nn.Module):
         self.norm = Norm(build, "head.norm", model)
         if model.tied and embedding is not None:
             self.weight = embedding.tokens.weight
+            self.spec = self.weight.spec
             return
         self.weight = build.parameter(
             TOKENS if model.tied else "head.weight",
@@ -227,13 +228,14 @@ class Head(nn.Module):
             tied=model.tied,
             copy=model.tied,
         )
+        self.spec = self.weight.spec
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's columns of the logits, padding included: (s, b, V/tp)."""
         return column_linear(self.norm(x), self.weight, None, self.tp, self.sequence_parallel)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x), labels.t(), self.tp, self.weight.spec)
+        return cross_entropy(self.logits(x), labels.t(), self.tp, self.spec)
 
 
 class Stage(nn.Module):
@@ -248,7 +250,11 @@ class Stage(nn.Module):
         padded, self.part = model.padded_vocab(layout), part
         self.embedding = Embedding(build, model, padded) if part.embedding else None
         blocks = range(part.first, part.last)
-        self.blocks = nn.ModuleList(Block(build, i, model, layout.recompute) for i in blocks)
+        again = layout.recomputed_blocks(len(blocks))
+        self.blocks = nn.ModuleList(
+            Block(build, i, model, layout.recompute if n < again else "none")
+            for n, i in enumerate(blocks)
+        )
         self.head = Head(build, model, padded, self.embedding) if part.head else None
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.bias = alibi_bias(model, build) if alibi else None

@@ -2,7 +2,7 @@
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags win over --config file.toml
 
-Types, choices and minima are checked here; what depends on several options is config.check's.
+Types, choices and minima are checked here; what depends on several options is checks.py's.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def _add_flag(section, f: dataclasses.Field) -> None:
     if meta["type"] is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
         return
-    kind = str if meta["nargs"] else meta["type"]
+    kind = meta["item"] if meta["nargs"] else meta["type"]
     metavar = "|".join(map(str, meta["choices"])) or kind.__name__.upper()
     section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
 
@@ -128,6 +128,11 @@ def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
     kind = meta["type"]
     if not isinstance(value, (int, float) if kind is float else kind):
         raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
+    if isinstance(meta["nargs"], int):
+        wrong = [each for each in value if not isinstance(each, meta["item"])]
+        if wrong or len(value) != meta["nargs"]:
+            words = " ".join(map(str, value))
+            raise UserError(f"{flag} takes {meta['nargs']} {meta['item'].__name__}s, not {words}")
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
         raise UserError(f"{flag} is one of {choices}, not {value!r}")

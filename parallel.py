@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cluster import Cluster
 from collectives import MAX, Group
 from config import Layout
+from records import Recorder
 
 # ------------------------------------------------------------------------------------------------
 # The mesh
@@ -32,6 +33,7 @@ class Mesh:
     tp, dp: the groups of tensor and of data parallelism. forward, backward: the stages of this
     rank's pipeline, once for activations and once for their gradients, so that the two never
     wait for one another on a GPU stream. tied: the first and the last of these stages. world: all.
+    recorder: what this rank does, and the groups' operations.
     """
 
     def __init__(self, layout: Layout | None = None, cluster: Cluster | None = None):
@@ -44,6 +46,8 @@ class Mesh:
         grid = torch.arange(size).view(shape)
         self.rank, self.size = rank, size
         self.pp_rank, self.dp_rank, self.tp_rank = (grid == rank).nonzero()[0].tolist()
+        self.recorder = cluster.recorder if cluster else Recorder()
+        self.recorder.coordinates = {"tp": self.tp_rank, "pp": self.pp_rank, "dp": self.dp_rank}
         columns = grid.transpose(0, 2).reshape(-1, layout.pp)  # one pipeline a row
         ends = columns[:, [0, -1]] if layout.pp > 1 else columns
 
@@ -77,7 +81,10 @@ def _own_group(rows: list[list[int]], role: str, rank: int, cluster: Cluster | N
     for row in map(tuple, rows):
         handle = cluster.process_group(row, role) if len(row) > 1 else None
         if rank in row:
-            own = Group(row, row.index(rank), handle)
+            book = cluster.recorder.book(role, row) if cluster else None
+            own = Group(
+                row, row.index(rank), handle, book, cluster is not None and cluster.blocking
+            )
     return own
 
 

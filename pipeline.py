@@ -26,7 +26,7 @@ class Pipeline:
     """One stage of the pipeline, ready to run the configured schedule or an evaluation.
 
     Micro-batches have one shape for the whole run: (s, b, h), or (s/tp, b, h) with sequence
-    parallelism.
+    parallelism. Their number may change from step to step.
     """
 
     def __init__(self, stage: Stage, build: Builder, config: Config):
@@ -35,33 +35,46 @@ class Pipeline:
         self.dtype, self.device = build.dtype, build.device
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
-        self.schedule = schedules.build(layout.schedule, layout.pp, config.micro_batches)
+        self._name, self._schedule = layout.schedule, None
 
-    def train(self, batches: Batches, tokens: int, before_last_backward: Callable) -> Tensor:
+    def train(
+        self,
+        batches: Batches,
+        micro_batches: int,
+        divisor: float,
+        before_backward: Callable[[bool], None],
+    ) -> Tensor:
         """Forward and backward of one step; returns the loss sum of this replica on the one rank
         that counts it (last stage, first tensor rank), 0 on the others.
 
-        Gradients are those of the sum divided by `tokens`, the count of the whole global batch.
-        `before_last_backward` is called when only one backward pass is left.
+        Gradients are those of the sum divided by `divisor`: the tokens of the whole global batch
+        over the loss scale. `before_backward` is called before each backward pass, and told
+        whether it is the last.
         """
-        order = self.schedule.stages
-        return _Execution(self, order, batches, tokens, before_last_backward).run()
+        order = self._order(micro_batches)
+        return _Execution(self, order, batches, divisor, before_backward).run()
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
         """The loss sum over that many micro-batches of this replica, forward only."""
         order = schedules.build("forward", self.mesh.pp, micro_batches).stages
-        return _Execution(self, order, batches, 1, lambda: None).run()
+        return _Execution(self, order, batches, 1.0, lambda last: None).run()
+
+    def _order(self, micro_batches: int):
+        """The schedule's actions for that many micro-batches, kept while their number stays."""
+        if self._schedule is None or self._schedule[0] != micro_batches:
+            built = schedules.build(self._name, self.mesh.pp, micro_batches)
+            self._schedule = (micro_batches, built.stages)
+        return self._schedule[1]
 
 
 class _Execution:
     """One pass through a stage's action list, with what is in flight meanwhile."""
 
-    def __init__(self, pipeline: Pipeline, order, batches, tokens, before_last_backward):
+    def __init__(self, pipeline: Pipeline, order, batches, divisor, before_backward):
         self.pipeline, self.mesh, self.stage = pipeline, pipeline.mesh, pipeline.stage
         self.order, self.actions = order, order[self.mesh.pp_rank]
-        self.batches, self.tokens = batches, tokens
-        self.before_last_backward = before_last_backward
+        self.batches, self.divisor, self.before_backward = batches, divisor, before_backward
         self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each forward
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
         self.leaving: dict[tuple[int, Action], Handle] = {}  # by receiving stage, and its action
@@ -77,8 +90,7 @@ class _Execution:
                 self._forward(action)
                 continue
             backwards -= 1
-            if backwards == 0:
-                self.before_last_backward()
+            self.before_backward(backwards == 0)
             self._backward(action)
         self._wait_for_sends()
         return self.loss if self.mesh.tp.rank == 0 else torch.zeros_like(self.loss)
@@ -88,7 +100,7 @@ class _Execution:
         y = self.stage(x, labels)
         if self.mesh.last_stage:
             self.loss += y.detach()
-            y = y / self.tokens
+            y = y / self.divisor
         else:
             self._send(self.mesh.forward, y.detach(), action, self.mesh.pp_rank + 1)
         if torch.is_grad_enabled():
@@ -98,12 +110,15 @@ class _Execution:
         """What the stage's forward takes: only the first and the last stage read the batch."""
         tokens = labels = None
         if self.mesh.first_stage or self.mesh.last_stage:
+            self.mesh.recorder.at("data", action.micro_batch)
             tokens, labels = self.batches(action.micro_batch)
+        self.mesh.recorder.at("F", action.micro_batch)
         if self.mesh.first_stage:
             return tokens, labels
         return self._take(action).requires_grad_(torch.is_grad_enabled()), labels
 
     def _backward(self, action: Action) -> None:
+        self.mesh.recorder.at("B", action.micro_batch)
         x, y = self.held.pop(action.micro_batch)
         gradient = None if self.mesh.last_stage else self._take(action)
         torch.autograd.backward(y, gradient)

@@ -20,6 +20,7 @@ import numpy as np
 
 import shards
 from config import Config, UserError
+from records import Recorder
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -68,6 +69,7 @@ class Board:
         self.rank, self.size = (cluster.rank, cluster.size) if cluster else (0, 1)
         self.store = cluster.store if cluster and cluster.store is not None else _Local()
         # Boards of one store, made in the same order everywhere, must not read one another's.
+        self.recorder = cluster.recorder if cluster else Recorder()
         self._name = f"board/{self.store.add(f'boards/{self.rank}', 1)}"
         self._asked = 0
 
@@ -79,25 +81,37 @@ class Board:
         if self.rank == 0:
             answer = json.dumps(combine(self.collect(key)))
             self.store.set(f"{self._name}/{key}/all", answer)
-        return json.loads(self.store.get(f"{self._name}/{key}/all"))
+        with self.recorder.waiting_for("store", (0,)):
+            return json.loads(self.store.get(f"{self._name}/{key}/all"))
 
     def tell(self, key: str, value: Any) -> None:
         """Leave this rank's value for rank 0."""
         self.store.set(f"{self._name}/{key}/{self.rank}", json.dumps(value))
 
-    def collect(self, key: str) -> list:
-        """Every rank's value in rank order, for rank 0; TimeoutError names who told nothing."""
+    def collect(self, key: str, record: Callable[[str, tuple], None] | None = None) -> list:
+        """Every rank's value in rank order, for rank 0; TimeoutError names who told nothing.
+
+        `record`: where a thread other than the main one notes for whom it waits.
+        """
         limit = time.monotonic() + 60 * MINUTES_TO_WRITE
         keys = [f"{self._name}/{key}/{rank}" for rank in range(self.size)]
         for rank, own in enumerate(keys):
-            while not self.store.check([own]):
-                if time.monotonic() > limit:
-                    raise TimeoutError(f"rank {rank} told nothing in {MINUTES_TO_WRITE} minutes")
-                time.sleep(0.005)
+            if record:
+                record("store", (rank,))
+                self._wait_for(own, rank, limit)
+            else:
+                with self.recorder.waiting_for("store", (rank,)):
+                    self._wait_for(own, rank, limit)
         values = [json.loads(self.store.get(own)) for own in keys]
         for own in keys:
             self.store.delete_key(own)
         return values
+
+    def _wait_for(self, key: str, rank: int, limit: float) -> None:
+        while not self.store.check([key]):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"rank {rank} told nothing in {MINUTES_TO_WRITE} minutes")
+            time.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,7 +266,7 @@ class Loader:
     def _check_tensors(self, index: shards.Index, folder: str) -> None:
         """UserError that lists tensors missing, surplus or of another shape in the checkpoint."""
         holds = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0
-        own = {p.spec.name: p.spec.shape for p in self.optimizer.parameters} if holds else {}
+        own = {spec.name: spec.shape for spec in self.optimizer.specs} if holds else {}
         ours = self.board.agree(own, lambda every: {k: v for one in every for k, v in one.items()})
         theirs = index.shapes()
         wrong = [
@@ -276,7 +290,8 @@ class Loader:
     def _kinds_of(self, index: shards.Index, folder: str) -> tuple[str, ...]:
         """The optimizer's tensors of a checkpoint; UserError if they are not this optimizer's."""
         ours, theirs = ("weights", *self.optimizer.state_kinds), tuple(index.kinds)
-        here, there = self.config.training.optimizer, index.facts("optimizer")["kind"]
+        here = self.optimizer.state_name
+        there = index.facts("optimizer")["kind"]
         if theirs == ("weights",):
             raise UserError(f"{folder} holds weights alone: --load-weights-only begins from them")
         if sorted(ours) != sorted(theirs) or here != there:
@@ -294,13 +309,13 @@ class Loader:
             stop = min(piece.stop, unpadded(piece.spec, piece.shape))
             if piece.spec.name not in names or stop <= piece.start:
                 continue
+            self.mesh.recorder.at("load")
             parts = global_boxes(piece.spec, piece.shape, piece.start, stop)
             for kind in kinds:
-                target = piece.state[kind][: stop - piece.start]
-                host = target if target.device.type == "cpu" else target.cpu()
-                index.read(kind, piece.spec.name, parts, host.detach().numpy())
-                if host is not target:
-                    target.copy_(host)
+                place = piece.read(kind, piece.start, stop)
+                host = place.new_empty(place.shape, device="cpu")
+                index.read(kind, piece.spec.name, parts, host.numpy())
+                piece.write(kind, piece.start, host.to(place.device))
 
     def _say_resumed(self, index: shards.Index, folder: str, progress: Progress) -> None:
         if not self.first:
@@ -317,7 +332,7 @@ class Loader:
                 f"the samples before {consumed} are not those that the checkpoint was trained "
                 f"on (fingerprint {there} there, {here} here); the run goes on with these"
             )
-        ours = dataclasses.asdict(self.config.training)
+        ours = json.loads(json.dumps(dataclasses.asdict(self.config.training)))  # lists, as there
         theirs = json.loads(index.facts("run")["config"])["training"]
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"

@@ -1,6 +1,6 @@
 """Runs all tests: `python test_all.py`, with any of pytest's arguments.
 
-Tests of several ranks start them by mpirun themselves; nothing else needs to run.
+Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
 """
 
 import sys

@@ -10,17 +10,24 @@ dp follows from the number of ranks. `python train.py --help` lists every option
 
 import sys
 
-from cluster import Cluster, Launch, discover, start
-from config import Config, Training, UserError, check, exit_with
+from checks import check
+from cluster import Cluster, prepare, start
+from config import Config, Training, UserError, exit_with
+from launch import Launch, check_launch, discover
 from options import parse
+from switches import STOPPED_EARLY, Signals, Switches, check_kill_switch, listen
 
 if __name__ == "__main__":
     # --help, a typo or a batch that does not divide is answered before torch is imported.
-    LAUNCH = discover()
+    SIGNALS, LAUNCH = listen(), discover()
     try:
+        if oddity := check_launch(LAUNCH):
+            print(f"note: {oddity}", file=sys.stderr, flush=True)
         CONFIG = check(parse(sys.argv[1:], __doc__), LAUNCH.size)
+        check_kill_switch(CONFIG.run)
     except UserError as mistake:
-        exit_with(mistake, speak=LAUNCH.rank == 0)
+        exit_with(mistake, LAUNCH.rank == 0, LAUNCH.patience)
+    prepare(CONFIG.run)
 
 import math
 import time
@@ -31,15 +38,28 @@ from torch import Tensor
 
 import counts
 import data
-from checkpoint import Checkpointer
+import footprint
+import preflight
+import vitals
+from batches import touches
 from log import Log
+from losses import LossWatch
 from model import Stage, attention_kernel
 from parallel import Builder, Mesh
 from pipeline import Pipeline
+from replicas import unequal_replicas
 from restore import Progress
-from zero import Optimizer, StepResult, unequal_replicas
+from saving import Checkpointer
+from steptrace import Drawing
+from vitals import GO_ON, SAVE, SAVE_AND_STOP, Vitals
+from zero import Optimizer, StepResult
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -62,7 +82,7 @@ class Pieces:
 def build(config: Config, cluster: Cluster | None = None) -> Pieces:
     """Build this rank's stage, pipeline and optimizer; collective over all ranks.
 
-    `config` has passed config.check. Without a cluster it is a world of one on the CPU.
+    `config` has passed checks.check. Without a cluster it is a world of one on the CPU.
     """
     layout, training = config.layout, config.training
     mesh = Mesh(layout, cluster)
@@ -77,27 +97,32 @@ def build(config: Config, cluster: Cluster | None = None) -> Pieces:
     costs = counts.part_costs(config.model, builder.device.type)
     parts = counts.stages(config.model, layout, costs)
     stage = Stage(builder, config.model, layout, parts[mesh.pp_rank])
-    optimizer = Optimizer(stage, builder, training, layout.zero)
+    optimizer = Optimizer(stage, builder, training, layout)
     return Pieces(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)
 
 
 def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
     config, pipeline = pieces.config, pieces.pipeline
-    tokens = config.training.global_batch_size * config.model.seq_length
+    size = config.batches.batch(consumed)
+    count, tokens = config.micro_batches(size), size * config.model.seq_length
     batches = _batches(pieces, samples, consumed)
-    loss = pipeline.train(batches, tokens, pieces.optimizer.start_reducing)
-    return pieces.optimizer.step(lr, loss, tokens)
+    optimizer = pieces.optimizer
+    divisor = tokens / optimizer.scale.value
+    loss = pipeline.train(batches, count, divisor, optimizer.before_backward)
+    return optimizer.step(lr, loss, tokens)
 
 
 def evaluate(pieces: Pieces, samples: data.Samples) -> float:
     """Mean loss per token over the first --eval-samples; collective over all ranks."""
     config, layout = pieces.config, pieces.config.layout
     count = config.data.eval_samples
+    pieces.build.mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
     loss = pieces.pipeline.evaluate(_batches(pieces, samples, 0), micro_batches)
-    pieces.build.mesh.world.all_reduce(loss).wait()
-    return loss.item() / (count * config.model.seq_length)
+    world = pieces.build.mesh.world
+    world.all_reduce(loss).wait()
+    return world.values(loss) / (count * config.model.seq_length)
 
 
 def _batches(pieces: Pieces, samples: data.Samples, first: int):
@@ -112,8 +137,8 @@ def _batches(pieces: Pieces, samples: data.Samples, first: int):
     return batch
 
 
-def learning_rate(training: Training, samples: int, total: int) -> float:
-    """The rate of the step that starts when `samples` of `total` have been trained on.
+def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
+    """The rate of a step on `batch` samples that starts when `samples` of `total` are trained on.
 
     Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
     linear fall at the end), to min_lr at lr_decay_samples.
@@ -121,11 +146,7 @@ def learning_rate(training: Training, samples: int, total: int) -> float:
     peak, low = training.lr, training.min_lr
     end = training.lr_decay_samples or total
     if samples < training.lr_warmup_samples:
-        return (
-            peak
-            * (samples + training.global_batch_size)
-            / (training.lr_warmup_samples + training.global_batch_size)
-        )
+        return peak * (samples + batch) / (training.lr_warmup_samples + batch)
     if training.lr_schedule == "constant":
         return peak
     if samples >= end:
@@ -144,55 +165,161 @@ def learning_rate(training: Training, samples: int, total: int) -> float:
 # ------------------------------------------------------------------------------------------------
 
 
-def main(config: Config, launch: Launch) -> None:
+def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
     """Run to the end, or end every rank with a non-zero status."""
+    signals = signals or listen()
     cluster = start(launch, config.run)
-    with cluster.failing_loudly():
+    signals.end = cluster.end_all_ranks
+    with cluster.failing_loudly(), footprint.snapshot(config.run, cluster):
+        preflight.introduce(config, cluster)
         splits = data.build(config)
         check_precision(config.training.precision, cluster)
+        before = vitals.measure(cluster.device, seconds=0.0)
         pieces = build(config, cluster)
         kernels = {
             "optimizer": pieces.optimizer.kernel,
             "attention": attention_kernel(config.model, pieces.build),
         }
-        log = Log(config, cluster, pieces.build.mesh, pieces.parts, kernels)
         mesh, samples = pieces.build.mesh, splits.train
+        before = vitals.exchange(before, mesh.world, cluster.device)
+        log = Log(config, cluster, pieces.parts, kernels, before)
         checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, log.note)
-        loop(pieces, splits, log, checkpoints)
-        checkpoints.close()
+        preflight.check_room(config, cluster, checkpoints.bytes_needed, log.note)
+        switches = Switches(config.run, signals, first=cluster.rank == 0)
+        finished = Trainer(pieces, splits, log, checkpoints, switches).run()
         log.close()
-    cluster.stop()
+    cluster.stop(0 if finished else STOPPED_EARLY)
 
 
-def loop(pieces: Pieces, splits: data.Splits, log: Log, checkpoints: Checkpointer) -> None:
-    """Train up to the configured number of steps, evaluating, logging and saving on the way."""
-    config, training = pieces.config, pieces.config.training
-    batch, total = training.global_batch_size, config.total_steps
-    done = checkpoints.resume()
-    consumed, skipped = done.consumed_samples, done.skipped_samples
-    for iteration in range(done.iteration + 1, total + 1):
+class Trainer:
+    """A run on its way: what its steps need, and how far it is (`done`)."""
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        splits: data.Splits,
+        log: Log,
+        checkpoints: Checkpointer,
+        switches: Switches,
+    ):
+        """Resume if --resume asks for it; collective over all ranks."""
+        config, mesh = pieces.config, pieces.build.mesh
+        self.config, self.pieces, self.splits, self.log = config, pieces, splits, log
+        self.checkpoints, self.switches = checkpoints, switches
+        self.world, self.recorder, self.device = mesh.world, mesh.recorder, pieces.build.device
+        self.speed = vitals.SpeedCheck(config, log.cluster.nodes)
+        self.drawing = Drawing(config.run, pieces.build, checkpoints.board, log.cluster, log.note)
+        self.done = checkpoints.resume()
+        self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
+        log.total = self.total
+        self.watch = LossWatch(config, splits.train, self.done, log.writes, log.note)
+        self.seconds_to_evaluate = 0.0
+
+    def run(self) -> bool:
+        """Train to the end, evaluating, logging and saving on the way.
+
+        False if a switch or a signal ended it before; all is saved then. UserError if the loss is
+        lost for good.
+        """
+        if self.done.iteration < self.total and self._largest_wish() == SAVE_AND_STOP:
+            return self._stop_early()
+        for iteration in range(self.done.iteration + 1, self.total + 1):
+            last, evaluates = iteration == self.total, self._evaluates(iteration)
+            wish = self._advance(iteration, evaluates)
+            if self.watch.hopeless:
+                give_up(self.watch, self.done, self.checkpoints)
+            if evaluates and (last or wish < SAVE_AND_STOP):  # a stop does not wait for it
+                wish = max(wish, self._validate(iteration))
+            every = self.config.run.check_replicas_every
+            if every and (last or iteration % every == 0):
+                self.recorder.enter("check replicas")
+                check_replicas(self.pieces, iteration)
+            if wish == SAVE_AND_STOP and not last:
+                return self._stop_early()
+            if last or not self.watch.bad:  # else --keep-last might delete the last good state
+                self.checkpoints.after_step(self.done, last, asked=wish == SAVE)
+            if not self.checkpoints.saving:
+                self.switches.saved()
+        if self.splits.test:
+            loss = evaluate(self.pieces, self.splits.test)
+            self.log.evaluation("test", self.total, self.done.consumed_samples, loss)
+        self.checkpoints.close()
+        self.switches.saved()
+        return True
+
+    def _evaluates(self, iteration: int) -> bool:
+        every = self.config.data.eval_every
+        due = iteration == self.total or (every and iteration % every == 0)
+        return bool(self.splits.validation and due)
+
+    def _advance(self, iteration: int, evaluates: bool) -> float:
+        """Train on the next global batch, or pass it over; what all ranks wish then."""
+        start, untrained = self.done.consumed_samples, self.done.skipped_samples
+        batch = self.config.batches.batch(start)
+        if touches(self.config.skipped, start, batch):
+            self.done = Progress(iteration, start + batch, untrained + batch)
+            self.log.pass_over(iteration, start + batch, batch)
+            return GO_ON  # passed over in no time: nothing is asked before the next step
         began = time.perf_counter()
-        lr = learning_rate(training, consumed - skipped, total * batch)
-        result = step(pieces, splits.train, consumed, lr)
-        consumed += batch
-        skipped += batch if result.skipped else 0
-        log.step(iteration, consumed, lr, result, time.perf_counter() - began)
+        self.recorder.begin_step(iteration)
+        self.drawing.before(iteration)
+        trained, samples = start - untrained, self.config.total_samples
+        lr = learning_rate(self.config.training, trained, samples, batch)
+        result = step(self.pieces, self.splits.train, start, lr)
+        untrained += batch if result.skipped else 0
+        self.done = Progress(iteration, start + batch, untrained)
+        everyone = self._exchange(time.perf_counter() - began, evaluates)
+        self.drawing.after(iteration)
+        for line in self.speed.add(everyone):
+            self.log.note(line)
+        self.log.step(iteration, start + batch, batch, lr, result, everyone)
+        self.watch.step(self.done, batch, result)
+        return max(rank.wish for rank in everyone)
 
-        last = iteration == total
-        every = config.data.eval_every
-        if splits.validation and (last or (every and iteration % every == 0)):
-            loss = evaluate(pieces, splits.validation)
-            log.evaluation("validation", iteration, consumed, loss)
-        every = config.run.check_replicas_every
-        if every and (last or iteration % every == 0):
-            check_replicas(pieces, iteration)
-        checkpoints.after_step(Progress(iteration, consumed, skipped), last)
-    if splits.test:
-        log.evaluation("test", total, consumed, evaluate(pieces, splits.test))
+    def _exchange(self, seconds: float, evaluates: bool) -> list[Vitals]:
+        """Every rank's end of the step: the one exchange between steps."""
+        waiting = self.recorder.take_waited()
+        ahead = self.checkpoints.seconds_to_save
+        ahead += self.seconds_to_evaluate if evaluates else 0.0
+        own = vitals.measure(self.device, seconds, waiting, self.switches.wish(ahead))
+        self.recorder.at("vitals")
+        everyone = vitals.exchange(own, self.world, self.device)
+        self.recorder.end_step()
+        return everyone
+
+    def _validate(self, iteration: int) -> float:
+        """Evaluate on the validation split; what all ranks wish afterwards."""
+        began = time.perf_counter()
+        loss = evaluate(self.pieces, self.splits.validation)
+        self.log.evaluation("validation", iteration, self.done.consumed_samples, loss)
+        self.seconds_to_evaluate = time.perf_counter() - began
+        return self._largest_wish()
+
+    def _largest_wish(self) -> float:
+        """What is to be done at a boundary that is no step's end; collective over all ranks."""
+        own = vitals.measure(self.device, 0.0, wish=self.switches.wish())
+        return max(rank.wish for rank in vitals.exchange(own, self.world, self.device))
+
+    def _stop_early(self) -> bool:
+        """Save, and say who asked for the stop; False, for the run is not finished.
+
+        UserError if it could not be saved.
+        """
+        reasons = self.checkpoints.board.agree(self.switches.reason, lambda of_ranks: of_ranks)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        where = f"{reason} on rank {rank} ({self.log.cluster.nodes[rank]})"
+        where += f", after iteration {self.done.iteration} of {self.total}"
+        if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
+            raise UserError(f"stopped by {where}; its state could not be saved")
+        self.switches.saved()
+        again = f"--resume auto goes on (status {STOPPED_EARLY})"
+        self.log.note(f"stopped by {where}; all is saved, {again}")
+        return False
 
 
 def check_precision(precision: str, cluster: Cluster) -> None:
-    """Raise UserError if the device has no arithmetic of that precision."""
+    """Raise UserError if the GPU has no arithmetic of that precision. torch makes up for it on a
+    CPU, slowly: run.json and the start-up lines say which precision runs."""
     if precision != "bf16" or cluster.device.type != "cuda":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -200,9 +327,17 @@ def check_precision(precision: str, cluster: Cluster) -> None:
         raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
+def give_up(watch: LossWatch, now: Progress, checkpoints: Checkpointer) -> None:
+    """Save the last good state, if the run saves at all, and raise UserError: the loss is lost."""
+    saved = checkpoints.enabled and watch.unharmed and watch.good.iteration > 0
+    saved = saved and checkpoints.save_now(watch.good)
+    checkpoints.close()
+    raise watch.failure(now, saved)
+
+
 def check_replicas(pieces: Pieces, iteration: int) -> None:
     """Raise RuntimeError, naming parameters and ranks, if copies of a weight have drifted apart."""
-    unequal = unequal_replicas(pieces.stage, pieces.build.mesh)
+    unequal = unequal_replicas(pieces.stage, pieces.optimizer, pieces.build.mesh)
     if unequal:
         raise RuntimeError(
             f"after iteration {iteration} replicas are no longer equal: {'; '.join(unequal[:5])}"
@@ -211,4 +346,4 @@ def check_replicas(pieces: Pieces, iteration: int) -> None:
 
 
 if __name__ == "__main__":
-    main(CONFIG, LAUNCH)
+    main(CONFIG, LAUNCH, SIGNALS)

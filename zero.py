@@ -1,111 +1,97 @@
-"""Mixed precision, clipping, ZeRO-1 and AdamW: the only place that touches optimizer state.
+"""Mixed precision, clipping, ZeRO and the update: the only place that touches optimizer state.
 
 Weights and gradients live in flat buffers cut into buckets, the last layers first, as the
 backward pass finishes them. Each bucket is reduced over the data replicas as soon as its last
 gradient is there, while the backward pass goes on.
 
     weights   [ bucket 0 | bucket 1 | ... ]   compute precision; parameters are views of it
-    gradients [ bucket 0 | bucket 1 | ... ]   fp32 (fp64): summed over micro-batches in place
-    master    one piece of every bucket       fp32 (fp64): all of it at --zero 0, the dp_rank-th
-                                              dp-th at --zero 1, with the optimizer's state
+    gradients [ bucket 0 | bucket 1 | ... ]   summed over micro-batches in place, in fp32 (fp64)
+                                              unless --grad-dtype says bf16
+    masters   one piece of every bucket       fp32 (fp64): all of it at --zero 0, else the
+                                              dp_rank-th dp-th, with the optimizer's state
 
 With --zero 1 (arXiv 1910.02054) gradients are reduce-scattered, each rank updates its piece, and
-weights are all-gathered. Pieces are equal to the element, whatever the parameters' borders.
+weights are all-gathered. With --zero 2 there is no buffer of gradients: a bucket's are collected
+and reduce-scattered in every micro-batch, and summed in a piece. Pieces are equal to the element,
+whatever the parameters' borders, unless the optimizer wants whole matrices. --zero 3 is
+fully_sharded.py's.
 """
 
 import math
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+import optimizers
+from buckets import Bucket, Own, Shard, make_buckets
 from collectives import Group, Handle
-from config import Training
-from parallel import Builder, Mesh, Spec
-
-BUCKET_ELEMENTS = 16 * 2**20
-# Pieces are multiples of this, so that no kernel treats the end of a piece in another way than
-# its middle: copies of a parameter that lie elsewhere in their buffer stay bitwise equal.
-ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Where a parameter lies in a bucket: elements [start, stop) of its flat buffers."""
-
-    parameter: nn.Parameter
-    start: int
-    stop: int
-
-
-class Bucket:
-    """A run of parameters whose gradients are reduced together, with this rank's piece of it."""
-
-    def __init__(self, parameters: list[nn.Parameter], mesh: Mesh, zero: int, decay: bool):
-        self.decay, self.segments, self.dp = decay, [], mesh.dp
-        total = 0
-        for p in parameters:
-            self.segments.append(Segment(p, total, total + p.numel()))
-            total += p.numel()
-        share = ALIGNMENT * mesh.dp.size
-        total = -(-total // share) * share
-        first = parameters[0]
-        compute, accumulate = first.dtype, torch.promote_types(first.dtype, torch.float32)
-        self.weights = torch.zeros(total, dtype=compute, device=first.device)
-        self.gradients = torch.zeros(total, dtype=accumulate, device=first.device)
-        self.sharded = zero >= 1 and mesh.dp.size > 1
-        self.start = self.dp.rank * (total // self.dp.size) if self.sharded else 0
-        self.piece = total // self.dp.size if self.sharded else total
-        self.waiting = 0  # gradients still to come in the last backward pass
-        # Sums over other axes come first, once all gradients are there.
-        self.late = any(p.spec.tied or p.spec.partial for p in parameters)
-
-    def own(self, buffer: Tensor) -> Tensor:
-        """This rank's piece of a flat buffer of the bucket."""
-        return buffer[self.start : self.start + self.piece]
-
-    def reduce(self) -> Handle:
-        """Start summing the gradients over the data replicas; returns the handle."""
-        if self.sharded:
-            return self.dp.reduce_scatter(self.own(self.gradients), self.gradients)
-        return self.dp.all_reduce(self.gradients)
-
-    def gather(self) -> Handle:
-        """Start collecting every rank's updated weights; returns the handle."""
-        return self.dp.all_gather(self.weights, self.own(self.weights))
-
-    def own_pieces(self) -> list[tuple[Segment, int, int]]:
-        """Segments that overlap this rank's piece, with the overlap's borders in the bucket."""
-        stop = self.start + self.piece
-        cuts = [(s, max(s.start, self.start), min(s.stop, stop)) for s in self.segments]
-        return [(s, a, b) for s, a, b in cuts if a < b]
+from config import Layout, Training
+from fully_sharded import shard_fully
+from loss_scale import LossScale
+from parallel import Builder, Spec
 
 
 @dataclass(frozen=True)
 class OwnedPiece:
     """Elements [start, stop) of a local parameter whose optimizer state this rank holds.
 
-    shape: of the local tensor, padding included. state: by kind ("weights": the master copy,
-    then the optimizer's tensors), flat views of stop - start elements; writing to them is loading.
-    copies, copy: how many ranks hold the same elements, and which of them this one is.
+    shape: of the local tensor, padding included. copies, copy: how many ranks hold the same
+    elements, and which of them this one is.
     """
 
-    spec: Spec
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    state: dict[str, Tensor]
+    shard: Shard
+    own: Own
     copies: int
     copy: int
+
+    @property
+    def spec(self) -> Spec:
+        return self.own.spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.own.shape
+
+    @property
+    def start(self) -> int:
+        return self.own.start
+
+    @property
+    def stop(self) -> int:
+        return self.own.stop
+
+    def read(self, kind: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the local parameter: of its "weights" (the master copy) or of
+        a tensor of the optimizer's state; flat, maybe a view.
+        """
+        a = start - self.own.start + self.own.offset
+        if kind == "weights":
+            return self.shard.masters[self.own.master].view(-1)[a : a + stop - start]
+        return self.shard.rule.read(kind, self.own.master, a, a + stop - start)
+
+    def write(self, kind: str, start: int, values: Tensor) -> None:
+        """Set what `read` reads, from `start` on; `Optimizer.loaded` must be called afterwards."""
+        a = start - self.own.start + self.own.offset
+        if kind == "weights":
+            self.shard.masters[self.own.master].view(-1)[a : a + len(values)] = values
+        else:
+            self.shard.rule.write(kind, self.own.master, a, values)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: equal on every rank of the world, to the bit."""
+    """What one optimizer step did: equal on every rank of the world, to the bit.
+
+    skipped: whether gradients overflowed. loss_scale: the one that the step ran with.
+    """
 
     grad_norm: float
     loss: float
     skipped: bool
+    loss_scale: float = 1.0
 
 
 class Optimizer:
@@ -115,113 +101,122 @@ class Optimizer:
     buffers in its compute precision, and the master copy keeps what was drawn.
     """
 
-    def __init__(self, stage: nn.Module, build: Builder, training: Training, zero: int):
-        mesh, dtype = build.mesh, build.dtype
-        self.mesh, self.training, self.device = mesh, training, build.device
-        self.parameters = list(stage.parameters())
-        drawn = [p.detach().clone() for p in self.parameters] if dtype == torch.bfloat16 else None
-        for p in self.parameters:
-            p.data = p.data.to(dtype)
-        self.buckets = _make_buckets(self.parameters, mesh, zero)
-        self._bucket_of = {s.parameter: b for b in self.buckets for s in b.segments}
+    def __init__(self, stage: nn.Module, build: Builder, training: Training, layout: Layout):
+        """Raises UserError if the optimizer's package is missing or the layout cuts its blocks."""
+        self.mesh, self.training, self.device = build.mesh, training, build.device
+        self.scale, self.steps, self._dtype = LossScale(training), 0, build.dtype
+        self.specs = [p.spec for p in stage.parameters()]
         self._reducing, self._next, self._handles = False, 0, []
+        self._gathering: dict[Shard, Handle] = {}
+        self._overlap = layout.overlap_param_gather
+        self.buckets: list[Bucket] = []
+        self.state_sharded = layout.zero > 0 and build.mesh.dp.size > 1
+        self.fully_sharded = layout.zero == 3 and self.state_sharded
+        if self.fully_sharded:
+            self.shards = shard_fully(stage, build, training)
+        else:
+            self._make_flat(stage, build, layout.zero)
+        for shard in self.shards:
+            family, decay = shard.key.family, not shard.key.no_decay
+            shard.rule = optimizers.make_rule(training, family, shard.masters, decay)
+
+    def _make_flat(self, stage: nn.Module, build: Builder, zero: int) -> None:
+        """Move parameters and gradients into buckets, for all but --zero 3."""
+        parameters = list(stage.parameters())
+        exact = torch.promote_types(build.dtype, torch.float32)
+        drawn = None
+        if build.dtype != exact:
+            drawn = {p: p.detach().clone() for p in parameters}
+        for p in parameters:
+            p.data = p.data.to(build.dtype)
+        self.shards = self.buckets = make_buckets(parameters, build.mesh, self.training, zero)
+        self._bucket_of = {s.parameter: b for b in self.buckets for s in b.segments}
         for bucket in self.buckets:
-            self._adopt(bucket)
-        self.masters = [self._master(bucket, drawn) for bucket in self.buckets]
-        self.adam = self._make_adam()
-
-    # -- building ---------------------------------------------------------------------------
-
-    def _adopt(self, bucket: Bucket) -> None:
-        """Make the bucket's parameters and gradients views of its flat buffers."""
-        accumulate = bucket.gradients.dtype
-        for s in bucket.segments:
-            p = s.parameter
-            view = bucket.weights[s.start : s.stop].view(p.shape)
-            view.copy_(p.data)
-            p.data = view
-            p.main_grad = bucket.gradients[s.start : s.stop].view(p.shape)
-            if p.dtype == accumulate:
-                p.grad = p.main_grad  # autograd adds to it in place
-            p.register_post_accumulate_grad_hook(self._gradient_is_there)
-
-    def _master(self, bucket: Bucket, drawn: list[Tensor] | None) -> Tensor:
-        """The bucket's master piece: the weights themselves where they are precise enough."""
-        if drawn is None:
-            return bucket.own(bucket.weights)
-        master = bucket.own(bucket.weights).to(bucket.gradients.dtype)
-        place = {p: i for i, p in enumerate(self.parameters)}
-        for s, a, b in bucket.own_pieces():
-            exact = drawn[place[s.parameter]].view(-1)[a - s.start : b - s.start]
-            master[a - bucket.start : b - bucket.start] = exact
-        return master
-
-    def _make_adam(self) -> torch.optim.AdamW | None:
-        t = self.training
-        groups = []
-        for decay in (True, False):
-            own = [m for m, b in zip(self.masters, self.buckets) if b.decay == decay]
-            if own:
-                groups.append({"params": own, "weight_decay": t.weight_decay if decay else 0.0})
-        for master, bucket in zip(self.masters, self.buckets):
-            master.grad = bucket.own(bucket.gradients)
-        if not groups:
-            return None  # a stage that only passes activations on
-        betas = (t.adam_beta1, t.adam_beta2)
-        return torch.optim.AdamW(groups, lr=t.lr, betas=betas, eps=t.adam_eps, fused=True)
+            bucket.adopt_weights()
+            bucket.adopt_masters(drawn)
+        # A hook is held where Python's collector does not look: it must not hold the optimizer.
+        here = weakref.ref(self)
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(lambda p: here()._gradient_is_there(p))
+        if self._overlap:
+            self._wait_in_forward(stage)
 
     @property
     def kernel(self) -> str:
-        """The optimizer kernel in use, for the start-up lines."""
-        return "torch.optim.AdamW, fused"
+        """The optimizer kernels in use, for the start-up lines."""
+        return "; ".join(dict.fromkeys(shard.rule.kernel for shard in self.shards)) or "none"
 
-    # -- during the backward passes ---------------------------------------------------------
+    # -- during the passes ------------------------------------------------------------------
 
-    def _gradient_is_there(self, p: nn.Parameter) -> None:
-        if p.dtype != p.main_grad.dtype:  # bf16: add to the fp32 sum
-            p.main_grad.add_(p.grad)
-            p.grad = None
-        if self._reducing:
-            self._bucket_of[p].waiting -= 1
-            self._reduce_ready_buckets()
+    def before_backward(self, last: bool) -> None:
+        """To be called before each backward pass of a step; `last` is the step's last.
 
-    def start_reducing(self) -> None:
-        """From here on, a bucket whose gradients are all there is reduced at once.
-
-        To be called before the last backward pass of a step.
+        From then on, a bucket whose gradients are all there is reduced at once; at --zero 2 in
+        every backward pass.
         """
-        self._reducing, self._next, self._handles = True, 0, []
+        self._wait_for_reductions(0)
+        self._next = 0
+        self._reducing = last or any(bucket.each_micro_batch for bucket in self.buckets)
         for bucket in self.buckets:
             bucket.waiting = len(bucket.segments)
 
+    def _gradient_is_there(self, p: nn.Parameter) -> None:
+        bucket = self._bucket_of[p]
+        if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
+            p.main_grad.add_(p.grad)  # 16 bits are added to the exact sum
+            p.grad = None
+        if self._reducing:
+            bucket.waiting -= 1
+            self._reduce_ready_buckets()
+
     def _reduce_ready_buckets(self) -> None:
         """Replicas must reduce buckets in one order, so a bucket waits for those before it."""
-        while self._next < len(self.buckets):
+        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
             bucket = self.buckets[self._next]
-            if bucket.late or bucket.waiting:
-                return
             self._handles.append(bucket.reduce())
             self._next += 1
+            if bucket.each_micro_batch:
+                self._wait_for_reductions(1)  # each holds a whole bucket meanwhile
+
+    def _wait_for_reductions(self, left: int) -> None:
+        while len(self._handles) > left:
+            self._handles.pop(0).wait()
 
     def _finish_reducing(self) -> None:
-        self._sum_over_other_axes()
         for bucket in self.buckets[self._next :]:
             self._handles.append(bucket.reduce())
-        for handle in self._handles:
-            handle.wait()
+        self._wait_for_reductions(0)
         self._reducing = False
+        # Tied matrices, and the terms that sequence parallelism leaves: now each owner has 1/dp.
+        for shard in self.shards:
+            if shard.also_over is not None:
+                _sum_over(shard.also_over, shard.gradients_of_own())
 
-    def _sum_over_other_axes(self) -> None:
-        """Gradients of a tied pair of matrices, and the terms that sequence parallelism leaves."""
-        tied = [p.main_grad for p in self.parameters if p.spec.tied]
-        partial = [p.main_grad for p in self.parameters if p.spec.partial]
-        for gradient in tied:
-            self.mesh.tied.all_reduce(gradient).wait()
-        if partial:
-            joined = torch.cat([g.flatten() for g in partial])
-            self.mesh.tp.all_reduce(joined).wait()
-            sums = joined.split([g.numel() for g in partial])
-            torch._foreach_copy_(partial, [s.view(g.shape) for s, g in zip(sums, partial)])
+    def _wait_in_forward(self, stage: nn.Module) -> None:
+        """Have every part of the stage wait for its own weights just before it runs."""
+
+        def wait_for(part: nn.Module) -> Callable:
+            own = dict.fromkeys(self._bucket_of[p] for p in part.parameters())
+
+            def hook(*_) -> None:
+                for bucket in own:
+                    self._wait_for_weights(bucket)
+
+            return hook
+
+        for part in (stage.embedding, *stage.blocks, stage.head):
+            if part is not None:
+                part.register_forward_pre_hook(wait_for(part))
+
+    def _wait_for_weights(self, shard: Shard) -> None:
+        handle = self._gathering.pop(shard, None)
+        if handle is not None:
+            handle.wait()
+
+    def finish_gathering(self) -> None:
+        """Return when every weight is there; needed only where no forward pass waits for them."""
+        for shard in list(self._gathering):
+            self._wait_for_weights(shard)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -230,166 +225,115 @@ class Optimizer:
 
         `loss`: this rank's share of the loss sum, 0 where another rank has counted it; the result
         holds the mean over `tokens`. A gradient norm that is not finite skips the update on all.
+        UserError if fp16 overflows for good.
         """
+        recorder = self.mesh.recorder
+        recorder.at("reduce")
         self._finish_reducing()
         sums = torch.stack([self._own_square_sum(), loss.double()])
         self.mesh.world.all_reduce(sums).wait()
-        square, loss_sum = sums.tolist()
-        norm = math.sqrt(square) if square >= 0 else math.nan
+        square, loss_sum = self.mesh.world.values(sums)
+        scale = self.scale.value
+        norm = math.sqrt(square) / scale if square >= 0 else math.nan
         skipped = not math.isfinite(norm)
+        recorder.at("optimizer")
         if not skipped:
             self._update(lr, norm)
-        for bucket in self.buckets:
-            bucket.gradients.zero_()
-        return StepResult(norm, loss_sum / tokens, skipped)
+        for shard in self.shards:
+            shard.clear()
+        self.scale.update(skipped)
+        return StepResult(norm, loss_sum / tokens, skipped, scale)
 
     def _own_square_sum(self) -> Tensor:
         """Sum of squares of the gradients that this rank counts, so that each counts once."""
         pieces = []
-        for bucket in self.buckets:
-            if not bucket.sharded and self.mesh.dp.rank > 0:
+        for shard in self.shards:
+            if not shard.sharded and self.mesh.dp.rank > 0:
                 continue  # at --zero 0 every replica has the same gradients
-            for s, a, b in bucket.own_pieces():
-                if _counted(s.parameter, self.mesh.tp):
-                    pieces.append(bucket.gradients[a:b])
+            gradients = shard.gradients_of_own()
+            for own in shard.own:
+                if _counted(own.spec, self.mesh.tp):
+                    stop = own.offset + own.stop - own.start
+                    pieces.append(gradients[own.master][own.offset : stop])
         if not pieces:
             return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+        exact = torch.promote_types(pieces[0].dtype, torch.float32)
+        return torch.stack(torch._foreach_norm(pieces, 2, exact)).double().square().sum()
 
     def _update(self, lr: float, norm: float) -> None:
-        clip = self.training.clip_grad
-        factor = clip / (norm + 1e-6) if clip > 0 else 1.0
-        if factor < 1.0:
-            torch._foreach_mul_([bucket.own(bucket.gradients) for bucket in self.buckets], factor)
-        if self.adam is None:
-            return
-        for group in self.adam.param_groups:
-            group["lr"] = lr
-        self.adam.step()
-        self._spread_masters()
+        """Update shard by shard, the first layers first: their weights are needed first."""
+        clip, factor = self.training.clip_grad, 1.0
+        if clip > 0:
+            factor = min(1.0, clip / (norm + 1e-6))
+        self.steps += 1
+        for shard in reversed(self.shards):
+            shard.update(factor / self.scale.value, lr)
+            self._spread(shard)
+        if not self._overlap:
+            self.finish_gathering()
 
-    def _spread_masters(self) -> None:
-        """Weights from masters, on every data replica; collective over dp."""
-        for bucket, master in zip(self.buckets, self.masters):
-            if master.dtype != bucket.weights.dtype:
-                bucket.own(bucket.weights).copy_(master)
-        handles = [bucket.gather() for bucket in self.buckets if bucket.sharded]
-        for handle in handles:
-            handle.wait()
+    def _spread(self, shard: Shard) -> None:
+        handle = shard.spread()
+        if handle is not None:
+            self._gathering[shard] = handle
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's optimizer state, with the masters that are not the weights."""
+        total = sum(shard.rule.state_bytes() for shard in self.shards)
+        if any(m.dtype != self._dtype for shard in self.shards for m in shard.masters):
+            total += sum(m.nbytes for shard in self.shards for m in shard.masters)
+        return total
 
     # -- checkpoints ------------------------------------------------------------------------
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """The optimizer's tensors, each with one element for every element of the weights."""
-        return ("exp_avg", "exp_avg_sq")
+        return optimizers.state_kinds(self.training.optimizer)
+
+    @property
+    def state_name(self) -> str:
+        """What a checkpoint calls this kind of state."""
+        return optimizers.interchangeable(self.training.optimizer)
 
     def owned(self) -> list[OwnedPiece]:
-        """All that this rank holds of master weights and optimizer state, as views to read or
-        to write; after writing, `loaded` must be called.
-        """
+        """All that this rank holds of master weights and optimizer state, to read or to write."""
         pieces = []
-        for bucket, master in zip(self.buckets, self.masters):
-            flat = {"weights": master} | self._state(master)
-            replicas = 1 if bucket.sharded else self.mesh.dp.size
-            for s, a, b in bucket.own_pieces():
-                state = {k: t[a - bucket.start : b - bucket.start] for k, t in flat.items()}
-                p, copies, copy = s.parameter, replicas, self.mesh.dp.rank if replicas > 1 else 0
-                if p.spec.dim is None:
+        for shard in self.shards:
+            replicas = 1 if shard.sharded else self.mesh.dp.size
+            for own in shard.own:
+                copies, copy = replicas, self.mesh.dp.rank if replicas > 1 else 0
+                if own.spec.dim is None:
                     copies, copy = copies * self.mesh.tp.size, copy * self.mesh.tp.size
                     copy += self.mesh.tp.rank
-                shape = tuple(p.shape)
-                pieces.append(
-                    OwnedPiece(p.spec, shape, a - s.start, b - s.start, state, copies, copy)
-                )
+                pieces.append(OwnedPiece(shard, own, copies, copy))
         return pieces
 
-    def _state(self, master: Tensor) -> dict[str, Tensor]:
-        """The optimizer's tensors of a master piece; as before the first step if there are none."""
-        state = self.adam.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            for kind in self.state_kinds:
-                state[kind] = torch.zeros_like(master)
-        return {kind: state[kind] for kind in self.state_kinds}
-
     def scalars(self) -> dict[str, float]:
-        """The rest of the optimizer's state, equal on every rank that has parameters."""
-        steps = [s["step"] for s in self.adam.state.values()] if self.adam else []
-        return {"step": int(steps[0])} if steps else {"step": 0}
+        """The rest of the optimizer's state, equal on every rank."""
+        return {"step": self.steps, **self.scale.state()}
 
     def loaded(self, scalars: dict[str, float] | None = None) -> None:
         """Take over what was written into `owned`, and the scalars if given; collective over dp."""
-        if scalars is not None and self.adam is not None:
-            for state in self.adam.state.values():
-                state["step"].fill_(scalars["step"])
-        self._spread_masters()
+        if scalars is not None:
+            self.steps = int(scalars["step"])
+            self.scale.load(scalars)
+            for shard in self.shards:
+                shard.rule.steps = self.steps
+        for shard in self.shards:
+            self._spread(shard)
+        self.finish_gathering()
 
 
-def _make_buckets(parameters: list[nn.Parameter], mesh: Mesh, zero: int) -> list[Bucket]:
-    """Buckets of one weight-decay rule each, in the order in which the backward fills them.
-
-    Those that need a sum over another axis first come last, so as not to hold the others up.
-    """
-    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for p in reversed(parameters):
-        late = p.spec.tied or p.spec.partial
-        kinds.setdefault((late, not p.spec.decay), []).append(p)
-    buckets = []
-    for (_, no_decay), members in sorted(kinds.items()):
-        run: list[nn.Parameter] = []
-        for p in members:
-            run.append(p)
-            if sum(q.numel() for q in run) >= BUCKET_ELEMENTS:
-                buckets.append(Bucket(run, mesh, zero, not no_decay))
-                run = []
-        if run:
-            buckets.append(Bucket(run, mesh, zero, not no_decay))
-    return buckets
+def _sum_over(group: Group, tensors: list[Tensor]) -> None:
+    """Sum over the group, in place; one collective however many tensors there are."""
+    joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
+    group.all_reduce(joined).wait()
+    if len(tensors) > 1:
+        sums = joined.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
 
-def _counted(p: nn.Parameter, tp: Group) -> bool:
+def _counted(spec: Spec, tp: Group) -> bool:
     """Whether this rank's copy is the one that counts: the first tensor rank, the first stage."""
-    return not p.spec.copy and (p.spec.dim is not None or tp.rank == 0)
-
-
-# ------------------------------------------------------------------------------------------------
-# Replicas must be equal, bit for bit
-# ------------------------------------------------------------------------------------------------
-
-
-def unequal_replicas(stage: nn.Module, mesh: Mesh) -> list[str]:
-    """Parameters whose copies differ in any bit, each with the axis on which they do.
-
-    Copies are compared over dp (all parameters), tp (those held whole) and between a tied pair,
-    by a 64-bit hash of the bits and their places. Collective over the mesh.
-    """
-    parameters = list(stage.parameters())
-    whole = [p for p in parameters if p.spec.dim is None]
-    tied = [p for p in parameters if p.spec.tied]
-    found = []
-    for axis, group, members in (
-        ("dp", mesh.dp, parameters),
-        ("tp", mesh.tp, whole),
-        ("tied", mesh.tied, tied),
-    ):
-        if group.size == 1 or not members:
-            continue
-        hashes = torch.stack([_bit_hash(p.detach()) for p in members])
-        every = hashes.new_empty(group.size * len(members))
-        group.all_gather(every, hashes).wait()
-        differs = (every.view(group.size, -1) != hashes).any(0).tolist()
-        found += [
-            f"{p.spec.name} differs over {axis}, ranks {list(group.ranks)}"
-            for p, unequal in zip(members, differs)
-            if unequal
-        ]
-    return found
-
-
-def _bit_hash(tensor: Tensor) -> Tensor:
-    """A 64-bit sum of the elements' bits times odd numbers that depend on their places."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.contiguous().view(-1).view(integers).long()
-    places = torch.arange(bits.numel(), device=bits.device) * 2 + 1
-    return ((bits ^ (bits >> 17)) * (places * -7046029254386353131)).sum()
+    return not spec.copy and (spec.dim is not None or tp.rank == 0)

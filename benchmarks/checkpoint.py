@@ -19,7 +19,7 @@ import time
 import warnings
 from pathlib import Path
 
-# Not this folder, which has a checkpoint.py too.
+# Not this folder, which has a memory.py too.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
@@ -28,13 +28,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import checks
 import config as configuration
 import counts
 import train
-from checkpoint import Checkpointer
-from cluster import discover, start
+from cluster import start
+from launch import discover
 from options import build
 from restore import Progress
+from saving import Checkpointer
 
 ROUNDS = 7
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
@@ -42,7 +44,7 @@ MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size
 
 def make(cluster, folder: str, **extra) -> tuple[train.Pieces, Checkpointer]:
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
-    config = configuration.check(build(values), cluster.size)
+    config = checks.check(build(values), cluster.size)
     pieces = train.build(config, cluster)
     mesh, quiet = pieces.build.mesh, lambda line: None
     return pieces, Checkpointer(config, mesh, pieces.optimizer, cluster, say=quiet)
@@ -55,8 +57,8 @@ def as_dcp(pieces: train.Pieces, mesh) -> dict[str, torch.Tensor]:
     """
     state = {}
     for piece in pieces.optimizer.owned():
-        for kind, flat in piece.state.items():
-            tensor = flat.view(piece.shape).clone()
+        for kind in ("weights", *pieces.optimizer.state_kinds):
+            tensor = piece.read(kind, piece.start, piece.stop).view(piece.shape).clone()
             if pieces.build.mesh.tp.size > 1:
                 dim = piece.spec.dim
                 place = Replicate() if dim is None else Shard(dim)
@@ -144,7 +146,7 @@ def measure(cluster, folder: str):
     for at, piece in enumerate(pieces.optimizer.owned()):
         for kind in ("exp_avg", "exp_avg_sq"):
             torch.manual_seed(at)  # replicas alike; no zeros that a disk could leave out
-            piece.state[kind].uniform_()
+            piece.write(kind, piece.start, torch.rand(piece.stop - piece.start))
     mesh = init_device_mesh("cpu", (2,))
     state, moved = as_dcp(pieces, mesh), as_dcp(other, mesh)
     usual = statistics.median(work() for _ in range(30))

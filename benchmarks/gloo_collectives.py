@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
-from cluster import discover, start
+from cluster import start
 from collectives import Group
 from config import Layout, Run
+from launch import discover
 from parallel import Mesh
 
 SIZES = (1024, 128 * 1024, 4 * 2**20)  # elements of fp32 in the whole buffer

@@ -26,6 +26,7 @@ import hardware
 import memory
 import predict
 import rows as measured
+from rows import read_tables
 
 DATA = ROOT / "benchmarks" / "data"
 
@@ -236,20 +237,6 @@ def out_of_memory(cases, values: dict[str, float]) -> tuple[list, list, list]:
         elif over > 0:
             alarms.append(entry)
     return hits, missed, alarms
-
-
-def read_tables(path: Path) -> dict[str, list[str]]:
-    """Row names by decision table."""
-    found: dict[str, list[str]] = {}
-    try:
-        with open(path, newline="") as file:
-            for row in csv.DictReader(file):
-                found.setdefault(row["table"], []).append(row["row_id"])
-    except OSError as error:
-        raise config.UserError(f"cannot read {path}: {error.strerror}") from None
-    except KeyError as error:
-        raise config.UserError(f"{path} lacks the column {error.args[0]}") from None
-    return found
 
 
 # ------------------------------------------------------------------------------------------------

@@ -10,17 +10,19 @@ import dataclasses
 import json
 import sys
 
-import checkpoint
+import checks
 import config as configuration
 import data
+import saving
 import train
-from checkpoint import Checkpointer
-from cluster import discover, start
+from cluster import start
+from launch import discover
 from options import build
 from restore import Progress
+from saving import Checkpointer
 
 BATCH = 4
-checkpoint.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
+saving.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
 
 
 def options(case: dict) -> configuration.Config:
@@ -34,13 +36,14 @@ def options(case: dict) -> configuration.Config:
 
 def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progress]:
     """Losses and gradient norms of so many steps, and the progress after them."""
-    numbers, training = [], pieces.config.training
+    numbers, config = [], pieces.config
     for _ in range(count):
         done = progress.consumed_samples
-        lr = train.learning_rate(training, done, 40 * BATCH)
+        batch = config.batches.batch(done)
+        lr = train.learning_rate(config.training, done, config.total_samples, batch)
         result = train.step(pieces, samples, done, lr)
         numbers.append([result.loss, result.grad_norm])
-        progress = Progress(progress.iteration + 1, done + BATCH)
+        progress = Progress(progress.iteration + 1, done + batch)
     return numbers, progress
 
 
@@ -57,7 +60,7 @@ def run(config: configuration.Config, before: int, after: int, cluster=None) -> 
         checkpoints.save(progress)
     numbers, _ = steps(pieces, samples, progress, after)
     checkpoints.close()
-    unequal = train.unequal_replicas(pieces.stage, mesh)
+    unequal = train.unequal_replicas(pieces.stage, pieces.optimizer, mesh)
     if unequal:
         raise RuntimeError(f"{config.layout}: {unequal}")
     return {"numbers": numbers, "said": said, "progress": dataclasses.asdict(progress)}
@@ -71,7 +74,7 @@ def main() -> None:
             jobs = json.load(file)
         results = []
         for job in jobs:
-            config = configuration.check(options(job["options"]), cluster.size)
+            config = checks.check(options(job["options"]), cluster.size)
             results.append(run(config, job["before"], job["after"], cluster))
         if cluster.rank == 0:
             with open(target, "w") as file:

@@ -9,10 +9,12 @@ the mesh is an object that is passed.
 import json
 import sys
 
+import checks
 import config as configuration
 import data
 import train
-from cluster import discover, start
+from cluster import start
+from launch import discover
 from options import build
 
 STEPS = 10
@@ -35,12 +37,13 @@ def run(config: configuration.Config, cluster=None) -> dict:
     pieces = train.build(config, cluster)
     losses, norms = [], []
     for iteration in range(config.total_steps):
-        consumed = iteration * training.global_batch_size
-        lr = train.learning_rate(training, consumed, STEPS * training.global_batch_size)
+        consumed = config.batches.consumed(iteration)
+        batch = config.batches.batch(consumed)
+        lr = train.learning_rate(training, consumed, config.total_samples, batch)
         result = train.step(pieces, samples, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    unequal = train.unequal_replicas(pieces.stage, pieces.build.mesh)
+    unequal = train.unequal_replicas(pieces.stage, pieces.optimizer, pieces.build.mesh)
     return {"losses": losses, "norms": norms, "unequal": unequal}
 
 
@@ -52,7 +55,7 @@ def main() -> None:
             cases = json.load(file)
         results = []
         for case in cases:
-            results.append(run(configuration.check(options(case), cluster.size), cluster))
+            results.append(run(checks.check(options(case), cluster.size), cluster))
             # What another rank found is lost otherwise: only rank 0 writes.
             if results[-1]["unequal"]:
                 raise RuntimeError(f"{case}: {results[-1]['unequal']}")

@@ -15,15 +15,15 @@ import checkpoint_worker as worker
 import pytest
 from ranks import mpirun, start
 
-import checkpoint
-import config as configuration
+import checks
+import saving
 import shards
 import train
 from config import UserError
 from restore import Progress
 
 SEED = 20261120
-KILLS, CHANGES = 50, 300
+KILLS, CHANGES, ROUNDS = 50, 300, 8
 
 
 @pytest.mark.slow
@@ -39,6 +39,24 @@ def test_kills_at_random_moments_lose_nothing_that_was_visible(tmp_path):
         f"{KILLS} kills with seed {SEED}, {result['during_save']} of them while a save was under "
         f"way: every restart began after the newest visible step; {result['rows']} rows of "
         f"{result['runs']} runs over {result['steps']} steps bitwise equal to the straight run"
+    )
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_under_other_layouts(tmp_path):
+    """One rank is killed, the watchdog ends the rest, another layout goes on: one loss curve."""
+    command = [sys.executable, "tests/resume_worker.py", str(tmp_path), str(ROUNDS), str(SEED)]
+    outcome = start(command, timeout=120 + 30 * ROUNDS)
+    assert outcome.status == 0, outcome.err[-4000:]
+    result = json.loads(outcome.out.splitlines()[-1])
+    assert len(result["layouts"]) == ROUNDS
+    assert result["rows"] >= result["steps"] >= ROUNDS
+    assert result["furthest"] < 1e-5
+    print(
+        f"{ROUNDS} rounds, {len({tuple(one) for one in result['layouts']})} layouts, "
+        f"{result['rows']} rows of {result['steps']} steps: losses within "
+        f"{result['furthest']:.1e} of the straight run; a job was gone {result['longest']} s after "
+        f"the kill at most"
     )
 
 
@@ -110,16 +128,16 @@ CHANGERS = (truncate, truncate, flip, flip, flip, flip_a_run, lengthen, lose, ma
 @functools.cache
 def run() -> train.Pieces:
     """One run of this process, to load into again and again."""
-    return train.build(configuration.check(worker.options({}), 1))
+    return train.build(checks.check(worker.options({}), 1))
 
 
 def load(folder: Path, out: Path) -> Progress:
     """Resume from exactly that folder."""
     pieces = run()
     options = worker.options({"out": str(out), "resume": str(folder)})
-    config = configuration.check(options, 1)
+    config = checks.check(options, 1)
     mesh, said = pieces.build.mesh, []
-    checkpoints = checkpoint.Checkpointer(config, mesh, pieces.optimizer, say=said.append)
+    checkpoints = saving.Checkpointer(config, mesh, pieces.optimizer, say=said.append)
     return checkpoints.resume()
 
 
@@ -149,10 +167,10 @@ def test_no_changed_file_loads(intact, tmp_path):
 def test_shards_of_another_step_are_refused(intact, tmp_path):
     """Each intact by itself, and of the right sizes."""
     options = {"out": str(tmp_path / "a"), "save_every": 1, "seed": 3}
-    pieces = train.build(configuration.check(worker.options(options), 1))
-    checkpoints = checkpoint.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    pieces = train.build(checks.check(worker.options(options), 1))
+    checkpoints = saving.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
-    for p in pieces.optimizer.parameters:
+    for p in pieces.stage.parameters():
         p.data.add_(1e-3)
     checkpoints.after_step(Progress(2, 2 * worker.BATCH))
     checkpoints.close()
@@ -178,8 +196,8 @@ def test_the_newest_complete_one_is_taken_and_said(intact, tmp_path):
     shards.write_manifest(str(parent / "step_00000007"), 7, files)
 
     config = worker.options({"out": str(tmp_path), "resume": "auto", "save_every": 1})
-    pieces, said = train.build(configuration.check(config, 1)), []
-    checkpoints = checkpoint.Checkpointer(
+    pieces, said = train.build(checks.check(config, 1)), []
+    checkpoints = saving.Checkpointer(
         pieces.config, pieces.build.mesh, pieces.optimizer, say=said.append
     )
     assert checkpoints.resume().iteration == 2

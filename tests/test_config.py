@@ -7,7 +7,8 @@ import sys
 import pytest
 from ranks import ROOT
 
-from config import Config, ModelShape, UserError, check
+from checks import check
+from config import Config, ModelShape, UserError
 from options import parse
 from presets import PRESETS, preset
 
@@ -21,7 +22,7 @@ def configure(words: str, ranks: int = 1) -> Config:
 def test_dp_follows_from_the_ranks():
     config = configure(f"{BASE} --tp 2 --pp 2 --micro-batch-size 2", ranks=8)
     assert config.layout.dp == 2
-    assert config.micro_batches == 2
+    assert config.micro_batches(8) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The same results on a GPU as on the CPU; skipped where there is none (scripts/gpu_check.sh)."""
 
+import functools
 import json
+import pickle
 import sys
 
 import golden_worker
@@ -8,12 +10,13 @@ import pytest
 import torch
 from ranks import start
 
-import config as configuration
+import checks
 import data
 import train
-from cluster import Launch
 from cluster import start as start_cluster
+from launch import Launch
 from parallel import draw_normal
+from records import Recorder
 
 pytestmark = [
     pytest.mark.cuda,
@@ -32,10 +35,14 @@ KINDS = [
 ]
 
 
+LAYOUTS = ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--zero 1", "--zero 2"]
+
+
 def losses(options: dict, device: str) -> list[float]:
     """Loss of ten steps of a small model, one rank, on that device."""
-    options = {"hidden": 128, "seq_length": 64, "vocab_size": 500} | options | {"device": device}
-    config = configuration.check(golden_worker.options(options), 1)
+    options = {"hidden": 128, "seq_length": 64, "vocab_size": 500} | options
+    options |= {"device": device, "watchdog": False}  # it would end this process one day
+    config = checks.check(golden_worker.options(options), 1)
     cluster = start_cluster(Launch("python"), config.run)
     pieces = train.build(config, cluster)
     samples = data.Synthetic(500, 64, 1)
@@ -44,11 +51,11 @@ def losses(options: dict, device: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2)]
+    ("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
 def test_the_gpu_computes_what_the_cpu_does(kind, precision, tolerance):
-    """bf16 on the GPU is held against fp32 on the CPU."""
-    exact = "fp32" if precision == "bf16" else precision
+    """16 bits on the GPU are held against fp32 on the CPU."""
+    exact = "fp32" if precision in ("bf16", "fp16") else precision
     ours = losses(kind | {"precision": precision}, "cuda")
     theirs = losses(kind | {"precision": exact}, "cpu")
     assert ours == pytest.approx(theirs, rel=tolerance)
@@ -60,6 +67,14 @@ def test_recompute_on_the_gpu(recompute):
     assert losses({"precision": "bf16", "recompute": recompute}, "cuda") == pytest.approx(plain)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "muon", "sgd"])
+def test_the_other_update_rules_on_the_gpu(optimizer):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    options = {"optimizer": optimizer, "hidden": 256}
+    assert losses(options, "cuda") == pytest.approx(losses(options, "cpu"), rel=1e-2)
+
+
 def test_weights_do_not_depend_on_the_device():
     shape = (64, 48)
     ours, theirs = (
@@ -68,7 +83,7 @@ def test_weights_do_not_depend_on_the_device():
     assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--zero 1"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_ranks_share_one_gpu_over_gloo(tmp_path, layout):
     words = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 5"
     rows = {}
@@ -83,3 +98,32 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path, layout):
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line)["loss"] for line in lines]
     assert rows["two"] == pytest.approx(rows["one"], rel=1e-4)
+
+
+def test_a_memory_snapshot_and_the_table_of_stages(tmp_path):
+    words = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 3"
+    command = [sys.executable, "train.py", *words.split(), "--device", "cuda"]
+    outcome = start([*command, "--memory-snapshot", "--out", str(tmp_path)], timeout=120)
+    assert outcome.status == 0, outcome.err
+    with open(tmp_path / "memory_00000.pickle", "rb") as file:
+        assert pickle.load(file)["device_traces"]
+    assert "peak memory of a rank, MB (allocated); predicted by memory.py" in outcome.out
+
+
+def test_waits_of_a_stream_are_timed_and_seen():
+    """The host goes on while the stream waits; the record knows that the device has not passed."""
+    recorder = Recorder(functools.partial(torch.cuda.Event, enable_timing=True))
+    torch.cuda.synchronize()
+
+    class Work:
+        def wait(self):
+            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+
+    operation = recorder.book("dp", (0, 1)).enter("all_reduce", 4).under_way(Work())
+    operation.wait()
+    assert recorder.device_waits_for() is operation
+    assert recorder.snapshot(1)["wait"]["number"] == 1
+    assert recorder.take_waited() == 0.0
+    torch.cuda.synchronize()
+    assert recorder.device_waits_for() is None
+    assert 0.01 < recorder.take_waited() < 10.0

@@ -14,9 +14,10 @@ import torch
 from ranks import ROOT
 
 import checkpoint
-import config as configuration
+import checks
 import export
 import families
+import saving
 import train
 from config import ModelShape, UserError
 from restore import Progress
@@ -38,15 +39,15 @@ MODELS = {
 def save(out: Path, extra: dict):
     """A checkpoint of random weights, biases and norms too: its folder, and the run's pieces."""
     options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    pieces = train.build(configuration.check(worker.options(options), 1))
+    pieces = train.build(checks.check(worker.options(options), 1))
     torch.manual_seed(1)
     with torch.no_grad():
-        for p in pieces.optimizer.parameters:
+        for p in pieces.stage.parameters():
             rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
             p[:rows].normal_(0.0, 0.15)
             if p.dim() == 1:
                 p.add_(1.0)
-    checkpoints = checkpoint.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    checkpoints = saving.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
     checkpoints.close()
     return out / "checkpoints/step_00000001", pieces
@@ -116,10 +117,10 @@ def test_training_begins_from_imported_weights(tmp_path):
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
     values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
-    config = configuration.check(worker.options(values), 1)
+    config = checks.check(worker.options(values), 1)
     new = train.build(config)
-    checkpoint.Checkpointer(config, new.build.mesh, new.optimizer).resume()
-    for own, p in zip(new.optimizer.parameters, pieces.optimizer.parameters):
+    saving.Checkpointer(config, new.build.mesh, new.optimizer).resume()
+    for own, p in zip(new.stage.parameters(), pieces.stage.parameters()):
         assert torch.equal(own, p)
 
 
@@ -181,7 +182,7 @@ def test_show_and_verify(tmp_path, capsys):
     assert "step 1, complete by size: 2 files" in shown
     assert "blocks.2.mlp.up.weight" in shown
     assert "2 x 80 x 48" in shown
-    count = sum(math.prod(p.spec.shape) for p in pieces.optimizer.parameters)
+    count = sum(math.prod(p.spec.shape) for p in pieces.stage.parameters())
     assert f"of {count:,} elements, each with: weights float32" in shown
     command("verify", folder)
     data = bytearray((folder / "rank_00000.h5").read_bytes())

@@ -16,7 +16,7 @@ import golden_worker
 import pytest
 from ranks import mpirun
 
-import config as configuration
+import checks
 
 POSITIONS = {
     "learned": {"positions": "learned"},
@@ -80,13 +80,24 @@ def cases(ranks: int, full: bool) -> list[dict]:
             extra = POSITIONS[options["positions"]]
             mesh = {"tp": tp, "pp": pp, "layers": 2, "global_batch_size": batch}
             result.append(options | extra | mesh)
+        result.append(ramp_up(result[-1], dp))
     return result
+
+
+def ramp_up(case: dict, dp: int) -> dict:
+    """A case with three batch sizes in its ten steps: 3, 2 and 5 of them."""
+    share = dp * case["micro_batch_size"]
+    return case | {
+        "rampup_batch_size": [share, share, 6 * share],
+        "global_batch_size": 3 * share,
+        "lr_warmup_samples": 10 * share,
+    }
 
 
 @cache
 def single_rank(key: str) -> dict:
     """The run on one rank that a case must equal; micro-batch 1, everything else plain."""
-    return golden_worker.run(configuration.check(golden_worker.options(json.loads(key)), 1))
+    return golden_worker.run(checks.check(golden_worker.options(json.loads(key)), 1))
 
 
 def reference(case: dict) -> dict:

@@ -8,6 +8,7 @@ from ranks import mpirun
 
 from config import Layout
 from parallel import Builder, Mesh, VocabEmbedding, draw_normal
+from records import Recorder
 
 
 @pytest.mark.slow
@@ -69,6 +70,7 @@ def test_rank_order():
     class Fake:
         def __init__(self, rank, size):
             self.rank, self.size = rank, size
+            self.recorder, self.blocking = Recorder(), False
 
         def process_group(self, ranks, role):
             return None

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import schedule
 from pipeline import Pipeline, _Execution
+from records import Recorder
 
 WIDTH = 3
 
@@ -62,7 +63,7 @@ class FakeMesh:
         self.pp_rank, self.pp = stage, stages
         self.first_stage, self.last_stage = stage == 0, stage == stages - 1
         self.forward, self.backward = wires.group("F", stage), wires.group("B", stage)
-        self.tp = type("Alone", (), {"rank": 0})()
+        self.tp, self.recorder = type("Alone", (), {"rank": 0})(), Recorder()
 
 
 class Scale(torch.nn.Module):

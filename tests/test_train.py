@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import mpirun, start
 
+import checks
 import config as configuration
 import data
 import train
@@ -34,6 +35,8 @@ ROW = {
     "tflops_model",
     "tflops_hardware",
     "peak_memory_bytes",
+    "peak_memory_bytes_per_stage",
+    "reserved_memory_bytes_per_stage",
 }
 
 
@@ -54,9 +57,10 @@ def corpus(tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_layouts_of_the_command_line_agree(tmp_path, corpus):
-    """A run on files, with evaluation, on one rank and on tp 2 x pp 2: the same rows."""
+    """A ramp-up on files, with evaluation, on one rank and on tp 2 x pp 2: the same rows."""
     words = SMALL + f"--steps 12 --data {corpus} --split 90,10,0 --eval-samples 16 --eval-every 5 "
-    words += "--check-replicas-every 4 --lr 3e-3 --precision fp64"
+    words += "--check-replicas-every 4 --lr 3e-3 --precision fp64 --lr-warmup-samples 16 "
+    words += "--rampup-batch-size 4 2 16"
     one = start([sys.executable, "train.py", *words.split(), "--out", str(tmp_path / "one")])
     assert one.status == 0, one.err
     four = mpirun(
@@ -75,8 +79,22 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
         for key in ("loss", "grad_norm", "validation_loss", "learning_rate", "consumed_tokens"):
             if key in a:
                 assert a[key] == pytest.approx(b[key], rel=1e-10), (key, a, b)
+    assert [r["global_batch_size"] for r in steps] == [4, 4, 6, 6] + [8] * 8
+    assert [r["consumed_samples"] for r in steps[:5]] == [4, 8, 14, 20, 28]
+    rates = [r["learning_rate"] / 3e-3 for r in steps[:3]]
+    assert rates == pytest.approx([4 / 20, 8 / 20, 14 / 22])
+    work = {r["tflops_model"] * r["seconds"] / r["global_batch_size"] for r in steps}
+    assert max(work) == pytest.approx(min(work))
+    line = "global batch: 4 from step 1, 6 from step 3, 8 from step 5 (20 samples); 3 sizes, 12 st"
+    assert line in four.out
+    assert "micro-batch 2 x 2 to 4," in four.out
     assert "bubble" in four.out
     assert "stage 1" in four.out
+    assert "peak memory of a rank, MB (resident); predicted by memory.py: weights +" in four.out
+    for row in rows(tmp_path / "four"):
+        if "loss" in row:
+            assert len(row["reserved_memory_bytes_per_stage"]) == 2
+            assert max(row["peak_memory_bytes_per_stage"]) == row["peak_memory_bytes"]
     assert four.out.count("elapsed time per iteration") == 12
     facts = json.loads((tmp_path / "four" / "run.json").read_text())
     assert facts["cluster"]["launcher"] == "mpirun"
@@ -126,7 +144,7 @@ def training(**options) -> configuration.Training:
 def test_the_learning_rate_warms_up_and_falls():
     def rates(**options):
         t = training(**options)
-        return [train.learning_rate(t, samples, 1000) for samples in range(0, 1001, 10)]
+        return [train.learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
 
     warm = rates(lr_warmup_samples=100)
     assert warm[0] > 0
@@ -150,7 +168,7 @@ def test_the_learning_rate_warms_up_and_falls():
 
 
 def test_drifted_replicas_end_the_run(monkeypatch):
-    pieces = train.build(configuration.check(golden_worker.options({}), 1))
+    pieces = train.build(checks.check(golden_worker.options({}), 1))
     train.check_replicas(pieces, 3)
     monkeypatch.setattr(train, "unequal_replicas", lambda *_: ["w differs over tp, ranks [0, 1]"])
     with pytest.raises(RuntimeError, match=r"after iteration 3 replicas.*w differs over tp"):
@@ -161,7 +179,7 @@ def test_drifted_replicas_end_the_run(monkeypatch):
 def test_recompute_changes_no_bit(recompute):
     def weights(kind):
         options = golden_worker.options({"recompute": kind, "positions": "alibi"})
-        pieces = train.build(configuration.check(options, 1))
+        pieces = train.build(checks.check(options, 1))
         results = [train.step(pieces, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
         return results, torch.cat([p.detach().flatten() for p in pieces.stage.parameters()])
 

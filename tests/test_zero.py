@@ -1,21 +1,27 @@
 """The optimizer against torch's own, on one rank; several ranks are in test_golden."""
 
+import gc
 import math
+import weakref
 
 import golden_worker
 import pytest
 import torch
 
+import buckets
+import checks
 import config as configuration
 import data
+import replicas
 import train
 import zero
 from collectives import Group
 from parallel import Builder, Mesh
+from records import Recorder
 
 
 def pieces(**options) -> train.Pieces:
-    return train.build(configuration.check(golden_worker.options(options), 1))
+    return train.build(checks.check(golden_worker.options(options), 1))
 
 
 def copy_of(stage) -> dict[str, torch.Tensor]:
@@ -24,7 +30,7 @@ def copy_of(stage) -> dict[str, torch.Tensor]:
 
 def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
     """Same gradients in, same weights out: decay groups, clipping, bias correction, rate."""
-    monkeypatch.setattr(zero, "BUCKET_ELEMENTS", 5000)  # several buckets
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)  # several buckets
     run = pieces(precision="fp64", weight_decay=0.1, clip_grad=0.5)
     assert len(run.optimizer.buckets) > 3
     theirs = copy_of(run.stage)
@@ -47,7 +53,7 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
             group["lr"] = lr
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
         adamw.step()
-        run.optimizer.start_reducing()
+        run.optimizer.before_backward(last=True)
         result = run.optimizer.step(lr, torch.tensor(3.0), 2)
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
         assert result.loss == 1.5
@@ -58,7 +64,12 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
 
 def test_biases_and_norms_do_not_decay():
     run = pieces()
-    decayed = {s.parameter.spec.name for b in run.optimizer.buckets if b.decay for s in b.segments}
+    decayed = {
+        s.parameter.spec.name
+        for b in run.optimizer.buckets
+        if not b.key.no_decay
+        for s in b.segments
+    }
     names = {p.spec.name for p in run.stage.parameters()}
     assert decayed == {n for n in names if n.endswith("weight") and "norm" not in n}
 
@@ -68,7 +79,7 @@ def test_a_step_without_a_finite_norm_changes_nothing(bad):
     run = pieces()
     before = copy_of(run.stage)
     next(run.stage.parameters()).main_grad[0] = bad
-    run.optimizer.start_reducing()
+    run.optimizer.before_backward(last=True)
     assert run.optimizer.step(1e-3, torch.tensor(1.0), 1).skipped
     assert all(torch.equal(p, before[p.spec.name]) for p in run.stage.parameters())
     samples = data.Synthetic(61, 16, 1)
@@ -82,17 +93,19 @@ def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
     """Weights are rounded masters, and updates too small for bf16 are not lost."""
     run, exact = pieces(precision="bf16"), pieces(precision="fp32")
     drawn = {p.spec.name: p for p in exact.stage.parameters()}
-    for bucket, master in zip(run.optimizer.buckets, run.optimizer.masters):
-        assert master.dtype == bucket.gradients.dtype == torch.float32
-        for s, a, b in bucket.own_pieces():
-            whole = drawn[s.parameter.spec.name].detach().flatten()
-            assert torch.equal(master[a:b], whole)
-            assert torch.equal(s.parameter.flatten(), whole.bfloat16())
+    rounded = copy_of(run.stage)
+    for piece in run.optimizer.owned():
+        whole = drawn[piece.spec.name].detach().flatten()
+        master = piece.read("weights", piece.start, piece.stop)
+        assert master.dtype == torch.float32
+        assert torch.equal(master, whole)
+        assert torch.equal(rounded[piece.spec.name].flatten(), whole.bfloat16())
+    assert {bucket.gradients.dtype for bucket in run.optimizer.buckets} == {torch.float32}
     weight = run.stage.blocks[0].mlp.up.weight
     before = weight.detach().clone()
     for _ in range(200):
         weight.main_grad.fill_(1e-3)
-        run.optimizer.start_reducing()
+        run.optimizer.before_backward(last=True)
         run.optimizer.step(1e-6, torch.tensor(0.0), 1)
     assert 1e-4 < (before - weight).float().mean() < 3e-4
 
@@ -107,27 +120,30 @@ def test_gradients_of_micro_batches_are_summed(precision):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5 if precision == "fp32" else 2e-2)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
-def test_ownership_is_balanced_and_complete(replicas):
+@pytest.mark.parametrize("dp", [1, 2, 3, 8])
+def test_ownership_is_balanced_and_complete(dp):
     """Every element has one owner; pieces are equal, and empty ones enter like the others."""
 
     class Fake:
         def __init__(self, rank):
-            self.rank, self.size = rank, replicas
+            self.rank, self.size = rank, dp
+            self.recorder, self.blocking = Recorder(), False
 
         def process_group(self, ranks, role):
             return None
 
     parameter = Builder(Mesh()).parameter("w", (13, 11), std=1.0)
-    layout = configuration.Layout(dp=replicas)
+    layout = configuration.Layout(dp=dp)
     owned = torch.zeros(13 * 11, dtype=torch.int64)
     sizes = set()
-    for rank in range(replicas):
-        bucket = zero.Bucket([parameter], Mesh(layout, Fake(rank)), 1, decay=True)
+    for rank in range(dp):
+        key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
+        bucket = buckets.Bucket([parameter], key, Mesh(layout, Fake(rank)), options, 1)
+        bucket.adopt_masters(None)
         sizes.add(bucket.piece)
-        assert bucket.piece % zero.ALIGNMENT == 0
-        for _, a, b in bucket.own_pieces():
-            owned[a:b] += 1
+        assert bucket.piece % buckets.ALIGNMENT == 0
+        for own in bucket.own:
+            owned[own.start : own.stop] += 1
     assert (owned == 1).all()
     assert len(sizes) == 1
 
@@ -135,8 +151,8 @@ def test_ownership_is_balanced_and_complete(replicas):
 def test_a_stage_without_parameters_steps_too():
     nothing = torch.nn.Identity()
     options = configuration.Training(steps=1)
-    optimizer = zero.Optimizer(nothing, Builder(Mesh()), options, zero=1)
-    optimizer.start_reducing()
+    optimizer = zero.Optimizer(nothing, Builder(Mesh()), options, configuration.Layout(dp=1))
+    optimizer.before_backward(last=True)
     result = optimizer.step(1e-3, torch.tensor(4.0), 2)
     assert (result.grad_norm, result.loss, result.skipped) == (0.0, 2.0, False)
 
@@ -144,6 +160,18 @@ def test_a_stage_without_parameters_steps_too():
 def test_the_bit_hash_sees_order_and_sign():
     x = torch.tensor([0.0, 1.0, 2.0])
     swapped, negative = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([-0.0, 1.0, 2.0])
-    hashes = {zero._bit_hash(t).item() for t in (x, swapped, negative, x.double(), x.bfloat16())}
+    hashes = {
+        replicas._bit_hash(t, 0).item() for t in (x, swapped, negative, x.double(), x.bfloat16())
+    }
     assert len(hashes) == 5
     assert Group().size == 1
+
+
+def test_an_optimizer_goes_with_its_run():
+    """Its buffers are most of the memory: nothing may keep them once a run is let go of."""
+    run = pieces()
+    train.step(run, data.Synthetic(61, 16, 1), 0, 1e-3)
+    buffers = [weakref.ref(bucket.weights) for bucket in run.optimizer.buckets]
+    del run
+    gc.collect()
+    assert all(buffer() is None for buffer in buffers)

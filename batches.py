@@ -1,0 +1,170 @@
+"""How many samples each step takes, and which are passed over. Pure arithmetic.
+
+    schedule = ramp(192, 16, 9_765_625, 2048)
+    schedule.batch(consumed)        of the step that begins when so many samples are consumed
+    schedule.levels()               each size: when it begins, and for how many steps
+    touches(ranges, consumed, batch)        whether that step is passed over
+
+Both follow from the samples consumed and from nothing else, so a run that is resumed, under
+whatever layout, goes on as if it had never stopped.
+"""
+
+import bisect
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Level:
+    """Steps of one batch size: the steps and the samples before them, and how many they are."""
+
+    batch: int
+    first_step: int
+    consumed: int
+    steps: int | None  # None: until training ends
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The global batch size at any time of a run.
+
+    starts: (consumed samples, batch size from there on), ascending, the first at 0.
+    """
+
+    starts: tuple[tuple[int, int], ...]
+
+    def batch(self, consumed: int) -> int:
+        """Samples in the step that begins when `consumed` samples have been."""
+        place = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
+        return self.starts[place - 1][1]
+
+    def levels(self, consumed: int = 0) -> list[Level]:
+        """The sizes that are run, from `consumed` samples on; a step is never cut short."""
+        levels, step = [], 0
+        for (_, batch), (end, _) in pairwise(self.starts):
+            steps = -((consumed - end) // batch)  # rounded up
+            if steps > 0:
+                levels.append(Level(batch, step, consumed, steps))
+                step, consumed = step + steps, consumed + steps * batch
+        return [*levels, Level(self.starts[-1][1], step, consumed, None)]
+
+    def consumed(self, steps: int) -> int:
+        """Samples consumed when so many steps are done."""
+        level = [level for level in self.levels() if level.first_step <= steps][-1]
+        return level.consumed + (steps - level.first_step) * level.batch
+
+    def steps(self, samples: int, consumed: int = 0) -> int:
+        """Steps from `consumed` on that `samples` allow: whole batches only."""
+        if samples < consumed:
+            return 0
+        level = [level for level in self.levels(consumed) if level.consumed <= samples][-1]
+        return level.first_step + (samples - level.consumed) // level.batch
+
+    def rounded(self, divisor: int) -> "BatchSchedule":
+        """With every size rounded down to a multiple of `divisor`, which none must be below."""
+        return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
+
+
+def constant(size: int) -> BatchSchedule:
+    """One size for the whole run."""
+    return BatchSchedule(((0, size),))
+
+
+def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule:
+    """Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
+
+    At `consumed` samples the size is START + int(consumed / (SAMPLES / n)) * INCREMENT, where n is
+    the number of increments, and the target after SAMPLES. ValueError if it does not get there.
+    """
+    if min(start, increment, samples) < 1 or target <= start or (target - start) % increment:
+        raise ValueError(
+            f"a ramp-up from {start} by {increment} over {samples} samples does not reach "
+            f"global-batch-size({target})"
+        )
+    count = (target - start) // increment
+    per_level = samples / count  # a float, with its rounding, as there
+    starts = [(0, start)]
+    for i in range(1, count + 1):
+        first = math.ceil(i * per_level) - 1
+        while first <= samples and int(first / per_level) < i:
+            first += 1
+        starts.append((first, start + i * increment))
+    return _joined(starts)
+
+
+def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
+    """The schedule of `0:192 5B:1024 ...`: TOKENS:SIZE, the size once so many tokens are consumed.
+
+    Tokens are rounded down to whole samples. ValueError if the words are no such schedule.
+    """
+    return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
+
+
+def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Tokens and sizes of `0:192 5B:1024 ...`; K, M, B and T are powers of a thousand."""
+    said = " ".join(map(str, words))
+    steps = []
+    for word in words:
+        tokens, _, size = str(word).partition(":")
+        number = _tokens(tokens)
+        if number is None or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
+        steps.append((number, int(size)))
+    if steps[0][0] != 0:
+        raise ValueError(f"--batch-schedule {said}: the first size is for 0 tokens, as in 0:192")
+    for (before, _), (after, _) in pairwise(steps):
+        if after <= before:
+            raise ValueError(f"--batch-schedule {said}: {after} tokens do not come after {before}")
+    return steps
+
+
+def _tokens(text: str) -> int | None:
+    """5B as 5000000000; None if it is not a number of tokens."""
+    factor = SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text if factor == 1 else text[:-1]
+    try:
+        number = float(digits) * factor
+    except ValueError:
+        return None
+    return round(number) if 0 <= number < math.inf else None
+
+
+def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
+    """Without sizes that begin where the next one does, or that are the one before."""
+    kept: list[tuple[int, int]] = []
+    for start, batch in starts:
+        if kept and kept[-1][0] == start:
+            kept.pop()
+        if not kept or kept[-1][1] != batch:
+            kept.append((start, batch))
+    return BatchSchedule(tuple(kept))
+
+
+# ------------------------------------------------------------------------------------------------
+# Samples that are passed over
+# ------------------------------------------------------------------------------------------------
+
+
+def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
+    """Ascending ranges [A, B) of samples, of `A:B ...`; ValueError if empty or overlapping."""
+    ranges = []
+    for word in words:
+        first, _, end = str(word).partition(":")
+        if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+            raise ValueError(
+                f"--skip-samples takes A:B, from sample A up to but not including B, not {word!r}"
+            )
+        ranges.append((int(first), int(end)))
+    ranges.sort()
+    for (a, b), (c, d) in pairwise(ranges):
+        if c < b:
+            raise ValueError(f"--skip-samples: {a}:{b} and {c}:{d} overlap")
+    return ranges
+
+
+def touches(ranges: list[tuple[int, int]], first: int, count: int) -> bool:
+    """Whether any of `count` samples from `first` on is in one of the ranges."""
+    return any(a < first + count and first < b for a, b in ranges)

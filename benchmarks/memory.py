@@ -1,0 +1,125 @@
+"""What each ZeRO stage, optimizer and recomputation costs in memory and time, measured at dp 4.
+
+    mpirun -n 4 python benchmarks/memory.py        prints the table
+
+A GPT of 51 million parameters in bf16 with fp32 masters. Of every setting: the bytes of one rank's
+optimizer state, the largest resident set of a rank during three steps above what it was before the
+model was built (the kernel's high-water mark, reset in between), and the median time of the steps
+after the first. Settings take their turns in one start of the ranks, ROUNDS times over.
+"""
+
+import ctypes
+import gc
+import itertools
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import psutil
+
+import checks
+import config as configuration
+import counts
+import data
+import train
+from cluster import Cluster, start
+from launch import discover
+from options import build
+from restore import Board
+
+ROUNDS, STEPS = 2, 3
+MODEL = {"layers": 8, "hidden": 512, "heads": 8, "seq_length": 128, "vocab_size": 50257}
+BASE = MODEL | {"micro_batch_size": 2, "steps": STEPS, "precision": "bf16"}
+BASE["global_batch_size"] = 16  # two micro-batches on each of 4 replicas
+
+
+def settings() -> list[dict]:
+    """What is compared, each a difference from BASE."""
+    product = itertools.product((0, 1, 2), ("adamw", "adamw8bit"), ("none", "full"))
+    found = [{"zero": z, "optimizer": o, "recompute": r} for z, o, r in product]
+    for extra in (
+        {"zero": 1, "grad_dtype": "bf16"},
+        {"zero": 2, "grad_dtype": "bf16"},
+        {"zero": 3},
+    ):
+        found.append({"optimizer": "adamw", "recompute": "none"} | extra)
+    return found
+
+
+def measure(setting: dict, cluster: Cluster, samples: data.Synthetic) -> tuple[int, int, float]:
+    """Bytes of state, largest resident bytes above the start, seconds per step, on this rank."""
+    _give_back()
+    before = psutil.Process().memory_info().rss
+    config = checks.check(build(BASE | setting), cluster.size)
+    pieces = train.build(config, cluster)
+    _give_back()  # what drawing the weights took is no part of training
+    _reset_high_water_mark()
+    seconds = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        train.step(pieces, samples, step * 16, 1e-4)
+        seconds.append(time.perf_counter() - began)
+    return pieces.optimizer.state_bytes(), _high_water_mark() - before, min(seconds[1:])
+
+
+def _give_back() -> None:
+    """Free what is unreachable, back to the system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _reset_high_water_mark() -> None:
+    with open("/proc/self/clear_refs", "w") as file:  # 5: the peak resident set, see proc(5)
+        file.write("5")
+
+
+def _high_water_mark() -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def report(rows: list[tuple[dict, list[tuple[int, int, float]]]]) -> None:
+    """The table: medians over the rounds of the largest over ranks, lowest and highest beside."""
+    print("| ZeRO | optimizer | sums of gradients | recompute | state, MB | of ZeRO-0 |", end="")
+    print(" peak, MB | lowest to highest | s/step | lowest to highest |")
+    print("| --: | --- | --- | --- | --: | --: | --: | --- | --: | --- |")
+    whole = {s["optimizer"]: rounds[0][0] for s, rounds in rows if s["zero"] == 0}
+    for setting, rounds in rows:
+        states, peaks, times = zip(*rounds)
+        mb = [p / 1e6 for p in peaks]
+        print(
+            f"| {setting['zero']} | {setting['optimizer']} | {setting.get('grad_dtype', 'fp32')} |"
+            f" {setting['recompute']} | {states[0] / 1e6:.1f} |"
+            f" {states[0] / whole[setting['optimizer']]:.4f} |"
+            f" {statistics.median(mb):.0f} | {min(mb):.0f} to {max(mb):.0f} |"
+            f" {statistics.median(times):.2f} | {min(times):.2f} to {max(times):.2f} |"
+        )
+
+
+def main() -> None:
+    """Measure every setting in turn, and print the table on rank 0."""
+    cluster = start(discover(), configuration.Run())
+    with cluster.failing_loudly():
+        board, every = Board(cluster), settings()
+        results: list[list[tuple[int, int, float]]] = [[] for _ in every]
+        samples = data.Synthetic(MODEL["vocab_size"], MODEL["seq_length"], 1234)
+        for _ in range(ROUNDS):
+            for setting, found in zip(every, results):
+                own = measure(setting, cluster, samples)
+                largest = board.agree(own, lambda all: [max(values) for values in zip(*all)])
+                found.append(tuple(largest))
+                if cluster.rank == 0:
+                    print(setting, found[-1], file=sys.stderr, flush=True)
+        if cluster.rank == 0:
+            shape = build(BASE).model
+            print(f"{counts.parameters(shape):,} parameters, dp {cluster.size}")
+            report(list(zip(every, results)))
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Overflows and drift planted on one rank, found by all; run under mpirun on 8 ranks.
+
+Prints "ok" and the number of checks; a check that fails ends every rank.
+"""
+
+import math
+
+import golden_worker
+import torch
+
+import checks
+import config as configuration
+import data
+import train
+from cluster import Cluster, start
+from launch import discover
+from restore import Board
+
+CHECKS: list[str] = []
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(f"does not hold: {what}")
+    CHECKS.append(what)
+
+
+def pieces(cluster: Cluster, **options) -> train.Pieces:
+    case = {"tp": 2, "pp": 2, "lr": 1e-3} | options
+    if cluster.size < 4:
+        case["pp"] = 1
+    return train.build(checks.check(golden_worker.options(case), cluster.size), cluster)
+
+
+def same_everywhere(board: Board, value, what: str) -> None:
+    same = board.agree(repr(value), lambda every: len(set(every)) == 1)
+    check(same, f"{what} is the same everywhere")
+
+
+def plant(p: torch.nn.Parameter, bad: float):
+    """Make the next gradients of a parameter bad, until the handle is removed."""
+    return p.register_hook(
+        lambda gradient: (
+            gradient.clone()
+            .flatten()[:1]
+            .mul(0)
+            .add(bad)
+            .expand(gradient.numel())
+            .view_as(gradient)
+        )
+    )
+
+
+def check_overflow(cluster: Cluster, board: Board, zero: int, precision: str, bad: float) -> None:
+    """An inf on one rank, whichever: every rank skips, halves the scale, and goes on alike."""
+    run = pieces(
+        cluster,
+        zero=zero,
+        precision=precision,
+        sequence_parallel=True,
+        initial_loss_scale_power=10,
+        loss_scale_hysteresis=1,
+    )
+    samples = data.Synthetic(61, 16, 1234)
+    for turn in range(cluster.size):
+        before = [p.detach().clone() for p in run.stage.parameters()]
+        scale, steps = run.optimizer.scale.value, run.optimizer.steps
+        handle = None
+        if cluster.rank == turn:
+            handle = plant(list(run.stage.parameters())[turn % 3], bad)
+        result = train.step(run, samples, 0, 1e-3)
+        if handle:
+            handle.remove()
+        what = f"zero {zero} {precision}: {bad} on rank {turn}"
+        check(result.skipped, f"{what} skips")
+        same_everywhere(board, (result, run.optimizer.scale.state()), what)
+        check(run.optimizer.steps == steps, f"{what} is no step")
+        halved = max(scale / 2, 1.0) if precision == "fp16" else 1.0
+        check(run.optimizer.scale.value == halved, f"{what} halves the scale")
+        after = list(run.stage.parameters())
+        check(all(torch.equal(a, b) for a, b in zip(after, before)), f"{what} changes no weight")
+        result = train.step(run, samples, 8 * turn, 1e-3)
+        check(not result.skipped and math.isfinite(result.grad_norm), f"{what}, the next step")
+        unequal = train.unequal_replicas(run.stage, run.optimizer, run.build.mesh)
+        check(unequal == [], f"{what}, replicas: {unequal}")
+
+
+def check_adamw(cluster: Cluster, steps: int = 100) -> None:
+    """ZeRO-1 over all ranks, each with a share of the gradient: torch's AdamW on one rank."""
+    run = pieces(cluster, tp=1, pp=1, zero=1, clip_grad=0.5, weight_decay=0.1)
+    ours = list(run.stage.parameters())
+    theirs = [p.detach().clone() for p in ours]
+    decayed = [p for p, own in zip(theirs, ours) if own.spec.decay]
+    rest = [p for p, own in zip(theirs, ours) if not own.spec.decay]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, foreach=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        run.optimizer.before_backward(last=True)
+        for own, p in zip(ours, theirs):
+            shares = torch.randn(cluster.size, *p.shape, generator=generator)
+            own.main_grad.copy_(shares[cluster.rank])
+            p.grad = shares.sum(0)
+        torch.nn.utils.clip_grad_norm_(theirs, 0.5)
+        adamw.step()
+        run.optimizer.step(1e-3, torch.tensor(0.0), 1)
+    off = max((a.detach() - b).abs().max().item() for a, b in zip(ours, theirs))
+    check(off < 1e-6, f"{steps} steps of AdamW under ZeRO-1, off by {off}")
+
+
+def check_drift(cluster: Cluster, board: Board, zero: int) -> None:
+    """One flipped bit in optimizer state or a weight is found and its rank is named."""
+    run = pieces(cluster, zero=zero, tied=True)
+    mesh = run.build.mesh
+    train.step(run, data.Synthetic(61, 16, 1234), 0, 1e-3)
+    odd = 1  # tp rank 1, dp rank 0, first stage
+    for piece in run.optimizer.owned() if cluster.rank == odd else ():
+        if piece.spec.name == "blocks.0.mlp.down.bias":
+            values = piece.read("exp_avg", piece.start, piece.stop).clone()
+            values[0] += 1e-3
+            piece.write("exp_avg", piece.start, values)
+    found = train.unequal_replicas(run.stage, run.optimizer, mesh)
+    every = board.agree(found, lambda all: [line for one in all for line in one])
+    name = "blocks.0.mlp.down.bias exp_avg differs over"
+    check(any(line.startswith(f"{name} tp: ranks [1] and [0]") for line in every), str(every))
+    if zero == 0 and mesh.dp.size > 1:
+        check(any(line.startswith(f"{name} dp") and "[1]" in line for line in every), str(every))
+    check(all(line.startswith(name) for line in every), "nothing else is named")
+
+
+def main() -> None:
+    cluster = start(discover(), configuration.Run())
+    with cluster.failing_loudly():
+        board = Board(cluster)
+        for zero in (0, 1, 2):
+            check_overflow(cluster, board, zero, "fp16", math.inf)
+        check_overflow(cluster, board, 1, "bf16", math.nan)
+        check_overflow(cluster, board, 1, "fp32", -math.inf)
+        check_adamw(cluster)
+        for zero in (0, 1):
+            check_drift(cluster, board, zero)
+        if cluster.rank == 0:
+            print("ok", len(CHECKS))
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()

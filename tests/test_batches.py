@@ -1,0 +1,168 @@
+"""Batch sizes as a function of the samples consumed: ramp-ups, steps by tokens, what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import batches
+from batches import Level, by_tokens, constant, ramp
+from checks import check
+from config import UserError
+from options import parse
+
+BASE = "--layers 4 --hidden 64 --heads 4 --seq-length 100"
+
+
+def configure(words: str, ranks: int = 1):
+    return check(parse(f"{BASE} {words}".split()), ranks)
+
+
+def megatron(start: int, increment: int, samples: int, target: int, consumed: int) -> int:
+    """RampupBatchsizeNumMicroBatchesCalculator.update of megatron/core 0.16, in one line."""
+    if consumed > samples:
+        return target
+    per_level = samples / ((target - start) // increment)
+    return start + int(consumed / per_level) * increment
+
+
+def test_the_ramp_up_of_bloom():
+    """megatron.core's own calculator gave these numbers when it was run."""
+    schedule = ramp(192, 16, 9_765_625, 2048)
+    levels = schedule.levels()
+    assert len(levels) == 117
+    assert [(v.batch, v.first_step, v.consumed) for v in levels[:4]] == [
+        (192, 0, 0),
+        (208, 439, 84_288),
+        (224, 844, 168_528),
+        (240, 1_220, 252_752),
+    ]
+    assert (levels[-2].batch, levels[-2].first_step, levels[-2].consumed) == (
+        2032,
+        12_617,
+        9_682_496,
+    )
+    assert levels[-1] == Level(2048, 12_658, 9_765_808, None)
+    assert schedule.consumed(12_658) == 9_765_808
+    assert schedule.steps(9_765_808) == 12_658
+    assert schedule.steps(9_765_807) == 12_657
+
+
+def test_the_ramp_ups_of_the_notes():
+    """63 increments of 155,009.9 samples from 32, and 127 of 76,895 from 16."""
+    for start, count, per_level in ((32, 63, 155_009.9), (16, 127, 76_895)):
+        starts = ramp(start, start, 9_765_625, 2048).starts
+        assert len(starts) - 1 == count
+        for i, (consumed, batch) in enumerate(starts):
+            assert batch == start + i * start
+            assert consumed == pytest.approx(i * per_level, rel=1e-5, abs=1)
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.integers(1, 5000), st.data())
+def test_a_ramp_up_is_megatrons(start, increment, count, samples, data):
+    target = start + count * increment
+    schedule = ramp(start, increment, samples, target)
+    consumed = data.draw(st.integers(0, 2 * samples))
+    expected = megatron(start, increment, samples, target, consumed)
+    assert schedule.batch(consumed) == expected
+    # Step by step, as Megatron's loop does it.
+    consumed, levels = 0, {}
+    for step in range(50):
+        assert schedule.consumed(step) == consumed
+        assert schedule.steps(consumed) == step
+        batch = megatron(start, increment, samples, target, consumed)
+        levels.setdefault(batch, (step, consumed))
+        consumed += batch
+    for level in schedule.levels():
+        if level.batch in levels:
+            assert (level.first_step, level.consumed) == levels[level.batch]
+
+
+def test_steps_by_tokens():
+    schedule = by_tokens(("0:192", "1.5K:256", "5B:1024"), 100)
+    assert schedule.starts == ((0, 192), (15, 256), (50_000_000, 1024))
+    assert [schedule.batch(n) for n in (0, 14, 15, 49_999_999, 50_000_000)] == [
+        192,
+        192,
+        256,
+        256,
+        1024,
+    ]
+    assert by_tokens(("0:8", "2m:8", "1T:16"), 1).starts == ((0, 8), (10**12, 16))
+
+
+def test_rounding_down_keeps_the_thresholds():
+    schedule = ramp(192, 16, 9_765_625, 2048).rounded(32)
+    assert [level.batch for level in schedule.levels()] == list(range(192, 2049, 32))
+    assert all(schedule.batch(n) % 32 == 0 for n in range(0, 10_000_000, 9_999))
+    assert constant(100).rounded(32) == constant(96)
+
+
+def test_a_run_has_the_steps_of_its_schedule():
+    config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 130")
+    # 4 steps of 8 to 32, 2 of 16 to 64, 2 of 24 to 112; 18 samples are left unread.
+    assert [config.batches.consumed(n) for n in (4, 6, 8)] == [32, 64, 112]
+    assert (config.total_steps, config.total_samples) == (8, 130)
+    assert config.steps_after(6, 64) == 8
+    assert config.steps_after(100, 0) == 108
+    config = configure("--rampup-batch-size 8 8 64 --global-batch-size 24 --steps 9")
+    assert (config.total_steps, config.total_samples) == (9, 136)
+    config = configure("--batch-schedule 0:8 1K:16 --steps 3")
+    assert (config.training.global_batch_size, config.total_samples) == (16, 32)
+    words = "--global-batch-size 100 --micro-batch-size 32 --decrease-batch-size-if-needed"
+    assert configure(words + " --steps 2").total_samples == 192
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "sentence"),
+    [
+        (
+            "--rampup-batch-size 192 16 9765625 --global-batch-size 2048 --micro-batch-size 4",
+            8,
+            "micro-batch-size(4) * dp(8) = 32 does not divide batch(208), which begins after "
+            "439 steps (84288 samples)",
+        ),
+        (
+            "--batch-schedule 0:4 1K:6",
+            4,
+            "= 4 does not divide batch(6), which begins after 3 steps",
+        ),
+        (
+            "--batch-schedule 0:4 1K:16 --decrease-batch-size-if-needed",
+            8,
+            "dp(8) = 8 is more than batch(4), which begins after 0 steps (0 samples): rounded "
+            "down, nothing would be left of it",
+        ),
+        ("--rampup-batch-size 8 5 100", 1, "8 by 5 over 100 samples does not reach global-batch-"),
+        ("--rampup-batch-size 8 8 100 --batch-schedule 0:4", 1, "one of --rampup-batch-size and"),
+        ("--rampup-batch-size 8 8", 1, "--rampup-batch-size: expected 3 arguments"),
+        ("--rampup-batch-size 8 8 1e3", 1, "--rampup-batch-size: invalid int value: '1e3'"),
+        ("--batch-schedule 0:4 5x:8", 1, "takes TOKENS:SIZE such as 5B:1024, not '5x:8'"),
+        ("--batch-schedule 0:4 5B", 1, "takes TOKENS:SIZE such as 5B:1024, not '5B'"),
+        ("--batch-schedule 1K:4", 1, "1K:4: the first size is for 0 tokens, as in 0:192"),
+        ("--batch-schedule 0:4 2K:8 1K:16", 1, "1000 tokens do not come after 2000"),
+        (
+            "--batch-schedule 0:4 1K:8 --global-batch-size 16",
+            1,
+            "global-batch-size(16) is not the last of --batch-schedule 0:4 1K:8: leave it out",
+        ),
+        (
+            "--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 7",
+            1,
+            "train-samples(7) is less than one first batch(8)",
+        ),
+    ],
+)
+def test_a_mistake_gets_its_sentence(words, ranks, sentence):
+    length = "" if "--train-samples" in words else " --steps 5"
+    with pytest.raises(UserError) as caught:
+        configure(words + length, ranks)
+    assert sentence in str(caught.value)
+
+
+def test_toml_takes_the_same(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("rampup-batch-size = [8, 8, 64]\nglobal-batch-size = 24\nsteps = 9\n")
+    assert configure(f"--config {path}").batches == batches.ramp(8, 8, 64, 24)
+    path.write_text('rampup-batch-size = [8, "8", 64]\nsteps = 9\n')
+    with pytest.raises(UserError, match="--rampup-batch-size takes 3 ints, not 8 8 64"):
+        configure(f"--config {path}")

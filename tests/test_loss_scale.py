@@ -1,0 +1,96 @@
+"""The loss scale against Megatron's, and how a run that overflows for good ends."""
+
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from config import Training, UserError
+from loss_scale import LossScale
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine
+    from megatron.core.optimizer import grad_scaler
+
+
+def training(**options) -> Training:
+    return Training(steps=1, precision="fp16", max_overflows=10**6, **options)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)
+)
+def test_the_scale_moves_as_megatrons(overflows, hysteresis, window, power):
+    ours = LossScale(
+        training(
+            initial_loss_scale_power=power,
+            loss_scale_hysteresis=hysteresis,
+            loss_scale_window=window,
+            min_loss_scale=1.0,
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:  # theirs asks for a GPU
+        cpu_tensor = torch.tensor
+        patch.setattr(torch, "tensor", lambda *a, device=None, **k: cpu_tensor(*a, **k))
+        theirs = grad_scaler.DynamicGradScaler(2.0**power, 1.0, 2.0, 0.5, window, hysteresis)
+    for overflow in overflows:
+        ours.update(overflow)
+        theirs.update(overflow)
+        assert ours.value == theirs._scale.item()
+        assert ours.good == theirs._growth_tracker
+        assert ours.hysteresis == theirs._hysteresis_tracker
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.booleans(), max_size=30), st.lists(st.booleans(), max_size=30))
+def test_its_state_goes_through_a_checkpoint(before, after):
+    options = {"loss_scale_window": 3, "initial_loss_scale_power": 3}
+    straight, resumed = LossScale(training(**options)), LossScale(training(**options))
+    for overflow in before:
+        straight.update(overflow)
+    resumed.load(straight.state())
+    for overflow in after:
+        straight.update(overflow)
+        resumed.update(overflow)
+    assert resumed.state() == straight.state()
+
+
+def test_a_run_that_overflows_at_the_smallest_scale_ends_and_says_so():
+    scale = LossScale(
+        Training(
+            steps=1,
+            precision="fp16",
+            initial_loss_scale_power=2,
+            loss_scale_hysteresis=1,
+            max_overflows=3,
+        )
+    )
+    for _ in range(2):  # 4 -> 2 -> 1
+        scale.update(True)
+    scale.update(True)
+    scale.update(False)  # a good step between: not in a row
+    scale.update(True)
+    scale.update(True)
+    with pytest.raises(UserError, match=r"3 steps in a row at the smallest loss scale 1: fp16"):
+        scale.update(True)
+
+
+def test_a_fixed_scale_stays():
+    scale = LossScale(Training(steps=1, precision="fp16", loss_scale=128.0, max_overflows=2))
+    for overflow in (False, True, False):
+        scale.update(overflow)
+    assert scale.value == 128.0
+    scale.update(True)
+    with pytest.raises(UserError, match="2 steps in a row at the fixed loss scale 128"):
+        scale.update(True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_other_precisions_have_none(precision):
+    scale = LossScale(Training(steps=1, precision=precision))
+    for _ in range(20):
+        scale.update(True)  # a gradient that is not finite skips the step, no more
+    assert scale.value == 1.0

@@ -1,0 +1,272 @@
+"""Data that is passed over, spikes that are recorded, and losses that are not finite."""
+
+import dataclasses
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from ranks import mpirun
+
+import checks
+import config as configuration
+import data
+import losses
+import restore
+import saving
+import train
+from batches import parse_ranges, touches
+from config import UserError
+from corpus import IndexedDatasetWriter
+from launch import Launch
+from losses import LossWatch
+from options import parse
+from restore import Progress
+from zero import StepResult
+
+TINY = (
+    "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --pad-vocab-multiple 4 "
+    "--global-batch-size 4 --lr 1e-2 --lr-schedule constant --device cpu "
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Models so small are no work for two."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def configure(words: str, ranks: int = 1) -> configuration.Config:
+    return checks.check(parse((TINY + words).split()), ranks)
+
+
+def rows(folder, name="metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------
+# Data that is passed over
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("7:7", "takes A:B, from sample A up to but not including B, not '7:7'"),
+        ("9:7", "not '9:7'"),
+        ("7:-3", "not '7:-3'"),
+        ("7", "not '7'"),
+        ("1K:2K", "not '1K:2K'"),
+        ("10:20 0:5 19:30", "--skip-samples: 10:20 and 19:30 overlap"),
+    ],
+)
+def test_ranges_that_are_none(words, sentence):
+    with pytest.raises(UserError) as caught:
+        configure("--steps 3 --skip-samples " + words)
+    assert sentence in str(caught.value)
+
+
+def test_a_batch_that_touches_a_range():
+    ranges = parse_ranges(("40:41", "8:16"))
+    assert ranges == [(8, 16), (40, 41)]
+    touched = [first for first in range(0, 48, 4) if touches(ranges, first, 4)]
+    assert touched == [8, 12, 40]
+    assert not touches(ranges, 4, 4)
+    assert touches(ranges, 5, 4)
+
+
+def test_samples_passed_over_are_passed_over_after_a_restart_too(tmp_path, capsys):
+    """Bitwise; the restart falls among the batches that are passed over, in a ramp-up."""
+    ramp = "--global-batch-size 12 --rampup-batch-size 4 4 32 --lr-warmup-samples 60 "
+    words = ramp + "--skip-samples 10:19 50:51 --save-every 4 --train-samples 140 --out "
+    train.main(configure(words + str(tmp_path / "whole")), Launch("python"))
+    whole = rows(tmp_path / "whole")
+    said = capsys.readouterr().out
+    assert "batches that hold samples of 10:19, 50:51 are passed over" in said
+    assert "passed over by --skip-samples: 8 to 11" in said
+    # Batches of 4 up to sample 16, of 8 up to 32, then of 12.
+    skipped = [(r["iteration"], r["consumed_samples"]) for r in whole if "skipped_samples" in r]
+    assert skipped == [(3, 12), (4, 16), (5, 24), (8, 56)]
+    assert [r["iteration"] for r in whole] == list(range(1, 16))
+
+    config = configure(words + str(tmp_path / "parts"))
+    stopped = dataclasses.replace(config.training, train_samples=None, steps=4)
+    train.main(dataclasses.replace(config, training=stopped), Launch("python"))
+    resumed = dataclasses.replace(config.run, resume="auto")
+    train.main(dataclasses.replace(config, run=resumed), Launch("python"))
+    parts = rows(tmp_path / "parts") + rows(tmp_path / "parts", "metrics.jsonl.1")
+    facts = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate")
+
+    def comparable(every):
+        return sorted(tuple(r[f] for f in facts) for r in every if "loss" in r)
+
+    assert len(comparable(whole)) == 11
+    assert comparable(parts) == comparable(whole)
+
+
+def test_training_is_as_if_the_samples_were_not_there(tmp_path):
+    """Learning rate and weights follow from the other samples alone."""
+    words = "--steps 6 --lr-warmup-samples 16 --check-replicas-every 0 --out "
+    config = configure(words + f"{tmp_path / 'a'} --skip-samples 6:12")
+    train.main(config, Launch("python"))
+    pieces = train.build(config)
+    samples = data.Synthetic(31, 8, config.training.seed)
+    expected = []
+    for i, first in enumerate((0, 12, 16, 20)):
+        lr = train.learning_rate(config.training, 4 * i, 24, 4)
+        expected.append((lr, train.step(pieces, samples, first, lr).loss))
+    found = [(r["learning_rate"], r["loss"]) for r in rows(tmp_path / "a") if "loss" in r]
+    assert found == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# Spikes
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watch(tmp_path):
+    """A watch over two corpora, which has seen 40 losses around 3; and what it said."""
+    for name in ("a", "b"):
+        with IndexedDatasetWriter(str(tmp_path / name), vocab_size=31) as writer:
+            for i in range(20):
+                writer.add_document(np.arange(5 + i % 7) % 31)
+    corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
+    config = configure(f"{corpora} --split 100,0,0 --steps 60 --out {tmp_path} --spike-sigma 4")
+    samples, said = data.build(config).train, []
+    watch = LossWatch(config, samples, Progress(), True, said.append)
+    random.seed(0)
+    for i in range(40):
+        see(watch, i, random.gauss(3.0, 0.1))
+    return watch, said, tmp_path / "spikes.jsonl"
+
+
+def see(watch, i: int, loss: float, skipped: bool = False) -> None:
+    """Give the watch the loss of step i + 1."""
+    watch.step(Progress(i + 1, 4 * i + 4), 4, StepResult(1.0, loss, skipped))
+
+
+def test_a_spike_is_recorded_with_its_documents(watch):
+    watch, said, path = watch
+    assert not path.exists()
+    see(watch, 40, 3.3)  # 3 sigma
+    assert not path.exists()
+    see(watch, 41, 3.7)
+    (row,) = rows(path.parent, path.name)
+    assert (row["iteration"], row["loss"], row["first_sample"]) == (42, 3.7, 164)
+    assert row["mean"] == pytest.approx(3.0, abs=0.05)
+    assert row["sigma"] == pytest.approx(0.1, abs=0.04)
+    assert [sample["sample"] for sample in row["samples"]] == [164, 165, 166, 167]
+    assert "loss spike at iteration 42: 3.7000 against" in said[0]
+    assert "samples 164 to 167 are in" in said[0]
+    for sample in row["samples"]:  # its text, read from the files, is the sample
+        tokens = []
+        for piece in sample["text"]:
+            dataset = data.IndexedDataset(piece["prefix"])
+            tokens += dataset.get(piece["sequence"], piece["offset"], piece["length"]).tolist()
+            first, end = dataset.documents[piece["document"] : piece["document"] + 2]
+            assert first <= piece["sequence"] < end
+        assert tokens == watch.samples.sample(sample["sample"]).tolist()
+
+
+def test_a_loss_that_stays_high_is_the_new_mean(watch):
+    watch, said, _ = watch
+    for i in range(40, 80):
+        see(watch, i, 5.0)
+    assert 1 <= len(said) < 10
+
+
+def test_what_is_not_judged(watch):
+    old, _, path = watch
+    fresh = LossWatch(old.config, old.samples, Progress(), True, pytest.fail)
+    for i in range(losses.ENOUGH):
+        see(fresh, i, 3.0 + 100 * (i == 20))
+    see(fresh, 41, 2.0)  # below the mean is no spike
+    off = dataclasses.replace(old.config, run=dataclasses.replace(old.config.run, spike_sigma=0.0))
+    for config, first in ((off, True), (old.config, False)):
+        quiet = LossWatch(config, old.samples, Progress(), first, pytest.fail)
+        for i in range(40):
+            see(quiet, i, 3.0 + (i == 39))
+        see(quiet, 40, math.nan)
+    assert not path.exists()
+
+
+def test_a_loss_that_is_not_finite_is_a_spike(watch):
+    watch, said, path = watch
+    see(watch, 40, math.nan, skipped=True)
+    assert rows(path.parent, path.name)[0]["loss"] is None
+    assert "loss spike at iteration 41: nan against 2.98" in said[0]
+    assert watch.good.iteration == 40
+    see(watch, 41, 3.0)
+    assert (watch.good.iteration, watch.bad) == (42, [])
+
+
+# ------------------------------------------------------------------------------------------------
+# Losses that are not finite
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
+    """dp 2, NaN on rank 1 at step 3, then at steps 6 to 8: the run goes on, then ends."""
+    words = TINY + f"--save-every 2 --keep-last 1 --max-nan-steps 3 --out {tmp_path} "
+    words += "--micro-batch-size 2 --steps 12 "
+    outcome = mpirun(2, "tests/nan_worker.py", "1", "3,6,7,8", *words.split())
+    assert outcome.status == 2, outcome.err
+    assert outcome.err.startswith(
+        "error: the loss was not finite for 3 steps in a row, up to step 8 (max-nan-steps is 3): "
+        f"the state after step 5 is in {tmp_path}/checkpoints; --resume auto --skip-samples 20:32 "
+    )
+    assert "Traceback" not in outcome.err
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000005"]
+    before = rows(tmp_path)
+    assert [r["skipped"] for r in before] == [i in (3, 6, 7, 8) for i in range(1, 9)]
+    assert [r["iteration"] for r in rows(tmp_path, "spikes.jsonl")] == [3, 6, 7, 8]
+    # What it advises goes on from there.
+    words += "--resume auto --skip-samples 20:32"
+    outcome = mpirun(2, "tests/nan_worker.py", "1", "0", *words.split())
+    assert outcome.status == 0, outcome.err
+    after = [r for r in rows(tmp_path) if "loss" in r]
+    assert [r["consumed_samples"] for r in after] == [36, 40, 44, 48]
+    assert all(math.isfinite(r["loss"]) for r in after)
+
+
+def test_state_that_is_not_finite_is_never_saved(tmp_path):
+    config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
+    pieces, said = train.build(config), []
+    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
+    assert saver.save_now(Progress(1, 4))
+    piece = pieces.optimizer.owned()[0]
+    piece.write("weights", piece.start, torch.tensor([math.inf]))
+    assert not saver.save_now(Progress(2, 8))
+    assert "step_00000002 was not saved" in said[-1]
+    assert "weights holds numbers that are not finite; training goes on" in said[-1]
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def test_without_checkpoints_the_sentence_does_not_promise_one(tmp_path):
+    config = configure(f"--steps 9 --max-nan-steps 2 --out {tmp_path} --spike-sigma 0")
+    pieces = train.build(config)
+    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer)
+    watch = LossWatch(config, None, Progress(), True, print)
+    see(watch, 0, 3.0)
+    for i in (1, 2):
+        assert not watch.hopeless
+        see(watch, i, math.inf, skipped=True)
+    assert watch.hopeless
+    with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
+        train.give_up(watch, restore.Progress(3, 12), saver)
+
+
+def test_a_save_that_was_put_off_is_made_up_for(tmp_path):
+    """--save-every 4, but no call at step 4: the next call saves."""
+    config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
+    pieces = train.build(config)
+    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=print)
+    for step in (1, 2, 3, 6, 7, 8, 9):
+        saver.after_step(Progress(step, 4 * step))
+    saver.close()
+    found = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert found == ["step_00000006", "step_00000008"]

@@ -1,0 +1,286 @@
+"""Update rules under every kind of sharding, in every precision, against one rank.
+
+As test_golden: losses and gradient norms of ten steps. Tolerances are relative, by what can be
+had: fp32 rounding; 8-bit moments flip a code now and then; Muon orthogonalises in bf16; 16-bit
+activations are rounded elsewhere in every layout.
+"""
+
+import itertools
+import json
+
+import golden_worker
+import pytest
+import torch
+from ranks import mpirun
+from test_golden import distance, pairwise, single_rank
+
+import checks
+import config as configuration
+import data
+import optimizers
+import train
+from parallel import Builder, Mesh
+from records import Recorder
+
+TOLERANCE = {
+    "adamw": 1e-5,
+    "sgd": 1e-5,
+    "adafactor": 1e-5,
+    "adamw8bit": 1e-4,
+    "muon": 1e-3,
+    "bf16": 1e-2,
+    "fp16": 1e-3,
+}
+# What bitsandbytes' blocks of 256 need to be cut by tp 2.
+WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
+
+
+def fits(case: dict, ranks: int) -> bool:
+    try:
+        checks.check(golden_worker.options(case), ranks)
+    except configuration.UserError:
+        return False
+    return True
+
+
+def rule_cases(ranks: int) -> list[dict]:
+    """Every optimizer x ZeRO stage x mesh that it can have, recomputation and overlap in turn."""
+    found = []
+    turns = itertools.cycle(
+        ({"recompute": "full"}, {"recompute": "selective"}, {"overlap_param_gather": True}, {})
+    )
+    for tp, pp in itertools.product((1, 2), repeat=2):
+        for name, zero in itertools.product(configuration.OPTIMIZERS, (0, 1, 2, 3)):
+            shape = WIDE if name == "adamw8bit" else {"layers": 2}
+            case = {"tp": tp, "pp": pp, "optimizer": name, "zero": zero, "tied": zero != 1}
+            case |= shape | {"sequence_parallel": tp > 1, "global_batch_size": 4}
+            extra = next(turns)
+            if extra.get("recompute") == "full" and pp == 1:
+                extra = extra | {"recompute_layers": 1}
+            if name == "apex" or not fits(case, ranks):
+                continue
+            found.append(case | extra if fits(case | extra, ranks) else case)
+    return found
+
+
+def precision_cases(ranks: int) -> list[dict]:
+    """16-bit runs: meshes, ZeRO stages, sums of gradients, recomputation; every pair of values."""
+    meshes = [m for m in itertools.product((1, 2, 4), (1, 2, 4)) if ranks % (m[0] * m[1]) == 0]
+    values = {
+        "mesh": tuple(meshes),
+        "zero": (0, 1, 2, 3),
+        "precision": ("fp16", "bf16"),
+        "grad_dtype": ("fp32", "bf16"),
+        "recompute": ("none", "full"),
+    }
+    found = []
+    for chosen in pairwise(values, seed=ranks):
+        tp, pp = chosen.pop("mesh")
+        case = chosen | {"tp": tp, "pp": pp, "global_batch_size": 8}
+        if case["precision"] == "fp16":
+            case["grad_dtype"] = "fp32"
+        if case["zero"] == 3 and pp > 1:
+            case["zero"] = 2
+        found.append(case)
+    return found
+
+
+def compare(every: list[dict], ranks: int, tmp_path) -> dict[str, float]:
+    """Run the cases and hold each against one rank; the largest distance by tolerance."""
+    source, target = tmp_path / "cases.json", tmp_path / "results.json"
+    source.write_text(json.dumps(every))
+    worker = ("tests/golden_worker.py", str(source), str(target))
+    outcome = mpirun(ranks, *worker, timeout=120 + 20 * len(every), OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.err[-4000:]
+    layout = {"tp", "pp", "zero", "sequence_parallel", "overlap_param_gather", "recompute"}
+    layout |= {"recompute_layers"}
+    worst: dict[str, float] = {}
+    for case, result in zip(every, json.loads(target.read_text())):
+        plain = {k: v for k, v in case.items() if k not in layout}
+        expected = single_rank(json.dumps(plain))
+        off = max(distance(result[k], expected[k]) for k in ("losses", "norms"))
+        kind = case.get("precision", case.get("optimizer"))
+        assert off <= TOLERANCE[kind], (off, case, result, expected)
+        worst[kind] = max(worst.get(kind, 0.0), off)
+    return worst
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_optimizer_and_zero_stage_equals_one_rank(ranks, tmp_path):
+    every = rule_cases(ranks)
+    names = {case["optimizer"] for case in every}
+    assert names == set(configuration.OPTIMIZERS) - {"apex"}
+    print(len(every), compare(every, ranks, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_16_bit_runs_agree_with_one_rank(ranks, tmp_path):
+    every = precision_cases(ranks)
+    print(len(every), compare(every, ranks, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_overflow_and_drift_on_one_rank_are_seen_by_all(ranks):
+    outcome = mpirun(ranks, "tests/optimizer_worker.py", OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.err[-3000:]
+    assert outcome.out.startswith("ok ")
+
+
+@pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
+def test_recomputation_changes_no_bit(positions):
+    options = {"positions": positions, "layers": 3, "steps": 3}
+    plain = golden_worker.run(checks.check(golden_worker.options(options), 1))
+    for extra in ({}, {"recompute_layers": 1}, {"recompute_layers": 0}):
+        for recompute in ("selective", "full"):
+            case = options | {"recompute": recompute} | extra
+            again = golden_worker.run(checks.check(golden_worker.options(case), 1))
+            assert again == plain, case
+
+
+# ------------------------------------------------------------------------------------------------
+# One rule, by itself
+# ------------------------------------------------------------------------------------------------
+
+
+def rule_of(name: str, masters: list[torch.Tensor], group: str, **options) -> optimizers.Rule:
+    training = configuration.Training(steps=1, optimizer=name, **options)
+    return optimizers.make_rule(training, group, masters, decay=True)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+RULES = [
+    ("adamw", "plain", (700,)),
+    ("sgd", "plain", (700,)),
+    ("adamw8bit", "blocks", (768,)),
+    ("adafactor", "matrices", (30, 20)),
+    ("adafactor", "matrices", (50,)),
+    ("muon", "matrices", (30, 20)),
+]
+
+
+@pytest.mark.parametrize(("name", "group", "shape"), RULES)
+def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape):
+    """As through a checkpoint: by kind, in two parts where a rule's pieces may be cut."""
+    masters = [random(*shape, seed=1)]
+    rule = rule_of(name, masters, group)
+    for step in range(5):
+        rule.update([random(*shape, seed=10 + step)], 1e-2)
+    copies = [masters[0].clone()]
+    fresh = rule_of(name, copies, group)
+    count = masters[0].numel()
+    cuts = [0, 256, count] if group != "matrices" else [0, count]
+    for kind in optimizers.state_kinds(name):
+        for a, b in itertools.pairwise(cuts):
+            fresh.write(kind, 0, a, rule.read(kind, 0, a, b).clone())
+    fresh.steps = rule.steps
+    for step in range(5):
+        gradient = random(*shape, seed=20 + step)
+        rule.update([gradient.clone()], 1e-2)
+        fresh.update([gradient.clone()], 1e-2)
+        assert torch.equal(masters[0], copies[0])
+
+
+def test_8_bit_follows_32_bit():
+    """Weights after 50 steps are those of AdamW but for a few per cent of the way."""
+    start = random(64 * 256, seed=0)
+    way = {}
+    for name, group in (("adamw", "plain"), ("adamw8bit", "blocks")):
+        master = start.clone()
+        rule = rule_of(name, [master], group)
+        for step in range(50):
+            rule.update([random(64 * 256, seed=step) + 0.5], 1e-3)
+        way[name] = master - start
+    off = (way["adamw8bit"] - way["adamw"]).norm() / way["adamw"].norm()
+    assert 0 < off < 0.05
+
+
+def test_8_bit_keeps_embeddings_and_vectors_in_32():
+    case = WIDE | {"optimizer": "adamw8bit"}
+    run = train.build(checks.check(golden_worker.options(case), 1))
+    families = {own.spec.name: s.key.family for s in run.optimizer.shards for own in s.own}
+    for name, family in families.items():
+        matrix = name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
+        assert family == ("blocks" if matrix else "plain"), name
+    assert "8-bit" in run.optimizer.kernel
+    assert "fused" in run.optimizer.kernel
+
+
+def test_a_layout_that_cuts_blocks_is_refused():
+    case = {"hidden": 256, "heads": 8, "optimizer": "adamw8bit", "tp": 2}
+    config = checks.check(golden_worker.options(case), 2)
+
+    class Fake:
+        rank, size, device = 0, 2, torch.device("cpu")
+        recorder, blocking = Recorder(), False
+
+        def process_group(self, ranks, role):
+            return None
+
+    with pytest.raises(configuration.UserError, match=r"attention.out.weight .* runs of 128 weigh"):
+        train.build(config, Fake())
+
+
+@pytest.mark.parametrize("module", ["bitsandbytes", "apex"])
+def test_a_package_that_is_missing_is_named(module, monkeypatch):
+    name = {"bitsandbytes": "adamw8bit"}.get(module, module)
+    found = importlib_find_spec_without(module)
+    monkeypatch.setattr(optimizers.importlib.util, "find_spec", found)
+    with pytest.raises(configuration.UserError, match=f"--optimizer {name} needs .*{module}"):
+        rule_of(name, [torch.zeros(256)], "blocks")
+
+
+def importlib_find_spec_without(module: str):
+    real = optimizers.importlib.util.find_spec
+    return lambda name: None if name.split(".")[0] == module else real(name)
+
+
+def test_whole_matrices_are_dealt_out_evenly():
+    """12 blocks of GPT over 8 replicas: nobody owns 1 % more than the mean."""
+    import buckets
+
+    mesh, shapes = Mesh(), []
+    for i in range(12):
+        shapes += [(f"{i}.qkv", (96, 32)), (f"{i}.out", (32, 32)), (f"{i}.up", (128, 32))]
+        shapes += [(f"{i}.down", (32, 128))]
+    parameters = [Builder(mesh).parameter(n, s, std=1.0, decay=True) for n, s in shapes]
+    places, total = buckets._sections(parameters, 8)
+    loads = [0] * 8
+    for p, place in zip(parameters, places):
+        section = place // (total // 8)
+        assert place + p.numel() <= (section + 1) * (total // 8)
+        loads[section] += p.numel()
+    assert max(loads) <= 1.01 * sum(loads) / 8
+    spans = sorted((a, a + p.numel()) for a, p in zip(places, parameters))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "sentence"),
+    [
+        ({"zero": 3, "pp": 2}, 2, r"--zero 3 .* needs pp\(1\), not pp\(2\)"),
+        ({"optimizer": "muon", "tp": 2}, 2, r"muon needs whole matrices, but tp\(2\) cuts them"),
+        ({"optimizer": "adafactor", "zero": 2}, 1, "use --zero 0 or 1, not 2"),
+        ({"grad_dtype": "bf16"}, 1, "--grad-dtype bf16 needs --precision bf16, not fp32"),
+        ({"recompute_layers": 2}, 1, "--recompute-layers 2 needs --recompute"),
+        ({"overlap_param_gather": True, "zero": 0}, 1, "needs --zero 1 or 2, not 0"),
+        ({"optimizer": "adamw8bit", "precision": "fp64"}, 1, "cannot train in fp64"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(options, ranks, sentence):
+    with pytest.raises(configuration.UserError, match=sentence):
+        checks.check(golden_worker.options(options), ranks)
+
+
+def test_the_gradient_of_one_step_is_the_same_in_every_stage_of_zero():
+    """On one rank all stages are one; the step must not depend on the flag."""
+    norms = set()
+    for zero in (0, 1, 2, 3):
+        config = checks.check(golden_worker.options({"zero": zero}), 1)
+        norms.add(train.step(train.build(config), data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
+    assert len(norms) == 1
