@@ -14,6 +14,7 @@ answered before the seconds these imports take.
 import atexit
 import contextlib
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
@@ -46,7 +47,8 @@ from watchdog import Watchdog, start_monitor
 
 # The last resort, of torch's own: long before it, the watchdog has said who is missing and why.
 COLLECTIVE_TIMEOUT = timedelta(hours=4)
-STORE_TIMEOUT = timedelta(minutes=30)
+# Before the ranks have met nothing else watches them.
+MEETING_TIMEOUT = timedelta(minutes=30)
 # mpirun carries what was printed to its own output, unless an abort overtakes it.
 SECONDS_FOR_THE_LAST_WORD = 0.5
 SECONDS_FOR_THE_MONITOR_TO_END = 5.0
@@ -208,13 +210,15 @@ class Cluster:
 # ------------------------------------------------------------------------------------------------
 
 
-def start(launch: Launch, run: Run) -> Cluster:
+def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) -> Cluster:
     """Meet the other ranks, choose device, cores and backend; collective over all ranks.
 
-    If launcher and MPI disagree, or the device or backend asked for is not there, the first rank
+    A rank that has not met all others by then prints where it waits and leaves with status 1. If
+    launcher and MPI disagree, or the device or backend asked for is not there, the first rank
     of each node says so and every rank that sees it leaves with status 2.
     """
     node, local = node_name(), None
+    faulthandler.dump_traceback_later(meet_within.total_seconds(), exit=True)  # also inside of MPI
     try:
         local = find_local(launch)
         device, backend = _choose_device(run, launch, local, node)
@@ -225,6 +229,7 @@ def start(launch: Launch, run: Run) -> Cluster:
         exit_with(mistake, speaks, launch.patience)
     own = Place(node, local.rank, str(device), _gpu_id(device), cores, cores_asked_for())
     places = _tell_all(store, launch, own)
+    faulthandler.cancel_dump_traceback_later()
     if backend == "nccl":
         try:
             check_gpus(places)  # each rank finds the same
@@ -366,12 +371,23 @@ def _store_over_mpi(launch: Launch, local: Local):
     world, address, store = MPI.COMM_WORLD, None, None
     if launch.rank == 0:
         host = "127.0.0.1" if local.one_node else _reachable_address()
-        store = dist.TCPStore(host, 0, is_master=True, timeout=STORE_TIMEOUT)
+        store = dist.TCPStore(host, 0, is_master=True, timeout=MEETING_TIMEOUT)
         address = (host, store.port)
     host, port = world.bcast(address)
-    if launch.rank == 0:
-        return store
-    return dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
+    if launch.rank != 0:
+        store = dist.TCPStore(host, port, is_master=False, timeout=MEETING_TIMEOUT)
+    _keep_mpi_going(world, store)
+    return store
+
+
+def _keep_mpi_going(world, store) -> None:
+    """Until every rank has the address: over libfabric, what was sent moves while its sender is in
+    MPI, and rank 0 would wait in the store for ranks that wait for its broadcast.
+    """
+    store.add("met", 1)
+    while store.add("met", 0) < world.size:
+        world.Iprobe()
+        time.sleep(0.001)
 
 
 def _reachable_address() -> str:

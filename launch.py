@@ -149,6 +149,8 @@ def _local_by_mpi(launch: Launch) -> Local:
             f"{launch.launcher} started {launch.size} tasks; {_way_out(launch, library)}"
         )
     if not MPI.Is_initialized():
+        if launch.launcher == "srun":
+            _keep_addresses_short(MPI.Get_library_version())
         MPI.Init_thread()
     world = MPI.COMM_WORLD
     if (world.size, world.rank) != (launch.size, launch.rank):
@@ -161,6 +163,18 @@ def _local_by_mpi(launch: Launch) -> Local:
     sharing = [rank for rank, other in enumerate(node.allgather(cores)) if other == cores]
     one_node = node.size == world.size
     return Local(node.rank, node.size, one_node, len(sharing), sharing.index(node.rank))
+
+
+def _keep_addresses_short(library: str) -> None:
+    """Let an MPICH that has both UCX and libfabric meet over libfabric, unless told otherwise.
+
+    Over UCX it hands Slurm its 4 KiB address buffer whole, the unused part with whatever the memory
+    held. A line of that longer than 1,023 bytes breaks the pmi2 plugin (22.05) and MPI_Init hangs:
+    seen once in some hundred starts. Over libfabric it is one line of 65 bytes.
+    """
+    device = next((line for line in library.splitlines() if "MPICH Device" in line), "")
+    if {"ucx", "ofi"} <= set(device.replace(":", " ").replace(",", " ").split()):
+        os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
 
 
 def _way_out(launch: Launch, library: str) -> str:

@@ -70,6 +70,8 @@ SlurmctldPort=${ports%% *}
 SlurmUser=root
 # A requeued job waits until its credential has expired: seconds, not a cluster's two minutes.
 AuthInfo=socket=$state/munge.socket,cred_expire=5
+# MPICH names its shared memory by job: what a killed one of an earlier Slurm left is not met again.
+FirstJobId=$((RANDOM + 1))
 StateSaveLocation=$state/ctld
 SlurmdSpoolDir=$state/%n
 SlurmctldPidFile=$state/slurmctld.pid

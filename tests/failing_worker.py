@@ -2,6 +2,7 @@
 
 import sys
 import time
+from datetime import timedelta
 
 import torch
 
@@ -13,7 +14,11 @@ from parallel import Mesh
 
 def main() -> None:
     kind, culprit = sys.argv[1], int(sys.argv[2])
-    cluster = start(discover(), Run())
+    launch = discover()
+    if kind == "absent" and launch.rank == culprit:
+        time.sleep(60)
+    limit = timedelta(seconds=8 if kind == "absent" else 600)
+    cluster = start(launch, Run(), meet_within=limit)
     with cluster.failing_loudly():
         world = Mesh(Layout(dp=cluster.size), cluster).world
         world.all_reduce(torch.ones(3)).wait()
@@ -25,7 +30,7 @@ def main() -> None:
             time.sleep(1)
         if kind != "port":
             world.all_reduce(torch.ones(10_000_000)).wait()
-        print(f"rank {cluster.rank} of {cluster.size} {cluster.launch.launcher}", flush=True)
+        print(f"rank {cluster.rank} of {cluster.size} {cluster.launch.launcher}")
     cluster.stop()
 
 
