@@ -7,7 +7,6 @@ Every message shows both sides of what does not fit, with their numbers.
 
 import dataclasses
 
-from batches import parse_ranges
 from config import (
     ELEMENTWISE,
     Config,
@@ -17,7 +16,6 @@ from config import (
     Training,
     UserError,
     batch_schedule,
-    said,
 )
 
 
@@ -31,11 +29,11 @@ def check(config: Config, ranks: int) -> Config:
     check_shape(config.model)
     check_split(config.model, layout)
     check_batches(config)
+    _ = config.skipped  # a UserError if its ranges make no sense
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_sharding(layout, config.training)
     _check_precision(config.training)
     _check_length(config)
-    said(parse_ranges, config.data.skip_samples or ())
     _check_saving(config.run)
     _check_watching(config)
     return config

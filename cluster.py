@@ -218,7 +218,8 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
     of each node says so and every rank that sees it leaves with status 2.
     """
     node, local = node_name(), None
-    faulthandler.dump_traceback_later(meet_within.total_seconds(), exit=True)  # also inside of MPI
+    limit = meet_within.total_seconds()
+    faulthandler.dump_traceback_later(limit, exit=True, file=2)  # also inside of MPI
     try:
         local = find_local(launch)
         device, backend = _choose_device(run, launch, local, node)

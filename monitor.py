@@ -402,6 +402,7 @@ class Monitor:
 
 
 def main() -> None:
+    """Watch the ranks that come to the socket given by number; about the run, standard input."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a step
     with contextlib.suppress(OSError):  # not to rank 0's cores alone: to all that the job has

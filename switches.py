@@ -56,16 +56,25 @@ class Signals:
         self._since: dict[signal.Signals, float] = {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in HEEDED:
-            signal.signal(number, lambda number, frame: None)
+        self._woke = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._heeded = {
+            number: signal.signal(number, lambda number, frame: None) for number in HEEDED
+        }
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
+    def close(self) -> None:
+        """Leave signals to whoever had them before; only in the main thread."""
+        for number, handler in self._heeded.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._woke)
+        self._writer.close()
+
     def _read(self) -> None:
-        while True:
-            number = signal.Signals(self._reader.recv(1)[0])
+        while received := self._reader.recv(1):
+            number = signal.Signals(received[0])
             if number in HEEDED:
                 self._heed(number)
+        self._reader.close()
 
     def _heed(self, number: signal.Signals) -> None:
         now = time.monotonic()

@@ -166,7 +166,8 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
 
 
 def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
-    """Run to the end, or end every rank with a non-zero status."""
+    """Run to the end, or end every rank with a non-zero status; signals: `listen()`, if done."""
+    listening = signals is None
     signals = signals or listen()
     cluster = start(launch, config.run)
     signals.end = cluster.end_all_ranks
@@ -189,6 +190,8 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         finished = Trainer(pieces, splits, log, checkpoints, switches).run()
         log.close()
     cluster.stop(0 if finished else STOPPED_EARLY)
+    if listening:  # this process may have more to do
+        signals.close()
 
 
 class Trainer:
