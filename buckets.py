@@ -150,10 +150,12 @@ class Bucket(Shard):
         return [(s, a, b) for s, a, b in cuts if a < b]
 
     def gradients_of_own(self) -> list[Tensor]:
+        """Summed gradients of this rank's piece, one flat tensor for each of `own`."""
         flat = self.gradients if self.each_micro_batch else self._piece_of(self.gradients)
         return [flat[part] for part in self._parts]
 
     def clear(self) -> None:
+        """Zero the gradients, before the first micro-batch."""
         self.gradients.zero_()
 
     def reduce(self) -> Handle:
@@ -174,6 +176,7 @@ class Bucket(Shard):
         return _Adding(self.dp.reduce_scatter(piece, whole), piece, self.gradients, whole)
 
     def spread(self) -> Handle | None:
+        """Write the updated masters into the weights, and start gathering them if sharded."""
         if self.flat.dtype != self.weights.dtype:
             self._piece_of(self.weights).copy_(self.flat)
         if not self.sharded:

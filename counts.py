@@ -162,6 +162,7 @@ class Stage:
 
     @property
     def blocks(self) -> int:
+        """How many blocks it holds."""
         return self.last - self.first
 
 

@@ -107,6 +107,7 @@ class GPTSamples:
         return len(self.shuffle_index)
 
     def pieces(self, k: int) -> list[Piece]:
+        """Where sample k's tokens are: pieces of the sequences it is cut from, in order."""
         row = int(self.shuffle_index[k])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
@@ -117,9 +118,11 @@ class GPTSamples:
         return [Piece(self.dataset.prefix, s, a, b - a) for s, a, b in cuts if b > a]
 
     def documents(self, k: int) -> list[int]:
+        """The documents that sample k is cut from."""
         return [self.dataset.document_of(piece.sequence) for piece in self.pieces(k)]
 
     def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64; UserError for one past the vocabulary."""
         get = self.dataset.get
         parts = [get(p.sequence, p.offset, p.length) for p in self.pieces(k)]
         tokens = np.concatenate(parts, dtype=np.int64)  # (seq_length + 1,)
@@ -274,12 +277,15 @@ class Blend:
         return len(self.which)
 
     def sample(self, k: int) -> np.ndarray:
+        """Tokens of the blend's sample k: (seq_length + 1,), int64."""
         return self.parts[self.which[k]].sample(int(self.number[k]))
 
     def pieces(self, k: int) -> list[Piece]:
+        """Where its tokens are."""
         return self.parts[self.which[k]].pieces(int(self.number[k]))
 
     def documents(self, k: int) -> list[int]:
+        """The documents it is cut from."""
         return self.parts[self.which[k]].documents(int(self.number[k]))
 
 
@@ -297,13 +303,16 @@ class Synthetic:
         return sys.maxsize
 
     def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
     def pieces(self, k: int) -> list[Piece]:
+        """None: there is no text."""
         return []
 
     def documents(self, k: int) -> list[int]:
+        """None: there is no text."""
         return []
 
 

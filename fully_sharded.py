@@ -36,14 +36,17 @@ class RowShard(Shard):
                 self.own.append(own)
 
     def gradients_of_own(self) -> list[Tensor]:
+        """Gradients of this rank's rows, one flat tensor for each parameter."""
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
     def clear(self) -> None:
+        """Let go of the gradients."""
         for p in self.parameters:
             p.grad = None
 
     def spread(self) -> Handle | None:
-        return None  # torch gathers weights when it needs them
+        """Nothing: torch gathers weights when it needs them."""
+        return None
 
 
 def shard_fully(stage: nn.Module, build: Builder, training: Training) -> list[RowShard]:

@@ -68,10 +68,12 @@ class Mesh:
 
     @property
     def first_stage(self) -> bool:
+        """Whether this rank's stage has the embedding."""
         return self.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
+        """Whether this rank's stage has the head."""
         return self.pp_rank == self.pp - 1
 
 

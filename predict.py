@@ -29,6 +29,7 @@ class Pass:
 
     @property
     def total(self) -> float:
+        """Both together."""
         return self.forward + self.backward
 
 

@@ -59,6 +59,7 @@ class Entry:
 
     @property
     def ok(self) -> bool:
+        """Whether it ran."""
         return self.trials[0].status == "ok"
 
     @property

@@ -32,6 +32,7 @@ class Measured:
 
     @property
     def median(self) -> float:
+        """Seconds of the middle trial."""
         return statistics.median(self.seconds)
 
     @property

@@ -43,6 +43,7 @@ MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size
 
 
 def make(cluster, folder: str, **extra) -> tuple[train.Pieces, Checkpointer]:
+    """The training of MODEL and its checkpoints in that folder; extra: other options."""
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
     config = checks.check(build(values), cluster.size)
     pieces = train.build(config, cluster)
@@ -84,6 +85,7 @@ def slowest(seconds: float) -> float:
 
 
 def timed(run) -> float:
+    """Seconds that `run` takes on the slower of both ranks."""
     dist.barrier()
     began = time.perf_counter()
     run()
@@ -106,11 +108,13 @@ def asynchronous(begin, usual: float) -> dict[str, float]:
 
 
 def ours_in_background(checkpoints: Checkpointer):
+    """Begin our save; a function that says whether it is complete."""
     checkpoints.save(Progress(1, 8))
     return lambda: not checkpoints._thread.is_alive()
 
 
 def size_of(folder: str) -> int:
+    """Bytes of all files under a folder."""
     return sum(
         os.path.getsize(os.path.join(at, n)) for at, _, names in os.walk(folder) for n in names
     )
@@ -126,6 +130,7 @@ def fresh(folder: str) -> None:
 
 
 def main() -> None:
+    """Measure on two ranks and print the tables."""
     warnings.filterwarnings("ignore")
     cluster = start(discover(), configuration.Run())
     with cluster.failing_loudly():
@@ -186,6 +191,7 @@ def measure(cluster, folder: str):
 
 
 def report(results, sizes: dict[str, int], parameters: int) -> None:
+    """Print both tables, and how much of a save the training waits for."""
     state = 12 * parameters
     print(f"{parameters:,} parameters, {state / 1e6:.0f} MB of state; {ROUNDS} rounds\n")
     print("| operation | ours, s | DCP, s | DCP / ours | ours, MB/s | DCP, MB/s |")

@@ -92,6 +92,7 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
+    """Run ROUNDS of each fault on each axis; ends non-zero if one was not named right."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
     workers = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     results = run(draw(rounds), workers)

@@ -61,6 +61,7 @@ def check(group: Group) -> None:
 
 
 def milliseconds(run) -> float:
+    """How long `run` takes on this rank, begun together with the others."""
     dist.barrier()
     began = time.perf_counter()
     run()
@@ -68,6 +69,7 @@ def milliseconds(run) -> float:
 
 
 def main() -> None:
+    """Print the table of both ways for the ranks there are."""
     cluster = start(discover(), Run(device="cpu"))
     with cluster.failing_loudly():
         group = Mesh(Layout(tp=cluster.size, dp=1), cluster).tp

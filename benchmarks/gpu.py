@@ -48,6 +48,7 @@ def gemm_ceiling(device: str) -> tuple[float, int]:
 
 
 def synchronise(device: str) -> None:
+    """Wait for the GPU, if it is one."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -73,6 +74,7 @@ def train(model: str, micro_batches: tuple[int, ...], device: str) -> dict:
 
 
 def figures(model: str, micro_batch: int, rows: list[dict], facts: dict) -> dict:
+    """What the report says of one run, from its metrics without the warm-up, and run.json."""
     tokens = sorted(row["tokens_per_second"] for row in rows)
     return {
         "model": model,
@@ -89,6 +91,7 @@ def figures(model: str, micro_batch: int, rows: list[dict], facts: dict) -> dict
 
 
 def report(device: str, name: str, ceiling: tuple[float, int], results: list[dict]) -> str:
+    """The results file: the ceiling, then a row for each model."""
     peak = next((value for key, value in PEAKS.items() if key in name), None)
     share = f"{ceiling[0] / peak:.1%} of {peak / 1e12:.0f}" if peak else "peak unknown"
     lines = [
@@ -118,6 +121,7 @@ def report(device: str, name: str, ceiling: tuple[float, int], results: list[dic
 
 
 def main() -> None:
+    """Measure, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", help="default: benchmarks/results/gpu-<device name>.md")

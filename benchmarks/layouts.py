@@ -72,12 +72,14 @@ def torchs(ranks: int, options: str) -> float:
 
 
 def show(figures: list[float]) -> str:
+    """Median (lowest to highest), or nothing."""
     if not figures:
         return ""
     return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
 
 
 def report(rounds: int, measured: dict[str, tuple[list[float], list[float]]]) -> str:
+    """The results file: both systems' tokens per second on each layout."""
     lines = [
         "# Layouts on a CPU, beside torch's own parallel parts",
         "",
@@ -102,6 +104,7 @@ def report(rounds: int, measured: dict[str, tuple[list[float], list[float]]]) ->
 
 
 def main() -> None:
+    """Measure in rounds, both systems in turn, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds

@@ -32,6 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)): (b, s, h)."""
+
     def __init__(self, h: int, heads: int):
         super().__init__()
         self.d = h // heads
@@ -69,10 +71,12 @@ class GPT(nn.Module):
 
 
 def loss_of(logits, labels):
+    """Mean loss over all tokens: logits (b, s, V), labels (b, s)."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def tensor_parallel(model: GPT, mesh) -> GPT:
+    """The model by DTensor's plans; logits stay cut over the vocabulary."""
     plan = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
@@ -127,6 +131,7 @@ def clip(model) -> None:
 
 
 def pipeline_step(o, mine):
+    """A function that does one step of Schedule1F1B, and the micro-batches it takes."""
     rank = dist.get_rank()
     cuts = [0, *[int(cut) for cut in o.cuts.split(",")], o.layers]
     model = GPT(o, cuts[rank], cuts[rank + 1])
@@ -148,6 +153,7 @@ def pipeline_step(o, mine):
 
 
 def main() -> None:
+    """Time the steps of one kind of parallelism."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=("one", "tp", "pp", "dp"), required=True)
     parser.add_argument("--cuts", default="2", help="blocks before each cut of the pipeline")

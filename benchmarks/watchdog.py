@@ -163,6 +163,7 @@ def by_counting(step: float, records: int) -> None:
 
 
 def main() -> None:
+    """Measure side by side, and by counting."""
     cluster = start(discover(), Run(device="cpu", watchdog=False))
     with cluster.failing_loudly():
         with tempfile.TemporaryDirectory() as out:

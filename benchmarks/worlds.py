@@ -42,21 +42,27 @@ class TorchWorld:
         return self.torch.zeros(elements, device=self.device)
 
     def ranks(self, group: str) -> tuple[int, ...]:
+        """The ranks of this rank's group."""
         return self.groups[group].ranks
 
     def all_reduce(self, group: str, buffer) -> None:
+        """Sum a buffer over the group, in place; done when it returns."""
         self._finish(self.groups[group].all_reduce(buffer))
 
     def reduce_scatter(self, group: str, output, source) -> None:
+        """Sum `source` over the group, this rank's share of it into `output`."""
         self._finish(self.groups[group].reduce_scatter(output, source))
 
     def all_gather(self, group: str, output, source) -> None:
+        """Every rank's `source`, one after the other, into `output`."""
         self._finish(self.groups[group].all_gather(output, source))
 
     def send(self, group: str, buffer, to: int) -> None:
+        """Send a buffer to a place in the group."""
         self._finish(self.groups[group].send(buffer, to))
 
     def receive(self, group: str, buffer, source: int) -> None:
+        """Receive a buffer from a place in the group."""
         self._finish(self.groups[group].receive(buffer, source))
 
     def plain_all_reduce(self, buffer) -> None:
@@ -65,6 +71,7 @@ class TorchWorld:
         self.synchronize()
 
     def synchronize(self) -> None:
+        """Wait for the GPU, if it is one."""
         if self.device.type == "cuda":
             self.torch.cuda.synchronize(self.device)
 
@@ -75,6 +82,7 @@ class TorchWorld:
         return psutil.virtual_memory().available / self.cluster.local_size / 4
 
     def stop(self) -> None:
+        """Leave together with the others."""
         self.cluster.stop()
 
     def _finish(self, handle) -> None:
@@ -107,22 +115,28 @@ class HostWorld:
         return np.zeros(elements, dtype=np.float32)
 
     def ranks(self, group: str) -> tuple[int, ...]:
+        """The ranks of this rank's group."""
         comm = self.comms[group]
         return tuple(comm.group.Translate_ranks(range(comm.size), self.world.group))
 
     def all_reduce(self, group: str, buffer) -> None:
+        """Sum a buffer over the group, in place."""
         self.comms[group].Allreduce(self.mpi.IN_PLACE, buffer)
 
     def reduce_scatter(self, group: str, output, source) -> None:
+        """Sum `source` over the group, this rank's share of it into `output`."""
         self.comms[group].Reduce_scatter_block(source, output)
 
     def all_gather(self, group: str, output, source) -> None:
+        """Every rank's `source`, one after the other, into `output`."""
         self.comms[group].Allgather(source, output)
 
     def send(self, group: str, buffer, to: int) -> None:
+        """Send a buffer to a place in the group."""
         self.comms[group].Send(buffer, to)
 
     def receive(self, group: str, buffer, source: int) -> None:
+        """Receive a buffer from a place in the group."""
         self.comms[group].Recv(buffer, source)
 
     def free_bytes(self) -> float:
@@ -130,6 +144,7 @@ class HostWorld:
         return psutil.virtual_memory().available / self.nodes.count(self.nodes[self.rank]) / 4
 
     def stop(self) -> None:
+        """Leave together with the others."""
         self.world.Barrier()
 
 

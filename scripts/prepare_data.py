@@ -236,6 +236,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
+    """Read, train or load the tokenizer, write the corpus; UserError for what cannot be."""
     options = parse(arguments)
     begin = time.perf_counter()
     texts = Texts(find_files(options.paths, options.stdlib), options.json_key, options.shuffle_seed)
