@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the project's own modules
+
+import hardware
+
 WARM_UP, STEPS = 5, 20
-# Dense bf16 peak of the vendor's data sheets, FLOP/s; V100: fp16.
-PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "V100": 125e12}
 MODELS = {
     "cuda": [("gpt2-124m", (64, 32, 16, 8, 4)), ("1b3", (16, 8, 4, 2, 1))],
     "cpu": [("gpt2-124m --layers 2 --hidden 128 --heads 4 --seq-length 128", (4,))],
@@ -90,9 +92,15 @@ def figures(model: str, micro_batch: int, rows: list[dict], facts: dict) -> dict
     }
 
 
+def peak_of(name: str) -> float | None:
+    """Dense half-precision peak in FLOP/s of the GPU of that name, if hardware/ knows it."""
+    machines = map(hardware.load, hardware.names())
+    return next((m.peak for m in machines if m.device != "CPU" and m.device in name), None)
+
+
 def report(device: str, name: str, ceiling: tuple[float, int], results: list[dict]) -> str:
     """The results file: the ceiling, then a row for each model."""
-    peak = next((value for key, value in PEAKS.items() if key in name), None)
+    peak = peak_of(name)
     share = f"{ceiling[0] / peak:.1%} of {peak / 1e12:.0f}" if peak else "peak unknown"
     lines = [
         f"# One {name}",

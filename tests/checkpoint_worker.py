@@ -9,6 +9,7 @@ A job is a dictionary: `options` as on the command line, with `out` and, to load
 import dataclasses
 import json
 import sys
+from pathlib import Path
 
 import checks
 import config as configuration
@@ -32,6 +33,18 @@ def options(case: dict) -> configuration.Config:
     length["micro_batch_size"] = 2
     # As in the golden test: 1e-8 would let one weight's rounding noise hide what is to be seen.
     return build(shape | length | {"adam_eps": 1e-6} | case)
+
+
+def make(out: Path, **extra) -> configuration.Config:
+    """A run of one rank that saves at every step."""
+    return checks.check(options({"out": str(out), "save_every": 1} | extra), 1)
+
+
+def trainer(config, said=None):
+    """Its pieces and its Checkpointer, whose words go to `said`."""
+    pieces = train.build(config)
+    say = print if said is None else said.append
+    return pieces, Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=say)
 
 
 def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progress]:

@@ -4,7 +4,6 @@ Same layout: the next 20 steps are bitwise those of the run that never stopped. 
 the next 5 losses within 1e-5 relative. Ranks are started four times in all.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -17,13 +16,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from checkpoint_worker import make, trainer
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ROOT, mpirun
 
 import checks
-import config as configuration
-import restore
 import saving
 import shards
 import train
@@ -170,19 +168,9 @@ def test_every_element_is_written_once_and_without_padding(saved):
 # ------------------------------------------------------------------------------------------------
 
 
-def make(out: Path, **extra) -> configuration.Config:
-    return checks.check(worker.options({"out": str(out), "save_every": 1} | extra), 1)
-
-
-def build(config, said=None):
-    pieces = train.build(config)
-    say = print if said is None else said.append
-    return pieces, saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=say)
-
-
 def save_some(out: Path, steps: int = 1, **extra) -> Path:
     """A checkpoint of every one of the first steps of a run that trains nothing."""
-    checkpoints = build(make(out, **extra))[1]
+    checkpoints = trainer(make(out, **extra))[1]
     for step in range(1, steps + 1):
         checkpoints.after_step(Progress(step, 8 * step))
     checkpoints.close()
@@ -192,7 +180,7 @@ def save_some(out: Path, steps: int = 1, **extra) -> Path:
 def refuse(config, *words: str) -> str:
     """Resume and return the one sentence of the refusal, which must have these words."""
     with pytest.raises(UserError) as caught:
-        build(config)[1].resume()
+        trainer(config)[1].resume()
     sentence = str(caught.value)
     assert "\n" not in sentence
     for word in words:
@@ -281,7 +269,7 @@ def test_weights_alone(tmp_path):
     resume = str(tmp_path / "a")
     refuse(make(tmp_path / "b", resume=resume, seed=5), "weights alone", "--load-weights-only")
     config = make(tmp_path / "b", resume=resume, load_weights_only=True, seed=5)
-    pieces, checkpoints = build(config)
+    pieces, checkpoints = trainer(config)
     own = {p.spec.name: p for p in pieces.stage.parameters()}["blocks.0.mlp.up.weight"]
     assert not np.array_equal(own.detach().numpy(), expected)
     assert checkpoints.resume() == Progress()
@@ -302,7 +290,7 @@ def test_missing_and_surplus_tensors_are_listed(tmp_path):
     save_some(tmp_path / "a", tied=False)
     config = make(tmp_path / "b", resume=str(tmp_path / "a"), load_weights_only=True, layers=3)
     said = []
-    build(config, said)[1].resume()
+    trainer(config, said)[1].resume()
     said = " ".join(said)
     assert "missing there: blocks.2.attention.out.bias, " in said
     assert "not in this model: head.weight;" in said
@@ -341,7 +329,7 @@ def test_other_precisions_load(tmp_path):
         expected = index.whole("weights", "blocks.1.mlp.down.weight").ravel()
     for precision in ("bf16", "fp64"):
         config = make(tmp_path / "b", resume=str(tmp_path / "a"), precision=precision, seed=9)
-        pieces, checkpoints = build(config)
+        pieces, checkpoints = trainer(config)
         assert checkpoints.resume().iteration == 1
         own = [p for p in pieces.optimizer.owned() if p.spec.name == "blocks.1.mlp.down.weight"]
         assert np.array_equal(own[0].read("weights", own[0].start, own[0].stop).numpy(), expected)
@@ -353,7 +341,7 @@ def test_other_precisions_load(tmp_path):
 
 def test_nothing_to_resume_from(tmp_path):
     said = []
-    assert build(make(tmp_path, resume="auto"), said)[1].resume() == Progress()
+    assert trainer(make(tmp_path, resume="auto"), said)[1].resume() == Progress()
     assert "training begins at step 0" in said[0]
     refuse(make(tmp_path, resume=str(tmp_path / "nowhere")), "nowhere", "no complete checkpoint")
     (tmp_path / "file").write_text("x")
@@ -379,122 +367,11 @@ def test_changed_options_and_data_are_said(tmp_path):
 def test_an_earlier_checkpoint_of_the_same_step_is_replaced(tmp_path):
     folder = save_some(tmp_path)
     (folder / "step_00000001/rank_00000.h5").write_bytes(b"")
-    checkpoints = build(make(tmp_path))[1]
+    checkpoints = trainer(make(tmp_path))[1]
     checkpoints.after_step(Progress(1, 8))
     checkpoints.close()
     assert os.listdir(folder) == ["step_00000001"]
-    assert build(make(tmp_path, resume="auto"))[1].resume().iteration == 1
-
-
-# ------------------------------------------------------------------------------------------------
-# Writes that fail, and when to save
-# ------------------------------------------------------------------------------------------------
-
-
-def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
-    said = []
-    checkpoints = build(make(tmp_path), said)[1]
-    checkpoints.after_step(Progress(1, 8))
-    checkpoints.close()
-    usage = dataclasses.make_dataclass("Usage", ["free"])
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage(1000))
-    checkpoints.after_step(Progress(2, 16))
-    assert "step_00000002 was not saved" in said[-1]
-    assert "MB, and 0.0 MB are free" in said[-1]
-    assert "training goes on, the newest is step_00000001" in said[-1]
-    assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
-    tmp_path, monkeypatch, asynchronous
-):
-    said = []
-    checkpoints = build(make(tmp_path, async_save=asynchronous), said)[1]
-    with monkeypatch.context() as patch:
-
-        def full(descriptor, data, at):
-            raise OSError(28, "No space left on device")
-
-        patch.setattr(shards.os, "pwrite", full)
-        checkpoints.after_step(Progress(1, 8))
-        if checkpoints._thread:
-            checkpoints._thread.join()
-    checkpoints.after_step(Progress(2, 16))
-    assert "step_00000001 was not saved" in said[0]
-    assert "rank 0" in said[0]
-    assert "No space left on device" in said[0]
-    checkpoints.close()
-    assert os.listdir(tmp_path / "checkpoints") == ["step_00000002"]
-
-
-def test_a_mistake_of_ours_in_the_background_ends_the_run(tmp_path, monkeypatch):
-    checkpoints = build(make(tmp_path))[1]
-    monkeypatch.setattr(shards, "write_shard", lambda *a: 1 / 0)
-    checkpoints.after_step(Progress(1, 8))
-    with pytest.raises(ZeroDivisionError):
-        checkpoints.close()
-
-
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    with pytest.raises(UserError, match="cannot write in"):
-        build(make(tmp_path))
-
-
-def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
-    """While the write is held up the step goes on, on other values; those of the save stay."""
-    import threading
-
-    go, put = threading.Event(), shards._put
-    monkeypatch.setattr(shards, "_put", lambda *a: (go.wait(30), put(*a))[1])
-    pieces, checkpoints = build(make(tmp_path))
-    weights = [p.detach().clone() for p in pieces.stage.parameters()]
-    checkpoints.after_step(Progress(1, 8))
-    for p in pieces.stage.parameters():
-        p.data.add_(1.0)
-    assert checkpoints._thread.is_alive()
-    go.set()
-    checkpoints.close()
-    with shards.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
-        for p, weight in zip(pieces.stage.parameters(), weights):
-            whole = torch.from_numpy(index.whole("weights", p.spec.name))
-            rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])
-            assert torch.equal(whole, rows)
-
-
-def test_saving_by_the_clock(tmp_path, monkeypatch):
-    checkpoints = build(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
-    now = [checkpoints._saved_at]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
-    for step in range(1, 9):
-        now[0] += 180
-        checkpoints.after_step(Progress(step, 8 * step), last=step == 7)
-        checkpoints.close()
-    saved = [restore.shards.step_of(f) for f in shards.list_checkpoints(checkpoints.parent)]
-    assert sorted(saved) == [4, 7]
-
-
-def test_the_interval_that_loses_least():
-    """Against the loss itself: pauses, and half an interval with every failure."""
-    pause, mean = 40.0, 7.3 * 24 * 3600
-    lost = {t: pause / t + (t + pause) / 2 / mean for t in range(100, 20000, 10)}
-    best = min(lost, key=lost.get)
-    assert saving.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
-    assert saving.best_interval(pause, 1e5, mean) == 1e5
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"keep_every": 5, "save_every": 1}, "--keep-every 5 needs --keep-last"),
-        ({"load_weights_only": True}, "--load-weights-only needs --resume"),
-        ({"keep_last": 2}, "--keep-last needs --save-every"),
-    ],
-)
-def test_options_that_do_not_fit(values, words):
-    with pytest.raises(UserError, match=words):
-        checks.check(worker.options(values), 1)
+    assert trainer(make(tmp_path, resume="auto"))[1].resume().iteration == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw8bit", "adamw"), ("adamw", "adamw8bit")])
