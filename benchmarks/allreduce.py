@@ -422,13 +422,12 @@ def main() -> None:
         machine = hardware.load(given.gpu) if given.gpu else None
         layout = {"tp": given.tp, "pp": given.pp}
         placed(layout, launch.size)
+        host = HostWorld(launch, layout) if given.host else None
     except UserError as mistake:
-        exit_with(mistake, speak=launch.rank == 0)
+        exit_with(mistake, launch.rank == 0, launch.patience)
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
-    world = (
-        HostWorld(layout) if given.host else TorchWorld(launch, Run(device=given.device), layout)
-    )
+    world = host or TorchWorld(launch, Run(device=given.device), layout)
     speaks = world.rank == 0
     if speaks:
         what = ", ".join(f"{k}: {v}" for k, v in world.what.items())

@@ -4,19 +4,18 @@ Both have the same methods: a named group's collectives that return when they ar
 every rank, buffers, and what a rank may allocate.
 """
 
-import socket
-
 import numpy as np
 import psutil
 
 from cluster import start
 from config import Layout, Run, UserError
+from launch import Launch, find_local, node_name
 
 
 class TorchWorld:
     """The ranks over NCCL or gloo, through the very Group that training uses."""
 
-    def __init__(self, launch, run: Run, layout: dict[str, int]):
+    def __init__(self, launch: Launch, run: Run, layout: dict[str, int]):
         import torch
 
         from parallel import Mesh
@@ -91,9 +90,10 @@ class TorchWorld:
 
 
 class HostWorld:
-    """The ranks over mpi4py, buffers in host memory."""
+    """The ranks over mpi4py, buffers in host memory; UserError if launcher and MPI disagree."""
 
-    def __init__(self, layout: dict[str, int]):
+    def __init__(self, launch: Launch, layout: dict[str, int]):
+        find_local(launch)
         from mpi4py import MPI
 
         self.mpi, self.world = MPI, MPI.COMM_WORLD
@@ -102,9 +102,14 @@ class HostWorld:
         for name, rows in group_rows(placed(layout, self.size)).items():
             own = next(index for index, row in enumerate(rows) if self.rank in row)
             self.comms[name] = self.world.Split(own, self.rank)
-        self.nodes = self.world.allgather(socket.gethostname())
+        self.nodes = self.world.allgather(node_name())
         library = MPI.Get_library_version().split("\n")[0].strip()
-        self.what = {"ranks": self.size, "launcher": "mpi", "device": "host", "backend": library}
+        self.what = {
+            "ranks": self.size,
+            "launcher": launch.launcher,
+            "device": "host",
+            "backend": library,
+        }
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
         """Every rank's numbers, in rank order."""
