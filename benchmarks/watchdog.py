@@ -38,7 +38,7 @@ SHAPE = (
     "--layers 4 --hidden 256 --heads 8 --seq-length 128 --vocab-size 8192 --global-batch-size 4 "
     "--micro-batch-size 1 --steps 1000000 --device cpu --no-tied"
 )
-BLOCK, ROUNDS = 3, 14
+BLOCK, ROUNDS = 4, 60
 CALLS = 200_000
 
 
