@@ -386,9 +386,11 @@ def _keep_mpi_going(world, store) -> None:
     MPI, and rank 0 would wait in the store for ranks that wait for its broadcast.
     """
     store.add("met", 1)
+    pause = 0.001
     while store.add("met", 0) < world.size:
         world.Iprobe()
-        time.sleep(0.001)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)  # hundreds of ranks ask the one store
 
 
 def _reachable_address() -> str:

@@ -6,6 +6,8 @@ import os
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fault_worker
 import psutil
@@ -13,6 +15,7 @@ import pytest
 from ranks import mpirun, start
 
 import checks
+import cluster
 import config as configuration
 import explain
 import watchdog
@@ -384,16 +387,25 @@ JOBS = [
 ]
 
 
-@pytest.mark.slow
-def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path):
+def plant(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
+    """Run jobs one after the other; the folder and the result of each."""
     keys = ("layout", "ranks", "fault", "culprit")
-    jobs = tmp_path / "jobs.json"
-    jobs.write_text(json.dumps([dict(zip(keys, job)) for job in JOBS]))
-    outcome = start([sys.executable, WORKER, str(tmp_path), str(jobs)], timeout=60 * len(JOBS))
+    folder.mkdir()
+    source = folder / "jobs.json"
+    source.write_text(json.dumps([dict(zip(keys, job)) for job in jobs]))
+    outcome = start([sys.executable, WORKER, str(folder), str(source)], timeout=60 * len(jobs))
     assert outcome.status == 0, outcome.err[-4000:]
     results = [json.loads(line) for line in outcome.out.splitlines()]
+    return [(folder / f"job{number}", result) for number, result in enumerate(results)]
+
+
+@pytest.mark.slow
+def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path, capsys):
+    halves = [(tmp_path / name, JOBS[at::2]) for at, name in enumerate("ab")]
+    with ThreadPoolExecutor(2) as pool:  # they mostly wait
+        results = [pair for half in pool.map(plant, *zip(*halves)) for pair in half]
     assert len(results) == len(JOBS)
-    for number, result in enumerate(results):
+    for folder, result in results:
         if result["fault"] == "suspended":  # a job that goes on is no hang
             assert result["named"] is None, result["output"]
             assert set(result["statuses"].values()) == {75}, result["output"]
@@ -402,12 +414,12 @@ def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path):
         if result["fault"] == "raise":
             assert result["output"].count("Traceback") == 1
             continue
-        folder = tmp_path / f"job{number}"
         assert f"CULPRIT: rank {result['culprit']} (" in result["output"]
         assert "who waits for whom:" in result["output"]
-        again = start([sys.executable, "cluster.py", "explain", str(folder)])
-        assert f"CULPRIT: rank {result['culprit']} (" in again.out
-        assert again.out.strip().splitlines()[1] in result["output"]
+        cluster.run_command(["explain", str(folder)])
+        again = capsys.readouterr().out
+        assert f"CULPRIT: rank {result['culprit']} (" in again
+        assert again.strip().splitlines()[1] in result["output"]
         told = json.loads((folder / f"hang/rank_{result['culprit']:05d}.json").read_text())
         if result["fault"] == "gil":
             assert "hold_the_lock" in told["raw"]
@@ -431,6 +443,8 @@ def test_under_mpirun(tmp_path, fault, culprit, seconds):
     rows = (out / "metrics.jsonl").stat()
     assert time.time() - rows.st_mtime < seconds
     assert none_left(str(job)) == []
+    again = start([sys.executable, "cluster.py", "explain", str(out)])
+    assert f"CULPRIT: rank {culprit} (tp " in again.out
 
 
 def none_left(word: str) -> list[str]:
