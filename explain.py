@@ -13,15 +13,18 @@ group has not entered the operation of that number is waited for; that rank may 
 another axis, and so on. Where the waits end is the odd one out.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterable
 from typing import Any
 
 from config import UserError
+from placement import in_short
 from watchdog import standing
 
 Ranks = dict[int, dict[str, Any]]  # as monitor.Rank.told gives them
+_ranges = functools.partial(in_short, between=", ")
 SHOWN_FRAMES = 6
 SHOWN_GROUPS = 24  # places where ranks stand, largest groups of ranks first
 
@@ -304,17 +307,6 @@ def _short(frame: str) -> str:
     """A frame with its file's name in place of the path."""
     path, _, rest = frame.partition(":")
     return f"{os.path.basename(path)}:{rest}"
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 7`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 # ------------------------------------------------------------------------------------------------

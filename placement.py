@@ -8,6 +8,7 @@ Facts come in as arguments, so that a cluster can be tried on a machine without 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,16 +204,16 @@ def _table_of_nodes(places: list[Place]) -> str:
     for node, own in ranks.items():
         devices = len({places[rank].gpu or rank for rank in own})
         cores = {core for rank in own for core in places[rank].cores}
-        rows.append(f"{node:20} {devices:8}  {in_short(tuple(cores)):16} {in_short(tuple(own))}")
+        rows.append(f"{node:20} {devices:8}  {in_short(cores):16} {in_short(own)}")
     return "\n".join(rows)
 
 
-def in_short(numbers: tuple[int, ...]) -> str:
-    """Whole numbers as 0-3,8: how Slurm and taskset write them."""
+def in_short(numbers: Iterable[int], between: str = ",") -> str:
+    """Whole numbers as 0-3,8: how Slurm and taskset write them. between: one that reads better."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
             parts[-1][1] = number
         else:
             parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+    return between.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
