@@ -1,4 +1,4 @@
-"""The house as the README draws it: every module once, and imports that only point down the list."""
+"""The house as the README draws it: every module once, and imports only point down the list."""
 
 import ast
 import re
