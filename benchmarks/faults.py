@@ -56,13 +56,13 @@ def run(jobs: list[dict], workers: int) -> list[dict]:
             (own / "jobs.json").write_text(json.dumps(jobs[number::workers]))
             words = [sys.executable, str(ROOT / "tests/fault_worker.py"), own, own / "jobs.json"]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            with open(own / "results", "w") as told:  # a pipe would fill up, and stop the worker
-                programs.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=told))
-        if any([program.wait() for program in programs]):
-            raise RuntimeError(f"workers ended with {[p.returncode for p in programs]}")
-        lines = [line for path in Path(folder).glob("*/results") for line in open(path)]
-        results = [json.loads(line) for line in lines]
-    return results
+            with open(own / "results", "w") as results:  # a pipe would fill
+                programs.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=results))
+        statuses = [program.wait() for program in programs]
+        if any(statuses):
+            raise RuntimeError(f"the workers ended with {statuses}")
+        told = "".join(path.read_text() for path in sorted(Path(folder).glob("*/results")))
+    return [json.loads(line) for line in told.splitlines()]
 
 
 def table(results: list[dict]) -> str:
