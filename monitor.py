@@ -34,7 +34,9 @@ PATIENCE_AT_START, SECONDS_AT_START, SETTLED_STEPS = 4.0, 120.0, 2
 TURN = 0.1  # seconds between looks at the clock
 SECONDS_FOR_THE_FIRST = 60.0  # until rank 0 comes
 SECONDS_FOR_ALL = 900.0  # until the last rank comes
-SECONDS_TO_SETTLE = 0.3  # who fails because another is dead may be heard before the death is seen
+# Who fails because another is dead may be heard before the death is seen: on a busy machine a
+# killed process takes its time to close one connection after the other.
+SECONDS_TO_SETTLE = 1.0
 SECONDS_TO_TELL = 4.0  # for stacks and records
 SECONDS_TO_WRITE = 10.0  # to print and write; a file system may be what hangs
 SECONDS_TO_END = 8.0
@@ -386,6 +388,9 @@ class Monitor:
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
         thread.join(SECONDS_TO_WRITE)
+        if thread.is_alive():
+            text = f"the watchdog could not write {self.out}/hang in {SECONDS_TO_WRITE:.0f} s"
+            print(text, file=sys.stderr, flush=True)
 
     def _end(self, status: int, deaf: list[Rank]) -> None:
         """Tell the ranks to end, and to kill those of their node that cannot hear."""
