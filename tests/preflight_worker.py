@@ -93,9 +93,9 @@ def hang_in_groups(config, cluster) -> None:
         preflight.Mesh = lambda *arguments: time.sleep(9.0)
     torch.distributed.barrier()
     look("hang", config, cluster, 5.0)
-    if cluster.rank == 0:
-        time.sleep(1.0)
-    sys.stdout.flush()
+    if cluster.rank != 0:
+        time.sleep(30.0)  # rank 0 may still be speaking, and it ends all
+    time.sleep(1.0)  # mpirun carries its words before an abort can overtake them
     cluster.end_all_ranks(3)
 
 

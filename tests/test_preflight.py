@@ -33,6 +33,7 @@ def test_each_fault_is_named(tmp_path):
     said = dict(line.split(": ", 1) for line in outcome.out.splitlines() if ": " in line)
     assert said["enough"] == ""
     for fault, parts in EXPECTED.items():
+        assert fault in said, outcome.out + outcome.err
         for part in parts:
             assert part in said[fault], outcome.out + outcome.err
     assert "UserError" not in said["nothing"] + said["slow"] + said["clock"]
