@@ -103,6 +103,7 @@ class Attention(nn.Module):
         self.out = RowLinear(build, f"{name}.out", inputs, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+        """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.d))  # s b g a/g+2 d
         q = qkv[..., :-2, :].flatten(2, 3)  # s b a d
         k, v = qkv[..., -2, :], qkv[..., -1, :]  # s b g d

@@ -284,6 +284,7 @@ class _Adam8bit(Rule):
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
+        """As Rule.update, by bitsandbytes' blockwise kernel."""
         self.steps += 1
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
             self.library.optimizer_update_8bit_blockwise(
@@ -319,6 +320,7 @@ class _Adam8bit(Rule):
         return values[start - first * BLOCK :][: stop - start]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
+        """As Rule.write; ValueError if `start` is not the start of a block."""
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK

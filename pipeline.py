@@ -82,6 +82,7 @@ class _Execution:
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
 
     def run(self) -> Tensor:
+        """Do all actions in order; the loss sum on the one rank that counts it, 0 on the others."""
         backwards = sum(action.kind == "B" for action in self.actions)
         for position, action in enumerate(self.actions):
             for upcoming in self.actions[position : position + 2]:

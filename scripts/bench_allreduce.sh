@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Bus bandwidth of the world and of a layout's groups, alpha and beta, a calibration for the planner.
 #
-#     bash scripts/bench_allreduce.sh                     8 ranks of this machine's CPU, 2 minutes
+#     bash scripts/bench_allreduce.sh                     8 ranks of this machine's CPU, 1 to 2 minutes
 #     bash scripts/bench_allreduce.sh srun -n 48 ...      what follows is a launcher's words, then --,
 #         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/allreduce.py
 #

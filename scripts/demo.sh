@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A GPT on Python's own sources, 4 ranks: tp 2 x pp 2. Sets up, makes the corpus, trains, draws.
-# About three minutes after set-up on two cores; the result is in runs/demo.
+# Two to four minutes on two cores, set-up in it; the result is in runs/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
