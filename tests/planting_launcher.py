@@ -2,8 +2,9 @@
 
     python tests/planting_launcher.py RANKS train.py --hidden 48 ...
 
-hidden 4096: each rank may have half a gigabyte more than it starts with. 48: the last rank never
-joins. 80: the last rank raises before it does. Whatever else: as forkrun.py.
+hidden 32768: each rank may have four gigabytes more than it starts with: room for the stacks of any
+number of threads, none for the first weight of 6 GB. 48: the last rank never joins. 80: the last
+rank raises before it does. Whatever else: as forkrun.py.
 """
 
 import resource
@@ -17,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import forkrun
 
-SPARE = 512 * 2**20
+SPARE = 4 * 2**30
 
 
 def plant(hidden: str, last: bool) -> None:
     """Make this rank fail as its run is to."""
-    if hidden == "4096":
+    if hidden == "32768":
         limit = psutil.Process().memory_info().vms + SPARE
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if hidden == "48" and last:

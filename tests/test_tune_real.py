@@ -18,8 +18,8 @@ LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
 def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
     words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 4 --hidden 64"
     words += " --positions rotary --device cpu --timed 3 --time-limit 30 --tp 2 --sweep hidden"
-    # The width of 4096 has 400 million parameters: 1.6 GB of fp32 weights on two ranks.
-    words += " --try hidden=32,48,64,80,96,128,4096"
+    # At the width of 32768 the first weight is 6 GB on each of the two ranks: no thread needs that.
+    words += " --try hidden=32,48,64,80,96,128,32768"
     command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--ranks", "2"]
     done = ranks.start([*command, "--launch", LAUNCH, "--out", str(tmp_path)], 280)
     assert done.status == 0, done.err + done.out
@@ -32,9 +32,9 @@ def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
         80: "crash",
         96: "ok",
         128: "ok",
-        4096: "oom",
+        32768: "oom",
     }
-    assert "memory" in found[4096]["reason"]
+    assert "memory" in found[32768]["reason"]
     assert "RuntimeError: planted" in found[80]["reason"]
     for trial in (t for t in stored if t["status"] == "ok"):
         assert len(trial["seconds"]) == 3
