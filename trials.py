@@ -250,11 +250,19 @@ def judge(
     memory = [line for line in log.splitlines() if any(word in line for word in OUT_OF_MEMORY)]
     if memory:
         return "oom", memory[-1].strip()[:300], rows
-    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+    if _was_killed(status, log):
         return "oom", "killed from outside, as the kernel does when memory runs out", rows
     if status == 2 and _last(log, "error: "):
         return "rejected", _last(log, "error: ").removeprefix("error: "), rows
-    return "crash", f"status {status}: {_last(log, 'Error') or _last(log) or 'no output'}", rows
+    told = _last(log, "Error") or _last(log, ": DEAD: ") or _last(log) or "no output"
+    return "crash", f"status {status}: {told}", rows
+
+
+def _was_killed(status: int, log: str) -> bool:
+    """Whether SIGKILL ended it: as Popen, a shell or MPICH's mpirun (the bare 9) tell it."""
+    if status == signal.SIGKILL:
+        return "(signal 9)" in log
+    return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 def _last(log: str, containing: str = "") -> str:
