@@ -8,6 +8,7 @@ per sample. Beside the search stand random order and trying all.
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import hardware
@@ -59,12 +60,14 @@ def replay(
     predicted: dict[str, float],
     gain: float = 0.01,
     noise: float = 0,
-    told: dict[str, float] | None = None,
+    trial: Callable[[Case], float] | None = None,
+    most: int | None = None,
 ) -> Replay:
     """Search among the rows of one table; rows without seconds are runs that failed.
 
-    `told` are the seconds that the search is told, by row, where they are not those it is judged
-    by: one noisy trial each, when the rows hold the median of several.
+    `trial` gives the seconds of one run of a row, where they vary around the row's by `noise`
+    (standard deviation of the logarithm): the contenders then run once more, as in tune.py. At
+    most `most` runs take place.
     """
     real = [_per_sample(case, case.seconds) for case in cases]
     points = [
@@ -73,23 +76,24 @@ def replay(
         )
         for c in cases
     ]
-    search, order = Search(points, gain, noise=noise), []
-    while (index := search.next()) is not None:
-        case = cases[index]
-        search.tell(index, _per_sample(case, told[case.id]) if told else real[index])
-        order.append(index)
+    search, order, regrets = Search(points, gain, noise=noise), [], []
     best = min(seconds for seconds in real if seconds)
-    seen, regrets = {}, []
-    for index in order:
+
+    def measure(index: int) -> None:
         case = cases[index]
-        if real[index]:
-            seen[index] = told[case.id] if told else real[index]
-        picked = min(seen, key=seen.get, default=None)
-        regrets.append(math.inf if picked is None else real[picked] / best - 1)
+        search.tell(index, _per_sample(case, trial(case)) if trial else real[index])
+        order.append(case.id)
+        regrets.append(math.inf if search.best is None else real[search.best] / best - 1)
+
+    while (index := search.next()) is not None and len(order) != most:
+        measure(index)
+    for index in search.contenders() if trial else []:
+        if len(order) != most:
+            measure(index)
     return Replay(
         table=name,
         rows=len(cases),
-        order=[cases[i].id for i in order],
+        order=order,
         found_at=next((i for i, r in enumerate(regrets, 1) if r == 0), None),
         regret_after=regrets,
         random=(len(cases) + 1) / 2,

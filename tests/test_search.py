@@ -123,7 +123,11 @@ def test_the_space_measured_here():
     found, facts = tune_replay.here()
     assert 40 <= found.rows <= 60
     assert found.within(tune_replay.GOAL) <= found.rows // 4
+    assert found.regret_after[-1] <= tune_replay.GOAL
     assert facts["times"] > 3
+    ends = [one.regret_after[-1] for one in tune_replay.here_with_noise(0.03)]
+    assert sum(ends) / len(ends) < 0.01
+    assert all(len(one.order) <= found.rows // 4 for one in tune_replay.here_with_noise(0.1))
 
 
 def test_random_regret_is_what_drawing_gives():
