@@ -148,17 +148,17 @@ class Session:
         )
 
     def command(self, candidate: Candidate) -> list[str]:
-        """What to type to train on that layout."""
+        """What to type to train on that layout, into a folder beside the trials'."""
         config = candidate.config
+        run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
         if training.steps is None and training.train_samples is None:
             steps = 1000
             if self.own.tokens:
                 tokens = training.global_batch_size * config.model.seq_length
                 steps = math.ceil(self.own.tokens / tokens)
-            config = dataclasses.replace(
-                config, training=dataclasses.replace(training, steps=steps)
-            )
+            training = dataclasses.replace(training, steps=steps)
+        config = dataclasses.replace(config, training=training, run=run)
         *start, _ = self.runner.start(candidate.ranks)
         names = ["python" if word == sys.executable else word for word in start]
         return [*names, "train.py", *space.words(config)]

@@ -68,6 +68,7 @@ def test_a_search_ends_when_it_is_decided_and_goes_on_where_it_was(tmp_path):
     assert "rejected tp 8 pp 1: tp(8) does not divide heads(4)" in done.out
     assert "tokens take" in done.out
     assert "to train on the fastest:" in done.out
+    assert f"--out {tmp_path}/train\n" in done.out
     again, more = tuned(tmp_path, *SMALL.split())
     assert again.status == 0
     assert len(more) == len(stored)  # decided already
