@@ -109,7 +109,7 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
         began = time.monotonic()
         job.send(signal.SIGTERM)
         assert job.status() not in (0, 75)
-        assert time.monotonic() - began < 20  # the step itself takes minutes
+        assert time.monotonic() - began < 5
         assert "SIGTERM for the second time: ending at once, without a save" in job.text
         assert psutil.wait_procs(ranks, timeout=5)[1] == []
     assert saved_steps(tmp_path) == before
@@ -171,7 +171,7 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
     began = time.monotonic()
     with run([], tmp_path, "--resume", "auto", "--exit-after-minutes", "0.25") as job:
         assert job.status() == 75
-        assert 5 < time.monotonic() - began < 15 + 10  # it looks ahead; leaving takes a moment
+        assert 5 < time.monotonic() - began < 15 + 2  # it looks ahead; leaving takes a moment
         assert job.rows[0]["iteration"] == 4
         check_stopped(job, "--exit-after-minutes 0.25")
 

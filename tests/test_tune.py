@@ -45,7 +45,7 @@ def test_help_is_quick_and_needs_no_torch():
     done = ranks.start([sys.executable, "-c", words + "tune.main(['--help'])"], 20)
     assert done.status == 0, done.err
     assert "--launch" in done.out
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 5
 
 
 def test_nothing_imports_the_tuner_and_it_does_not_import_training():
