@@ -130,6 +130,7 @@ class _TorchRule(Rule):
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
+        """As Rule.update, by the library's own step."""
         self.steps += 1
         if self.optimizer is None:
             return
@@ -157,6 +158,7 @@ class _TorchRule(Rule):
         return tensor.expand(self.masters[index].shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
+        """As Rule.write; state that is one number a row or a column takes it from `values`."""
         tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
             return

@@ -290,6 +290,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        """Gradients of x, weight and bias, in their shapes, by the product's."""
         x, weight = ctx.saved_tensors
         if ctx.sequence_parallel:
             whole = x.new_empty(x.shape[0] * ctx.tp.size, *x.shape[1:])
@@ -397,6 +398,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, start, stop):
+        """The loss of each token, of labels' shape; logits are those of words [start, stop)."""
         dtype = logits.dtype
         logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
         logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding

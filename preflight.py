@@ -272,6 +272,7 @@ def check_groups(config: Config, cluster: Cluster, roll: RollCall) -> None:
     at, errors, done = [0], [], threading.Event()
 
     def reduce() -> None:
+        """Make the groups and sum ones in each; what goes wrong is left in `errors`."""
         try:
             if cluster.device.type == "cuda":
                 torch.cuda.set_device(cluster.device)  # each thread has its own

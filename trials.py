@@ -260,9 +260,8 @@ def judge(
 
 def _was_killed(status: int, log: str) -> bool:
     """Whether SIGKILL ended it: as Popen, a shell or MPICH's mpirun (the bare 9) tell it."""
-    if status == signal.SIGKILL:
-        return "(signal 9)" in log
-    return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    told = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    return told or (status == signal.SIGKILL and "(signal 9)" in log)
 
 
 def _last(log: str, containing: str = "") -> str:

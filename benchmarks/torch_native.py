@@ -105,6 +105,7 @@ def steps(o):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=o.kind == "one")
 
     def run(batches):
+        """One step on this rank's micro-batches, each tokens and labels of (b, s)."""
         for i, (tokens, labels) in enumerate(batches):
             if o.kind == "dp":
                 model.require_backward_grad_sync = i == mine - 1
@@ -140,6 +141,7 @@ def pipeline_step(o, mine):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def run(batches):
+        """One step on this rank's micro-batches, each tokens and labels of (b, s)."""
         tokens, labels = (torch.cat(part) for part in zip(*batches))
         if rank == 0:
             schedule.step(tokens)

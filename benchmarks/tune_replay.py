@@ -43,11 +43,9 @@ def published(kind: str) -> list[replay.Replay]:
 
 def here(path: Path = CPU) -> tuple[replay.Replay, dict[str, float]]:
     """The search in the space measured in full; and how its figures were got."""
-    given = rows.read(str(path))
-    cases = rows.cases(given)
+    given, cases, predicted = _measured(path)
     trials = [[float(s) for s in row["sec_trials"].split()] for row in given]
     often = max(trials, key=len)  # the reference layout
-    predicted = replay.predictions(cases, given)
     found = replay.replay("8 ranks on 2 cores", cases, predicted)
     off = [c.seconds / predicted[c.id] for c in cases if c.seconds]
     facts = {"trials": sum(map(len, trials)), "times": len(often), "low": min(off)}
@@ -59,9 +57,8 @@ def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
     """DRAWS searches there by tune.py's rules, in at most a quarter of the trials, each trial off
     by chance: `deviation` is the standard deviation of its logarithm.
     """
-    given = rows.read(str(path))
-    cases = rows.cases(given)
-    predicted, chance, most = replay.predictions(cases, given), random.Random(SEED), len(cases) // 4
+    _, cases, predicted = _measured(path)
+    chance, most = random.Random(SEED), len(cases) // 4
 
     def trial(case: rows.Case) -> float:
         return case.seconds * math.exp(chance.gauss(0, deviation))
@@ -70,6 +67,13 @@ def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
         replay.replay(f"draw {n}", cases, predicted, noise=deviation, trial=trial, most=most)
         for n in range(DRAWS)
     ]
+
+
+def _measured(path: Path) -> tuple[list[dict[str, str]], list[rows.Case], dict[str, float]]:
+    """The rows of a file, as they are and as runs, and the planner's seconds of each."""
+    given = rows.read(str(path))
+    cases = rows.cases(given)
+    return given, cases, replay.predictions(cases, given)
 
 
 def here_lines(found: replay.Replay, facts: dict[str, float]) -> list[str]:
