@@ -407,16 +407,21 @@ def _reachable_address() -> str:
 
 def _watch(cluster: Cluster, run: Run, local: Local) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on nothing waits for ever."""
-    address = None
+    address, mistake = None, None
     if cluster.rank == 0:
         host = "127.0.0.1" if local.one_node else _reachable_address()
-        address, cluster._monitor = start_monitor(
-            host, cluster.node, cluster.size, run.out, run.hang_timeout
-        )
+        try:
+            address, cluster._monitor = start_monitor(
+                host, cluster.node, cluster.size, run.out, run.hang_timeout
+            )
+        except UserError as error:
+            mistake = str(error)
     if cluster.store is not None:
-        if address:
-            cluster.store.set("monitor", json.dumps(address))
-        address = json.loads(cluster.store.get("monitor"))
+        if cluster.rank == 0:
+            cluster.store.set("monitor", json.dumps([address, mistake]))
+        address, mistake = json.loads(cluster.store.get("monitor"))
+    if mistake:
+        exit_with(UserError(mistake), cluster.rank == 0, cluster.launch.patience)
     cluster.watchdog = Watchdog(
         cluster.recorder, tuple(address), cluster.rank, cluster.node, cluster.end_all_ranks
     )

@@ -14,6 +14,7 @@ it into OUT/hang, tells the ranks to end, and kills those of its node that do no
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -24,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import explain
+from waits import Waits, culprits
 from watchdog import kill, process_state
 
 # The default of --hang-timeout: at least this, and so many median steps.
@@ -31,13 +33,13 @@ LEAST_SECONDS, MEDIAN_STEPS = 300.0, 10.0
 # Reading data and checkpoints and the first steps of a run may take that many times as long, and
 # so many seconds at least.
 PATIENCE_AT_START, SECONDS_AT_START, SETTLED_STEPS = 4.0, 120.0, 2
-TURN = 0.1  # seconds between looks at the clock
+TURN = 0.25  # seconds between looks at the clock
 SECONDS_FOR_THE_FIRST = 60.0  # until rank 0 comes
 SECONDS_FOR_ALL = 900.0  # until the last rank comes
 # Who fails because another is dead may be heard before the death is seen: on a busy machine a
 # killed process takes its time to close one connection after the other.
 SECONDS_TO_SETTLE = 1.0
-SECONDS_TO_TELL = 4.0  # for stacks and records
+SECONDS_TO_TELL = 4.0  # for stacks and records, since the last one that came
 SECONDS_TO_WRITE = 10.0  # to print and write; a file system may be what hangs
 SECONDS_TO_END = 8.0
 SECONDS_FOR_LAST_WORDS = 1.0
@@ -103,7 +105,9 @@ class Monitor:
         self.closed: list[tuple[int, float]] = []  # to be looked at: dead, or left in order?
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.failures: list[tuple[int, float]] = []
-        self.began = time.monotonic()
+        self.left: set[int] = set()  # ranks that left in order
+        self.limit = self.asked_limit or LEAST_SECONDS  # seconds without progress that are a hang
+        self.began = self.looked = time.monotonic()
         self.node = facts["node"]
         self.poll = select.epoll()
         self.sockets: dict[int, socket.socket] = {}
@@ -119,11 +123,9 @@ class Monitor:
             now = time.monotonic()
             self._forgive(now - before)
             before = now
-            if not self.ranks:
-                if now - self.began > SECONDS_FOR_THE_FIRST:
-                    return
-                continue
-            if self._over():
+            if not self.ranks and now - self.began > SECONDS_FOR_THE_FIRST:
+                return
+            if self.ranks and len(self.left) == len(self.ranks):
                 return
             if self.ending is not None:
                 self._end(self.ending, [])
@@ -141,10 +143,6 @@ class Monitor:
             for rank in self.ranks.values():
                 rank.heard += seconds
                 rank.moved += seconds
-
-    def _over(self) -> bool:
-        """Whether every rank that ever came has left in order."""
-        return all(rank.state == "left" for rank in self.ranks.values())
 
     # -- hearing ----------------------------------------------------------------------------
 
@@ -250,7 +248,7 @@ class Monitor:
             if rank.snapshot is None or snapshot["progress"] != rank.snapshot["progress"]:
                 rank.moved = now
             rank.snapshot, rank.memory = snapshot, message["memory"]
-            silence = max(2.0, self._limit() / 2)
+            silence = max(2.0, self.limit / 2)
             answer = {"heard": message["sent"], "clock": time.time(), "silence": silence}
             self._send(rank, answer)
         elif "groups" in message:
@@ -263,10 +261,9 @@ class Monitor:
             rank.state, rank.error = "failed", message["failed"]
             rank.mistake = message["mistake"]
             self.failures.append((rank.rank, now))
-        elif "ending" in message:
-            rank.state, self.ending = "left", message["ending"]
-        elif "bye" in message:
-            rank.state = "left"
+        elif "ending" in message or "bye" in message:
+            rank.state, self.ending = "left", message.get("ending", self.ending)
+            self.left.add(rank.rank)
 
     def _send(self, rank: Rank, message: dict[str, Any]) -> None:
         """Without waiting: a rank that does not read, or is gone, must hold nobody up."""
@@ -276,16 +273,6 @@ class Monitor:
             rank.connection.send(json.dumps(message).encode() + b"\n")
 
     # -- judging ----------------------------------------------------------------------------
-
-    def _limit(self, rank: Rank | None = None) -> float:
-        """Seconds without progress that are a hang, of that rank if one is given."""
-        snapshots = [r.snapshot for r in self.ranks.values() if r.snapshot]
-        median = max((s["median_step"] for s in snapshots), default=0.0)
-        limit = self.asked_limit or max(LEAST_SECONDS, MEDIAN_STEPS * median)
-        if rank is None:
-            return limit
-        starting = rank.snapshot is None or rank.snapshot["steps_done"] < SETTLED_STEPS
-        return max(limit * PATIENCE_AT_START, SECONDS_AT_START) if starting else limit
 
     def _judge(self, now: float) -> dict[str, Any] | None:
         """The case to close, if there is one."""
@@ -299,26 +286,35 @@ class Monitor:
         if len(self.ranks) < self.size and now - self.began > SECONDS_FOR_ALL:
             missing = sorted(set(range(self.size)) - set(self.ranks))
             return {"kind": "missing", "missing": missing, "limit": SECONDS_FOR_ALL}
+        if now - self.looked < TURN:  # turns are as many as the beats of a thousand ranks
+            return None
+        self.looked = now
         return self._judge_hang(now)
 
     def _judge_hang(self, now: float) -> dict[str, Any] | None:
         """A hang, if somebody stands still for too long and whoever he waits for does too."""
+        if not self.asked_limit:
+            steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
+            self.limit = max(LEAST_SECONDS, MEDIAN_STEPS * max(steps, default=0.0))
         alive = [rank for rank in self.ranks.values() if rank.state == "alive"]
-        late = [rank for rank in alive if now - rank.moved > self._limit(rank)]
+        late = [rank for rank in alive if now - rank.moved > self._limit_of(rank)]
         if not late:
             return None
         told = self._told(now)
-        for number, rank in self.ranks.items():  # nobody has been asked yet
-            if rank.state == "alive":
-                quiet = now - rank.heard > self._limit(rank) / 2
-                told[number]["state"] = "silent" if quiet else "answered"
-        ends = explain.ends_of_waits(told, [rank.rank for rank in late])
-        moving = [end for end in ends if now - self.ranks[end].moved < self._limit(self.ranks[end])]
-        if ends and len(moving) == len(ends):
+        for rank in alive:  # nobody has been asked yet
+            quiet = now - rank.heard > self._limit_of(rank) / 2
+            told[rank.rank]["state"] = "silent" if quiet else "answered"
+        ends = [self.ranks[end] for end in Waits(told).ends(rank.rank for rank in late)]
+        if ends and all(now - end.moved < self._limit_of(end) for end in ends):
             return None
         slowest = min(late, key=lambda rank: rank.moved)
-        limit = self._limit(slowest)
-        return {"kind": "hang", "still": slowest.rank, "limit": limit}
+        return {"kind": "hang", "still": slowest.rank, "limit": self._limit_of(slowest)}
+
+    def _limit_of(self, rank: Rank) -> float:
+        """The limit for one rank: its first steps may take longer."""
+        if rank.snapshot and rank.snapshot["steps_done"] >= SETTLED_STEPS:
+            return self.limit
+        return max(self.limit * PATIENCE_AT_START, SECONDS_AT_START)
 
     def _told(self, now: float) -> dict[int, dict[str, Any]]:
         return {number: self.ranks[number].told(now) for number in sorted(self.ranks)}
@@ -338,7 +334,7 @@ class Monitor:
         first = self.ranks.get(case.get("first", -1))
         mistake = case["kind"] == "failed" and first is not None and first.mistake
         if not mistake:
-            case["culprits"] = explain.culprits(case, told)
+            case["culprits"] = culprits(case, Waits(told))
             self._report(case, told)
         deaf = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
         self._end(2 if mistake else 1, deaf if case["kind"] != "failed" else [])
@@ -351,11 +347,12 @@ class Monitor:
         for rank in alive:
             look = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"look": look})
-        until = now + SECONDS_TO_TELL
-        while time.monotonic() < until:
-            if all(r.status or r.state in ("gone", "left") for r in alive):
-                break
+        until, silent = now + SECONDS_TO_TELL, len(alive)
+        while silent and time.monotonic() < until:
             self._turn(TURN)
+            left = sum(not r.status and r.state not in ("gone", "left") for r in alive)
+            if left < silent:  # a thousand ranks may tell more than can be read in that time
+                until, silent = time.monotonic() + SECONDS_TO_TELL, left
         for rank in alive:
             if rank.status is None and rank.state == "alive" and rank.node == self.node:
                 rank.process = process_state(rank.pid, rank.started)
@@ -378,10 +375,11 @@ class Monitor:
         """Print and write, by a thread: whatever hangs there, the job must end all the same."""
 
         def write() -> None:
+            report = explain.tell(case, told, self.out)
             if case["kind"] != "failed":  # else the rank itself has said why
-                print(explain.tell(case, told, self.out), file=sys.stderr, flush=True)
+                print(report, file=sys.stderr, flush=True)
             try:
-                explain.write(os.path.join(self.out, "hang"), case, told)
+                explain.write(os.path.join(self.out, "hang"), case, told, report)
             except OSError as error:
                 print(f"the watchdog cannot write its files: {error}", file=sys.stderr, flush=True)
 
@@ -412,6 +410,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a step
     with contextlib.suppress(OSError):  # not to rank 0's cores alone: to all that the job has
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two connections a rank
     facts = json.load(sys.stdin)
     listener = socket.socket(fileno=int(sys.argv[1]))
     Monitor(listener, facts).run()

@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from config import UserError
 from records import RING, Recorder
 
 BEAT = 1.0  # seconds between beats
@@ -34,6 +36,7 @@ RECORDS_IN_A_BEAT = 4
 # A monitor that has not answered so many beats is lost, and its node with it.
 UNANSWERED_BEATS = 30
 SECONDS_TO_CONNECT = 60.0
+CONNECTIONS, OTHER_FILES = 2, 32  # of the monitor: for each rank, and for itself
 # A rank that failed because another did waits so long to be ended, so that the cause comes first.
 SECONDS_TO_BE_ENDED = 10.0
 # A rank that MPI cannot end by then leaves without it.
@@ -46,8 +49,16 @@ def start_monitor(
 ) -> tuple[tuple[str, int, str], subprocess.Popen]:
     """Start the monitor of a job on this node: its address and password, and the process.
 
-    It is in a session of its own, so that what kills this rank leaves it to tell the tale.
+    It is in a session of its own, so that what kills this rank leaves it to tell the tale. Raises
+    UserError if it may not have a connection or two to every rank.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = CONNECTIONS * size + OTHER_FILES
+    if most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"the watchdog needs {needed:,} open files on {node} for {size:,} ranks, and the limit "
+            f"there is {most:,} (ulimit -Hn): have it raised, or train with --no-watchdog"
+        )
     listener = socket.create_server((host, 0), backlog=max(128, size))
     token = os.urandom(8).hex()
     number = listener.fileno()

@@ -2,18 +2,20 @@
 
     mpirun -n 2 python benchmarks/watchdog.py --tp 2        prints one row, and the cost by counting
 
-Both runs live in the same ranks, with weights of their own: the groups of one have books and, while
-it steps, the rank has its watchdog's thread and the job its monitor; the other has neither. A block
-of one is followed by a block of the other, and who begins alternates. The model is that of
-benchmarks/layouts.py, 4 blocks, h 256, 8,192 words, with a quarter of its tokens, 512 a step: as
-many records in a shorter step.
+One run and one monitor throughout, as in a job. In every other block of steps they are off: the
+groups have no books, the rank's watchdog sends no beats, and the monitor's process is suspended.
+Weights, buffers and connections are the same in both, so nothing but the watching differs; who
+begins alternates. The model is that of benchmarks/layouts.py, 4 blocks, h 256, 8,192 words, with a
+quarter of its tokens, 512 a step: as many records in a shorter step.
 
 The second figure needs no luck with a shared machine: the time of one record, alone in a loop, by
-the records in a step, and of one beat, by the beats in a second.
+the records in a step, of one beat, by the beats in a second, and the processor time that the
+monitor took, by the seconds that it was on.
 """
 
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -38,7 +40,7 @@ SHAPE = (
     "--layers 4 --hidden 256 --heads 8 --seq-length 128 --vocab-size 8192 --global-batch-size 4 "
     "--micro-batch-size 1 --steps 1000000 --device cpu --no-tied"
 )
-BLOCK, ROUNDS = 4, 60
+BLOCK, ROUNDS = 4, 240
 CALLS = 200_000
 
 
@@ -55,24 +57,45 @@ class Silent(Recorder):
         """Nothing."""
 
 
-def silence(pieces: train.Pieces) -> None:
-    """Take the books out of a run's groups: nothing is recorded any more."""
-    mesh = pieces.build.mesh
-    for group in (mesh.tp, mesh.dp, mesh.forward, mesh.backward, mesh.tied, mesh.world):
-        group.book = None
-    mesh.recorder = Silent()
+class Pausable(Watchdog):
+    """A watchdog whose thread can go without beating for a while."""
+
+    paused = False
+
+    def _beat(self) -> None:
+        if not self.paused:
+            super()._beat()
 
 
-def watch(cluster: Cluster, out: str, number: int) -> Watchdog:
-    """A monitor of this block and this rank's connection to it."""
-    if cluster.rank == 0:
-        address, _ = start_monitor("127.0.0.1", "n", cluster.size, out, None)
-        cluster.store.set(f"monitor/{number}", json.dumps(address))
-    address = json.loads(cluster.store.get(f"monitor/{number}"))
-    dog = Watchdog(cluster.recorder, tuple(address), cluster.rank, cluster.node, cluster.stop)
-    while dog.clock_error > 60.0:  # until the monitor, which has just been started, has answered
-        time.sleep(0.01)
-    return dog
+class Watch:
+    """The records, this rank's watchdog and, on rank 0, the monitor; all on or all off."""
+
+    def __init__(self, cluster: Cluster, pieces: train.Pieces, out: str):
+        self.mesh, self.recorder, self.silent = pieces.build.mesh, cluster.recorder, Silent()
+        mesh, self.monitor = self.mesh, None
+        groups = (mesh.tp, mesh.dp, mesh.forward, mesh.backward, mesh.tied, mesh.world)
+        self.books = [(group, group.book) for group in groups]
+        if cluster.rank == 0:
+            address, self.monitor = start_monitor("127.0.0.1", "n", cluster.size, out, None)
+            cluster.store.set("monitor", json.dumps(address))
+        address = tuple(json.loads(cluster.store.get("monitor")))
+        self.dog = Pausable(self.recorder, address, cluster.rank, cluster.node, cluster.stop)
+
+    def switch(self, on: bool) -> None:
+        """On as in a job; off as with --no-watchdog, and without the records too."""
+        self.mesh.recorder = self.recorder if on else self.silent
+        for group, book in self.books:
+            group.book = book if on else None
+        self.dog.paused = not on
+        if self.monitor:
+            self.monitor.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+
+    def monitor_seconds(self) -> float:
+        """Processor time of the monitor so far; 0 but on rank 0."""
+        if not self.monitor:
+            return 0.0
+        fields = Path(f"/proc/{self.monitor.pid}/schedstat").read_text().split()
+        return int(fields[0]) / 1e9
 
 
 def block(pieces: train.Pieces, samples, first: int) -> tuple[float, float]:
@@ -87,26 +110,28 @@ def block(pieces: train.Pieces, samples, first: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / BLOCK, (time.process_time() - processor) / BLOCK
 
 
-def side_by_side(cluster: Cluster, words: list[str], out: str) -> tuple[float, int]:
-    """Print the row of one layout; seconds and records of one step."""
+def side_by_side(cluster: Cluster, words: list[str], out: str) -> tuple[float, int, float]:
+    """Print the row of one layout; seconds and records of a step, cores the monitor took."""
     config = checks.check(parse([*SHAPE.split(), *words]), cluster.size)
-    runs = {"with": train.build(config, cluster), "without": train.build(config, cluster)}
-    silence(runs["without"])
+    pieces = train.build(config, cluster)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
-    for pieces in runs.values():
-        block(pieces, samples, 0)
+    watch = Watch(cluster, pieces, out)
+    block(pieces, samples, 0)
     before = cluster.recorder.progress
-    block(runs["with"], samples, 1)
+    block(pieces, samples, BLOCK)
     records = (cluster.recorder.progress - before) // BLOCK
-    times = {name: [] for name in runs}
-    for number in range(ROUNDS):
-        for name in list(runs) if number % 2 else list(runs)[::-1]:
-            dog = watch(cluster, out, number) if name == "with" else None
-            times[name].append(block(runs[name], samples, BLOCK * (number + 1)))
-            if dog:
-                dog.close()
-    wall, processor = ([pair[i] for pair in times["with"]] for i in (0, 1))
-    walls, processors = ([pair[i] for pair in times["without"]] for i in (0, 1))
+    time.sleep(1.0)  # the monitor's start is behind it
+    times, spent, number = {True: [], False: []}, watch.monitor_seconds(), 2
+    for turn in range(ROUNDS):
+        for on in (turn % 2 == 0, turn % 2 == 1):
+            watch.switch(on)
+            times[on].append(block(pieces, samples, BLOCK * number))
+            number += 1
+    spent = watch.monitor_seconds() - spent
+    watch.switch(True)
+    watch.dog.close()
+    wall, processor = ([pair[i] for pair in times[True]] for i in (0, 1))
+    walls, processors = ([pair[i] for pair in times[False]] for i in (0, 1))
     if cluster.rank == 0:
         print(
             f"| {' '.join(words) or f'dp {cluster.size}'} | {statistics.median(wall):.4f} | "
@@ -114,7 +139,7 @@ def side_by_side(cluster: Cluster, words: list[str], out: str) -> tuple[float, i
             f"{ratio(processor, processors)} |",
             flush=True,
         )
-    return statistics.median(walls), records
+    return statistics.median(walls), records, spent / (sum(wall) * BLOCK)
 
 
 def ratio(ours: list[float], theirs: list[float]) -> str:
@@ -142,7 +167,7 @@ def microseconds(run, calls: int = CALLS) -> float:
     return 1e6 * (time.process_time() - began) / calls
 
 
-def by_counting(step: float, records: int) -> None:
+def by_counting(step: float, records: int, monitor: float) -> None:
     """Print what one record and one beat take, and their share of a step."""
     recorder, nothing = Recorder(), Nothing()
     book = recorder.book("tp", (0, 1))
@@ -158,7 +183,7 @@ def by_counting(step: float, records: int) -> None:
     print(
         f"one operation {operation:.2f} us, one action {action:.2f} us, {records} records in a "
         f"step of {step:.3f} s: {share:.4%} of it; one beat a second {one_beat:.0f} us: "
-        f"{one_beat * 1e-6:.4%}"
+        f"{one_beat * 1e-6:.4%}; the monitor: {monitor:.4%} of a core"
     )
 
 
@@ -167,9 +192,9 @@ def main() -> None:
     cluster = start(discover(), Run(device="cpu", watchdog=False))
     with cluster.failing_loudly():
         with tempfile.TemporaryDirectory() as out:
-            step, records = side_by_side(cluster, sys.argv[1:], out)
+            figures = side_by_side(cluster, sys.argv[1:], out)
         if cluster.rank == 0:
-            by_counting(step, records)
+            by_counting(*figures)
     cluster.stop()
 
 

@@ -1,11 +1,13 @@
 """A rank that fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
 
+import resource
 import sys
 import time
 from datetime import timedelta
 
 import torch
 
+import watchdog
 from cluster import start
 from config import Layout, Run, UserError
 from launch import discover
@@ -17,6 +19,9 @@ def main() -> None:
     launch = discover()
     if kind == "absent" and launch.rank == culprit:
         time.sleep(60)
+    if kind == "files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
+        watchdog.OTHER_FILES = 997
     limit = timedelta(seconds=8 if kind == "absent" else 600)
     cluster = start(launch, Run(), meet_within=limit)
     with cluster.failing_loudly():

@@ -239,6 +239,16 @@ def test_a_mistake_that_all_ranks_find_is_told_once():
 
 
 @pytest.mark.slow
+def test_a_monitor_that_may_not_have_a_connection_to_every_rank():
+    outcome = mpirun(2, WORKER, "files", "0")
+    assert outcome.status == 2, outcome.err
+    lines = [line for line in outcome.err.splitlines() if line.startswith("error")]
+    assert len(lines) == 1
+    assert "needs 1,001 open files on " in lines[0]
+    assert "for 2 ranks, and the limit there is 1,000 (ulimit -Hn)" in lines[0]
+
+
+@pytest.mark.slow
 def test_two_jobs_on_one_node_do_not_meet():
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(mpirun, 2, WORKER, "port", "1", timeout=120) for _ in range(2)]

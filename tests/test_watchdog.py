@@ -22,6 +22,7 @@ import watchdog
 from config import Layout, UserError
 from records import Operation, Recorder
 from vitals import SpeedCheck, Vitals
+from waits import Waits, culprits
 
 WORKER = "tests/fault_worker.py"
 
@@ -162,7 +163,8 @@ class Place:
         return json.loads(json.dumps(ranks), object_hook=numbered)
 
     def culprits(self, **case) -> list[int]:
-        return explain.culprits({"kind": "hang", "limit": 60.0, "still": 0, **case}, self.told())
+        case = {"kind": "hang", "limit": 60.0, "still": 0, **case}
+        return culprits(case, Waits(self.told()))
 
 
 def numbered(values: dict) -> dict:
@@ -188,8 +190,8 @@ def test_waits_are_followed_over_axes():
         place.wait(others, place.recorders[others].book("world", tuple(range(8))).enter("x", 4))
     assert place.culprits() == [7]
     told = place.told()
-    assert explain.blockers(0, told) == [1]
-    assert explain.blockers(1, told) == [5]
+    assert Waits(told).blockers(0) == [1]
+    assert Waits(told).blockers(1) == [5]
     report = explain.tell(
         {"kind": "hang", "limit": 60.0, "still": 0, "time": "now"} | {"culprits": [7]}, told, "out"
     )
@@ -208,9 +210,9 @@ def test_messages_count_by_pair(kind):
         ours.enter_receive(4, 1)
         theirs.enter_send(4, 0)
     place.wait(0, ours.enter_send(4, 1) if kind == "send" else ours.enter_receive(4, 1))
-    assert explain.blockers(0, place.told()) == [1]
+    assert Waits(place.told()).blockers(0) == [1]
     theirs.enter_receive(4, 0) if kind == "send" else theirs.enter_send(4, 0)
-    assert explain.blockers(0, place.told()) == []
+    assert Waits(place.told()).blockers(0) == []
 
 
 def test_a_silent_rank_is_the_end_of_waits_even_if_it_had_entered():
@@ -260,7 +262,7 @@ def test_a_circle_and_different_operations_are_said():
     place.recorders[0].book("tp", (0, 1)).entered = 3
     place.recorders[0].waiting.number = 3
     place.recorders[1].waiting.number = 3
-    line = explain.mismatches(place.told())[0]
+    line = explain.mismatches(Waits(place.told()))[0]
     assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
 
 
@@ -356,6 +358,27 @@ def test_who_ends_the_job_on_purpose_ends_the_others_unexamined(tmp_path):
     assert ends == [143]
     assert process.wait(15) == 0
     assert not (tmp_path / "hang").exists()
+
+
+@pytest.mark.slow
+def test_hundreds_of_ranks_are_heard_and_the_odd_one_is_named_in_time(tmp_path):
+    """Nothing may grow with the square of the ranks: with limits and waits found for each rank
+    alone, 512 took a quarter of a core, and 1,024 a whole one, and there was no report.
+    """
+    outcome = start([sys.executable, "tests/crowd_worker.py", str(tmp_path), "512"], timeout=120)
+    assert outcome.status == 0, outcome.err[-2000:]
+    result = json.loads(outcome.out)
+    assert result["ended"]
+    assert result["named"] == [result["culprit"]]
+    assert result["files"] == 512
+    assert result["cores"] < 0.15
+    assert result["seconds"] < 20
+    assert len(outcome.err.splitlines()) < 60
+    again = start([sys.executable, "cluster.py", "explain", str(tmp_path)])
+    assert again.out.strip() == (tmp_path / "hang/report.txt").read_text().strip()
+    (tmp_path / "hang/case.json").unlink()  # as if it had not come to be written
+    again = start([sys.executable, "cluster.py", "explain", str(tmp_path)])
+    assert f"CULPRIT: rank {result['culprit']} (" in again.out
 
 
 def test_process_states():
