@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from records import RING, Operation, Recorder
-from watchdog import RECORDS_IN_A_BEAT, memory, start_monitor, start_of
+from watchdog import RECORDS_IN_A_BEAT, Memory, start_monitor, start_of
 
 TP, PP = 4, 8
 LIMIT = 3.0  # --hang-timeout
@@ -106,7 +106,7 @@ class Crowd:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         address, self.monitor = start_monitor("127.0.0.1", "n0", size, str(out), LIMIT)
         self.ranks = [Rank(rank, size, address) for rank in range(size)]
-        self.used, self.selector = memory(), selectors.DefaultSelector()
+        self.used, self.selector = Memory().read(), selectors.DefaultSelector()
         for rank in self.ranks:
             self.selector.register(rank.talk, selectors.EVENT_READ, rank)
 
