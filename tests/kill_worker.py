@@ -42,9 +42,15 @@ def launch(folder: Path, words: list[str], ranks: int = RANKS) -> list[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that the system gives to whoever connects: nobody takes it meanwhile."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # somebody listens there
+                continue
+        return port
 
 
 def be_torchruns(rank: int, ranks: int, port: int) -> None:
