@@ -52,7 +52,7 @@ def start_monitor(
     """Start the monitor of a job on this node: its address and password, and the process.
 
     It is in a session of its own, so that what kills this rank leaves it to tell the tale. Raises
-    UserError if it may not have a connection or two to every rank.
+    UserError if it may not have so many files open as it has connections.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = CONNECTIONS * size + OTHER_FILES
