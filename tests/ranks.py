@@ -146,3 +146,17 @@ def _kill_all(pid: int) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
+
+
+def none_left(word: str) -> list[str]:
+    """Command lines of processes that have the word, after a moment to end."""
+    until = time.monotonic() + 5
+    while True:
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = " ".join(process.info["cmdline"] or [])
+            if word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(line)
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)

@@ -7,7 +7,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 from ranks import (
     OPENMPI_LIBRARY,
@@ -15,6 +14,7 @@ from ranks import (
     Job,
     mpi_command,
     mpirun,
+    none_left,
     openmpi_command,
     srun_command,
     start,
@@ -206,14 +206,6 @@ def ranks_heard(outcome, rest: str) -> list[int]:
     return sorted(int(rank) for rank in re.findall(rf"rank (\d+) {rest}", outcome.out))
 
 
-def processes_with(word: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if word in " ".join(process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_one_failing_rank_ends_all(culprit):
@@ -225,9 +217,7 @@ def test_one_failing_rank_ends_all(culprit):
     assert outcome.err.count("Traceback") == 1
     assert outcome.err.count("ValueError: planted") == 1
     assert f"rank {culprit} of 3 on " in outcome.err
-    assert f"{WORKER} raise {culprit}" not in [
-        " ".join(p.cmdline()) for p in processes_with(WORKER)
-    ]
+    assert none_left(f"{WORKER} raise {culprit}") == []
 
 
 @pytest.mark.slow

@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fault_worker
-import psutil
 import pytest
-from ranks import mpirun, start
+from ranks import mpirun, none_left, start
 
 import checks
 import cluster
@@ -468,20 +467,6 @@ def test_under_mpirun(tmp_path, fault, culprit, seconds):
     assert none_left(str(job)) == []
     again = start([sys.executable, "cluster.py", "explain", str(out)])
     assert f"CULPRIT: rank {culprit} (tp " in again.out
-
-
-def none_left(word: str) -> list[str]:
-    """Command lines of processes that have the word, after a moment to end."""
-    until = time.monotonic() + 5
-    while True:
-        found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            line = " ".join(process.info["cmdline"] or [])
-            if word in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(line)
-        if not found or time.monotonic() > until:
-            return found
-        time.sleep(0.1)
 
 
 def test_explain_without_a_report(tmp_path):
