@@ -43,23 +43,23 @@ class Waits:
             return []
         if "role" not in wait:
             return [other for other in wait["ranks"] if other != rank and other in self.ranks]
-        counts = self.counts.get((wait["role"], tuple(wait["ranks"])), {})
-        if wait["peer"] is None:
-            return [other for other in self._late(wait, counts) if other != rank]
-        peer = wait["peer"]
+        group, peer = (wait["role"], tuple(wait["ranks"])), wait["peer"]
+        if peer is None:
+            return [other for other in self._late(group, wait["number"]) if other != rank]
+        counted = self.counts.get(group, {}).get(peer)
         known = peer in self.ranks and peer != rank
-        return [peer] * (known and _exchanged(counts.get(peer), rank, wait) < wait["number"])
+        return [peer] * (known and _exchanged(counted, rank, wait) < wait["number"])
 
-    def _late(self, wait: dict[str, Any], counts: dict[int, list]) -> list[int]:
+    def _late(self, group: tuple[str, tuple], number: int) -> list[int]:
         """The known members that have not entered a collective, so far as is known."""
-        key = (wait["role"], tuple(wait["ranks"]), wait["number"])
-        if key not in self._behind:
-            self._behind[key] = [
+        if (group, number) not in self._behind:
+            counts = self.counts.get(group, {})
+            self._behind[group, number] = [
                 other
-                for other in wait["ranks"]
-                if other in self.ranks and counts.get(other, [0])[0] < wait["number"]
+                for other in group[1]
+                if other in self.ranks and counts.get(other, [0])[0] < number
             ]
-        return self._behind[key]
+        return self._behind[group, number]
 
     def ends(self, start: Iterable[int]) -> list[int]:
         """The ranks at which the waits of `start` end: those who wait for nobody themselves.
@@ -109,6 +109,6 @@ def culprits(case: dict[str, Any], waits: Waits) -> list[int]:
     if case["kind"] == "missing":
         return case["missing"]
     still = {number: rank["still"] for number, rank in waits.ranks.items()}
-    late = [number for number in still if still[number] >= case["limit"] / 2]
-    ends = [number for number in waits.ends(late) if still[number] >= case["limit"] / 2]
+    late = {number for number in still if still[number] >= case["limit"] / 2}
+    ends = [number for number in waits.ends(late) if number in late]
     return sorted(ends, key=lambda number: -still[number])

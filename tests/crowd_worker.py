@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from config import Layout
+from placement import coordinates
 from records import RING, Operation, Recorder
 from watchdog import RECORDS_IN_A_BEAT, Memory, start_monitor, start_of
 
@@ -40,14 +42,14 @@ class Rank:
     def __init__(self, rank: int, size: int, address: tuple[str, int, str]):
         host, port, token = address
         self.rank, self.recorder, self.received = rank, Recorder(), b""
-        stage, column, model = rank // TP % PP, rank // (TP * PP) * TP * PP, rank % (TP * PP)
-        tp = tuple(range(rank - rank % TP, rank - rank % TP + TP))
-        pp = tuple(range(column + rank % TP, column + TP * PP, TP))
-        dp = tuple(range(model, size, TP * PP))
-        world = tuple(range(size))
-        roles = {"tp": tp, "dp": dp, "forward": pp, "backward": pp, "world": world}
+        stage = size // PP  # ranks of one; they lie as placement.coordinates says
+        tp, pp, dp = coordinates(rank, Layout(tp=TP, pp=PP, dp=stage // TP))
+        pipeline = tuple(range(rank % stage, size, stage))
+        roles = {"tp": tuple(range(rank - tp, rank - tp + TP)), "world": tuple(range(size))}
+        roles["dp"] = tuple(range(pp * stage + tp, (pp + 1) * stage, TP))
+        roles |= {"forward": pipeline, "backward": pipeline}
         self.books = {role: self.recorder.book(role, ranks) for role, ranks in roles.items()}
-        self.recorder.coordinates = {"tp": rank % TP, "pp": stage, "dp": rank // (TP * PP)}
+        self.recorder.coordinates = {"tp": tp, "pp": pp, "dp": dp}
         self.recorder.steps_done, self.recorder.place = 100, ("train", 100, "data", 0)
         for _ in range(RING):
             self.operation("tp").wait()
