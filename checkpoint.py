@@ -16,9 +16,8 @@ import os
 import sys
 from typing import Any
 
-import shards
-from config import UserError, exit_with
-from options import Parser
+from checkpointing import file_format
+from config.messages import Parser, UserError, exit_with
 
 
 def check_files(folder: str, contents: bool) -> dict[str, Any]:
@@ -26,11 +25,11 @@ def check_files(folder: str, contents: bool) -> dict[str, Any]:
 
     With `contents`, every file is read; without, only its size is looked at.
     """
-    manifest = shards.read_manifest(folder)
+    manifest = file_format.read_manifest(folder)
     for name, entry in manifest["files"].items():
         path = os.path.join(folder, name)
         if contents:
-            problem = shards.find_problem(folder, name, entry)
+            problem = file_format.find_problem(folder, name, entry)
         elif not os.path.isfile(path) or os.path.getsize(path) != entry["bytes"]:
             problem = f"{path} is missing, or has not its {entry['bytes']} bytes"
         else:
@@ -48,7 +47,7 @@ def show(folder: str) -> str:
         f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
         f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB"
     ]
-    with shards.Index(folder) as index:
+    with file_format.Index(folder) as index:
         for group in ("model", "progress", "optimizer", "data", "run"):
             facts = index.facts(group)
             lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
@@ -64,21 +63,21 @@ def run_command(arguments: list[str]) -> None:
     """show, verify, export or import; raises UserError."""
     given = _parser().parse_args(arguments)
     if given.command == "import":
-        from export import import_weights
+        from checkpointing.hf_export import import_weights
 
         model = import_weights(given.source, given.target)
         flags = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
         print(f"weights of {given.source} are in {given.target}; to train on from them:")
         print(f"  --resume {given.target} --load-weights-only {_as_flags(flags)}")
         return
-    folder = shards.locate(given.source)[0]
+    folder = file_format.locate(given.source)[0]
     if given.command == "show":
         print(show(folder))
         return
     manifest = check_files(folder, contents=True)
     print(f"{folder}: all {len(manifest['files'])} files are as they were written")
     if given.command == "export":
-        from export import export_weights
+        from checkpointing.hf_export import export_weights
 
         tokenizer = given.tokenizer or _find_tokenizer(folder)
         if tokenizer is None:
@@ -110,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _find_tokenizer(folder: str) -> str | None:
     """The tokenizer that prepare_data.py left beside the first corpus of the run."""
-    with shards.Index(folder) as index:
+    with file_format.Index(folder) as index:
         config = json.loads(index.facts("run")["config"])
     for word in config.get("data", {}).get("data", ()):
         if os.path.exists(f"{word}.tokenizer.json"):

@@ -25,8 +25,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from config import Config, Layout, UserError
-from corpus import IndexedDataset
+from config.messages import UserError
+from config.schema import Config, Layout
+from corpora.token_files import IndexedDataset
 
 BLOCK = 1 << 22  # entries of a large array handled at a time, to bound temporary memory
 SPLITS = ("train", "validation", "test")

@@ -15,9 +15,16 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-import counts
-from config import Layout, ModelShape
-from parallel import Builder, ColumnLinear, RowLinear, VocabEmbedding, column_linear, cross_entropy
+from config import model_stats
+from config.schema import Layout, ModelShape
+from parallel import (
+    ColumnLinear,
+    ParamFactory,
+    RowLinear,
+    VocabEmbedding,
+    column_linear,
+    cross_entropy,
+)
 
 # ------------------------------------------------------------------------------------------------
 # Norms and positions
@@ -27,7 +34,7 @@ from parallel import Builder, ColumnLinear, RowLinear, VocabEmbedding, column_li
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over h, held whole by every tensor rank."""
 
-    def __init__(self, build: Builder, name: str, model: ModelShape):
+    def __init__(self, build: ParamFactory, name: str, model: ModelShape):
         super().__init__()
         self.shape, self.eps = (model.hidden,), model.norm_eps
         self.weight = build.parameter(f"{name}.weight", self.shape, fill=1.0)
@@ -51,7 +58,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def alibi_bias(model: ModelShape, build: Builder) -> Tensor:
+def alibi_bias(model: ModelShape, build: ParamFactory) -> Tensor:
     """What ALiBi adds to the scores of the local heads, and -inf above the diagonal: (1, a, s, s).
 
     Written as -slope * distance, so that the near tokens are exact in bf16. Slopes are those of
@@ -65,7 +72,7 @@ def alibi_bias(model: ModelShape, build: Builder) -> Tensor:
     return bias[None].to(build.device, build.dtype)
 
 
-def rotary_tables(model: ModelShape, build: Builder) -> tuple[Tensor, Tensor]:
+def rotary_tables(model: ModelShape, build: ParamFactory) -> tuple[Tensor, Tensor]:
     """Cosines and sines of arXiv 2104.09864, halves laid side by side as in Llama: (s, 1, 1, d)."""
     d = model.head_size
     frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
@@ -93,7 +100,7 @@ class Attention(nn.Module):
     then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
     """
 
-    def __init__(self, build: Builder, name: str, model: ModelShape, recompute: bool):
+    def __init__(self, build: ParamFactory, name: str, model: ModelShape, recompute: bool):
         super().__init__()
         self.queries = model.heads // model.kv_heads
         self.d, self.recompute = model.head_size, recompute
@@ -129,7 +136,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 class MLP(nn.Module):
     """h -> f -> h, with GELU, or gated with SiLU: the gate and up matrices are one (2, f, h)."""
 
-    def __init__(self, build: Builder, name: str, model: ModelShape):
+    def __init__(self, build: ParamFactory, name: str, model: ModelShape):
         super().__init__()
         self.activation = model.activation
         f, h, std = model.ffn_hidden, model.hidden, _residual_std(build, model)
@@ -149,7 +156,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, build: Builder, index: int, model: ModelShape, recompute: str):
+    def __init__(self, build: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
         name = f"blocks.{index}"
         self.attention_norm = Norm(build, f"{name}.attention_norm", model)
@@ -168,7 +175,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _residual_std(build: Builder, model: ModelShape) -> float:
+def _residual_std(build: ParamFactory, model: ModelShape) -> float:
     """Standard deviation of the matrices that write into the residual stream."""
     return build.std / math.sqrt(2 * model.layers)
 
@@ -183,9 +190,9 @@ TOKENS = "embedding.tokens.weight"
 class Embedding(nn.Module):
     """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism."""
 
-    def __init__(self, build: Builder, model: ModelShape, padded: int):
+    def __init__(self, build: ParamFactory, model: ModelShape, padded: int):
         super().__init__()
-        h, tied = model.hidden, model.tied and build.mesh.pp > 1
+        h, tied = model.hidden, model.tied and build.mesh.pp.size > 1
         self.part = build.mesh.tp if build.sequence_parallel else None
         self.tokens = VocabEmbedding(build, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
@@ -211,7 +218,9 @@ class Head(nn.Module):
     copy of it that gradients and updates keep equal.
     """
 
-    def __init__(self, build: Builder, model: ModelShape, padded: int, embedding: Embedding | None):
+    def __init__(
+        self, build: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
+    ):
         super().__init__()
         self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         self.norm = Norm(build, "head.norm", model)
@@ -246,7 +255,9 @@ class Stage(nn.Module):
     result is activations, or on the last stage the sum of the tokens' losses.
     """
 
-    def __init__(self, build: Builder, model: ModelShape, layout: Layout, part: counts.Stage):
+    def __init__(
+        self, build: ParamFactory, model: ModelShape, layout: Layout, part: model_stats.Stage
+    ):
         super().__init__()
         padded, self.part = model.padded_vocab(layout), part
         self.embedding = Embedding(build, model, padded) if part.embedding else None
@@ -275,7 +286,7 @@ class Stage(nn.Module):
         return x
 
 
-def attention_kernel(model: ModelShape, build: Builder) -> str:
+def attention_kernel(model: ModelShape, build: ParamFactory) -> str:
     """Which of torch's attention kernels will run for this model's shapes on this device."""
     heads = model.heads // build.mesh.tp.size
     shape = (1, heads, model.seq_length, model.head_size)
@@ -285,7 +296,7 @@ def attention_kernel(model: ModelShape, build: Builder) -> str:
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
-def _check_count(stage: Stage, part: counts.Stage) -> None:
+def _check_count(stage: Stage, part: model_stats.Stage) -> None:
     """Parameters built must be parameters planned: a silent difference has cost others months."""
     built = sum(math.prod(p.spec.shape) for p in stage.parameters())
     if built != part.parameters:

@@ -1,9 +1,4 @@
-"""The mesh of ranks, and the layers whose weights are split over it.
-
-    rank = (pp_rank * dp + dp_rank) * tp + tp_rank
-
-so a tensor group is a run of neighbouring ranks on one node and a pipeline crosses nodes. A Mesh
-is passed to whoever needs one; `Mesh()` is a world of one that needs no process group.
+"""Parameters as pieces of global tensors, and the layers whose weights are split over tp.
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what lies between
 two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053) are the two ends
@@ -17,78 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cluster import Cluster
-from collectives import MAX, Group
-from config import Layout
-from records import Recorder
-
-# ------------------------------------------------------------------------------------------------
-# The mesh
-# ------------------------------------------------------------------------------------------------
-
-
-class Mesh:
-    """The tp x pp x dp grid of ranks and this rank's groups on it.
-
-    tp, dp: the groups of tensor and of data parallelism. forward, backward: the stages of this
-    rank's pipeline, once for activations and once for their gradients, so that the two never
-    wait for one another on a GPU stream. tied: the first and the last of these stages. world: all.
-    recorder: what this rank does, and the groups' operations.
-    """
-
-    def __init__(self, layout: Layout | None = None, cluster: Cluster | None = None):
-        """Collective over all ranks when there is a cluster: groups are made in one fixed order."""
-        layout = layout or Layout(dp=1)
-        rank, size = (cluster.rank, cluster.size) if cluster else (0, 1)
-        shape = (layout.pp, layout.dp, layout.tp)
-        if layout.pp * layout.dp * layout.tp != size:
-            raise ValueError(f"pp, dp, tp = {shape} is not a mesh of {size} ranks")
-        grid = torch.arange(size).view(shape)
-        self.rank, self.size = rank, size
-        self.pp_rank, self.dp_rank, self.tp_rank = (grid == rank).nonzero()[0].tolist()
-        self.recorder = cluster.recorder if cluster else Recorder()
-        self.recorder.coordinates = {"tp": self.tp_rank, "pp": self.pp_rank, "dp": self.dp_rank}
-        columns = grid.transpose(0, 2).reshape(-1, layout.pp)  # one pipeline a row
-        ends = columns[:, [0, -1]] if layout.pp > 1 else columns
-
-        def group(rows: Tensor, role: str) -> Group:
-            return _own_group(rows.tolist(), role, rank, cluster)
-
-        self.tp = group(grid.reshape(-1, layout.tp), "tp")
-        self.dp = group(grid.transpose(1, 2).reshape(-1, layout.dp), "dp")
-        self.forward = group(columns, "forward")
-        self.backward = group(columns, "backward")
-        self.tied = group(ends, "tied")
-        self.world = group(grid.reshape(1, -1), "world")
-
-    @property
-    def pp(self) -> int:
-        """Number of stages."""
-        return self.forward.size
-
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank's stage has the embedding."""
-        return self.pp_rank == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank's stage has the head."""
-        return self.pp_rank == self.pp - 1
-
-
-def _own_group(rows: list[list[int]], role: str, rank: int, cluster: Cluster | None) -> Group:
-    """The group of the row that has `rank`; a rank in none (tied, middle stages) is alone."""
-    own = Group((rank,))
-    for row in map(tuple, rows):
-        handle = cluster.process_group(row, role) if len(row) > 1 else None
-        if rank in row:
-            book = cluster.recorder.book(role, row) if cluster else None
-            own = Group(
-                row, row.index(rank), handle, book, cluster is not None and cluster.blocking
-            )
-    return own
-
+from distributed.collectives import MAX, Group
+from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
 # Parameters: drawn by global name and global index, so every layout starts equal
@@ -96,7 +21,7 @@ def _own_group(rows: list[list[int]], role: str, rank: int, cluster: Cluster | N
 
 
 @dataclass(frozen=True)
-class Spec:
+class ParamSpec:
     """What a local parameter is a piece of.
 
     name, shape: of the whole tensor, without padding. dim: the dimension split over tp, or None
@@ -118,7 +43,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Builder:
+class ParamFactory:
     """What every layer is built with: where it is, its numbers, and the seed of its weights.
 
     `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
@@ -163,7 +88,7 @@ class Builder:
             tensor.zero_().narrow(dim or 0, 0, stop - start).copy_(drawn)
         parameter = nn.Parameter(tensor)
         partial = self.sequence_parallel and dim is None and tp.size > 1
-        parameter.spec = Spec(name, shape, dim, start, stop, decay, partial, tied, copy)
+        parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, partial, tied, copy)
         return parameter
 
 
@@ -331,7 +256,13 @@ class ColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, build: Builder, name: str, inputs: int, shape: tuple[int, ...], dim: int, bias: bool
+        self,
+        build: ParamFactory,
+        name: str,
+        inputs: int,
+        shape: tuple[int, ...],
+        dim: int,
+        bias: bool,
     ):
         super().__init__()
         self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
@@ -350,7 +281,7 @@ class RowLinear(nn.Module):
     """y = sum over tp of x_i W_i^T, + b: (s, b, in/tp) -> (s, b, out), W's columns split."""
 
     def __init__(
-        self, build: Builder, name: str, inputs: int, outputs: int, std: float, bias: bool
+        self, build: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
         super().__init__()
         self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
@@ -372,7 +303,9 @@ class VocabEmbedding(nn.Module):
     The last rank's rows may end in padding, which no token selects.
     """
 
-    def __init__(self, build: Builder, name: str, vocab: int, padded: int, hidden: int, tied: bool):
+    def __init__(
+        self, build: ParamFactory, name: str, vocab: int, padded: int, hidden: int, tied: bool
+    ):
         super().__init__()
         self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
         self.weight = build.parameter(
@@ -424,7 +357,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits.to(ctx.dtype), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: Spec) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
     """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
 
     `spec` is that of the head's weight: which rows of the vocabulary are here. Its backward may

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-import schedule as schedules
-from collectives import Group, Handle
-from config import Config
+from config.schema import Config
+from distributed.collectives import Group, Handle
 from model import Stage
-from parallel import Builder
-from schedule import Action
+from parallel import ParamFactory
+from schedules import schedule as schedules
+from schedules.schedule import Action
 
 # Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -29,7 +29,7 @@ class Pipeline:
     parallelism. Their number may change from step to step.
     """
 
-    def __init__(self, stage: Stage, build: Builder, config: Config):
+    def __init__(self, stage: Stage, build: ParamFactory, config: Config):
         layout, model = config.layout, config.model
         self.stage, self.mesh = stage, build.mesh
         self.dtype, self.device = build.dtype, build.device
@@ -57,13 +57,13 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
         """The loss sum over that many micro-batches of this replica, forward only."""
-        order = schedules.build("forward", self.mesh.pp, micro_batches).stages
+        order = schedules.build("forward", self.mesh.pp.size, micro_batches).stages
         return _Execution(self, order, batches, 1.0, lambda last: None).run()
 
     def _order(self, micro_batches: int):
         """The schedule's actions for that many micro-batches, kept while their number stays."""
         if self._schedule is None or self._schedule[0] != micro_batches:
-            built = schedules.build(self._name, self.mesh.pp, micro_batches)
+            built = schedules.build(self._name, self.mesh.pp.size, micro_batches)
             self._schedule = (micro_batches, built.stages)
         return self._schedule[1]
 
@@ -73,7 +73,7 @@ class _Execution:
 
     def __init__(self, pipeline: Pipeline, order, batches, divisor, before_backward):
         self.pipeline, self.mesh, self.stage = pipeline, pipeline.mesh, pipeline.stage
-        self.order, self.actions = order, order[self.mesh.pp_rank]
+        self.order, self.actions = order, order[self.mesh.pp.rank]
         self.batches, self.divisor, self.before_backward = batches, divisor, before_backward
         self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each forward
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
@@ -103,7 +103,7 @@ class _Execution:
             self.loss += y.detach()
             y = y / self.divisor
         else:
-            self._send(self.mesh.forward, y.detach(), action, self.mesh.pp_rank + 1)
+            self._send(self.mesh.forward, y.detach(), action, self.mesh.pp.rank + 1)
         if torch.is_grad_enabled():
             self.held[action.micro_batch] = (x, y)
 
@@ -124,17 +124,17 @@ class _Execution:
         gradient = None if self.mesh.last_stage else self._take(action)
         torch.autograd.backward(y, gradient)
         if not self.mesh.first_stage:
-            self._send(self.mesh.backward, x.grad, action, self.mesh.pp_rank - 1)
+            self._send(self.mesh.backward, x.grad, action, self.mesh.pp.rank - 1)
 
     # -- messages ---------------------------------------------------------------------------
 
     def _source(self, action: Action) -> int:
         """The stage that sends what this stage's action needs; outside the pipeline if none."""
-        return self.mesh.pp_rank + (-1 if action.kind == "F" else 1)
+        return self.mesh.pp.rank + (-1 if action.kind == "F" else 1)
 
     def _post_receive(self, action: Action) -> None:
         source = self._source(action)
-        if not 0 <= source < self.mesh.pp or action in self.arriving:
+        if not 0 <= source < self.mesh.pp.size or action in self.arriving:
             return
         group = self.mesh.forward if action.kind == "F" else self.mesh.backward
         buffer = torch.empty(

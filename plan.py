@@ -15,16 +15,11 @@ import re
 import sys
 from collections.abc import Callable
 
-import checks
-import config
-import counts
-import hardware
-import memory
-import options
-import predict
-import ranking
-import schedule
-from config import Config, UserError
+from config import command_line, model_stats, schema, validation
+from config.messages import Parser, UserError, exit_with
+from config.schema import Config
+from planner import hardware, layouts, memory, step_time
+from schedules import schedule
 
 BATCH = 2048  # global batch if none is given: every 200B-size run in the seeds
 BILLION, GIGA = 1e9, 1e9
@@ -57,7 +52,7 @@ class Asked:
     @property
     def fixed(self) -> dict:
         """The layout flags that were given."""
-        names = {f.name for f in dataclasses.fields(config.Layout)} - {"dp"}
+        names = {f.name for f in dataclasses.fields(schema.Layout)} - {"dp"}
         return {n: getattr(self.config.layout, n) for n in names & self.given}
 
 
@@ -67,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         answer = ask(arguments)
     except UserError as error:
-        config.exit_with(error)
+        exit_with(error)
     as_json = "--json" in arguments
     try:
         print(json.dumps(answer.data, indent=1) if as_json else answer.text)
@@ -89,16 +84,16 @@ def ask(arguments: list[str]) -> Answer:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = options.Parser(
+    parser = Parser(
         prog="plan.py",
         description="What fits, how fast, and why not the others.",
         epilog="Model, layout and training flags: see `python train.py --help`.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
-    shared = options.Parser(add_help=False, allow_abbrev=False)
+    shared = Parser(add_help=False, allow_abbrev=False)
     shared.add_argument("--json", action="store_true", help="print data, not a table")
-    asked = options.Parser(add_help=False, allow_abbrev=False, parents=[shared])
+    asked = Parser(add_help=False, allow_abbrev=False, parents=[shared])
     asked.add_argument("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
     asked.add_argument("--nodes", type=int, help="full nodes (default 1)")
     asked.add_argument("--gpus", type=int, help="GPUs, in place of nodes")
@@ -132,7 +127,7 @@ def _asked(own, rest: list[str], machine) -> Asked:
         number = getattr(own, name)
         if number is not None and number <= 0:
             raise UserError(f"--{name} must be above 0, not {number:g}")
-    return Asked(own, options.parse(rest), given, machine)
+    return Asked(own, command_line.parse(rest), given, machine)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -143,20 +138,20 @@ def _asked(own, rest: list[str], machine) -> Asked:
 def model(asked: Asked) -> Answer:
     """Parameters, FLOPs and bytes of the model."""
     shape, samples = asked.config.model, asked.config.training.global_batch_size
-    checks.check_shape(shape)
-    total = counts.parameters(shape)
+    validation.check_shape(shape)
+    total = model_stats.parameters(shape)
     data = {
         "parameters": total,
-        "block": counts.block_parameters(shape),
-        "embedding": counts.embedding_parameters(shape),
-        "head": counts.head_parameters(shape),
+        "block": model_stats.block_parameters(shape),
+        "embedding": model_stats.embedding_parameters(shape),
+        "head": model_stats.head_parameters(shape),
         "bytes_18": 18 * total,
         "flops_per_step": {
             name: {
-                "model": counts.model_flops(shape, samples, name),
-                "hardware_full_recompute": counts.hardware_flops(shape, samples, "full", name),
+                "model": model_stats.model_flops(shape, samples, name),
+                "hardware_full_recompute": model_stats.hardware_flops(shape, samples, "full", name),
             }
-            for name in counts.FORMULAS
+            for name in model_stats.FORMULAS
         },
     }
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
@@ -172,7 +167,7 @@ def model(asked: Asked) -> Answer:
 def ranked_layouts(asked: Asked) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine = asked.config.training, asked.machine
-    ranked, rejected = ranking.rank(asked.config.model, training, machine, asked.gpus, asked.fixed)
+    ranked, rejected = layouts.rank(asked.config.model, training, machine, asked.gpus, asked.fixed)
     data = {
         "gpus": asked.gpus,
         "machine": machine.name,
@@ -200,7 +195,7 @@ _RANKED_HEAD = (
 )
 
 
-def _ranked_line(ranked: ranking.Ranked) -> str:
+def _ranked_line(ranked: layouts.Ranked) -> str:
     at, p = ranked.layout, ranked.prediction
     held = [stage.total / GIGA for stage in p.memory]
     return (
@@ -210,30 +205,34 @@ def _ranked_line(ranked: ranking.Ranked) -> str:
     )
 
 
-def _reasons(rejected: list[ranking.Rejected], every: bool) -> list[str]:
+def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
     if every:
         return [
             "  " + " ".join(f"{k}={v}" for k, v in r.layout.items()) + f": {r.reason}"
             for r in rejected
         ]
-    kinds: dict[str, list[ranking.Rejected]] = {}
+    kinds: dict[str, list[layouts.Rejected]] = {}
     for r in rejected:
         kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r)
     lines = [f"  {len(own):4}  {own[0].reason}" for own in kinds.values()]
     return [*lines, "  (one example of each kind; --rejected shows all)"]
 
 
-def _warnings(prediction: predict.Prediction | None) -> list[str]:
+def _warnings(prediction: step_time.Prediction | None) -> list[str]:
     return [f"note: {text}" for text in prediction.warnings] if prediction else []
 
 
 def balance(asked: Asked) -> Answer:
     """Blocks, parameters, time and memory per stage, and a drawing."""
     run = _placed(asked)
-    rows = counts.stages(run.model, run.layout)
+    rows = model_stats.stages(run.model, run.layout)
     table = memory.stages(run.model, run.layout, run.training, asked.machine)
     fullest = max(table, key=lambda stage: stage.total).stage
-    lines = [counts.stage_table(rows, run.model), "", _memory_table(table, fullest, asked.machine)]
+    lines = [
+        model_stats.stage_table(rows, run.model),
+        "",
+        _memory_table(table, fullest, asked.machine),
+    ]
     widest = max(row.share for row in rows)
     lines += ["", "share of time"]
     for row in rows:
@@ -268,13 +267,13 @@ def _placed(asked: Asked) -> Config:
     gpus = asked.own.gpus or (asked.own.nodes or 0) * asked.machine.node
     gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
     steps = dataclasses.replace(base.training, steps=base.training.steps or 1, train_samples=None)
-    return checks.check(dataclasses.replace(base, training=steps), gpus)
+    return validation.check(dataclasses.replace(base, training=steps), gpus)
 
 
 def largest(asked: Asked) -> Answer:
     """The largest model that trains on these GPUs."""
     like, gpus = asked.config.model, asked.gpus
-    size, found, layout = ranking.largest(asked.machine, gpus, asked.config.training, like)
+    size, found, layout = layouts.largest(asked.machine, gpus, asked.config.training, like)
     data = {"parameters": size, "gpus": gpus, "machine": asked.machine.name}
     data |= {"model": dataclasses.asdict(found), "layout": dataclasses.asdict(layout)}
     text = (
@@ -288,7 +287,7 @@ def largest(asked: Asked) -> Answer:
 def smallest(asked: Asked) -> Answer:
     """The fewest nodes that hold the model."""
     run, machine = asked.config, asked.machine
-    nodes, layout = ranking.smallest(run.model, run.training, machine)
+    nodes, layout = layouts.smallest(run.model, run.training, machine)
     data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": dataclasses.asdict(layout)}
     text = (
         f"{nodes} nodes of {machine.node} {machine.name}: tp {layout.tp}, pp {layout.pp}, "
@@ -301,7 +300,7 @@ def days(asked: Asked) -> Answer:
     """How long so many tokens take, on the fastest layout or the given one."""
     if not asked.own.tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
-    ranked, _ = ranking.rank(
+    ranked, _ = layouts.rank(
         asked.config.model, asked.config.training, asked.machine, asked.gpus, asked.fixed
     )
     if not ranked:
@@ -324,7 +323,7 @@ def shapes(asked: Asked) -> Answer:
     if not asked.own.size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
     run = asked.config
-    found = ranking.shapes(asked.own.size, run.model, run.layout, run.training, asked.machine)
+    found = layouts.shapes(asked.own.size, run.model, run.layout, run.training, asked.machine)
     data = [
         dataclasses.asdict(s.model)
         | {"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages}
@@ -346,7 +345,7 @@ def shapes(asked: Asked) -> Answer:
 def rampup(asked: Asked) -> Answer:
     """Every batch of a ramp-up: when, how long, on how many nodes, with which micro-batches."""
     run, node = asked.config, asked.machine.node
-    levels = config.batch_schedule(run.training, run.model.seq_length).levels()
+    levels = schema.batch_schedule(run.training, run.model.seq_length).levels()
     if len(levels) == 1:
         raise UserError(
             "which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as "
@@ -355,7 +354,7 @@ def rampup(asked: Asked) -> Answer:
     replica = run.layout.tp * run.layout.pp
     most = -(-(asked.own.gpus or 0) // node) or asked.own.nodes
     most = most or -(-levels[0].batch * replica // node)  # more could not begin
-    table = [(level, ranking.allowed(run.layout, level.batch, node, most)) for level in levels]
+    table = [(level, layouts.allowed(run.layout, level.batch, node, most)) for level in levels]
     everywhere = _for_all([every for _, every in table])
     lines = [
         f"on 1 to {most} nodes of {node} {asked.machine.name}, {replica} GPUs a replica; "
@@ -377,7 +376,7 @@ def rampup(asked: Asked) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def _for_all(tables: list[list[ranking.Allowed]]) -> list[ranking.Allowed]:
+def _for_all(tables: list[list[layouts.Allowed]]) -> list[layouts.Allowed]:
     """The numbers of nodes and micro-batches that are in every table."""
     common = []
     for one in tables[0]:
@@ -388,14 +387,14 @@ def _for_all(tables: list[list[ranking.Allowed]]) -> list[ranking.Allowed]:
     return common
 
 
-def _allowed_text(every: list[ranking.Allowed]) -> str:
+def _allowed_text(every: list[layouts.Allowed]) -> str:
     return "; ".join(f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every)
 
 
 def timeline(asked: Asked) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
     run = _placed(asked)
-    passes = predict.stage_passes(run.model, run.layout, run.training, asked.machine)
+    passes = step_time.stage_passes(run.model, run.layout, run.training, asked.machine)
     count = run.micro_batches(run.batches.levels()[-1].batch)
     count = min(count, 4 * run.layout.pp)
     actions = schedule.build(run.layout.schedule, run.layout.pp, count)
@@ -428,9 +427,9 @@ def _write(path: str, text: str) -> None:
 
 def check(path: str) -> Answer:
     """Rows of a CSV file that contradict themselves or each other."""
-    import rows
+    from planner import published_rows
 
-    found = rows.check(rows.read(path))
+    found = published_rows.check(published_rows.read(path))
     lines = [f"{f.row_id:10} {f.kind:9} {f.text}" for f in found]
     lines.append(f"{len(found)} findings in {len({f.row_id for f in found})} rows")
     return Answer("\n".join(lines), [dataclasses.asdict(f) for f in found])

@@ -10,12 +10,19 @@ dp follows from the number of ranks. `python train.py --help` lists every option
 
 import sys
 
-from checks import check
-from cluster import Cluster, prepare, start
-from config import Config, Training, UserError, exit_with
-from launch import Launch, check_launch, discover
-from options import parse
-from switches import STOPPED_EARLY, Signals, Switches, check_kill_switch, listen
+from config.command_line import parse
+from config.messages import UserError, exit_with
+from config.schema import Config, Training
+from config.validation import check
+from distributed.context import Context, prepare, start
+from distributed.launch import Launch, check_launch, discover
+from distributed.stop_conditions import (
+    STOPPED_EARLY,
+    Signals,
+    StopConditions,
+    check_kill_switch,
+    listen,
+)
 
 if __name__ == "__main__":
     # --help, a typo or a batch that does not divide is answered before torch is imported.
@@ -36,22 +43,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import counts
 import data
-import footprint
-import preflight
-import vitals
-from batches import touches
-from log import Log
-from losses import LossWatch
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from config import model_stats
+from config.batch_schedule import touches
+from distributed import preflight
+from distributed.mesh import Mesh
 from model import Stage, attention_kernel
-from parallel import Builder, Mesh
+from parallel import ParamFactory
 from pipeline import Pipeline
-from replicas import unequal_replicas
-from restore import Progress
-from saving import Checkpointer
-from steptrace import Drawing
-from vitals import GO_ON, SAVE, SAVE_AND_STOP, Vitals
+from telemetry import memory_report, step_stats
+from telemetry.log import Log
+from telemetry.loss_monitor import LossMonitor
+from telemetry.replica_check import unequal_replicas
+from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP, StepStats
+from telemetry.step_trace import StepTrace
 from zero import Optimizer, StepResult
 
 DTYPES = {
@@ -68,40 +75,40 @@ DTYPES = {
 
 
 @dataclass
-class Pieces:
+class TrainState:
     """What one rank holds of a run, for one layout."""
 
     config: Config
-    build: Builder
-    parts: list[counts.Stage]  # of every rank of the pipeline
+    build: ParamFactory
+    parts: list[model_stats.Stage]  # of every rank of the pipeline
     stage: Stage
     pipeline: Pipeline
     optimizer: Optimizer
 
 
-def build(config: Config, cluster: Cluster | None = None) -> Pieces:
+def build(config: Config, context: Context | None = None) -> TrainState:
     """Build this rank's stage, pipeline and optimizer; collective over all ranks.
 
     `config` has passed checks.check. Without a cluster it is a world of one on the CPU.
     """
     layout, training = config.layout, config.training
-    mesh = Mesh(layout, cluster)
-    builder = Builder(
+    mesh = Mesh(layout.axes, context)
+    builder = ParamFactory(
         mesh,
         DTYPES[training.precision],
-        cluster.device if cluster else torch.device("cpu"),
+        context.device if context else torch.device("cpu"),
         training.seed,
         training.init_std,
         layout.sequence_parallel,
     )
-    costs = counts.part_costs(config.model, builder.device.type)
-    parts = counts.stages(config.model, layout, costs)
-    stage = Stage(builder, config.model, layout, parts[mesh.pp_rank])
+    costs = model_stats.part_costs(config.model, builder.device.type)
+    parts = model_stats.stages(config.model, layout, costs)
+    stage = Stage(builder, config.model, layout, parts[mesh.pp.rank])
     optimizer = Optimizer(stage, builder, training, layout)
-    return Pieces(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)
+    return TrainState(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)
 
 
-def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> StepResult:
+def step(pieces: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
     config, pipeline = pieces.config, pieces.pipeline
     size = config.batches.batch(consumed)
@@ -113,7 +120,7 @@ def step(pieces: Pieces, samples: data.Samples, consumed: int, lr: float) -> Ste
     return optimizer.step(lr, loss, tokens)
 
 
-def evaluate(pieces: Pieces, samples: data.Samples) -> float:
+def evaluate(pieces: TrainState, samples: data.Samples) -> float:
     """Mean loss per token over the first --eval-samples; collective over all ranks."""
     config, layout = pieces.config, pieces.config.layout
     count = config.data.eval_samples
@@ -125,7 +132,7 @@ def evaluate(pieces: Pieces, samples: data.Samples) -> float:
     return world.values(loss) / (count * config.model.seq_length)
 
 
-def _batches(pieces: Pieces, samples: data.Samples, first: int):
+def _batches(pieces: TrainState, samples: data.Samples, first: int):
     """The function that gives this replica's micro-batches of the global batch at `first`."""
     mesh, device = pieces.build.mesh, pieces.build.device
 
@@ -169,27 +176,27 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     """Run to the end, or end every rank with a non-zero status; signals: `listen()`, if done."""
     listening = signals is None
     signals = signals or listen()
-    cluster = start(launch, config.run)
-    signals.end = cluster.end_all_ranks
-    with cluster.failing_loudly(), footprint.snapshot(config.run, cluster):
-        preflight.introduce(config, cluster)
+    context = start(launch, config.run)
+    signals.end = context.end_all_ranks
+    with context.failing_loudly(), memory_report.snapshot(config.run, context):
+        preflight.introduce(config, context)
         splits = data.build(config)
-        check_precision(config.training.precision, cluster)
-        before = vitals.measure(cluster.device, seconds=0.0)
-        pieces = build(config, cluster)
+        check_precision(config.training.precision, context)
+        before = step_stats.measure(context.device, seconds=0.0)
+        pieces = build(config, context)
         kernels = {
             "optimizer": pieces.optimizer.kernel,
             "attention": attention_kernel(config.model, pieces.build),
         }
         mesh, samples = pieces.build.mesh, splits.train
-        before = vitals.exchange(before, mesh.world, cluster.device)
-        log = Log(config, cluster, pieces.parts, kernels, before)
-        checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, log.note)
-        preflight.check_room(config, cluster, checkpoints.bytes_needed, log.note)
-        switches = Switches(config.run, signals, first=cluster.rank == 0)
+        before = step_stats.exchange(before, mesh.world, context.device)
+        log = Log(config, context, pieces.parts, kernels, before)
+        checkpoints = Checkpointer(config, mesh, pieces.optimizer, context, samples, log.note)
+        preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
+        switches = StopConditions(config.run, signals, first=context.rank == 0)
         finished = Trainer(pieces, splits, log, checkpoints, switches).run()
         log.close()
-    cluster.stop(0 if finished else STOPPED_EARLY)
+    context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # this process may have more to do
         signals.close()
 
@@ -199,23 +206,23 @@ class Trainer:
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: TrainState,
         splits: data.Splits,
         log: Log,
         checkpoints: Checkpointer,
-        switches: Switches,
+        switches: StopConditions,
     ):
         """Resume if --resume asks for it; collective over all ranks."""
         config, mesh = pieces.config, pieces.build.mesh
         self.config, self.pieces, self.splits, self.log = config, pieces, splits, log
         self.checkpoints, self.switches = checkpoints, switches
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, pieces.build.device
-        self.speed = vitals.SpeedCheck(config, log.cluster.nodes)
-        self.drawing = Drawing(config.run, pieces.build, checkpoints.board, log.cluster, log.note)
+        self.speed = step_stats.StragglerCheck(config, log.context.nodes)
+        self.drawing = StepTrace(config.run, pieces.build, checkpoints.board, log.context, log.note)
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.total
-        self.watch = LossWatch(config, splits.train, self.done, log.writes, log.note)
+        self.watch = LossMonitor(config, splits.train, self.done, log.writes, log.note)
         self.seconds_to_evaluate = 0.0
 
     def run(self) -> bool:
@@ -229,7 +236,7 @@ class Trainer:
         for iteration in range(self.done.iteration + 1, self.total + 1):
             last, evaluates = iteration == self.total, self._evaluates(iteration)
             wish = self._advance(iteration, evaluates)
-            if self.watch.hopeless:
+            if self.watch.diverged:
                 give_up(self.watch, self.done, self.checkpoints)
             if evaluates and (last or wish < SAVE_AND_STOP):  # a stop does not wait for it
                 wish = max(wish, self._validate(iteration))
@@ -279,14 +286,14 @@ class Trainer:
         self.watch.step(self.done, batch, result)
         return max(rank.wish for rank in everyone)
 
-    def _exchange(self, seconds: float, evaluates: bool) -> list[Vitals]:
+    def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
         """Every rank's end of the step: the one exchange between steps."""
         waiting = self.recorder.take_waited()
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
-        own = vitals.measure(self.device, seconds, waiting, self.switches.wish(ahead))
+        own = step_stats.measure(self.device, seconds, waiting, self.switches.wish(ahead))
         self.recorder.at("vitals")
-        everyone = vitals.exchange(own, self.world, self.device)
+        everyone = step_stats.exchange(own, self.world, self.device)
         self.recorder.end_step()
         return everyone
 
@@ -300,8 +307,8 @@ class Trainer:
 
     def _largest_wish(self) -> float:
         """What is to be done at a boundary that is no step's end; collective over all ranks."""
-        own = vitals.measure(self.device, 0.0, wish=self.switches.wish())
-        return max(rank.wish for rank in vitals.exchange(own, self.world, self.device))
+        own = step_stats.measure(self.device, 0.0, wish=self.switches.wish())
+        return max(rank.wish for rank in step_stats.exchange(own, self.world, self.device))
 
     def _stop_early(self) -> bool:
         """Save, and say who asked for the stop; False, for the run is not finished.
@@ -310,7 +317,7 @@ class Trainer:
         """
         reasons = self.checkpoints.board.agree(self.switches.reason, lambda of_ranks: of_ranks)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
-        where = f"{reason} on rank {rank} ({self.log.cluster.nodes[rank]})"
+        where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
         where += f", after iteration {self.done.iteration} of {self.total}"
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
@@ -320,25 +327,25 @@ class Trainer:
         return False
 
 
-def check_precision(precision: str, cluster: Cluster) -> None:
+def check_precision(precision: str, context: Context) -> None:
     """Raise UserError if the GPU has no arithmetic of that precision. torch makes up for it on a
     CPU, slowly: run.json and the start-up lines say which precision runs."""
-    if precision != "bf16" or cluster.device.type != "cuda":
+    if precision != "bf16" or context.device.type != "cuda":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(cluster.device)
+        name = torch.cuda.get_device_name(context.device)
         raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
-def give_up(watch: LossWatch, now: Progress, checkpoints: Checkpointer) -> None:
+def give_up(watch: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
     """Save the last good state, if the run saves at all, and raise UserError: the loss is lost."""
-    saved = checkpoints.enabled and watch.unharmed and watch.good.iteration > 0
+    saved = checkpoints.enabled and watch.state_intact and watch.good.iteration > 0
     saved = saved and checkpoints.save_now(watch.good)
     checkpoints.close()
     raise watch.failure(now, saved)
 
 
-def check_replicas(pieces: Pieces, iteration: int) -> None:
+def check_replicas(pieces: TrainState, iteration: int) -> None:
     """Raise RuntimeError, naming parameters and ranks, if copies of a weight have drifted apart."""
     unequal = unequal_replicas(pieces.stage, pieces.optimizer, pieces.build.mesh)
     if unequal:

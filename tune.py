@@ -21,20 +21,16 @@ import sys
 import time
 from pathlib import Path
 
-import hardware
-import options
-import replay
-import report
-import space
-import sweeps
-import tables
-import trials
-from config import Config, Layout, UserError, exit_with
-from live import View
-from ranking import Rejected
-from search import NOISE, Point, Search, features
-from space import Candidate
-from trials import Runner, Store, Trial
+from config import command_line
+from config.messages import Parser, UserError, exit_with
+from config.schema import Config, Layout
+from planner import hardware
+from planner.layouts import Rejected
+from tuner import replay, report, result_tables, search_space, sweeps, trials
+from tuner.progress import View
+from tuner.search import NOISE, Point, Search, features
+from tuner.search_space import Candidate
+from tuner.trials import Runner, Store, Trial
 
 
 def main(arguments: list[str]) -> None:
@@ -52,7 +48,7 @@ def main(arguments: list[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The tuner's own flags; all others are train.py's."""
-    found = options.Parser(
+    found = Parser(
         prog="tune.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,7 +90,7 @@ class Session:
         if own.ranks < 1 or own.timed < 1 or own.time_limit <= 0:
             raise UserError("--ranks, --timed and --time-limit are above 0")
         self.own, self.rest = own, rest
-        self.config = options.parse(rest)
+        self.config = command_line.parse(rest)
         self.machine = hardware.load(own.gpu or "a100-80", own.calibration)
         self.tried = _axes(own.tried)
         out = Path(self.config.run.out)
@@ -132,10 +128,10 @@ class Session:
         if interrupted:
             sys.exit(130)
 
-    def result(self) -> tables.Result:
+    def result(self) -> result_tables.Result:
         """All that a report says."""
         own = [t for t in self.store.trials if t.key in self.wanted]
-        return tables.Result(
+        return result_tables.Result(
             trials=own,
             candidates=list(self.wanted.values()),
             rejected=self.rejected,
@@ -161,7 +157,7 @@ class Session:
         config = dataclasses.replace(config, training=training, run=run)
         *start, _ = self.runner.start(candidate.ranks)
         names = ["python" if word == sys.executable else word for word in start]
-        return [*names, "train.py", *space.words(config)]
+        return [*names, "train.py", *search_space.words(config)]
 
     def _title(self) -> str:
         own = self.own
@@ -188,14 +184,14 @@ class Session:
 
     def _models(self) -> list[Config]:
         """The run asked for, or one for each of --models."""
-        words = [options.parse(["--model", name, *self.rest]) for name in self.own.models]
+        words = [command_line.parse(["--model", name, *self.rest]) for name in self.own.models]
         return words or [self.config]
 
     def _search(self, config: Config) -> None:
-        found, rejected = space.candidates(config, self.machine, self.own.ranks, self.given)
+        found, rejected = search_space.candidates(config, self.machine, self.own.ranks, self.given)
         self.rejected += rejected
         for entry in rejected:
-            self.view.say("rejected " + tables.rejection(entry))
+            self.view.say("rejected " + result_tables.rejection(entry))
         if not found:
             raise UserError(f"no layout can run on {self.own.ranks} ranks: see the reasons above")
         self.view.say(f"{len(found)} layouts can run, {len(rejected)} cannot")
@@ -266,7 +262,7 @@ class Session:
 
         ask = sweeps.largest if self.own.max_params else sweeps.fewest
         bound = ask(self.config, self.machine, self.own.ranks, self.given, attempt)
-        self.ending = tables.bound(bound.best, bound.beyond)
+        self.ending = result_tables.bound(bound.best, bound.beyond)
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run, store, show."""
@@ -367,7 +363,7 @@ def _axes(texts: list[str]) -> dict[str, list]:
     for text in texts:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
-        known = ("tp", "pp", *space.INNER, *space.OUTER)
+        known = ("tp", "pp", *search_space.INNER, *search_space.OUTER)
         swept = [s.replace("-", "_") for s in sweeps.SWEEPS]
         if name not in (*known, *swept) or not values:
             raise UserError(

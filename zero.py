@@ -25,17 +25,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-import optimizers
-from buckets import Bucket, Own, Shard, make_buckets
-from collectives import Group, Handle
-from config import Layout, Training
-from fully_sharded import shard_fully
-from loss_scale import LossScale
-from parallel import Builder, Spec
+from config.schema import Layout, Training
+from distributed.collectives import Group, Handle
+from optim import update_rules
+from optim.buckets import Bucket, Own, Shard, make_buckets
+from optim.fsdp import shard_fully
+from optim.loss_scale import LossScale
+from parallel import ParamFactory, ParamSpec
 
 
 @dataclass(frozen=True)
-class OwnedPiece:
+class ParamShard:
     """Elements [start, stop) of a local parameter whose optimizer state this rank holds.
 
     shape: of the local tensor, padding included. copies, copy: how many ranks hold the same
@@ -48,7 +48,7 @@ class OwnedPiece:
     copy: int
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> ParamSpec:
         return self.own.spec
 
     @property
@@ -73,7 +73,7 @@ class OwnedPiece:
         return self.shard.rule.read(kind, self.own.master, a, a + stop - start)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
-        """Set what `read` reads, from `start` on; `Optimizer.loaded` must be called afterwards."""
+        """Set what `read` reads, from `start` on; `Optimizer.after_load` must follow."""
         a = start - self.own.start + self.own.offset
         if kind == "weights":
             self.shard.masters[self.own.master].view(-1)[a : a + len(values)] = values
@@ -101,7 +101,7 @@ class Optimizer:
     buffers in its compute precision, and the master copy keeps what was drawn.
     """
 
-    def __init__(self, stage: nn.Module, build: Builder, training: Training, layout: Layout):
+    def __init__(self, stage: nn.Module, build: ParamFactory, training: Training, layout: Layout):
         """Raises UserError if the optimizer's package is missing or the layout cuts its blocks."""
         self.mesh, self.training, self.device = build.mesh, training, build.device
         self.scale, self.steps, self._dtype = LossScale(training), 0, build.dtype
@@ -118,9 +118,9 @@ class Optimizer:
             self._make_flat(stage, build, layout.zero)
         for shard in self.shards:
             family, decay = shard.key.family, not shard.key.no_decay
-            shard.rule = optimizers.make_rule(training, family, shard.masters, decay)
+            shard.rule = update_rules.make_rule(training, family, shard.masters, decay)
 
-    def _make_flat(self, stage: nn.Module, build: Builder, zero: int) -> None:
+    def _make_flat(self, stage: nn.Module, build: ParamFactory, zero: int) -> None:
         """Move parameters and gradients into buckets, for all but --zero 3."""
         parameters = list(stage.parameters())
         exact = torch.promote_types(build.dtype, torch.float32)
@@ -268,12 +268,12 @@ class Optimizer:
         self.steps += 1
         for shard in reversed(self.shards):
             shard.update(factor / self.scale.value, lr)
-            self._spread(shard)
+            self._all_gather_params(shard)
         if not self._overlap:
             self.finish_gathering()
 
-    def _spread(self, shard: Shard) -> None:
-        handle = shard.spread()
+    def _all_gather_params(self, shard: Shard) -> None:
+        handle = shard.all_gather_params()
         if handle is not None:
             self._gathering[shard] = handle
 
@@ -289,14 +289,14 @@ class Optimizer:
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """The optimizer's tensors, each with one element for every element of the weights."""
-        return optimizers.state_kinds(self.training.optimizer)
+        return update_rules.state_kinds(self.training.optimizer)
 
     @property
     def state_name(self) -> str:
         """What a checkpoint calls this kind of state."""
-        return optimizers.interchangeable(self.training.optimizer)
+        return update_rules.interchangeable(self.training.optimizer)
 
-    def owned(self) -> list[OwnedPiece]:
+    def owned(self) -> list[ParamShard]:
         """All that this rank holds of master weights and optimizer state, to read or to write."""
         pieces = []
         for shard in self.shards:
@@ -306,14 +306,14 @@ class Optimizer:
                 if own.spec.dim is None:
                     copies, copy = copies * self.mesh.tp.size, copy * self.mesh.tp.size
                     copy += self.mesh.tp.rank
-                pieces.append(OwnedPiece(shard, own, copies, copy))
+                pieces.append(ParamShard(shard, own, copies, copy))
         return pieces
 
     def scalars(self) -> dict[str, float]:
         """The rest of the optimizer's state, equal on every rank."""
         return {"step": self.steps, **self.scale.state()}
 
-    def loaded(self, scalars: dict[str, float] | None = None) -> None:
+    def after_load(self, scalars: dict[str, float] | None = None) -> None:
         """Take over what was written into `owned`, and the scalars if given; collective over dp."""
         if scalars is not None:
             self.steps = int(scalars["step"])
@@ -321,7 +321,7 @@ class Optimizer:
             for shard in self.shards:
                 shard.rule.steps = self.steps
         for shard in self.shards:
-            self._spread(shard)
+            self._all_gather_params(shard)
         self.finish_gathering()
 
 
@@ -334,6 +334,6 @@ def _sum_over(group: Group, tensors: list[Tensor]) -> None:
         torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
 
-def _counted(spec: Spec, tp: Group) -> bool:
+def _counted(spec: ParamSpec, tp: Group) -> bool:
     """Whether this rank's copy is the one that counts: the first tensor rank, the first stage."""
     return not spec.copy and (spec.dim is not None or tp.rank == 0)

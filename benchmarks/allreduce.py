@@ -41,10 +41,10 @@ from bandwidth import (
 )
 from worlds import HostWorld, TorchWorld, group_rows, placed
 
-import hardware
-from config import Layout, Run, UserError, exit_with
-from launch import discover
-from options import Parser
+from config.messages import Parser, UserError, exit_with
+from config.schema import Layout, Run
+from distributed.launch import discover
+from planner import hardware
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ITEM = 4  # bytes of an element: fp32
@@ -195,7 +195,7 @@ def rates(world, machine: hardware.Machine | None) -> dict[str, float]:
     if machine:
         found["gemm_fraction"] = flops / (machine.peak if cuda else machine.vector_peak)
     if not cuda:
-        local = world.cluster.local_size
+        local = world.context.local_size
         held = psutil.Process().memory_info().rss
         found |= {"memory": psutil.virtual_memory().available / local + held, "node": local}
         mine = psutil.Process().cpu_affinity()

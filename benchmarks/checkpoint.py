@@ -28,30 +28,29 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import checks
-import config as configuration
-import counts
 import train
-from cluster import start
-from launch import discover
-from options import build
-from restore import Progress
-from saving import Checkpointer
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from config import model_stats, validation
+from config import schema as configuration
+from config.command_line import build
+from distributed.context import start
+from distributed.launch import discover
 
 ROUNDS = 7
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
 
 
-def make(cluster, folder: str, **extra) -> tuple[train.Pieces, Checkpointer]:
+def make(context, folder: str, **extra) -> tuple[train.TrainState, Checkpointer]:
     """The training of MODEL and its checkpoints in that folder; extra: other options."""
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
-    config = checks.check(build(values), cluster.size)
-    pieces = train.build(config, cluster)
+    config = validation.check(build(values), context.size)
+    pieces = train.build(config, context)
     mesh, quiet = pieces.build.mesh, lambda line: None
-    return pieces, Checkpointer(config, mesh, pieces.optimizer, cluster, say=quiet)
+    return pieces, Checkpointer(config, mesh, pieces.optimizer, context, say=quiet)
 
 
-def as_dcp(pieces: train.Pieces, mesh) -> dict[str, torch.Tensor]:
+def as_dcp(pieces: train.TrainState, mesh) -> dict[str, torch.Tensor]:
     """A copy of the state for DCP: DTensors over tp, or plain tensors a stage holds whole.
 
     A copy, because DCP's stager does not take views of one buffer (torch 2.13).
@@ -132,22 +131,22 @@ def fresh(folder: str) -> None:
 def main() -> None:
     """Measure on two ranks and print the tables."""
     warnings.filterwarnings("ignore")
-    cluster = start(discover(), configuration.Run())
-    with cluster.failing_loudly():
-        results, sizes, parameters = measure(cluster, sys.argv[1])
-        if cluster.rank == 0:
+    context = start(discover(), configuration.Run())
+    with context.failing_loudly():
+        results, sizes, parameters = measure(context, sys.argv[1])
+        if context.rank == 0:
             report(results, sizes, parameters)
-    cluster.stop()
+    context.stop()
 
 
-def measure(cluster, folder: str):
+def measure(context, folder: str):
     """Seconds by operation and system, a list of rounds each; bytes by system; parameters."""
     ours, theirs = os.path.join(folder, "ours"), os.path.join(folder, "dcp")
-    pieces, checkpoints = make(cluster, ours, tp=2, async_save=False)
-    _, background = make(cluster, ours, tp=2)
+    pieces, checkpoints = make(context, ours, tp=2, async_save=False)
+    _, background = make(context, ours, tp=2)
     background.optimizer = pieces.optimizer
-    other, from_ours = make(cluster, ours + ".other", pp=2, resume=ours)
-    same = make(cluster, ours + ".same", tp=2, resume=ours)[1]
+    other, from_ours = make(context, ours + ".other", pp=2, resume=ours)
+    same = make(context, ours + ".same", tp=2, resume=ours)[1]
     for at, piece in enumerate(pieces.optimizer.owned()):
         for kind in ("exp_avg", "exp_avg_sq"):
             torch.manual_seed(at)  # replicas alike; no zeros that a disk could leave out
@@ -187,7 +186,7 @@ def measure(cluster, folder: str):
         if number:  # the first round is warm-up
             for (operation, system), value in seconds.items():
                 record(operation, system, value)
-    return results, sizes, counts.parameters(pieces.config.model)
+    return results, sizes, model_stats.parameters(pieces.config.model)
 
 
 def report(results, sizes: dict[str, int], parameters: int) -> None:

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
-from cluster import start
-from collectives import Group
-from config import Layout, Run
-from launch import discover
-from parallel import Mesh
+from config.schema import Layout, Run
+from distributed.collectives import Group
+from distributed.context import start
+from distributed.launch import discover
+from distributed.mesh import Mesh
 
 SIZES = (1024, 128 * 1024, 4 * 2**20)  # elements of fp32 in the whole buffer
 ROUNDS = {1024: 40, 128 * 1024: 30, 4 * 2**20: 10}
@@ -70,11 +70,11 @@ def milliseconds(run) -> float:
 
 def main() -> None:
     """Print the table of both ways for the ranks there are."""
-    cluster = start(discover(), Run(device="cpu"))
-    with cluster.failing_loudly():
-        group = Mesh(Layout(tp=cluster.size, dp=1), cluster).tp
+    context = start(discover(), Run(device="cpu"))
+    with context.failing_loudly():
+        group = Mesh(Layout(tp=context.size, dp=1).axes, context).tp
         check(group)
-        if cluster.rank == 0:
+        if context.rank == 0:
             print("| ranks | operation | KiB | gloo, ms | all-to-all, ms | ratio |")
             print("| --: | --- | --: | --: | --: | --: |")
         for elements in SIZES:
@@ -83,13 +83,13 @@ def main() -> None:
                     run()
                 times = [[milliseconds(run) for run in pair] for _ in range(ROUNDS[elements])]
                 native, ours = (statistics.median(column) for column in zip(*times))
-                if cluster.rank == 0:
+                if context.rank == 0:
                     print(
-                        f"| {cluster.size} | {name} | {elements * 4 // 1024} | {native:.2f} | "
+                        f"| {context.size} | {name} | {elements * 4 // 1024} | {native:.2f} | "
                         f"{ours:.2f} | {native / ours:.2f} |",
                         flush=True,
                     )
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

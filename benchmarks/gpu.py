@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-import hardware
+from planner import hardware
 
 WARM_UP, STEPS = 5, 20
 MODELS = {

@@ -20,15 +20,14 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import psutil
 
-import checks
-import config as configuration
-import counts
 import data
 import train
-from cluster import Cluster, start
-from launch import discover
-from options import build
-from restore import Board
+from checkpointing.load import Board
+from config import model_stats, validation
+from config import schema as configuration
+from config.command_line import build
+from distributed.context import Context, start
+from distributed.launch import discover
 
 ROUNDS, STEPS = 2, 3
 MODEL = {"layers": 8, "hidden": 512, "heads": 8, "seq_length": 128, "vocab_size": 50257}
@@ -49,12 +48,12 @@ def settings() -> list[dict]:
     return found
 
 
-def measure(setting: dict, cluster: Cluster, samples: data.Synthetic) -> tuple[int, int, float]:
+def measure(setting: dict, context: Context, samples: data.Synthetic) -> tuple[int, int, float]:
     """Bytes of state, largest resident bytes above the start, seconds per step, on this rank."""
     _give_back()
     before = psutil.Process().memory_info().rss
-    config = checks.check(build(BASE | setting), cluster.size)
-    pieces = train.build(config, cluster)
+    config = validation.check(build(BASE | setting), context.size)
+    pieces = train.build(config, context)
     _give_back()  # what drawing the weights took is no part of training
     _reset_high_water_mark()
     seconds = []
@@ -102,23 +101,23 @@ def report(rows: list[tuple[dict, list[tuple[int, int, float]]]]) -> None:
 
 def main() -> None:
     """Measure every setting in turn, and print the table on rank 0."""
-    cluster = start(discover(), configuration.Run())
-    with cluster.failing_loudly():
-        board, every = Board(cluster), settings()
+    context = start(discover(), configuration.Run())
+    with context.failing_loudly():
+        board, every = Board(context), settings()
         results: list[list[tuple[int, int, float]]] = [[] for _ in every]
         samples = data.Synthetic(MODEL["vocab_size"], MODEL["seq_length"], 1234)
         for _ in range(ROUNDS):
             for setting, found in zip(every, results):
-                own = measure(setting, cluster, samples)
+                own = measure(setting, context, samples)
                 largest = board.agree(own, lambda all: [max(values) for values in zip(*all)])
                 found.append(tuple(largest))
-                if cluster.rank == 0:
+                if context.rank == 0:
                     print(setting, found[-1], file=sys.stderr, flush=True)
-        if cluster.rank == 0:
+        if context.rank == 0:
             shape = build(BASE).model
-            print(f"{counts.parameters(shape):,} parameters, dp {cluster.size}")
+            print(f"{model_stats.parameters(shape):,} parameters, dp {context.size}")
             report(list(zip(every, results)))
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

@@ -21,12 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import config
-import hardware
-import memory
-import predict
-import rows as measured
-from rows import read_tables
+from config.messages import UserError, exit_with
+from planner import hardware, memory, step_time
+from planner import published_rows as measured
+from planner.published_rows import read_tables
 
 DATA = ROOT / "benchmarks" / "data"
 
@@ -86,7 +84,7 @@ def predictions(cases, kind: str, values: dict[str, float]) -> dict[str, float]:
 
 def _value(case, kind: str, machine: hardware.Machine) -> float:
     if kind == "seconds":
-        return predict.predict(case.model, case.layout, case.training, machine).seconds
+        return step_time.predict(case.model, case.layout, case.training, machine).seconds
     table = memory.stages(case.model, case.layout, case.training, machine)
     # Seed 002 watched one node of two: it prints 15 GB beside an OOM at twice the micro-batch.
     watched = table[:1] if case.source == "002" else (table[0], table[-1])
@@ -408,5 +406,5 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except config.UserError as mistake:
-        config.exit_with(mistake)
+    except UserError as mistake:
+        exit_with(mistake)

@@ -21,9 +21,8 @@ sys.path.insert(0, str(ROOT))
 import numpy
 import plan_accuracy as accuracy
 
-import hardware
-import replay
-import rows
+from planner import hardware, published_rows
+from tuner import replay
 
 DATA = ROOT / "benchmarks" / "data"
 CPU = DATA / "tune_cpu.csv"
@@ -34,8 +33,8 @@ DRAWS, SEED = 40, 20261121
 
 def published(kind: str) -> list[replay.Replay]:
     """The twelve tables, with constants `in-sample` or `held out`."""
-    cases = rows.cases(rows.read(str(DATA / "measured_rows.csv")))
-    tables = rows.read_tables(str(DATA / "decision_tables.csv"))
+    cases = published_rows.cases(published_rows.read(str(DATA / "measured_rows.csv")))
+    tables = published_rows.read_tables(str(DATA / "decision_tables.csv"))
     values = {c.name: c.value for c in hardware.constants()}
     find = accuracy.predictions if kind == "in-sample" else accuracy.held_out
     return replay.replay_all(tables, cases, find(cases, "seconds", values))
@@ -60,7 +59,7 @@ def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
     _, cases, predicted = _measured(path)
     chance, most = random.Random(SEED), len(cases) // 4
 
-    def trial(case: rows.Case) -> float:
+    def trial(case: published_rows.Case) -> float:
         return case.seconds * math.exp(chance.gauss(0, deviation))
 
     return [
@@ -69,10 +68,12 @@ def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
     ]
 
 
-def _measured(path: Path) -> tuple[list[dict[str, str]], list[rows.Case], dict[str, float]]:
+def _measured(
+    path: Path,
+) -> tuple[list[dict[str, str]], list[published_rows.Case], dict[str, float]]:
     """The rows of a file, as they are and as runs, and the planner's seconds of each."""
-    given = rows.read(str(path))
-    cases = rows.cases(given)
+    given = published_rows.read(str(path))
+    cases = published_rows.cases(given)
     return given, cases, replay.predictions(cases, given)
 
 

@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's
 
 import torch
 
-import checks
 import data
 import train
-from cluster import Cluster, start
-from config import Run
-from launch import discover
-from options import parse
-from records import Recorder
-from watchdog import RECORDS_IN_A_BEAT, Memory, Watchdog, start_monitor
+from config import validation
+from config.command_line import parse
+from config.schema import Run
+from distributed.context import Context, start
+from distributed.launch import discover
+from watchdog.flight_recorder import FlightRecorder
+from watchdog.heartbeat import RECORDS_IN_A_BEAT, Memory, Watchdog, start_monitor
 
 SHAPE = (
     "--layers 4 --hidden 256 --heads 8 --seq-length 128 --vocab-size 8192 --global-batch-size 4 "
@@ -44,7 +44,7 @@ BLOCK, ROUNDS, RESAMPLED = 4, 360, 4000
 CALLS, COLD_CALLS = 200_000, 300
 
 
-class Silent(Recorder):
+class Silent(FlightRecorder):
     """A recorder that does nothing where a step calls it."""
 
     def begin_step(self, step: int) -> None:
@@ -70,22 +70,22 @@ class Pausable(Watchdog):
 class Watch:
     """The records, this rank's watchdog and, on rank 0, the monitor; all on or all off."""
 
-    def __init__(self, cluster: Cluster, pieces: train.Pieces, out: str):
-        self.mesh, self.recorder, self.silent = pieces.build.mesh, cluster.recorder, Silent()
+    def __init__(self, context: Context, pieces: train.TrainState, out: str):
+        self.mesh, self.recorder, self.silent = pieces.build.mesh, context.recorder, Silent()
         mesh, self.monitor = self.mesh, None
         groups = (mesh.tp, mesh.dp, mesh.forward, mesh.backward, mesh.tied, mesh.world)
-        self.books = [(group, group.book) for group in groups]
-        if cluster.rank == 0:
-            address, self.monitor = start_monitor("127.0.0.1", "n", cluster.size, out, None)
-            cluster.store.set("monitor", json.dumps(address))
-        address = tuple(json.loads(cluster.store.get("monitor")))
-        self.dog = Pausable(self.recorder, address, cluster.rank, cluster.node, cluster.stop)
+        self.group_logs = [(group, group.group_log) for group in groups]
+        if context.rank == 0:
+            address, self.monitor = start_monitor("127.0.0.1", "n", context.size, out, None)
+            context.store.set("monitor", json.dumps(address))
+        address = tuple(json.loads(context.store.get("monitor")))
+        self.dog = Pausable(self.recorder, address, context.rank, context.node, context.stop)
 
     def switch(self, on: bool) -> None:
         """On as in a job; off as with --no-watchdog, and without the records too."""
         self.mesh.recorder = self.recorder if on else self.silent
-        for group, book in self.books:
-            group.book = book if on else None
+        for group, group_log in self.group_logs:
+            group.group_log = group_log if on else None
         self.dog.paused = not on
         if self.monitor:
             self.monitor.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
@@ -98,7 +98,7 @@ class Watch:
         return int(fields[0]) / 1e9
 
 
-def block(pieces: train.Pieces, samples, first: int) -> tuple[float, float]:
+def block(pieces: train.TrainState, samples, first: int) -> tuple[float, float]:
     """Wall and processor seconds a step over one block; all ranks begin together."""
     mesh = pieces.build.mesh
     mesh.world.all_reduce(torch.zeros(1)).wait()
@@ -110,16 +110,16 @@ def block(pieces: train.Pieces, samples, first: int) -> tuple[float, float]:
     return (time.perf_counter() - wall) / BLOCK, (time.process_time() - processor) / BLOCK
 
 
-def side_by_side(cluster: Cluster, words: list[str], out: str) -> tuple[float, int, float]:
+def side_by_side(context: Context, words: list[str], out: str) -> tuple[float, int, float]:
     """Print the row of one layout; seconds and records of a step, cores the monitor took."""
-    config = checks.check(parse([*SHAPE.split(), *words]), cluster.size)
-    pieces = train.build(config, cluster)
+    config = validation.check(parse([*SHAPE.split(), *words]), context.size)
+    pieces = train.build(config, context)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
-    watch = Watch(cluster, pieces, out)
+    watch = Watch(context, pieces, out)
     block(pieces, samples, 0)
-    before = cluster.recorder.progress
+    before = context.recorder.progress
     block(pieces, samples, BLOCK)
-    records = (cluster.recorder.progress - before) // BLOCK
+    records = (context.recorder.progress - before) // BLOCK
     time.sleep(1.0)  # the monitor's start is behind it
     times, spent, number = {True: [], False: []}, watch.monitor_seconds(), 2
     for turn in range(ROUNDS):
@@ -132,9 +132,9 @@ def side_by_side(cluster: Cluster, words: list[str], out: str) -> tuple[float, i
     watch.dog.close()
     wall, processor = ([pair[i] for pair in times[True]] for i in (0, 1))
     walls, processors = ([pair[i] for pair in times[False]] for i in (0, 1))
-    if cluster.rank == 0:
+    if context.rank == 0:
         print(
-            f"| {' '.join(words) or f'dp {cluster.size}'} | {statistics.median(wall):.4f} | "
+            f"| {' '.join(words) or f'dp {context.size}'} | {statistics.median(wall):.4f} | "
             f"{statistics.median(walls):.4f} | {ratio(wall, walls)} | "
             f"{ratio(processor, processors)} |",
             flush=True,
@@ -187,10 +187,10 @@ def cold_microseconds(run) -> float:
 
 def by_counting(step: float, records: int, monitor: float) -> None:
     """Print what one record and one beat take, and their share of a step."""
-    recorder, nothing = Recorder(), Nothing()
-    book = recorder.book("tp", (0, 1))
+    recorder, nothing = FlightRecorder(), Nothing()
+    group_log = recorder.group_log("tp", (0, 1))
     bare = microseconds(nothing.wait)
-    operation = microseconds(lambda: book.enter("x", 4).under_way(nothing).wait()) - bare
+    operation = microseconds(lambda: group_log.enter("x", 4).under_way(nothing).wait()) - bare
     action = microseconds(lambda: recorder.at("F", 1))
 
     memory = Memory()
@@ -209,13 +209,13 @@ def by_counting(step: float, records: int, monitor: float) -> None:
 
 def main() -> None:
     """Measure side by side, and by counting."""
-    cluster = start(discover(), Run(device="cpu", watchdog=False))
-    with cluster.failing_loudly():
+    context = start(discover(), Run(device="cpu", watchdog=False))
+    with context.failing_loudly():
         with tempfile.TemporaryDirectory() as out:
-            figures = side_by_side(cluster, sys.argv[1:], out)
-        if cluster.rank == 0:
+            figures = side_by_side(context, sys.argv[1:], out)
+        if context.rank == 0:
             by_counting(*figures)
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ every rank, buffers, and what a rank may allocate.
 import numpy as np
 import psutil
 
-from cluster import start
-from config import Layout, Run, UserError
-from launch import Launch, find_local, node_name
+from config.messages import UserError
+from config.schema import Layout, Run
+from distributed.context import start
+from distributed.launch import Launch, find_local, node_name
 
 
 class TorchWorld:
@@ -18,15 +19,15 @@ class TorchWorld:
     def __init__(self, launch: Launch, run: Run, layout: dict[str, int]):
         import torch
 
-        from parallel import Mesh
+        from distributed.mesh import Mesh
 
         self.torch = torch
-        self.cluster = start(launch, run)
-        self.rank, self.size = self.cluster.rank, self.cluster.size
-        mesh = Mesh(placed(layout, self.size), self.cluster)
+        self.context = start(launch, run)
+        self.rank, self.size = self.context.rank, self.context.size
+        mesh = Mesh(placed(layout, self.size).axes, self.context)
         self.groups = {"world": mesh.world, "tp": mesh.tp, "dp": mesh.dp, "pp": mesh.forward}
-        self.nodes, self.device = self.cluster.nodes, self.cluster.device
-        self.what = self.cluster.describe()
+        self.nodes, self.device = self.context.nodes, self.context.device
+        self.what = self.context.describe()
         self.what.pop("places")  # a line for every rank is too long
 
     def gather(self, numbers: list[float]) -> list[list[float]]:
@@ -78,11 +79,11 @@ class TorchWorld:
         """What this rank may take for buffers."""
         if self.device.type == "cuda":
             return self.torch.cuda.mem_get_info(self.device)[0] / 3
-        return psutil.virtual_memory().available / self.cluster.local_size / 4
+        return psutil.virtual_memory().available / self.context.local_size / 4
 
     def stop(self) -> None:
         """Leave together with the others."""
-        self.cluster.stop()
+        self.context.stop()
 
     def _finish(self, handle) -> None:
         handle.wait()

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 # Python puts this script's folder on the path; the modules it uses lie one above.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config import UserError, exit_with
-from corpus import IndexedDatasetWriter
+from config.messages import UserError, exit_with
+from corpora.token_files import IndexedDatasetWriter
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl")
 TEST_FOLDERS = {"test", "tests", "idle_test"}

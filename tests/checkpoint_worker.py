@@ -11,19 +11,19 @@ import json
 import sys
 from pathlib import Path
 
-import checks
-import config as configuration
 import data
-import saving
 import train
-from cluster import start
-from launch import discover
-from options import build
-from restore import Progress
-from saving import Checkpointer
+from checkpointing import save
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from config import schema as configuration
+from config import validation
+from config.command_line import build
+from distributed.context import start
+from distributed.launch import discover
 
 BATCH = 4
-saving.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
+save.SPREAD_ELEMENTS = 64  # these small tensors too are written in shares by their replicas
 
 
 def options(case: dict) -> configuration.Config:
@@ -37,7 +37,7 @@ def options(case: dict) -> configuration.Config:
 
 def make(out: Path, **extra) -> configuration.Config:
     """A run of one rank that saves at every step."""
-    return checks.check(options({"out": str(out), "save_every": 1} | extra), 1)
+    return validation.check(options({"out": str(out), "save_every": 1} | extra), 1)
 
 
 def trainer(config, said=None):
@@ -60,13 +60,13 @@ def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progre
     return numbers, progress
 
 
-def run(config: configuration.Config, before: int, after: int, cluster=None) -> dict:
+def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if asked to, train and save if asked to, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
-    pieces = train.build(config, cluster)
+    pieces = train.build(config, context)
     said = []
     mesh = pieces.build.mesh
-    checkpoints = Checkpointer(config, mesh, pieces.optimizer, cluster, samples, said.append)
+    checkpoints = Checkpointer(config, mesh, pieces.optimizer, context, samples, said.append)
     progress = checkpoints.resume()
     if before:
         _, progress = steps(pieces, samples, progress, before)
@@ -81,18 +81,18 @@ def run(config: configuration.Config, before: int, after: int, cluster=None) -> 
 
 def main() -> None:
     source, target = sys.argv[1:3]
-    cluster = start(discover(), configuration.Run())
-    with cluster.failing_loudly():
+    context = start(discover(), configuration.Run())
+    with context.failing_loudly():
         with open(source) as file:
             jobs = json.load(file)
         results = []
         for job in jobs:
-            config = checks.check(options(job["options"]), cluster.size)
-            results.append(run(config, job["before"], job["after"], cluster))
-        if cluster.rank == 0:
+            config = validation.check(options(job["options"]), context.size)
+            results.append(run(config, job["before"], job["after"], context))
+        if context.rank == 0:
             with open(target, "w") as file:
                 json.dump(results, file)
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

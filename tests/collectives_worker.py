@@ -5,11 +5,12 @@ Prints `ok` and the number of checks on rank 0, or fails loudly.
 
 import torch
 
-from cluster import start
-from collectives import MAX, Group
-from config import Layout, Run
-from launch import discover
-from parallel import Builder, Mesh, cross_entropy
+from config.schema import Layout, Run
+from distributed.collectives import MAX, Group
+from distributed.context import start
+from distributed.launch import discover
+from distributed.mesh import Mesh
+from parallel import ParamFactory, cross_entropy
 
 CHECKS = []
 
@@ -70,7 +71,7 @@ def check_loss(group: Group, vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, rows * group.size, generator=generator, dtype=torch.float64) * 5
     labels = torch.randint(vocabulary, (7,), generator=generator)
-    weight = Builder(Mesh(), torch.float64).parameter("w", (vocabulary, 1), dim=0)
+    weight = ParamFactory(Mesh(), torch.float64).parameter("w", (vocabulary, 1), dim=0)
     start = min(group.rank * rows, vocabulary)
     spec = weight.spec.__class__(
         "w", (vocabulary, 1), 0, start, min(start + rows, vocabulary), decay=True
@@ -89,9 +90,9 @@ def check_loss(group: Group, vocabulary: int) -> None:
 
 
 def main() -> None:
-    cluster = start(discover(), Run())
-    with cluster.failing_loudly():
-        group = Mesh(Layout(tp=cluster.size, dp=1), cluster).tp
+    context = start(discover(), Run())
+    with context.failing_loudly():
+        group = Mesh(Layout(tp=context.size, dp=1).axes, context).tp
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
             for elements in (1, 1000):
                 check_collectives(group, dtype, elements)
@@ -99,9 +100,9 @@ def main() -> None:
         check_ring(group)
         for vocabulary in (group.size, 37, 2):  # with 2 words some ranks hold padding alone
             check_loss(group, vocabulary)
-        if cluster.rank == 0:
+        if context.rank == 0:
             print("ok", len(CHECKS))
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

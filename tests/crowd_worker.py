@@ -18,10 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-from config import Layout
-from placement import coordinates
-from records import RING, Operation, Recorder
-from watchdog import RECORDS_IN_A_BEAT, Memory, start_monitor, start_of
+from config.schema import Layout, coordinates
+from watchdog.flight_recorder import RING, FlightRecorder, Operation
+from watchdog.heartbeat import RECORDS_IN_A_BEAT, Memory, start_monitor, start_of
 
 TP, PP = 4, 8
 LIMIT = 3.0  # --hang-timeout
@@ -41,14 +40,17 @@ class Rank:
 
     def __init__(self, rank: int, size: int, address: tuple[str, int, str]):
         host, port, token = address
-        self.rank, self.recorder, self.received = rank, Recorder(), b""
-        stage = size // PP  # ranks of one; they lie as placement.coordinates says
-        tp, pp, dp = coordinates(rank, Layout(tp=TP, pp=PP, dp=stage // TP))
+        self.rank, self.recorder, self.received = rank, FlightRecorder(), b""
+        stage = size // PP  # ranks of one
+        axes = Layout(tp=TP, pp=PP, dp=stage // TP).axes
+        tp, pp, dp = (coordinates(rank, axes)[axis] for axis in ("tp", "pp", "dp"))
         pipeline = tuple(range(rank % stage, size, stage))
         roles = {"tp": tuple(range(rank - tp, rank - tp + TP)), "world": tuple(range(size))}
         roles["dp"] = tuple(range(pp * stage + tp, (pp + 1) * stage, TP))
         roles |= {"forward": pipeline, "backward": pipeline}
-        self.books = {role: self.recorder.book(role, ranks) for role, ranks in roles.items()}
+        self.group_logs = {
+            role: self.recorder.group_log(role, ranks) for role, ranks in roles.items()
+        }
         self.recorder.coordinates = {"tp": tp, "pp": pp, "dp": dp}
         self.recorder.steps_done, self.recorder.place = 100, ("train", 100, "data", 0)
         for _ in range(RING):
@@ -68,7 +70,7 @@ class Rank:
 
     def operation(self, role: str) -> Operation:
         """The next collective of one of its groups, under way."""
-        return self.books[role].enter("all_reduce", 4096).under_way(Work())
+        return self.group_logs[role].enter("all_reduce", 4096).under_way(Work())
 
     def beat(self, used: dict[str, int]) -> None:
         """As Watchdog._beat."""

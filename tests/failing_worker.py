@@ -7,11 +7,12 @@ from datetime import timedelta
 
 import torch
 
-import watchdog
-from cluster import start
-from config import Layout, Run, UserError
-from launch import discover
-from parallel import Mesh
+from config.messages import UserError
+from config.schema import Layout, Run
+from distributed.context import start
+from distributed.launch import discover
+from distributed.mesh import Mesh
+from watchdog import heartbeat
 
 
 def main() -> None:
@@ -21,22 +22,22 @@ def main() -> None:
         time.sleep(60)
     if kind == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
-        watchdog.OTHER_FILES = 997
+        heartbeat.OTHER_FILES = 997
     limit = timedelta(seconds=8 if kind == "absent" else 600)
-    cluster = start(launch, Run(), meet_within=limit)
-    with cluster.failing_loudly():
-        world = Mesh(Layout(dp=cluster.size), cluster).world
+    context = start(launch, Run(), meet_within=limit)
+    with context.failing_loudly():
+        world = Mesh(Layout(dp=context.size).axes, context).world
         world.all_reduce(torch.ones(3)).wait()
-        if cluster.rank == culprit and kind == "raise":
+        if context.rank == culprit and kind == "raise":
             raise ValueError("planted")
         if kind == "mistake":
             raise UserError("planted: 3 does not divide 4")
-        if cluster.rank == culprit and kind == "port":
+        if context.rank == culprit and kind == "port":
             time.sleep(1)
         if kind != "port":
             world.all_reduce(torch.ones(10_000_000)).wait()
-        print(f"rank {cluster.rank} of {cluster.size} {cluster.launch.launcher}")
-    cluster.stop()
+        print(f"rank {context.rank} of {context.size} {context.launch.launcher}")
+    context.stop()
 
 
 if __name__ == "__main__":

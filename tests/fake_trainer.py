@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import options
+from config import command_line
 
 
 def seconds(config, ranks: int) -> float:
@@ -47,7 +47,7 @@ def planted(config) -> str:
 def main() -> None:
     ranks = int(sys.argv[1])
     words = sys.argv[next(i for i, w in enumerate(sys.argv) if w.endswith("train.py")) + 1 :]
-    config = options.parse(words)
+    config = command_line.parse(words)
     out, failure = Path(config.run.out), planted(config)
     limit = int(os.environ.get("FAKE_PARAMETERS", 10**12))
     if config.model.layers * config.model.hidden**2 > limit * ranks:
@@ -78,11 +78,11 @@ def main() -> None:
             }
         )
     )
-    import counts
+    from config import model_stats
 
     model, batch = config.model, config.training.global_batch_size
-    flops = counts.model_flops(model, batch)
-    executed = counts.hardware_flops(model, batch, config.layout.recompute)
+    flops = model_stats.model_flops(model, batch)
+    executed = model_stats.hardware_flops(model, batch, config.layout.recompute)
     with open(out / "metrics.jsonl", "w") as file:
         for step in range(1, config.training.steps + 1):
             took = seconds(config, ranks) * (1 + 0.001 * step)

@@ -21,13 +21,13 @@ from pathlib import Path
 import kill_worker
 import psutil
 
-import checks
 import data
-import shards
 import train
 import zero
-from launch import Launch, discover
-from options import parse
+from checkpointing import file_format
+from config import validation
+from config.command_line import parse
+from distributed.launch import Launch, discover
 
 SHAPE = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 8 "
@@ -90,7 +90,7 @@ def plant(fault: str) -> None:
     elif fault == "evaluate":
         Fault(train, "evaluate", 1, sleep_in_the_data_loader)
     elif fault == "write":
-        Fault(shards, "write_shard", 1, sleep_in_the_data_loader)
+        Fault(file_format, "write_shard", 1, sleep_in_the_data_loader)
 
 
 def be_rank(rank: int, port: int, folder: Path, job: dict) -> None:
@@ -120,7 +120,7 @@ def do_job(launch: Launch, folder: Path, job: dict) -> None:
         words += ["--save-every", str(FAULT_STEP)]
     if launch.rank == job["culprit"]:
         plant(job["fault"])
-    train.main(checks.check(parse(words), launch.size), launch)
+    train.main(validation.check(parse(words), launch.size), launch)
 
 
 def lose(pid: int, fault: str) -> None:

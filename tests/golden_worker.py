@@ -9,13 +9,13 @@ the mesh is an object that is passed.
 import json
 import sys
 
-import checks
-import config as configuration
 import data
 import train
-from cluster import start
-from launch import discover
-from options import build
+from config import schema as configuration
+from config import validation
+from config.command_line import build
+from distributed.context import start
+from distributed.launch import discover
 
 STEPS = 10
 
@@ -30,11 +30,11 @@ def options(case: dict) -> configuration.Config:
     return build(shape | length | case)
 
 
-def run(config: configuration.Config, cluster=None) -> dict:
+def run(config: configuration.Config, context=None) -> dict:
     """Loss and gradient norm of every step, and the replicas that are no longer equal."""
     model, training = config.model, config.training
     samples = data.Synthetic(model.vocab_size, model.seq_length, training.seed)
-    pieces = train.build(config, cluster)
+    pieces = train.build(config, context)
     losses, norms = [], []
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
@@ -49,20 +49,20 @@ def run(config: configuration.Config, cluster=None) -> dict:
 
 def main() -> None:
     source, target = sys.argv[1:3]
-    cluster = start(discover(), configuration.Run())
-    with cluster.failing_loudly():
+    context = start(discover(), configuration.Run())
+    with context.failing_loudly():
         with open(source) as file:
             cases = json.load(file)
         results = []
         for case in cases:
-            results.append(run(checks.check(options(case), cluster.size), cluster))
+            results.append(run(validation.check(options(case), context.size), context))
             # What another rank found is lost otherwise: only rank 0 writes.
             if results[-1]["unequal"]:
                 raise RuntimeError(f"{case}: {results[-1]['unequal']}")
-        if cluster.rank == 0:
+        if context.rank == 0:
             with open(target, "w") as file:
                 json.dump(results, file)
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-import checks
-import shards
 import train
-from launch import Launch
-from options import parse
+from checkpointing import file_format
+from config import validation
+from config.command_line import parse
+from distributed.launch import Launch
 
 RANKS = 2
 SHAPE = (
@@ -68,7 +68,7 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) ->
     be_torchruns(rank, ranks, port)
     status = 1
     try:
-        config = checks.check(parse(words), ranks)
+        config = validation.check(parse(words), ranks)
         train.main(config, Launch("torchrun", rank, ranks))
         status = 0
     finally:
@@ -112,12 +112,12 @@ def kill(ids: list[int], victim: int, delay: float) -> None:
 def newest(folder: Path) -> int:
     """The newest visible checkpoint's step; every visible one must be complete and intact."""
     steps = [0]
-    for path in shards.list_checkpoints(str(folder / "checkpoints")):
-        for name, entry in shards.read_manifest(path)["files"].items():
-            problem = shards.find_problem(path, name, entry)
+    for path in file_format.list_checkpoints(str(folder / "checkpoints")):
+        for name, entry in file_format.read_manifest(path)["files"].items():
+            problem = file_format.find_problem(path, name, entry)
             if problem:
                 raise RuntimeError(f"visible but not intact: {problem}")
-        steps.append(shards.step_of(path))
+        steps.append(file_format.step_of(path))
     return max(steps)
 
 
@@ -129,7 +129,10 @@ def rows(folder: Path) -> list[list[dict]]:
 
 def visible(folder: Path) -> int:
     """The newest visible step while ranks are at work."""
-    return max(map(shards.step_of, shards.list_checkpoints(str(folder / "checkpoints"))), default=0)
+    return max(
+        map(file_format.step_of, file_format.list_checkpoints(str(folder / "checkpoints"))),
+        default=0,
+    )
 
 
 def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dict:

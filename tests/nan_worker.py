@@ -6,11 +6,11 @@ mpirun -n 2 python tests/nan_worker.py RANK STEP,STEP,... train.py's arguments
 import itertools
 import sys
 
-import checks
 import model
 import train
-from launch import discover
-from options import parse
+from config import validation
+from config.command_line import parse
+from distributed.launch import discover
 
 
 def plant(steps: list[int]) -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     launch = discover()
     if launch.rank == rank:
         plant(steps)
-    train.main(checks.check(parse(sys.argv[3:]), launch.size), launch)
+    train.main(validation.check(parse(sys.argv[3:]), launch.size), launch)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import math
 import golden_worker
 import torch
 
-import checks
-import config as configuration
 import data
 import train
-from cluster import Cluster, start
-from launch import discover
-from restore import Board
+from checkpointing.load import Board
+from config import schema as configuration
+from config import validation
+from distributed.context import Context, start
+from distributed.launch import discover
 
 CHECKS: list[str] = []
 
@@ -25,11 +25,11 @@ def check(holds: bool, what: str) -> None:
     CHECKS.append(what)
 
 
-def pieces(cluster: Cluster, **options) -> train.Pieces:
+def pieces(context: Context, **options) -> train.TrainState:
     case = {"tp": 2, "pp": 2, "lr": 1e-3} | options
-    if cluster.size < 4:
+    if context.size < 4:
         case["pp"] = 1
-    return train.build(checks.check(golden_worker.options(case), cluster.size), cluster)
+    return train.build(validation.check(golden_worker.options(case), context.size), context)
 
 
 def same_everywhere(board: Board, value, what: str) -> None:
@@ -51,10 +51,10 @@ def plant(p: torch.nn.Parameter, bad: float):
     )
 
 
-def check_overflow(cluster: Cluster, board: Board, zero: int, precision: str, bad: float) -> None:
+def check_overflow(context: Context, board: Board, zero: int, precision: str, bad: float) -> None:
     """An inf on one rank, whichever: every rank skips, halves the scale, and goes on alike."""
     run = pieces(
-        cluster,
+        context,
         zero=zero,
         precision=precision,
         sequence_parallel=True,
@@ -62,11 +62,11 @@ def check_overflow(cluster: Cluster, board: Board, zero: int, precision: str, ba
         loss_scale_hysteresis=1,
     )
     samples = data.Synthetic(61, 16, 1234)
-    for turn in range(cluster.size):
+    for turn in range(context.size):
         before = [p.detach().clone() for p in run.stage.parameters()]
         scale, steps = run.optimizer.scale.value, run.optimizer.steps
         handle = None
-        if cluster.rank == turn:
+        if context.rank == turn:
             handle = plant(list(run.stage.parameters())[turn % 3], bad)
         result = train.step(run, samples, 0, 1e-3)
         if handle:
@@ -85,9 +85,9 @@ def check_overflow(cluster: Cluster, board: Board, zero: int, precision: str, ba
         check(unequal == [], f"{what}, replicas: {unequal}")
 
 
-def check_adamw(cluster: Cluster, steps: int = 100) -> None:
+def check_adamw(context: Context, steps: int = 100) -> None:
     """ZeRO-1 over all ranks, each with a share of the gradient: torch's AdamW on one rank."""
-    run = pieces(cluster, tp=1, pp=1, zero=1, clip_grad=0.5, weight_decay=0.1)
+    run = pieces(context, tp=1, pp=1, zero=1, clip_grad=0.5, weight_decay=0.1)
     ours = list(run.stage.parameters())
     theirs = [p.detach().clone() for p in ours]
     decayed = [p for p, own in zip(theirs, ours) if own.spec.decay]
@@ -98,8 +98,8 @@ def check_adamw(cluster: Cluster, steps: int = 100) -> None:
     for _ in range(steps):
         run.optimizer.before_backward(last=True)
         for own, p in zip(ours, theirs):
-            shares = torch.randn(cluster.size, *p.shape, generator=generator)
-            own.main_grad.copy_(shares[cluster.rank])
+            shares = torch.randn(context.size, *p.shape, generator=generator)
+            own.main_grad.copy_(shares[context.rank])
             p.grad = shares.sum(0)
         torch.nn.utils.clip_grad_norm_(theirs, 0.5)
         adamw.step()
@@ -108,13 +108,13 @@ def check_adamw(cluster: Cluster, steps: int = 100) -> None:
     check(off < 1e-6, f"{steps} steps of AdamW under ZeRO-1, off by {off}")
 
 
-def check_drift(cluster: Cluster, board: Board, zero: int) -> None:
+def check_drift(context: Context, board: Board, zero: int) -> None:
     """One flipped bit in optimizer state or a weight is found and its rank is named."""
-    run = pieces(cluster, zero=zero, tied=True)
+    run = pieces(context, zero=zero, tied=True)
     mesh = run.build.mesh
     train.step(run, data.Synthetic(61, 16, 1234), 0, 1e-3)
     odd = 1  # tp rank 1, dp rank 0, first stage
-    for piece in run.optimizer.owned() if cluster.rank == odd else ():
+    for piece in run.optimizer.owned() if context.rank == odd else ():
         if piece.spec.name == "blocks.0.mlp.down.bias":
             values = piece.read("exp_avg", piece.start, piece.stop).clone()
             values[0] += 1e-3
@@ -129,19 +129,19 @@ def check_drift(cluster: Cluster, board: Board, zero: int) -> None:
 
 
 def main() -> None:
-    cluster = start(discover(), configuration.Run())
-    with cluster.failing_loudly():
-        board = Board(cluster)
+    context = start(discover(), configuration.Run())
+    with context.failing_loudly():
+        board = Board(context)
         for zero in (0, 1, 2):
-            check_overflow(cluster, board, zero, "fp16", math.inf)
-        check_overflow(cluster, board, 1, "bf16", math.nan)
-        check_overflow(cluster, board, 1, "fp32", -math.inf)
-        check_adamw(cluster)
+            check_overflow(context, board, zero, "fp16", math.inf)
+        check_overflow(context, board, 1, "bf16", math.nan)
+        check_overflow(context, board, 1, "fp32", -math.inf)
+        check_adamw(context)
         for zero in (0, 1):
-            check_drift(cluster, board, zero)
-        if cluster.rank == 0:
+            check_drift(context, board, zero)
+        if context.rank == 0:
             print("ok", len(CHECKS))
-    cluster.stop()
+    context.stop()
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ For tests of time limits: a run of known length that costs little.
 import sys
 import time
 
-import checks
 import train
-from launch import discover
-from options import parse
-from switches import listen
+from config import validation
+from config.command_line import parse
+from distributed.launch import discover
+from distributed.stop_conditions import listen
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         return own(*arguments)
 
     train.step = paced
-    train.main(checks.check(parse(sys.argv[2:]), launch.size), launch, signals)
+    train.main(validation.check(parse(sys.argv[2:]), launch.size), launch, signals)
 
 
 if __name__ == "__main__":

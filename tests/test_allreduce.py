@@ -16,8 +16,9 @@ import allreduce
 import bandwidth
 from bandwidth import Measured, bus_factor, calibration, fit
 
-import hardware
-from config import Layout, UserError
+from config.messages import UserError
+from config.schema import Layout
+from planner import hardware
 
 
 def measured(operation="all-reduce", n=4, size=2**20, seconds=1.0, **more) -> Measured:

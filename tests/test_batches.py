@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import batches
-from batches import Level, by_tokens, constant, ramp
-from checks import check
-from config import UserError
-from options import parse
+from config import batch_schedule
+from config.batch_schedule import Level, by_tokens, constant, ramp
+from config.command_line import parse
+from config.messages import UserError
+from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --seq-length 100"
 
@@ -162,7 +162,7 @@ def test_a_mistake_gets_its_sentence(words, ranks, sentence):
 def test_toml_takes_the_same(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("rampup-batch-size = [8, 8, 64]\nglobal-batch-size = 24\nsteps = 9\n")
-    assert configure(f"--config {path}").batches == batches.ramp(8, 8, 64, 24)
+    assert configure(f"--config {path}").batches == batch_schedule.ramp(8, 8, 64, 24)
     path.write_text('rampup-batch-size = [8, "8", 64]\nsteps = 9\n')
     with pytest.raises(UserError, match="--rampup-batch-size takes 3 ints, not 8 8 64"):
         configure(f"--config {path}")

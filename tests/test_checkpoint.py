@@ -21,12 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ROOT, mpirun
 
-import checks
-import saving
-import shards
 import train
-from config import UserError
-from restore import Progress
+from checkpointing import file_format, save
+from checkpointing.load import Progress
+from config import validation
+from config.messages import UserError
 
 GPT = {"positions": "learned"}
 LLAMA = {
@@ -80,7 +79,7 @@ def execute(jobs: dict[tuple, tuple[int, dict]], folder: Path) -> dict[tuple, di
         own = {key: job for key, (n, job) in jobs.items() if n == ranks}
         if ranks == 1:
             for key, job in own.items():
-                config = checks.check(worker.options(job["options"]), 1)
+                config = validation.check(worker.options(job["options"]), 1)
                 results[key] = worker.run(config, job["before"], job["after"])
             continue
         source, target = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
@@ -194,19 +193,21 @@ def test_boxes_are_the_range_in_order(shape, data):
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))
     array = np.arange(count).reshape(shape)
-    found = list(shards.boxes(tuple(shape), start, stop))
-    values = [v for box in found for v in array[shards.select(box)].flat]
+    found = list(file_format.boxes(tuple(shape), start, stop))
+    values = [v for box in found for v in array[file_format.select(box)].flat]
     assert values == list(range(start, stop))
     assert len(found) <= 2 * len(shape)
 
 
 def test_a_tensor_that_the_ranks_do_not_cover_is_refused(tmp_path):
-    total, crc = shards.write_shard(
+    total, crc = file_format.write_shard(
         str(tmp_path / "rank_00000.h5"), 5, {"weights": ("float32", [np.ones(5, "f4")])}
     )
-    part = shards.Shard("rank_00000.h5", total, crc, {"weights": "float32"}, [("w", [((0, 5),)])])
+    part = file_format.Shard(
+        "rank_00000.h5", total, crc, {"weights": "float32"}, [("w", [((0, 5),)])]
+    )
     with pytest.raises(RuntimeError, match="5 elements of w"):
-        shards.index_image({"w": (6,)}, [part])
+        file_format.index_image({"w": (6,)}, [part])
 
 
 def test_the_file_is_what_its_checksum_says(tmp_path):
@@ -214,8 +215,8 @@ def test_the_file_is_what_its_checksum_says(tmp_path):
     path, runs = str(tmp_path / "x.h5"), [np.random.rand(n) for n in (1, 3_000_000, 777)]
     whole = np.concatenate(runs)
     arrays = {"b": ("float64", runs), "a": ("float32", [whole.astype("f4")])}
-    total, crc = shards.write_shard(path, len(whole), arrays)
-    assert (total, crc) == shards.sum_file(path)
+    total, crc = file_format.write_shard(path, len(whole), arrays)
+    assert (total, crc) == file_format.sum_file(path)
     with h5py.File(path) as file:
         assert np.array_equal(file["b"], whole)
         assert np.array_equal(file["a"], whole.astype("f4"))
@@ -238,9 +239,9 @@ def test_attributes_say_the_rest(tmp_path):
 
 
 def test_what_is_kept():
-    assert shards.surplus([1, 2, 3, 4, 5], 0, 0) == []
-    assert shards.surplus([5, 1, 3, 2, 4], 2, 0) == [1, 2, 3]
-    assert shards.surplus([5, 10, 15, 20, 25], 1, 10) == [5, 15]
+    assert file_format.surplus([1, 2, 3, 4, 5], 0, 0) == []
+    assert file_format.surplus([5, 1, 3, 2, 4], 2, 0) == [1, 2, 3]
+    assert file_format.surplus([5, 10, 15, 20, 25], 1, 10) == [5, 15]
 
 
 def test_keep_last_and_keep_every(tmp_path):
@@ -306,9 +307,11 @@ def test_missing_and_surplus_tensors_are_listed(tmp_path):
 
 def resign(folder: Path) -> None:
     """Give a changed checkpoint a manifest that fits it."""
-    step = shards.read_manifest(str(folder))["step"]
+    step = file_format.read_manifest(str(folder))["step"]
     names = [n for n in os.listdir(folder) if n.endswith(".h5")]
-    shards.write_manifest(str(folder), step, {n: shards.sum_file(folder / n) for n in names})
+    file_format.write_manifest(
+        str(folder), step, {n: file_format.sum_file(folder / n) for n in names}
+    )
 
 
 def test_another_optimizers_state_is_refused(tmp_path):
@@ -325,7 +328,7 @@ def test_another_optimizers_state_is_refused(tmp_path):
 def test_other_precisions_load(tmp_path):
     """fp32 weights are exact in bf16's and fp64's masters."""
     folder = save_some(tmp_path / "a")
-    with shards.Index(str(folder / "step_00000001")) as index:
+    with file_format.Index(str(folder / "step_00000001")) as index:
         expected = index.whole("weights", "blocks.1.mlp.down.weight").ravel()
     for precision in ("bf16", "fp64"):
         config = make(tmp_path / "b", resume=str(tmp_path / "a"), precision=precision, seed=9)
@@ -354,12 +357,12 @@ def test_changed_options_and_data_are_said(tmp_path):
     pieces = train.build(config)
     samples = worker.data.Synthetic(61, 16, 7)
     mesh, optimizer = pieces.build.mesh, pieces.optimizer
-    first = saving.Checkpointer(config, mesh, optimizer, None, samples, said.append)
+    first = save.Checkpointer(config, mesh, optimizer, None, samples, said.append)
     first.after_step(Progress(1, 8))
     first.close()
     other = make(tmp_path / "b", resume=str(tmp_path / "a"), lr=5e-4)
     samples = worker.data.Synthetic(61, 16, 8)
-    saving.Checkpointer(other, mesh, optimizer, None, samples, said.append).resume()
+    save.Checkpointer(other, mesh, optimizer, None, samples, said.append).resume()
     assert "samples before 8 are not those" in said[-2]
     assert "lr 0.001 before, 0.0005 now" in said[-1]
 
@@ -381,7 +384,7 @@ def test_8_bit_state_goes_on_as_32_bit_and_back(before, after, tmp_path):
         options = GPT | {"optimizer": before, "out": str(tmp_path / name), "save_every": 5}
         if name == after:
             options |= {"optimizer": after, "resume": str(tmp_path / before)}
-        config = checks.check(worker.options(options), 1)
+        config = validation.check(worker.options(options), 1)
         numbers[name] = worker.run(config, 5 if name == before else 0, 5)["numbers"]
     for (loss, _), (expected, _) in zip(numbers[after], numbers[before]):
         assert loss == pytest.approx(expected, rel=1e-3)

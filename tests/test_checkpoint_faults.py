@@ -15,12 +15,11 @@ import checkpoint_worker as worker
 import pytest
 from ranks import mpirun, start
 
-import checks
-import saving
-import shards
 import train
-from config import UserError
-from restore import Progress
+from checkpointing import file_format, save
+from checkpointing.load import Progress
+from config import validation
+from config.messages import UserError
 
 SEED = 20261120
 KILLS, CHANGES, ROUNDS = 50, 300, 8
@@ -126,18 +125,18 @@ CHANGERS = (truncate, truncate, flip, flip, flip, flip_a_run, lengthen, lose, ma
 
 
 @functools.cache
-def run() -> train.Pieces:
+def run() -> train.TrainState:
     """One run of this process, to load into again and again."""
-    return train.build(checks.check(worker.options({}), 1))
+    return train.build(validation.check(worker.options({}), 1))
 
 
 def load(folder: Path, out: Path) -> Progress:
     """Resume from exactly that folder."""
     pieces = run()
     options = worker.options({"out": str(out), "resume": str(folder)})
-    config = checks.check(options, 1)
+    config = validation.check(options, 1)
     mesh, said = pieces.build.mesh, []
-    checkpoints = saving.Checkpointer(config, mesh, pieces.optimizer, say=said.append)
+    checkpoints = save.Checkpointer(config, mesh, pieces.optimizer, say=said.append)
     return checkpoints.resume()
 
 
@@ -167,8 +166,8 @@ def test_no_changed_file_loads(intact, tmp_path):
 def test_shards_of_another_step_are_refused(intact, tmp_path):
     """Each intact by itself, and of the right sizes."""
     options = {"out": str(tmp_path / "a"), "save_every": 1, "seed": 3}
-    pieces = train.build(checks.check(worker.options(options), 1))
-    checkpoints = saving.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    pieces = train.build(validation.check(worker.options(options), 1))
+    checkpoints = save.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
     for p in pieces.stage.parameters():
         p.data.add_(1e-3)
@@ -191,13 +190,13 @@ def test_the_newest_complete_one_is_taken_and_said(intact, tmp_path):
         shutil.copytree(intact, parent / f"step_{step:08d}")
         os.remove(parent / f"step_{step:08d}" / ("manifest.json" if step == 5 else "rank_00001.h5"))
     (parent / ".step_00000009.0123abcd.partial").mkdir()
-    body = shards.read_manifest(str(intact))
+    body = file_format.read_manifest(str(intact))
     files = {name: (entry["bytes"], entry["crc32"]) for name, entry in body["files"].items()}
-    shards.write_manifest(str(parent / "step_00000007"), 7, files)
+    file_format.write_manifest(str(parent / "step_00000007"), 7, files)
 
     config = worker.options({"out": str(tmp_path), "resume": "auto", "save_every": 1})
-    pieces, said = train.build(checks.check(config, 1)), []
-    checkpoints = saving.Checkpointer(
+    pieces, said = train.build(validation.check(config, 1)), []
+    checkpoints = save.Checkpointer(
         pieces.config, pieces.build.mesh, pieces.optimizer, say=said.append
     )
     assert checkpoints.resume().iteration == 2
@@ -215,11 +214,11 @@ def test_the_newest_complete_one_is_taken_and_said(intact, tmp_path):
 def test_a_format_of_the_future_is_refused(intact, tmp_path, monkeypatch):
     folder = tmp_path / "step_00000002"
     shutil.copytree(intact, folder)
-    body = shards.read_manifest(str(intact))
+    body = file_format.read_manifest(str(intact))
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "VERSION", 7)
+        patch.setattr(file_format, "VERSION", 7)
         files = {name: (entry["bytes"], entry["crc32"]) for name, entry in body["files"].items()}
-        shards.write_manifest(str(folder), 2, files)
+        file_format.write_manifest(str(folder), 2, files)
     with pytest.raises(UserError, match="has format version 7; this code reads 1"):
         load(folder, tmp_path)
 
@@ -233,6 +232,6 @@ def test_files_without_permission(intact, tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", path)
         return actual(path, *rest)
 
-    monkeypatch.setattr(shards.os, "open", refuse)
+    monkeypatch.setattr(file_format.os, "open", refuse)
     with pytest.raises(UserError, match=r"cannot read .*rank_00001.h5: Permission denied"):
         load(intact, tmp_path)

@@ -20,8 +20,8 @@ from ranks import (
     start,
 )
 
-from config import UserError
-from launch import Launch, check_launch, discover
+from config.messages import UserError
+from distributed.launch import Launch, check_launch, discover
 
 WORKER = "tests/failing_worker.py"
 # As train.py begins, without the seconds that torch takes.

@@ -7,10 +7,11 @@ import sys
 import pytest
 from ranks import ROOT
 
-from checks import check
-from config import Config, ModelShape, UserError
-from options import parse
-from presets import PRESETS, preset
+from config.command_line import parse
+from config.messages import UserError
+from config.presets import PRESETS, preset
+from config.schema import Config, ModelShape
+from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import corpus
-from config import UserError
-from corpus import IndexedDataset, IndexedDatasetWriter
+from config.messages import UserError
+from corpora import token_files
+from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def test_a_crash_between_the_renames_leaves_no_half_corpus(tmp_path, monkeypatch
         renames.append(target)
         os.rename(source, target)
 
-    monkeypatch.setattr(corpus.os, "replace", replace)
+    monkeypatch.setattr(token_files.os, "replace", replace)
     with pytest.raises(OSError, match="power"):
         write(f"{tmp_path}/c", 300, [[[3, 4]]])  # as long as the old one: sizes would not tell
     with pytest.raises(UserError, match=r"c\.idx does not exist"):
@@ -241,7 +241,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("block", [2, 1 << 22])
 def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name, block):
-    monkeypatch.setattr(corpus, "BLOCK", block)  # places are right across blocks too
+    monkeypatch.setattr(token_files, "BLOCK", block)  # places are right across blocks too
     write(f"{tmp_path}/c", 300, DOCUMENTS)
     IndexedDataset(f"{tmp_path}/c")  # sound before
     change, message = DAMAGE[name]
@@ -253,7 +253,7 @@ def test_damage_is_one_clear_sentence(tmp_path, monkeypatch, name, block):
 
 def test_an_index_without_boundaries(tmp_path):
     (tmp_path / "c.bin").write_bytes(b"")
-    (tmp_path / "c.idx").write_bytes(corpus.HEADER.pack(corpus.MAGIC, 1, 8, 0, 0))
+    (tmp_path / "c.idx").write_bytes(token_files.HEADER.pack(token_files.MAGIC, 1, 8, 0, 0))
     with pytest.raises(UserError, match="but boundary 0 of 0 is missing"):
         IndexedDataset(f"{tmp_path}/c")
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rows as measured
-from checks import check
-from config import Layout, ModelShape, UserError
-from counts import (
+from config.messages import UserError
+from config.model_stats import (
     PartCosts,
     balanced_partition,
     block_parameters,
@@ -26,7 +24,10 @@ from counts import (
     stage_table,
     stages,
 )
-from presets import preset
+from config.presets import preset
+from config.schema import Layout, ModelShape
+from config.validation import check
+from planner import published_rows as measured
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "data" / "measured_rows.csv"
 

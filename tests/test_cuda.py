@@ -10,13 +10,13 @@ import pytest
 import torch
 from ranks import start
 
-import checks
 import data
 import train
-from cluster import start as start_cluster
-from launch import Launch
+from config import validation
+from distributed.context import start as start_cluster
+from distributed.launch import Launch
 from parallel import draw_normal
-from records import Recorder
+from watchdog.flight_recorder import FlightRecorder
 
 pytestmark = [
     pytest.mark.cuda,
@@ -42,9 +42,9 @@ def losses(options: dict, device: str) -> list[float]:
     """Loss of ten steps of a small model, one rank, on that device."""
     options = {"hidden": 128, "seq_length": 64, "vocab_size": 500} | options
     options |= {"device": device, "watchdog": False}  # it would end this process one day
-    config = checks.check(golden_worker.options(options), 1)
-    cluster = start_cluster(Launch("python"), config.run)
-    pieces = train.build(config, cluster)
+    config = validation.check(golden_worker.options(options), 1)
+    context = start_cluster(Launch("python"), config.run)
+    pieces = train.build(config, context)
     samples = data.Synthetic(500, 64, 1)
     return [train.step(pieces, samples, 8 * i, 1e-3).loss for i in range(10)]
 
@@ -112,14 +112,14 @@ def test_a_memory_snapshot_and_the_table_of_stages(tmp_path):
 
 def test_waits_of_a_stream_are_timed_and_seen():
     """The host goes on while the stream waits; the record knows that the device has not passed."""
-    recorder = Recorder(functools.partial(torch.cuda.Event, enable_timing=True))
+    recorder = FlightRecorder(functools.partial(torch.cuda.Event, enable_timing=True))
     torch.cuda.synchronize()
 
     class Work:
         def wait(self):
             torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
 
-    operation = recorder.book("dp", (0, 1)).enter("all_reduce", 4).under_way(Work())
+    operation = recorder.group_log("dp", (0, 1)).enter("all_reduce", 4).under_way(Work())
     operation.wait()
     assert recorder.device_waits_for() is operation
     assert recorder.snapshot(1)["wait"]["number"] == 1

@@ -13,10 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import data
-from config import Layout, UserError
-from corpus import IndexedDataset, IndexedDatasetWriter
+from config.command_line import parse
+from config.messages import UserError
+from config.schema import Layout
+from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from data import GPTSamples, Synthetic, blend_order, micro_batch, split_ranges
-from options import parse
 
 VOCAB = 1000
 
@@ -36,7 +37,7 @@ def megatron():
             utils,
         )
     return SimpleNamespace(
-        Builder=blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder,
+        ParamFactory=blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder,
         GPTDataset=gpt_dataset.GPTDataset,
         GPTDatasetConfig=gpt_dataset.GPTDatasetConfig,
         IndexedDataset=indexed_dataset.IndexedDataset,
@@ -265,7 +266,7 @@ def test_a_blend_is_megatrons(megatron, tmp_path, weights, split, steps, eval_sa
     config = config_of(words, split=split, steps=steps, eval_samples=eval_samples)
     splits = data.build(config)
     sizes = [steps * 8, eval_samples, eval_samples]
-    theirs = megatron.Builder(
+    theirs = megatron.ParamFactory(
         megatron.GPTDataset,
         sizes,
         lambda: True,

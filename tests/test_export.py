@@ -14,13 +14,13 @@ import torch
 from ranks import ROOT
 
 import checkpoint
-import checks
-import export
-import families
-import saving
 import train
-from config import ModelShape, UserError
-from restore import Progress
+from checkpointing import hf_export, hf_mappings
+from checkpointing import save as saving
+from checkpointing.load import Progress
+from config import validation
+from config.messages import UserError
+from config.schema import ModelShape
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -39,7 +39,7 @@ MODELS = {
 def save(out: Path, extra: dict):
     """A checkpoint of random weights, biases and norms too: its folder, and the run's pieces."""
     options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    pieces = train.build(checks.check(worker.options(options), 1))
+    pieces = train.build(validation.check(worker.options(options), 1))
     torch.manual_seed(1)
     with torch.no_grad():
         for p in pieces.stage.parameters():
@@ -94,7 +94,7 @@ def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
 def test_in_and_out_again_is_the_same_file(name, tmp_path):
     """From transformers' own writer, in bf16, with names as the hub's GPT-2 has them."""
     model = ModelShape(**SHAPE, **MODELS[name])
-    config = transformers.AutoConfig.for_model(**families.hf_config(model, torch.bfloat16))
+    config = transformers.AutoConfig.for_model(**hf_mappings.hf_config(model, torch.bfloat16))
     theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     theirs.save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf/model.safetensors"
@@ -117,7 +117,7 @@ def test_training_begins_from_imported_weights(tmp_path):
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
     values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
-    config = checks.check(worker.options(values), 1)
+    config = validation.check(worker.options(values), 1)
     new = train.build(config)
     saving.Checkpointer(config, new.build.mesh, new.optimizer).resume()
     for own, p in zip(new.stage.parameters(), pieces.stage.parameters()):
@@ -132,20 +132,20 @@ def test_a_tokenizer_comes_along(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "t.json"))
     folder, _ = save(tmp_path, MODELS["gpt2"])
-    export.export_weights(str(folder), str(tmp_path / "hf"), tokenizer=str(tmp_path / "t.json"))
+    hf_export.export_weights(str(folder), str(tmp_path / "hf"), tokenizer=str(tmp_path / "t.json"))
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert loaded("two words")["input_ids"] == [1, 2]
     assert loaded.eos_token_id == 0
     assert json.loads((tmp_path / "hf/config.json").read_text())["eos_token_id"] == 0
     with pytest.raises(UserError, match="cannot read the tokenizer"):
-        export.export_weights(str(folder), str(tmp_path / "b"), tokenizer=str(tmp_path / "none"))
+        hf_export.export_weights(str(folder), str(tmp_path / "b"), tokenizer=str(tmp_path / "none"))
     assert not list(tmp_path.glob("b*"))
 
 
 def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
     shape = ModelShape(**SHAPE, embedding_norm=True)
     with pytest.raises(UserError, match="gpt2 needs embedding_norm False, not True"):
-        families.family(shape)
+        hf_mappings.family(shape)
     folder, _ = save(tmp_path, {"embedding_norm": True})
     with pytest.raises(UserError, match="transformers has no such model"):
         command("export", "--to", "hf", folder, tmp_path / "hf")
@@ -167,11 +167,11 @@ def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
 )
 def test_configs_that_are_not_ours_are_refused(changes, words, tmp_path):
     folder, _ = save(tmp_path, MODELS["llama"])
-    export.export_weights(str(folder), str(tmp_path / "hf"))
+    hf_export.export_weights(str(folder), str(tmp_path / "hf"))
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=words):
-        export.import_weights(str(tmp_path / "hf"), str(tmp_path / "in"))
+        hf_export.import_weights(str(tmp_path / "hf"), str(tmp_path / "in"))
     assert not (tmp_path / "in").exists()
 
 
@@ -211,5 +211,5 @@ def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
 def test_shapes_survive_the_config():
     for extra in MODELS.values():
         shape = ModelShape(**SHAPE, **extra)
-        assert families.model_shape(families.hf_config(shape, torch.float32), "x") == shape
+        assert hf_mappings.model_shape(hf_mappings.hf_config(shape, torch.float32), "x") == shape
     assert dataclasses.asdict(shape)["rotary_base"] == 5e5

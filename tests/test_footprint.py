@@ -5,47 +5,48 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checks
-import config as configuration
-import counts
 import data
-import footprint
 import train
-from config import UserError
-from options import parse
-from vitals import Vitals
+from config import model_stats, validation
+from config import schema as configuration
+from config.command_line import parse
+from config.messages import UserError
+from telemetry import memory_report
+from telemetry.step_stats import StepStats
 
 WORDS = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --steps 2 "
 
 
 def configure(words: str, ranks: int) -> configuration.Config:
-    return checks.check(parse((WORDS + words).split()), ranks)
+    return validation.check(parse((WORDS + words).split()), ranks)
 
 
-def vitals(peaks: list[float]) -> list[Vitals]:
-    return [Vitals(peak, peak / 2, 0.1, 0.0, 0.0) for peak in peaks]
+def stats(peaks: list[float]) -> list[StepStats]:
+    return [StepStats(peak, peak / 2, 0.1, 0.0, 0.0) for peak in peaks]
 
 
 def test_the_fullest_rank_of_every_stage():
     """rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
     layout = configure("--tp 2 --pp 2", 8).layout
-    every = vitals([1, 5, 2, 3, 40, 20, 30, 10])
-    assert footprint.per_stage(every, layout) == ([5, 40], [2, 20])
+    every = stats([1, 5, 2, 3, 40, 20, 30, 10])
+    assert memory_report.per_stage(every, layout) == ([5, 40], [2, 20])
 
 
 def test_the_parts_are_the_planners():
     """fp32: 4 + 4 bytes a parameter, and 8 of Adam's moments, over dp with ZeRO-1."""
     config = configure("--pp 2 --partition 2,2 --micro-batch-size 2 --pad-vocab-multiple 1", 4)
-    first, last = footprint.predicted(config)
-    held = 2 * counts.block_parameters(config.model) + counts.embedding_parameters(config.model)
+    first, last = memory_report.predicted(config)
+    held = 2 * model_stats.block_parameters(config.model) + model_stats.embedding_parameters(
+        config.model
+    )
     assert first["weights"] == first["gradients"] == 4 * held
     assert first["optimizer"] == 8 * held / 2
     assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two in flight against one
     assert last["working"] >= 10 * 2 * 32 * 512  # its logits
-    wide = footprint.predicted(configure("--pp 2 --partition 2,2 --precision fp64", 4))
+    wide = memory_report.predicted(configure("--pp 2 --partition 2,2 --precision fp64", 4))
     assert (
         wide[0]["gradients"]
-        == 2 * footprint.predicted(configure("--pp 2 --partition 2,2", 4))[0]["gradients"]
+        == 2 * memory_report.predicted(configure("--pp 2 --partition 2,2", 4))[0]["gradients"]
     )
 
 
@@ -56,7 +57,7 @@ def test_states_take_what_is_predicted(optimizer, precision):
     config = configure(f"--optimizer {optimizer} --precision {precision}", 1)
     pieces = train.build(config)
     train.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
-    (parts,) = footprint.predicted(config)
+    (parts,) = memory_report.predicted(config)
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)
     assert size([b.gradients for b in buckets]) == pytest.approx(parts["gradients"], rel=0.01)
@@ -78,14 +79,14 @@ def rule_bytes(rule) -> int:
 
 def test_the_table_adds_up():
     config = configure("--pp 2", 2)
-    before, after = vitals([80e6, 100e6]), vitals([200e6, 300e6])
-    _, head, *lines = footprint.table(config, "cpu", before, after).splitlines()
+    before, after = stats([80e6, 100e6]), stats([200e6, 300e6])
+    _, head, *lines = memory_report.table(config, "cpu", before, after).splitlines()
     for line, measured, begun in zip(lines, (200.0, 300.0), (40.0, 50.0)):
         row = dict(zip(head.split(), map(float, line.split())))
         assert (row["measured"], row["before"]) == (measured, begun)
-        parts = [*footprint.PARTS, "before"]
+        parts = [*memory_report.PARTS, "before"]
         assert row["predicted"] == pytest.approx(sum(row[part] for part in parts), abs=0.3)
-    text = footprint.table(config, "cuda", before, after)
+    text = memory_report.table(config, "cuda", before, after)
     assert "allocated" in text
     assert "before" not in text
     assert text.splitlines()[2].split()[:3] == ["0", "200.0", "100.0"]
@@ -93,9 +94,9 @@ def test_the_table_adds_up():
 
 def test_a_snapshot_needs_a_gpu(tmp_path):
     config = configure(f"--memory-snapshot --out {tmp_path}", 1)
-    cluster = SimpleNamespace(device=torch.device("cpu"), rank=0)
+    context = SimpleNamespace(device=torch.device("cpu"), rank=0)
     with (
         pytest.raises(UserError, match=r"--memory-snapshot records .* of GPUs; this run is on CP"),
-        footprint.snapshot(config.run, cluster),
+        memory_report.snapshot(config.run, context),
     ):
         pytest.fail("it began")

@@ -16,7 +16,7 @@ import golden_worker
 import pytest
 from ranks import mpirun
 
-import checks
+from config import validation
 
 POSITIONS = {
     "learned": {"positions": "learned"},
@@ -97,7 +97,7 @@ def ramp_up(case: dict, dp: int) -> dict:
 @cache
 def single_rank(key: str) -> dict:
     """The run on one rank that a case must equal; micro-batch 1, everything else plain."""
-    return golden_worker.run(checks.check(golden_worker.options(json.loads(key)), 1))
+    return golden_worker.run(validation.check(golden_worker.options(json.loads(key)), 1))
 
 
 def reference(case: dict) -> dict:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from config import Training, UserError
-from loss_scale import LossScale
+from config.messages import UserError
+from config.schema import Training
+from optim.loss_scale import LossScale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it misses Apex and Transformer Engine

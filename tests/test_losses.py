@@ -10,20 +10,19 @@ import pytest
 import torch
 from ranks import mpirun
 
-import checks
-import config as configuration
 import data
-import losses
-import restore
-import saving
 import train
-from batches import parse_ranges, touches
-from config import UserError
-from corpus import IndexedDatasetWriter
-from launch import Launch
-from losses import LossWatch
-from options import parse
-from restore import Progress
+from checkpointing import load, save
+from checkpointing.load import Progress
+from config import schema as configuration
+from config import validation
+from config.batch_schedule import parse_ranges, touches
+from config.command_line import parse
+from config.messages import UserError
+from corpora.token_files import IndexedDatasetWriter
+from distributed.launch import Launch
+from telemetry import loss_monitor
+from telemetry.loss_monitor import LossMonitor
 from zero import StepResult
 
 TINY = (
@@ -39,7 +38,7 @@ def one_thread(monkeypatch):
 
 
 def configure(words: str, ranks: int = 1) -> configuration.Config:
-    return checks.check(parse((TINY + words).split()), ranks)
+    return validation.check(parse((TINY + words).split()), ranks)
 
 
 def rows(folder, name="metrics.jsonl") -> list[dict]:
@@ -136,7 +135,7 @@ def watch(tmp_path):
     corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
     config = configure(f"{corpora} --split 100,0,0 --steps 60 --out {tmp_path} --spike-sigma 4")
     samples, said = data.build(config).train, []
-    watch = LossWatch(config, samples, Progress(), True, said.append)
+    watch = LossMonitor(config, samples, Progress(), True, said.append)
     random.seed(0)
     for i in range(40):
         see(watch, i, random.gauss(3.0, 0.1))
@@ -180,13 +179,13 @@ def test_a_loss_that_stays_high_is_the_new_mean(watch):
 
 def test_what_is_not_judged(watch):
     old, _, path = watch
-    fresh = LossWatch(old.config, old.samples, Progress(), True, pytest.fail)
-    for i in range(losses.ENOUGH):
+    fresh = LossMonitor(old.config, old.samples, Progress(), True, pytest.fail)
+    for i in range(loss_monitor.ENOUGH):
         see(fresh, i, 3.0 + 100 * (i == 20))
     see(fresh, 41, 2.0)  # below the mean is no spike
     off = dataclasses.replace(old.config, run=dataclasses.replace(old.config.run, spike_sigma=0.0))
     for config, first in ((off, True), (old.config, False)):
-        quiet = LossWatch(config, old.samples, Progress(), first, pytest.fail)
+        quiet = LossMonitor(config, old.samples, Progress(), first, pytest.fail)
         for i in range(40):
             see(quiet, i, 3.0 + (i == 39))
         see(quiet, 40, math.nan)
@@ -236,7 +235,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
 def test_state_that_is_not_finite_is_never_saved(tmp_path):
     config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
     pieces, said = train.build(config), []
-    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
+    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
     assert saver.save_now(Progress(1, 4))
     piece = pieces.optimizer.owned()[0]
     piece.write("weights", piece.start, torch.tensor([math.inf]))
@@ -249,22 +248,22 @@ def test_state_that_is_not_finite_is_never_saved(tmp_path):
 def test_without_checkpoints_the_sentence_does_not_promise_one(tmp_path):
     config = configure(f"--steps 9 --max-nan-steps 2 --out {tmp_path} --spike-sigma 0")
     pieces = train.build(config)
-    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer)
-    watch = LossWatch(config, None, Progress(), True, print)
+    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer)
+    watch = LossMonitor(config, None, Progress(), True, print)
     see(watch, 0, 3.0)
     for i in (1, 2):
-        assert not watch.hopeless
+        assert not watch.diverged
         see(watch, i, math.inf, skipped=True)
-    assert watch.hopeless
+    assert watch.diverged
     with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
-        train.give_up(watch, restore.Progress(3, 12), saver)
+        train.give_up(watch, load.Progress(3, 12), saver)
 
 
 def test_a_save_that_was_put_off_is_made_up_for(tmp_path):
     """--save-every 4, but no call at step 4: the next call saves."""
     config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
     pieces = train.build(config)
-    saver = saving.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=print)
+    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=print)
     for step in (1, 2, 3, 6, 7, 8, 9):
         saver.after_step(Progress(step, 4 * step))
     saver.close()

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-import config as configuration
-import counts
-from families import hf_config, rules
+from checkpointing.hf_mappings import hf_config, rules
+from config import model_stats
+from config import schema as configuration
+from config.presets import PRESETS, preset
+from distributed.mesh import Mesh
 from model import Stage, alibi_slopes
-from parallel import Builder, Mesh
-from presets import PRESETS, preset
+from parallel import ParamFactory
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,7 +85,7 @@ def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     for p in theirs.parameters():  # their own initialisation would leave biases untried
         p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
     layout = configuration.Layout(dp=1, recompute=recompute)
-    stage = Stage(Builder(Mesh(), dtype), shape, layout, counts.stages(shape, layout)[0])
+    stage = Stage(ParamFactory(Mesh(), dtype), shape, layout, model_stats.stages(shape, layout)[0])
     weights = convert(theirs.state_dict(), shape)
     parameters = {p.spec.name: p for p in stage.parameters()}
     assert set(weights) == set(parameters)
@@ -129,8 +130,8 @@ def test_presets_have_the_parameters_of_transformers(name):
     config = transformers.GPT2Config(n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads)
     with torch.device("meta"):
         theirs = transformers.GPT2LMHeadModel(config)
-    assert counts.parameters(shape) == sum(p.numel() for p in theirs.parameters())
-    Stage(Builder(Mesh(), device="meta"), shape, layout, counts.stages(shape, layout)[0])
+    assert model_stats.parameters(shape) == sum(p.numel() for p in theirs.parameters())
+    Stage(ParamFactory(Mesh(), device="meta"), shape, layout, model_stats.stages(shape, layout)[0])
 
 
 def test_an_exported_gpt2_keeps_all_its_learned_positions():

@@ -14,13 +14,14 @@ import torch
 from ranks import mpirun
 from test_golden import distance, pairwise, single_rank
 
-import checks
-import config as configuration
 import data
-import optimizers
 import train
-from parallel import Builder, Mesh
-from records import Recorder
+from config import schema as configuration
+from config import validation
+from distributed.mesh import Mesh
+from optim import update_rules
+from parallel import ParamFactory
+from watchdog.flight_recorder import FlightRecorder
 
 TOLERANCE = {
     "adamw": 1e-5,
@@ -37,7 +38,7 @@ WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
 
 def fits(case: dict, ranks: int) -> bool:
     try:
-        checks.check(golden_worker.options(case), ranks)
+        validation.check(golden_worker.options(case), ranks)
     except configuration.UserError:
         return False
     return True
@@ -132,11 +133,11 @@ def test_overflow_and_drift_on_one_rank_are_seen_by_all(ranks):
 @pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
 def test_recomputation_changes_no_bit(positions):
     options = {"positions": positions, "layers": 3, "steps": 3}
-    plain = golden_worker.run(checks.check(golden_worker.options(options), 1))
+    plain = golden_worker.run(validation.check(golden_worker.options(options), 1))
     for extra in ({}, {"recompute_layers": 1}, {"recompute_layers": 0}):
         for recompute in ("selective", "full"):
             case = options | {"recompute": recompute} | extra
-            again = golden_worker.run(checks.check(golden_worker.options(case), 1))
+            again = golden_worker.run(validation.check(golden_worker.options(case), 1))
             assert again == plain, case
 
 
@@ -145,9 +146,9 @@ def test_recomputation_changes_no_bit(positions):
 # ------------------------------------------------------------------------------------------------
 
 
-def rule_of(name: str, masters: list[torch.Tensor], group: str, **options) -> optimizers.Rule:
+def rule_of(name: str, masters: list[torch.Tensor], group: str, **options) -> update_rules.Rule:
     training = configuration.Training(steps=1, optimizer=name, **options)
-    return optimizers.make_rule(training, group, masters, decay=True)
+    return update_rules.make_rule(training, group, masters, decay=True)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -175,7 +176,7 @@ def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape)
     fresh = rule_of(name, copies, group)
     count = masters[0].numel()
     cuts = [0, 256, count] if group != "matrices" else [0, count]
-    for kind in optimizers.state_kinds(name):
+    for kind in update_rules.state_kinds(name):
         for a, b in itertools.pairwise(cuts):
             fresh.write(kind, 0, a, rule.read(kind, 0, a, b).clone())
     fresh.steps = rule.steps
@@ -202,7 +203,7 @@ def test_8_bit_follows_32_bit():
 
 def test_8_bit_keeps_embeddings_and_vectors_in_32():
     case = WIDE | {"optimizer": "adamw8bit"}
-    run = train.build(checks.check(golden_worker.options(case), 1))
+    run = train.build(validation.check(golden_worker.options(case), 1))
     families = {own.spec.name: s.key.family for s in run.optimizer.shards for own in s.own}
     for name, family in families.items():
         matrix = name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
@@ -213,11 +214,11 @@ def test_8_bit_keeps_embeddings_and_vectors_in_32():
 
 def test_a_layout_that_cuts_blocks_is_refused():
     case = {"hidden": 256, "heads": 8, "optimizer": "adamw8bit", "tp": 2}
-    config = checks.check(golden_worker.options(case), 2)
+    config = validation.check(golden_worker.options(case), 2)
 
     class Fake:
         rank, size, device = 0, 2, torch.device("cpu")
-        recorder, blocking = Recorder(), False
+        recorder, blocking = FlightRecorder(), False
 
         def process_group(self, ranks, role):
             return None
@@ -230,25 +231,25 @@ def test_a_layout_that_cuts_blocks_is_refused():
 def test_a_package_that_is_missing_is_named(module, monkeypatch):
     name = {"bitsandbytes": "adamw8bit"}.get(module, module)
     found = importlib_find_spec_without(module)
-    monkeypatch.setattr(optimizers.importlib.util, "find_spec", found)
+    monkeypatch.setattr(update_rules.importlib.util, "find_spec", found)
     with pytest.raises(configuration.UserError, match=f"--optimizer {name} needs .*{module}"):
         rule_of(name, [torch.zeros(256)], "blocks")
 
 
 def importlib_find_spec_without(module: str):
-    real = optimizers.importlib.util.find_spec
+    real = update_rules.importlib.util.find_spec
     return lambda name: None if name.split(".")[0] == module else real(name)
 
 
 def test_whole_matrices_are_dealt_out_evenly():
     """12 blocks of GPT over 8 replicas: nobody owns 1 % more than the mean."""
-    import buckets
+    from optim import buckets
 
     mesh, shapes = Mesh(), []
     for i in range(12):
         shapes += [(f"{i}.qkv", (96, 32)), (f"{i}.out", (32, 32)), (f"{i}.up", (128, 32))]
         shapes += [(f"{i}.down", (32, 128))]
-    parameters = [Builder(mesh).parameter(n, s, std=1.0, decay=True) for n, s in shapes]
+    parameters = [ParamFactory(mesh).parameter(n, s, std=1.0, decay=True) for n, s in shapes]
     places, total = buckets._sections(parameters, 8)
     loads = [0] * 8
     for p, place in zip(parameters, places):
@@ -274,13 +275,13 @@ def test_whole_matrices_are_dealt_out_evenly():
 )
 def test_what_cannot_be_is_said_in_one_sentence(options, ranks, sentence):
     with pytest.raises(configuration.UserError, match=sentence):
-        checks.check(golden_worker.options(options), ranks)
+        validation.check(golden_worker.options(options), ranks)
 
 
 def test_the_gradient_of_one_step_is_the_same_in_every_stage_of_zero():
     """On one rank all stages are one; the step must not depend on the flag."""
     norms = set()
     for zero in (0, 1, 2, 3):
-        config = checks.check(golden_worker.options({"zero": zero}), 1)
+        config = validation.check(golden_worker.options({"zero": zero}), 1)
         norms.add(train.step(train.build(config), data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
     assert len(norms) == 1

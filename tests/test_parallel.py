@@ -6,9 +6,10 @@ import torch
 from hypothesis import given, settings
 from ranks import mpirun
 
-from config import Layout
-from parallel import Builder, Mesh, VocabEmbedding, draw_normal
-from records import Recorder
+from config.schema import Layout
+from distributed.mesh import Mesh
+from parallel import ParamFactory, VocabEmbedding, draw_normal
+from watchdog.flight_recorder import FlightRecorder
 
 
 @pytest.mark.slow
@@ -70,27 +71,29 @@ def test_rank_order():
     class Fake:
         def __init__(self, rank, size):
             self.rank, self.size = rank, size
-            self.recorder, self.blocking = Recorder(), False
+            self.recorder, self.blocking = FlightRecorder(), False
 
         def process_group(self, ranks, role):
             return None
 
     layout = Layout(tp=2, pp=3, dp=4)
     for rank in range(24):
-        mesh = Mesh(layout, Fake(rank, 24))
-        assert rank == (mesh.pp_rank * 4 + mesh.dp_rank) * 2 + mesh.tp_rank
+        mesh = Mesh(layout.axes, Fake(rank, 24))
+        pp, dp, tp = (mesh.place[axis] for axis in ("pp", "dp", "tp"))
+        assert rank == (pp * 4 + dp) * 2 + tp
+        assert (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (pp, dp, tp)
         assert mesh.tp.ranks == (rank - rank % 2, rank - rank % 2 + 1)
-        assert mesh.dp.ranks == tuple(mesh.pp_rank * 8 + d * 2 + mesh.tp_rank for d in range(4))
+        assert mesh.dp.ranks == tuple(pp * 8 + d * 2 + tp for d in range(4))
         assert mesh.forward.ranks == tuple(rank % 8 + 8 * p for p in range(3))
         ends = mesh.forward.ranks[::2]
         assert mesh.tied.ranks == (ends if rank in ends else (rank,))
         assert mesh.world.size == 24
-    with pytest.raises(ValueError, match=r"\(3, 4, 2\) is not a mesh of 23 ranks"):
-        Mesh(layout, Fake(0, 23))
+    with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
+        Mesh(layout.axes, Fake(0, 23))
 
 
 def test_padding_rows_are_zero_and_beyond_the_vocabulary():
-    embedding = VocabEmbedding(Builder(Mesh()), "e", 5, 8, 3, tied=False)
+    embedding = VocabEmbedding(ParamFactory(Mesh()), "e", 5, 8, 3, tied=False)
     assert embedding.weight.shape == (8, 3)
     assert embedding.weight.spec.stop == 5
     assert (embedding.weight[5:] == 0).all()

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import schedule
 from pipeline import Pipeline, _Execution
-from records import Recorder
+from schedules import schedule
+from watchdog.flight_recorder import FlightRecorder
 
 WIDTH = 3
 
@@ -60,10 +60,10 @@ class Arriving:
 
 class FakeMesh:
     def __init__(self, wires, stage, stages):
-        self.pp_rank, self.pp = stage, stages
+        self.pp = type("Pipeline", (), {"rank": stage, "size": stages})()
         self.first_stage, self.last_stage = stage == 0, stage == stages - 1
         self.forward, self.backward = wires.group("F", stage), wires.group("B", stage)
-        self.tp, self.recorder = type("Alone", (), {"rank": 0})(), Recorder()
+        self.tp, self.recorder = type("Alone", (), {"rank": 0})(), FlightRecorder()
 
 
 class Scale(torch.nn.Module):

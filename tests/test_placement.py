@@ -2,9 +2,10 @@
 
 import pytest
 
-import placement
-from config import Layout, UserError
-from placement import Place
+from config.messages import UserError, number_ranges
+from config.schema import Layout
+from distributed import placement
+from distributed.placement import Place
 
 
 def places(nodes: str, cores: int = 1, gpus: str = "", asked: int | None = None) -> list[Place]:
@@ -67,14 +68,14 @@ def test_two_ranks_on_one_gpu():
 )
 def test_oddities_have_a_sentence_each(given, tp, job_nodes, sentence):
     layout = Layout(tp=tp, dp=4 // tp)
-    (found,) = placement.oddities(given, layout, job_nodes)
+    (found,) = placement.placement_warnings(given, layout, job_nodes)
     assert sentence in found
 
 
 def test_nothing_to_say_about_a_good_placement():
     given = places("aabb", cores=8, asked=8)
-    assert placement.oddities(given, Layout(tp=2, dp=2), job_nodes=2) == []
-    assert placement.oddities(given, Layout(tp=2, dp=2), job_nodes=None) == []
+    assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=2) == []
+    assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=None) == []
 
 
 def test_table():
@@ -85,5 +86,5 @@ def test_table():
     assert many[2].split()[-1] == "40-79"
 
 
-def test_numbers_in_short():
-    assert placement.in_short((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
+def test_numbers_number_ranges():
+    assert number_ranges((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"

@@ -10,12 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-import hardware
 import plan
-import ranking
-import rows as measured
-from config import Training, UserError
-from presets import preset
+from config.messages import UserError
+from config.presets import preset
+from config.schema import Training
+from planner import hardware, layouts
+from planner import published_rows as measured
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
@@ -57,7 +57,7 @@ def test_the_command_prints_json_and_imports_nothing_heavy():
     done = command("model --model 176b --json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["parameters"] == 176_247_271_424
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import plan, ranking, rows; "
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import plan, planner.published_rows; "
     code += "print({'torch', 'numpy'} & set(sys.modules))"
     heavy = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert heavy.stdout.strip() == "set()"
@@ -110,7 +110,7 @@ def test_check_refuses_what_is_not_a_table(tmp_path):
 def test_384_gpus_are_ranked_in_two_seconds_with_a_reason_for_the_rest():
     model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
     started = time.process_time()
-    ranked, rejected = ranking.rank(model, training, A100, 384)
+    ranked, rejected = layouts.rank(model, training, A100, 384)
     assert time.process_time() - started < 2
     seconds = [r.prediction.seconds for r in ranked]
     assert len(ranked) > 40
@@ -146,12 +146,12 @@ def test_a_ramp_up_verdict_names_the_batch():
 def test_largest_and_smallest_fit_and_are_tight():
     training = Training(global_batch_size=2048, precision="bf16")
     machine = hardware.load("v100-32")
-    size, model, layout = ranking.largest(machine, 4, training, preset("gpt3-175b"))
+    size, model, layout = layouts.largest(machine, 4, training, preset("gpt3-175b"))
     assert 5e9 < size < 4 * 34.1e9 / 18
-    assert not ranking.does_not_fit(model, layout, training, machine)
-    nodes, layout = ranking.smallest(preset("gpt3-175b"), training, machine)
-    assert ranking.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
-    assert ranking.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None
+    assert not layouts.does_not_fit(model, layout, training, machine)
+    nodes, layout = layouts.smallest(preset("gpt3-175b"), training, machine)
+    assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
+    assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None
 
 
 def test_days_are_tokens_over_the_best_rate():

@@ -11,9 +11,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import plan_accuracy as accuracy
 
-import hardware
-import rows as measured
-from config import UserError
+from config.messages import UserError
+from planner import hardware
+from planner import published_rows as measured
 
 VALUES = {c.name: c.value for c in hardware.constants()}
 FIGURES = ("in-sample", "held out")

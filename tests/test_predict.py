@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hardware
-import memory
-import operations
-import predict
-import schedule
-from config import Layout, ModelShape, Training, UserError
-from presets import preset
+from config.messages import UserError
+from config.presets import preset
+from config.schema import Layout, ModelShape, Training
+from planner import hardware, memory, op_costs, step_time
+from schedules import schedule
 
 A100 = hardware.load("a100-80")
 JEAN_ZAY = hardware.load("jean-zay-a100")
@@ -64,8 +62,8 @@ def test_calibration_replaces_what_was_assumed(tmp_path):
     assert machine.nvlink.latency == 1e-6
     assert machine.network == A100.network
     model, layout = preset("gpt2-1.5b"), Layout(dp=8, tp=1)
-    slower = predict.predict(model, layout, training(64), machine).seconds
-    assert slower > predict.predict(model, layout, training(64), A100).seconds
+    slower = step_time.predict(model, layout, training(64), machine).seconds
+    assert slower > step_time.predict(model, layout, training(64), A100).seconds
 
 
 @pytest.mark.parametrize(
@@ -92,20 +90,20 @@ def test_bad_calibrations_are_one_sentence(tmp_path, text, message):
 
 
 def test_a_large_gemm_reaches_the_fitted_fraction():
-    seconds = operations.gemm(A100, 108 * 256, 128 * 64, 16384)
+    seconds = op_costs.gemm(A100, 108 * 256, 128 * 64, 16384)
     rate = 2 * 108 * 256 * 128 * 64 * 16384 / seconds
     assert rate == pytest.approx(A100.peak * A100.gemm_fraction, rel=0.01)
 
 
 def test_one_tile_more_than_a_wave_costs_a_wave():
-    full = operations.gemm(A100, 256 * 108, 256, 4096)  # two waves of 108 tiles
-    assert operations.gemm(A100, 256 * 108 - 200, 256, 4096) == pytest.approx(full)
-    assert operations.gemm(A100, 256 * 108 + 1, 256, 4096) > 1.1 * full
+    full = op_costs.gemm(A100, 256 * 108, 256, 4096)  # two waves of 108 tiles
+    assert op_costs.gemm(A100, 256 * 108 - 200, 256, 4096) == pytest.approx(full)
+    assert op_costs.gemm(A100, 256 * 108 + 1, 256, 4096) > 1.1 * full
 
 
 def test_a_misaligned_head_leaves_the_tensor_cores():
     def core(head, heads=12):
-        return sum(operations.attention(JEAN_ZAY, 2048, head, heads, 4))
+        return sum(op_costs.attention(JEAN_ZAY, 2048, head, heads, 4))
 
     assert core(108) > 3 * core(112)
     assert core(150) > 3 * core(152)
@@ -114,30 +112,30 @@ def test_a_misaligned_head_leaves_the_tensor_cores():
 
 
 def test_misaligned_rows_slow_a_plain_gemm():
-    assert operations.gemm(A100, 2048, 2900, 11600) > 1.8 * operations.gemm(A100, 2048, 2904, 11600)
+    assert op_costs.gemm(A100, 2048, 2900, 11600) > 1.8 * op_costs.gemm(A100, 2048, 2904, 11600)
 
 
 @pytest.mark.parametrize(("batch", "fused"), [(4, True), (6, False), (56, True), (54, False)])
 def test_the_fused_softmax_has_conditions(batch, fused):
-    assert operations.fused_softmax(2048, batch) is fused
+    assert op_costs.fused_softmax(2048, batch) is fused
     if not fused:
-        slow = operations.attention(JEAN_ZAY, 2048, 128, batch, 1)[0]
-        assert slow > operations.attention(JEAN_ZAY, 2048, 128, batch + 2, 1)[0]
+        slow = op_costs.attention(JEAN_ZAY, 2048, 128, batch, 1)[0]
+        assert slow > op_costs.attention(JEAN_ZAY, 2048, 128, batch + 2, 1)[0]
 
 
 def test_ring_all_reduce_is_alpha_beta():
     link = hardware.Link(1e-5, 100e9, 0.5)
-    seconds = operations.all_reduce(link, 8, 1e9)
+    seconds = op_costs.all_reduce(link, 8, 1e9)
     assert seconds == pytest.approx(2 * 7 * 1e-5 + 2 * 7 / 8 * 1e9 / 50e9)
-    assert operations.all_reduce(link, 1, 1e9) == 0
+    assert op_costs.all_reduce(link, 1, 1e9) == 0
 
 
 def test_rings_take_the_right_link():
-    assert operations.ring(A100, 8, 1) == A100.nvlink
-    across = operations.ring(A100, 12, 8)  # a data group of tp 8: eight groups share the network
+    assert op_costs.ring(A100, 8, 1) == A100.nvlink
+    across = op_costs.ring(A100, 12, 8)  # a data group of tp 8: eight groups share the network
     assert across.speed == pytest.approx(A100.network.speed / 8)
-    assert operations.ring(A100, 2, 4) == A100.nvlink
-    crossing = operations.ring(JEAN_ZAY, 16, 4)
+    assert op_costs.ring(A100, 2, 4) == A100.nvlink
+    crossing = op_costs.ring(JEAN_ZAY, 16, 4)
     assert crossing.speed == pytest.approx(JEAN_ZAY.network.speed / 4 * JEAN_ZAY.crossing)
 
 
@@ -164,24 +162,24 @@ def simulated(name, passes, transfer, count):
     st.sampled_from(["1f1b", "gpipe"]),
 )
 def test_the_fast_pipeline_is_the_simulated_one(times, transfer, count, name):
-    passes = [predict.Pass(*pair) for pair in times]
-    fast = predict.makespan(name, passes, transfer, count)
+    passes = [step_time.Pass(*pair) for pair in times]
+    fast = step_time.makespan(name, passes, transfer, count)
     assert fast == pytest.approx(simulated(name, passes, transfer, count), rel=1e-9)
 
 
 def test_equal_stages_take_m_plus_p_minus_1_slots():
-    passes = [predict.Pass(1.0, 2.0)] * 8
-    assert predict.makespan("1f1b", passes, 0.0, 500) == pytest.approx(507 * 3)
+    passes = [step_time.Pass(1.0, 2.0)] * 8
+    assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(507 * 3)
 
 
 def test_a_heavier_head_sets_the_pace():
-    passes = [predict.Pass(1.0, 2.0)] * 7 + [predict.Pass(1.5, 3.0)]
-    assert predict.makespan("1f1b", passes, 0.0, 500) == pytest.approx(500 * 4.5 + 7 * 3)
+    passes = [step_time.Pass(1.0, 2.0)] * 7 + [step_time.Pass(1.5, 3.0)]
+    assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(500 * 4.5 + 7 * 3)
 
 
 def test_bubble_and_parts_add_up():
     model, layout = preset("181b"), Layout(tp=8, pp=12, dp=4, micro_batch_size=4, recompute="full")
-    p = predict.predict(model, layout, training(2048), JEAN_ZAY)
+    p = step_time.predict(model, layout, training(2048), JEAN_ZAY)
     parts = {name: s for name, s in p.parts.items() if name != "bubble"}
     assert sum(parts.values()) == pytest.approx(p.seconds)
     assert 0.05 < p.bubble < 0.3
@@ -195,7 +193,7 @@ def test_recomputation_costs_and_sequence_parallelism_saves():
 
     def seconds(**change):
         layout = dataclasses.replace(base, **change)
-        return predict.predict(model, layout, training(2048), machine).seconds
+        return step_time.predict(model, layout, training(2048), machine).seconds
 
     assert seconds(recompute="full") > 1.2 * seconds()
     assert seconds() < seconds(recompute="selective") < 1.1 * seconds()
@@ -204,12 +202,12 @@ def test_recomputation_costs_and_sequence_parallelism_saves():
 
 def test_outside_the_fitted_range_a_prediction_says_so():
     model, layout = ModelShape(24, 1024, 16, seq_length=8192), Layout(dp=8)
-    found = predict.predict(model, layout, training(64), A100).warnings
+    found = step_time.predict(model, layout, training(64), A100).warnings
     assert any(
         "seq_length 8192 is outside what was fitted on a100-80: 2048 to 2048" in w for w in found
     )
     assert any("hidden 1024" in w for w in found)
-    b200 = predict.predict(preset("1b3"), layout, training(64), hardware.load("b200")).warnings
+    b200 = step_time.predict(preset("1b3"), layout, training(64), hardware.load("b200")).warnings
     assert any("gpus 8 is outside what was fitted on b200: nothing" in w for w in b200)
 
 
@@ -236,7 +234,7 @@ def test_rows_that_were_never_fitted(layers, hidden, heads, pp, chunks, micro, b
         partition="layers", zero=0,
     )  # fmt: skip
     machine = dataclasses.replace(machine, software=software)
-    found = predict.predict(model, layout, training(batch), machine).seconds
+    found = step_time.predict(model, layout, training(batch), machine).seconds
     flops = 72.0 * batch * 2048 * layers * hidden**2
     flops *= 1 + 2048 / (6 * hidden) + 51200 / (12 * layers * hidden)
     assert found == pytest.approx(flops / (mfu * 8 * pp * 312e12), rel=0.08)
@@ -248,7 +246,9 @@ def test_bloom_as_it_ran():
         tp=4, pp=12, dp=8, micro_batch_size=2, recompute="full", partition="blocks"
     )  # fmt: skip
     machine = hardware.load("jean-zay-a100-bf16")
-    found = predict.predict(preset("bloom-176b"), layout, training(2048, precision="bf16"), machine)
+    found = step_time.predict(
+        preset("bloom-176b"), layout, training(2048, precision="bf16"), machine
+    )
     assert found.seconds == pytest.approx(105.22, rel=0.05)
     assert found.memory[0].total / 1e9 == pytest.approx(60, rel=0.1)  # BigScience: 60 GB per GPU
 
@@ -288,7 +288,7 @@ def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
     assert one.optimizer == two.optimizer == three.optimizer
     assert three.weights < one.weights / 4
     slower = [
-        predict.step_parts(model, Layout(dp=8, zero=zero), options, A100)["reduce"]
+        step_time.step_parts(model, Layout(dp=8, zero=zero), options, A100)["reduce"]
         for zero in (1, 2, 3)
     ]
     assert slower[0] < slower[1] < slower[2]
@@ -299,11 +299,11 @@ def test_recomputing_some_blocks_lies_between_all_and_none():
     found = []
     for layers in (0, 8, 16, None):
         layout = Layout(dp=8, recompute="full", recompute_layers=layers, micro_batch_size=4)
-        p = predict.predict(model, layout, options, A100)
+        p = step_time.predict(model, layout, options, A100)
         found.append((p.seconds, p.memory[0].activations, p.hardware_tflops * p.seconds))
     assert found == sorted(found, key=lambda row: row[0])
     assert found[::-1] == sorted(found, key=lambda row: row[1])
-    plain = predict.predict(model, Layout(dp=8, micro_batch_size=4), options, A100)
+    plain = step_time.predict(model, Layout(dp=8, micro_batch_size=4), options, A100)
     assert found[0][0] == plain.seconds
     assert found[0][2] == pytest.approx(plain.model_tflops * plain.seconds)
 
@@ -347,7 +347,7 @@ def test_held_parameters_are_the_models():
     layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
     table = memory.stages(model, layout, training(2048), A100)
     copies = model.vocab_size * model.hidden
-    from counts import parameters
+    from config.model_stats import parameters
 
     whole = parameters(model) + copies
     assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
@@ -373,15 +373,15 @@ def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
     layout = Layout(pp=8, dp=1, micro_batch_size=2)
     at_16 = Training(global_batch_size=16)
     machine = hardware.load("cpu")
-    alone, waits = predict.pipeline_time(model, layout, at_16, machine)
-    shared, idle = predict.pipeline_time(
+    alone, waits = step_time.pipeline_time(model, layout, at_16, machine)
+    shared, idle = step_time.pipeline_time(
         model, layout, at_16, dataclasses.replace(machine, ranks_per_core=4)
     )
     assert waits > 0.2
     assert idle == pytest.approx(0.0)
     assert shared == pytest.approx(alone * (1 - waits))
     # With but little sharing the schedule still decides, at the speed of a core for oneself.
-    slightly, _ = predict.pipeline_time(
+    slightly, _ = step_time.pipeline_time(
         model, layout, at_16, dataclasses.replace(machine, ranks_per_core=1.1)
     )
     assert slightly == pytest.approx(alone / 1.1)

@@ -3,9 +3,9 @@
 import pytest
 from ranks import mpirun
 
-from options import parse
-from placement import Place
-from preflight import RollCall, wanted
+from config.command_line import parse
+from distributed.placement import Place
+from distributed.preflight import RollCall, wanted
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],

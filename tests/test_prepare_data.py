@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from config import UserError
-from corpus import IndexedDataset
+from config.messages import UserError
+from corpora.token_files import IndexedDataset
 from scripts import prepare_data
 
 SCRIPT = Path(prepare_data.__file__)

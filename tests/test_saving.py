@@ -9,12 +9,10 @@ import pytest
 import torch
 from checkpoint_worker import make, trainer
 
-import checks
-import restore
-import saving
-import shards
-from config import UserError
-from restore import Progress
+from checkpointing import file_format, load, save
+from checkpointing.load import Progress
+from config import validation
+from config.messages import UserError
 
 
 def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
@@ -23,7 +21,7 @@ def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
     checkpoints.after_step(Progress(1, 8))
     checkpoints.close()
     usage = dataclasses.make_dataclass("Usage", ["free"])
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage(1000))
+    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: usage(1000))
     checkpoints.after_step(Progress(2, 16))
     assert "step_00000002 was not saved" in said[-1]
     assert "MB, and 0.0 MB are free" in said[-1]
@@ -42,7 +40,7 @@ def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
         def full(descriptor, data, at):
             raise OSError(28, "No space left on device")
 
-        patch.setattr(shards.os, "pwrite", full)
+        patch.setattr(file_format.os, "pwrite", full)
         checkpoints.after_step(Progress(1, 8))
         if checkpoints._thread:
             checkpoints._thread.join()
@@ -56,7 +54,7 @@ def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
 
 def test_a_mistake_of_ours_in_the_background_ends_the_run(tmp_path, monkeypatch):
     checkpoints = trainer(make(tmp_path))[1]
-    monkeypatch.setattr(shards, "write_shard", lambda *a: 1 / 0)
+    monkeypatch.setattr(file_format, "write_shard", lambda *a: 1 / 0)
     checkpoints.after_step(Progress(1, 8))
     with pytest.raises(ZeroDivisionError):
         checkpoints.close()
@@ -70,8 +68,8 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     """While the write is held up the step goes on, on other values; those of the save stay."""
-    go, put = threading.Event(), shards._put
-    monkeypatch.setattr(shards, "_put", lambda *a: (go.wait(30), put(*a))[1])
+    go, put = threading.Event(), file_format._put
+    monkeypatch.setattr(file_format, "_put", lambda *a: (go.wait(30), put(*a))[1])
     pieces, checkpoints = trainer(make(tmp_path))
     weights = [p.detach().clone() for p in pieces.stage.parameters()]
     checkpoints.after_step(Progress(1, 8))
@@ -80,7 +78,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert checkpoints._thread.is_alive()
     go.set()
     checkpoints.close()
-    with shards.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
+    with file_format.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
         for p, weight in zip(pieces.stage.parameters(), weights):
             whole = torch.from_numpy(index.whole("weights", p.spec.name))
             rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])
@@ -90,12 +88,12 @@ def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
 def test_saving_by_the_clock(tmp_path, monkeypatch):
     checkpoints = trainer(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
     now = [checkpoints._saved_at]
-    monkeypatch.setattr(saving.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(save.time, "monotonic", lambda: now[0])
     for step in range(1, 9):
         now[0] += 180
         checkpoints.after_step(Progress(step, 8 * step), last=step == 7)
         checkpoints.close()
-    saved = [restore.shards.step_of(f) for f in shards.list_checkpoints(checkpoints.parent)]
+    saved = [load.file_format.step_of(f) for f in file_format.list_checkpoints(checkpoints.parent)]
     assert sorted(saved) == [4, 7]
 
 
@@ -104,8 +102,8 @@ def test_the_interval_that_loses_least():
     pause, mean = 40.0, 7.3 * 24 * 3600
     lost = {t: pause / t + (t + pause) / 2 / mean for t in range(100, 20000, 10)}
     best = min(lost, key=lost.get)
-    assert saving.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
-    assert saving.best_interval(pause, 1e5, mean) == 1e5
+    assert save.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
+    assert save.best_interval(pause, 1e5, mean) == 1e5
 
 
 @pytest.mark.parametrize(
@@ -118,4 +116,4 @@ def test_the_interval_that_loses_least():
 )
 def test_options_that_do_not_fit(values, words):
     with pytest.raises(UserError, match=words):
-        checks.check(worker.options(values), 1)
+        validation.check(worker.options(values), 1)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import schedule
-from schedule import Action, ScheduleError
+from schedules import schedule
+from schedules.schedule import Action, ScheduleError
 
 STAGES = st.integers(1, 9)
 MICRO_BATCHES = st.integers(1, 24)

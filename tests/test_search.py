@@ -11,8 +11,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import tune_replay
 
-import replay
-from search import Point, Search, expected_improvement, normal_cdf
+from tuner import replay
+from tuner.search import Point, Search, expected_improvement, normal_cdf
 
 
 def grid(slope: float) -> tuple[list[Point], list[float]]:

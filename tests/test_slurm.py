@@ -9,8 +9,8 @@ import time
 import pytest
 from ranks import ROOT, Job, mpirun, srun_command, start
 
-import checks
-from options import parse
+from config import validation
+from config.command_line import parse
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
@@ -113,7 +113,7 @@ def test_batch_files_ask_for_what_their_run_needs(name):
     assert not any(word in asked for word in ("account", "partition", "qos", "constraint"))
     line = text.partition("ranks train.py ")[2].replace("\\\n", " ")
     words = [word.replace("$OUT", "runs/x").replace("$DATA", "x") for word in shlex.split(line)]
-    checked = checks.check(parse(words), ranks)
+    checked = validation.check(parse(words), ranks)
     assert checked.run.kill_switch == "runs/x/kill"
     layouts = {"train_1b3": (1, 1, 32), "train_104b": (4, 32, 1), "train_176b": (4, 12, 8)}
     layout = checked.layout

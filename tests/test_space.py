@@ -4,27 +4,27 @@ import dataclasses
 
 import pytest
 
-import hardware
-import options
-import space
-from config import UserError
+from config import command_line
+from config.messages import UserError
+from planner import hardware
+from tuner import search_space
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
 
 
 def config(*more: str):
-    return options.parse([*SHAPE.split(), *more])
+    return command_line.parse([*SHAPE.split(), *more])
 
 
 def candidates(*more: str, given=None):
-    return space.candidates(config(*more), hardware.load("cpu"), 8, given or {})
+    return search_space.candidates(config(*more), hardware.load("cpu"), 8, given or {})
 
 
 def test_words_are_the_run_again():
     run = config("--no-bias", "--positions", "rotary", "--lr", "1e-2", "--data", "a", "b")
-    found, _ = space.candidates(run, hardware.load("cpu"), 8, {})
+    found, _ = search_space.candidates(run, hardware.load("cpu"), 8, {})
     for candidate in found[::25]:
-        again = options.parse(space.words(candidate.config))
+        again = command_line.parse(search_space.words(candidate.config))
         assert again == candidate.config
 
 
@@ -40,7 +40,7 @@ def test_no_two_candidates_run_the_same_program():
 def test_every_choice_of_config_is_tried():
     found, _ = candidates()
     for axis in ("schedule", "zero", "sequence_parallel"):
-        assert {getattr(c.config.layout, axis) for c in found} == set(space.choices(axis))
+        assert {getattr(c.config.layout, axis) for c in found} == set(search_space.choices(axis))
     assert {(c.config.layout.tp, c.config.layout.pp) for c in found} >= {(1, 1), (4, 2), (2, 4)}
     assert all(c.ranks == 8 for c in found)
     seconds = [c.prediction.seconds for c in found]
@@ -73,12 +73,12 @@ def test_a_ramp_up_rejects_what_cannot_run_it():
 def test_the_key_leaves_out_length_and_folder():
     base = config("--steps", "5")
     longer = config("--steps", "500", "--out", "elsewhere")
-    assert space.key(base) == space.key(longer)
-    assert space.key(base) != space.key(config("--lr", "1e-9"))
+    assert search_space.key(base) == search_space.key(longer)
+    assert search_space.key(base) != search_space.key(config("--lr", "1e-9"))
 
 
 def test_a_model_that_cannot_be():
     run = config()
     odd = dataclasses.replace(run, model=dataclasses.replace(run.model, heads=7))
     with pytest.raises(UserError, match=r"heads\(7\) does not divide"):
-        space.candidates(odd, hardware.load("cpu"), 8, {})
+        search_space.candidates(odd, hardware.load("cpu"), 8, {})

@@ -6,8 +6,8 @@ import json
 import pytest
 from ranks import mpirun
 
-import schedule
-import steptrace
+from schedules import schedule
+from telemetry import step_trace
 
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -34,7 +34,7 @@ def test_clocks_of_a_node_are_one_and_nodes_are_aligned():
         rank("a", 100.3, 0.4, [("F", 0, 2.0, 3.0)]),
         rank("b", 50.0, 0.2, [("wait", "x", 52.0, 53.0)]),
     ]
-    events = [e for e in steptrace.merge(ranks)["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in step_trace.merge(ranks)["traceEvents"] if e["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in events] == [
         (0, 0, 0.0, 1e6),
         (1, 0, 1e6, 1e6),

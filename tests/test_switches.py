@@ -18,16 +18,15 @@ from ranks import (
     start,
 )
 
-import checks
-import saving
-import shards
 import train
 from checkpoint import check_files
-from config import Run
-from restore import Progress
-from saving import Checkpointer
-from switches import Switches
-from vitals import GO_ON, SAVE, SAVE_AND_STOP
+from checkpointing import file_format, save
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from config import validation
+from config.schema import Run
+from distributed.stop_conditions import StopConditions
+from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"train.py {SHAPE} --device cpu --steps 100000 --lr-schedule constant".split()
@@ -41,7 +40,7 @@ def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
 
 def saved_steps(out) -> list[int]:
     """Steps of the checkpoints in a run's folder, each of whose files is as it was written."""
-    folders = shards.list_checkpoints(str(out / "checkpoints"))
+    folders = file_format.list_checkpoints(str(out / "checkpoints"))
     return [check_files(folder, contents=True)["step"] for folder in folders]
 
 
@@ -182,26 +181,26 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
 
 
 def checkpointer(out, said: list[str], **extra) -> Checkpointer:
-    config = checks.check(worker.options({"out": str(out)} | extra), 1)
+    config = validation.check(worker.options({"out": str(out)} | extra), 1)
     pieces = train.build(config)
     return Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
 
 
 def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch):
-    put, said = shards._put, []
-    monkeypatch.setattr(shards, "_put", lambda *a: (time.sleep(0.2), put(*a))[1])
+    put, said = file_format._put, []
+    monkeypatch.setattr(file_format, "_put", lambda *a: (time.sleep(0.2), put(*a))[1])
     checkpoints = checkpointer(tmp_path, said, save_every=1, save_weights_only=True)
     checkpoints.after_step(Progress(1, 8))
     assert checkpoints.saving
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
-    with shards.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
+    with file_format.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
         assert len(index.kinds) == 3
     # What is in place already is not written again, unless it is not in place.
     count = len(said)
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert len(said) == count
-    shards.remove(str(tmp_path / "checkpoints" / "step_00000002"))
+    file_format.remove(str(tmp_path / "checkpoints" / "step_00000002"))
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
 
@@ -209,7 +208,7 @@ def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch
 def test_a_stop_that_cannot_be_saved_is_none(tmp_path, monkeypatch):
     said = []
     checkpoints = checkpointer(tmp_path, said)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     assert not checkpoints.save_to_stop(Progress(3, 24))
     assert "step_00000003 was not saved" in said[-1]
     assert "training goes on" not in said[-1]
@@ -221,7 +220,7 @@ def test_the_time_limit_looks_ahead(monkeypatch):
     began = psutil.Process().create_time()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: began + now[0])
-    switches = Switches(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
+    switches = StopConditions(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
     wishes = {}
     for moment in (0, 5, 15, 20, 39, 40):  # the slowest step takes 19 s
         now[0] = float(moment)
@@ -230,7 +229,7 @@ def test_the_time_limit_looks_ahead(monkeypatch):
     now[0] = 41.5
     assert switches.wish(ahead=0.0) == SAVE_AND_STOP
     assert switches.reason == "--exit-after-minutes 1"
-    again = Switches(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
+    again = StopConditions(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
     now[0] = 30.0
     assert again.wish(ahead=29.0) == GO_ON
     assert again.wish(ahead=31.0) == SAVE_AND_STOP
@@ -239,7 +238,10 @@ def test_the_time_limit_looks_ahead(monkeypatch):
 def test_a_save_is_asked_for_once_each_time_the_file_appears(tmp_path):
     file = tmp_path / "save"
     run, signals = Run(save_switch=str(file)), SimpleNamespace(first=None)
-    first, other = Switches(run, signals, first=True), Switches(run, signals, first=False)
+    first, other = (
+        StopConditions(run, signals, first=True),
+        StopConditions(run, signals, first=False),
+    )
     assert first.wish() == GO_ON
     file.touch()
     assert (first.wish(), other.wish()) == (SAVE, GO_ON)

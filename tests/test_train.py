@@ -10,11 +10,11 @@ import pytest
 import torch
 from ranks import mpirun, start
 
-import checks
-import config as configuration
 import data
 import train
-from corpus import IndexedDatasetWriter
+from config import schema as configuration
+from config import validation
+from corpora.token_files import IndexedDatasetWriter
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -168,7 +168,7 @@ def test_the_learning_rate_warms_up_and_falls():
 
 
 def test_drifted_replicas_end_the_run(monkeypatch):
-    pieces = train.build(checks.check(golden_worker.options({}), 1))
+    pieces = train.build(validation.check(golden_worker.options({}), 1))
     train.check_replicas(pieces, 3)
     monkeypatch.setattr(train, "unequal_replicas", lambda *_: ["w differs over tp, ranks [0, 1]"])
     with pytest.raises(RuntimeError, match=r"after iteration 3 replicas.*w differs over tp"):
@@ -179,7 +179,7 @@ def test_drifted_replicas_end_the_run(monkeypatch):
 def test_recompute_changes_no_bit(recompute):
     def weights(kind):
         options = golden_worker.options({"recompute": kind, "positions": "alibi"})
-        pieces = train.build(checks.check(options, 1))
+        pieces = train.build(validation.check(options, 1))
         results = [train.step(pieces, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
         return results, torch.cat([p.detach().flatten() for p in pieces.stage.parameters()])
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import hardware
-import options
-import space
-import trials
-from config import UserError
-from trials import Runner, Store, judge
+from config import command_line
+from config.messages import UserError
+from planner import hardware
+from tuner import search_space, trials
+from tuner.trials import Runner, Store, judge
 
 FAKE = f"{sys.executable} {Path(__file__).with_name('fake_trainer.py')} {{ranks}}"
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
@@ -25,8 +24,8 @@ SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --glo
 def candidate(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(trials.PROGRAM).parent))
     given = {"tp": [2], "pp": [2], "micro_batch_size": [1], "recompute": ["none"], "zero": [1]}
-    config = options.parse(SHAPE.split())
-    found, _ = space.candidates(config, hardware.load("cpu"), 8, given)
+    config = command_line.parse(SHAPE.split())
+    found, _ = search_space.candidates(config, hardware.load("cpu"), 8, given)
     return found[0]
 
 
@@ -43,9 +42,9 @@ def test_a_trial_that_ran(candidate, tmp_path, monkeypatch):
     assert 0 < trial.spread < 0.01
     assert trial.peak_memory == [1e9, 1e9]
     flops_per_second = trial.tflops_model * 1e12 * 8
-    import counts
+    from config import model_stats
 
-    flops = counts.model_flops(candidate.config.model, 16)
+    flops = model_stats.model_flops(candidate.config.model, 16)
     assert flops_per_second == pytest.approx(flops / trial.median)
     assert trial.config["layout"]["tp"] == 2
     assert "--tp 2" in trial.command
@@ -149,7 +148,7 @@ def test_trials_neither_save_nor_evaluate(candidate, tmp_path):
     words = (
         "--save-every 5 --keep-last 2 --eval-every 3 --eval-samples 8 --resume auto --tensorboard"
     )
-    config = options.parse([*SHAPE.split(), *words.split()])
+    config = command_line.parse([*SHAPE.split(), *words.split()])
     one = dataclasses.replace(
         candidate, config=dataclasses.replace(candidate.config, run=config.run)
     )

@@ -15,11 +15,11 @@ import pytest
 import ranks
 
 import plan
-import rows
-import trials
 import tune
-from config import UserError
-from search import Search
+from config.messages import UserError
+from planner import published_rows
+from tuner import trials
+from tuner.search import Search
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"
@@ -121,16 +121,16 @@ def test_out_of_memory_spares_what_needs_more(tmp_path):
 
 
 def _candidate(words: str):
-    import hardware
-    import options
-    import space
+    from config import command_line
+    from planner import hardware
+    from tuner import search_space
 
-    config = options.parse(
+    config = command_line.parse(
         [*SHAPE.split(), *SMALL.split(), "--tp", "2", "--pp", "2", *words.split()]
     )
     at = config.layout
     given = {"tp": [2], "pp": [2], "micro_batch_size": [at.micro_batch_size]}
-    return space.candidates(
+    return search_space.candidates(
         config, hardware.load("cpu"), 8, given | {"recompute": [at.recompute], "zero": [1]}
     )[0][0]
 
@@ -205,11 +205,11 @@ def _is_orphan(process: psutil.Process) -> bool:
     ],
 )
 def test_sweeps_change_one_thing(name, values, tmp_path):
-    import hardware
-    import options
-    import sweeps
+    from config import command_line
+    from planner import hardware
+    from tuner import sweeps
 
-    config = options.parse([*SHAPE.split(), "--tp", "2", "--pp", "2"])
+    config = command_line.parse([*SHAPE.split(), "--tp", "2", "--pp", "2"])
     given = {"tp": [2], "pp": [2]} if name != "topology" else {}
     runs, rejected = sweeps.sweep(name, config, hardware.load("cpu"), 8, given, [])
     assert len(runs) + len(rejected) >= 1
@@ -268,10 +268,10 @@ def finished(tmp_path_factory):
 
 def test_results_pass_the_planners_check(finished):
     out, stored = finished
-    table = rows.read(str(out / "results.csv"))
+    table = published_rows.read(str(out / "results.csv"))
     assert len(table) == len({t["key"] for t in stored})
     assert plan.check(str(out / "results.csv")).data == []
-    case = rows.cases(table)[0]
+    case = published_rows.cases(table)[0]
     assert case.training.precision == "fp32"
     assert case.machine == "cpu"
     with open(out / "results.csv") as file:
@@ -283,7 +283,7 @@ def test_a_row_that_cannot_be_says_so(finished, tmp_path):
     with open(out / "results.csv", newline="") as file:
         table = list(csv.DictReader(file))
     table[0]["tflops"] = str(2 * float(table[0]["tflops"]))
-    assert [f.kind for f in rows.check(table)] == ["rate"]
+    assert [f.kind for f in published_rows.check(table)] == ["rate"]
 
 
 def test_the_page_is_whole_and_needs_nothing_else(finished):

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import ranks
 
-import trials
+from tuner import trials
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"

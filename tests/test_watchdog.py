@@ -13,15 +13,15 @@ import fault_worker
 import pytest
 from ranks import mpirun, none_left, start
 
-import checks
-import cluster
-import config as configuration
-import explain
-import watchdog
-from config import Layout, UserError
-from records import Operation, Recorder
-from vitals import SpeedCheck, Vitals
-from waits import Waits, culprits
+from config import schema as configuration
+from config import validation
+from config.messages import UserError
+from config.schema import Layout
+from distributed import context
+from telemetry.step_stats import StepStats, StragglerCheck
+from watchdog import hang_report, heartbeat
+from watchdog.flight_recorder import FlightRecorder, Operation
+from watchdog.wait_graph import Waits, culprits
 
 WORKER = "tests/fault_worker.py"
 
@@ -40,9 +40,9 @@ class Work:
 
 
 def test_operations_are_numbered_per_group_and_per_peer():
-    recorder = Recorder()
-    tp, forward = recorder.book("tp", (0, 1)), recorder.book("forward", (0, 2, 4))
-    assert recorder.book("tp", (0, 1)) is tp
+    recorder = FlightRecorder()
+    tp, forward = recorder.group_log("tp", (0, 1)), recorder.group_log("forward", (0, 2, 4))
+    assert recorder.group_log("tp", (0, 1)) is tp
     numbers = [tp.enter("all_reduce", 8).number, forward.enter_send(8, 1).number]
     numbers += [forward.enter_receive(8, 1).number, forward.enter_send(8, 1).number]
     numbers += [forward.enter_send(8, 2).number, tp.enter("all_gather", 8).number]
@@ -51,11 +51,11 @@ def test_operations_are_numbered_per_group_and_per_peer():
 
 
 def test_a_wait_is_on_record_while_it_lasts_and_its_time_is_kept():
-    recorder = Recorder()
+    recorder = FlightRecorder()
     recorder.begin_step(7)
     recorder.at("F", 3)
     work = Work(0.05)
-    operation = recorder.book("tp", (4, 5)).enter("all_reduce", 64).under_way(work)
+    operation = recorder.group_log("tp", (4, 5)).enter("all_reduce", 64).under_way(work)
     assert recorder.snapshot(1)["wait"] is None
     recorder.waiting = operation
     wait = recorder.snapshot(1)["wait"]
@@ -72,10 +72,10 @@ def test_a_wait_is_on_record_while_it_lasts_and_its_time_is_kept():
 
 
 def test_the_ring_keeps_the_newest_records():
-    recorder = Recorder()
-    book = recorder.book("dp", (0, 1))
+    recorder = FlightRecorder()
+    group_log = recorder.group_log("dp", (0, 1))
     for _ in range(1000):
-        book.enter("all_reduce", 4)
+        group_log.enter("all_reduce", 4)
     last = recorder.snapshot(10_000)["last"]
     assert [r["number"] for r in last] == list(range(1001 - len(last), 1001))
     assert len(last) == 256
@@ -99,9 +99,9 @@ class Event:
 
 def test_waits_of_a_stream_are_seen_by_events():
     """On nccl the host goes on: what the device has not passed is what it waits for."""
-    recorder = Recorder(Event)
-    book = recorder.book("tp", (0, 1))
-    operations = [book.enter("all_reduce", 4) for _ in range(3)]
+    recorder = FlightRecorder(Event)
+    group_log = recorder.group_log("tp", (0, 1))
+    operations = [group_log.enter("all_reduce", 4) for _ in range(3)]
     for operation in operations:
         operation.under_way(Work()).wait()
     Event.passed = 2
@@ -126,7 +126,7 @@ class Place:
     """Ranks of a tp 2 x pp 2 x dp 2 mesh whose records are written by hand."""
 
     def __init__(self, size=8):
-        self.recorders = [Recorder() for _ in range(size)]
+        self.recorders = [FlightRecorder() for _ in range(size)]
         self.states = dict.fromkeys(range(size), "answered")
         self.still = dict.fromkeys(range(size), 100.0)
 
@@ -136,11 +136,11 @@ class Place:
     def collective(self, role, ranks, waiting, kind="all_reduce"):
         """All of `ranks` have done one; `waiting` of them wait in the second."""
         for rank in ranks:
-            self.recorders[rank].book(role, ranks).enter(kind, 4)
+            self.recorders[rank].group_log(role, ranks).enter(kind, 4)
         for rank in waiting:
-            self.wait(rank, self.recorders[rank].book(role, ranks).enter(kind, 4))
+            self.wait(rank, self.recorders[rank].group_log(role, ranks).enter(kind, 4))
 
-    def told(self) -> explain.Ranks:
+    def told(self) -> hang_report.Ranks:
         ranks = {}
         for number, recorder in enumerate(self.recorders):
             ranks[number] = {
@@ -181,17 +181,19 @@ def test_waits_are_followed_over_axes():
     """0 waits in tp for 1, 1 in the pipeline for 5, 5 in dp for 7, which waits for nobody."""
     place = Place()
     place.collective("tp", (0, 1), [0])
-    book = place.recorders[1].book("forward", (1, 5))
-    place.wait(1, book.enter_receive(4, 1))
-    place.recorders[5].book("forward", (1, 5))
+    group_log = place.recorders[1].group_log("forward", (1, 5))
+    place.wait(1, group_log.enter_receive(4, 1))
+    place.recorders[5].group_log("forward", (1, 5))
     place.collective("dp", (5, 7), [5])
     for others in (2, 3, 4, 6):
-        place.wait(others, place.recorders[others].book("world", tuple(range(8))).enter("x", 4))
+        place.wait(
+            others, place.recorders[others].group_log("world", tuple(range(8))).enter("x", 4)
+        )
     assert place.culprits() == [7]
     told = place.told()
     assert Waits(told).blockers(0) == [1]
     assert Waits(told).blockers(1) == [5]
-    report = explain.tell(
+    report = hang_report.tell(
         {"kind": "hang", "limit": 60.0, "still": 0, "time": "now"} | {"culprits": [7]}, told, "out"
     )
     assert "never entered all_reduce 2 of dp (ranks 5, 7), 4 bytes, in which rank 5 waits" in report
@@ -202,7 +204,7 @@ def test_waits_are_followed_over_axes():
 def test_messages_count_by_pair(kind):
     """A neighbour that has done the other half of it is not the one that is missed."""
     place = Place(8)
-    ours, theirs = (r.book("forward", (0, 1)) for r in place.recorders[:2])
+    ours, theirs = (r.group_log("forward", (0, 1)) for r in place.recorders[:2])
     for _ in range(3):
         ours.enter_send(4, 1)
         theirs.enter_receive(4, 0)
@@ -218,7 +220,7 @@ def test_a_silent_rank_is_the_end_of_waits_even_if_it_had_entered():
     place = Place()
     place.collective("world", tuple(range(8)), range(8))
     assert place.culprits() == []
-    assert "NO CULPRIT AMONG THE RANKS" in explain.tell(
+    assert "NO CULPRIT AMONG THE RANKS" in hang_report.tell(
         {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []},
         place.told(),
         "out",
@@ -241,7 +243,7 @@ def test_a_wait_for_the_own_writer_leads_to_whom_that_waits_for():
         recorder.aside_at("store", (6,)) if rank == 0 else recorder.aside_at("writes its shard")
     for rank in (1, 2, 3, 4, 5, 7):
         place.recorders[rank].joined = None
-        place.wait(rank, place.recorders[rank].book("world", tuple(range(8))).enter("x", 4))
+        place.wait(rank, place.recorders[rank].group_log("world", tuple(range(8))).enter("x", 4))
     assert place.culprits() == [6]
 
 
@@ -254,14 +256,14 @@ def test_a_circle_and_different_operations_are_said():
         place.still[rank] = 0.0
     assert place.culprits() == []
     case = {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []}
-    assert "wait for one another in a circle" in explain.tell(case, place.told(), "out")
+    assert "wait for one another in a circle" in hang_report.tell(case, place.told(), "out")
     place = Place()
     place.collective("tp", (0, 1), [0])
     place.collective("tp", (0, 1), [1], kind="all_gather")
-    place.recorders[0].book("tp", (0, 1)).entered = 3
+    place.recorders[0].group_log("tp", (0, 1)).entered = 3
     place.recorders[0].waiting.number = 3
     place.recorders[1].waiting.number = 3
-    line = explain.mismatches(Waits(place.told()))[0]
+    line = hang_report.mismatches(Waits(place.told()))[0]
     assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
 
 
@@ -270,10 +272,10 @@ def test_a_circle_and_different_operations_are_said():
 # ------------------------------------------------------------------------------------------------
 
 
-def speed_check(layout: Layout, nodes: list[str], every: int) -> SpeedCheck:
+def speed_check(layout: Layout, nodes: list[str], every: int) -> StragglerCheck:
     model = configuration.ModelShape(layers=1, hidden=8, heads=1)
     run = configuration.Run(check_speed_every=every, slow_rank_percent=20.0)
-    return SpeedCheck(configuration.Config(model, layout, run=run), nodes)
+    return StragglerCheck(configuration.Config(model, layout, run=run), nodes)
 
 
 def test_a_rank_slower_than_its_peers_is_named_with_its_node():
@@ -282,27 +284,27 @@ def test_a_rank_slower_than_its_peers_is_named_with_its_node():
     lines = []
     for _ in range(4):
         assert lines == []
-        everyone = [Vitals(0, 0, 1.0, 0.5 if rank < 4 else 0.2, 0) for rank in range(8)]
-        everyone[6] = Vitals(0, 0, 1.0, 0.0, 0)  # 1.0 s where its stage takes 0.8 s
-        everyone[1] = Vitals(0, 0, 1.0, 0.45, 0)  # 10 % longer than the first stage's 0.5 s
+        everyone = [StepStats(0, 0, 1.0, 0.5 if rank < 4 else 0.2, 0) for rank in range(8)]
+        everyone[6] = StepStats(0, 0, 1.0, 0.0, 0)  # 1.0 s where its stage takes 0.8 s
+        everyone[1] = StepStats(0, 0, 1.0, 0.45, 0)  # 10 % longer than the first stage's 0.5 s
         lines = check.add(everyone)
     assert len(lines) == 1
     assert "rank 6 (tp 0, pp 1, dp 1) on n1 computed 1.0000 s a step over the last 4" in lines[0]
     assert "25% longer than the median of the 3 others of its stage, 0.8000 s" in lines[0]
     assert check.add(everyone) == []
     alone = speed_check(Layout(pp=2, dp=1), ["a", "b"], 1)
-    assert alone.add([Vitals(0, 0, 1.0, 0.0, 0), Vitals(0, 0, 9.0, 0.0, 0)]) == []
+    assert alone.add([StepStats(0, 0, 1.0, 0.0, 0), StepStats(0, 0, 9.0, 0.0, 0)]) == []
 
 
 def test_what_cannot_be_watched_or_drawn_is_refused():
-    from options import parse
+    from config.command_line import parse
 
     words = ["--layers=1", "--hidden=8", "--heads=1", "--steps=4", "--profile-step=5"]
     with pytest.raises(UserError, match="--profile-step 5 is never reached: the run has 4 steps"):
-        checks.check(parse(words), 1)
+        validation.check(parse(words), 1)
     words = [*words[:-1], "--no-watchdog", "--hang-timeout=9"]
     with pytest.raises(UserError, match="--hang-timeout 9 needs the watchdog; now it is off"):
-        checks.check(parse(words), 1)
+        validation.check(parse(words), 1)
 
 
 def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
@@ -329,11 +331,11 @@ def wait_until(condition, seconds: float = 30.0) -> None:
 
 def test_strangers_and_those_who_leave_in_order_end_nothing(tmp_path):
     """A process that connects without the password, and ranks that say bye: the monitor ends."""
-    address, process = watchdog.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
     stranger = socket.create_connection(address[:2])
     stranger.sendall(b'{"hello": 0, "token": "guess"}\n{"failed": "x"}\n')
     ends = []
-    dogs = [watchdog.Watchdog(Recorder(), address, r, "here", ends.append) for r in range(2)]
+    dogs = [heartbeat.Watchdog(FlightRecorder(), address, r, "here", ends.append) for r in range(2)]
     wait_until(lambda: all(dog.clock_error < 60.0 for dog in dogs))  # all have been answered
     for dog in dogs:
         dog.close()
@@ -345,9 +347,9 @@ def test_strangers_and_those_who_leave_in_order_end_nothing(tmp_path):
 
 def test_who_ends_the_job_on_purpose_ends_the_others_unexamined(tmp_path):
     """As a second signal does: no report, and the same status everywhere."""
-    address, process = watchdog.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
     ends = []
-    dogs = [watchdog.Watchdog(Recorder(), address, r, "away", ends.append) for r in range(2)]
+    dogs = [heartbeat.Watchdog(FlightRecorder(), address, r, "away", ends.append) for r in range(2)]
     wait_until(lambda: all(dog.clock_error < 60.0 for dog in dogs))
     dogs[1].end_job(143)
     wait_until(lambda: ends)
@@ -382,9 +384,9 @@ def test_hundreds_of_ranks_are_heard_and_the_odd_one_is_named_in_time(tmp_path):
 
 def test_process_states():
     own = os.getpid()
-    assert watchdog.process_state(own, watchdog.start_of(own)) in ("running", "asleep")
-    assert watchdog.process_state(own, 1) == "gone"
-    assert watchdog.start_of(2**22 + 1) is None
+    assert heartbeat.process_state(own, heartbeat.start_of(own)) in ("running", "asleep")
+    assert heartbeat.process_state(own, 1) == "gone"
+    assert heartbeat.start_of(2**22 + 1) is None
 
 
 # ------------------------------------------------------------------------------------------------
@@ -438,7 +440,7 @@ def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path, capsys):
             continue
         assert f"CULPRIT: rank {result['culprit']} (" in result["output"]
         assert "who waits for whom:" in result["output"]
-        cluster.run_command(["explain", str(folder)])
+        context.run_command(["explain", str(folder)])
         again = capsys.readouterr().out
         assert f"CULPRIT: rank {result['culprit']} (" in again
         assert again.strip().splitlines()[1] in result["output"]

@@ -8,20 +8,21 @@ import golden_worker
 import pytest
 import torch
 
-import buckets
-import checks
-import config as configuration
 import data
-import replicas
 import train
 import zero
-from collectives import Group
-from parallel import Builder, Mesh
-from records import Recorder
+from config import schema as configuration
+from config import validation
+from distributed.collectives import Group
+from distributed.mesh import Mesh
+from optim import buckets
+from parallel import ParamFactory
+from telemetry import replica_check
+from watchdog.flight_recorder import FlightRecorder
 
 
-def pieces(**options) -> train.Pieces:
-    return train.build(checks.check(golden_worker.options(options), 1))
+def pieces(**options) -> train.TrainState:
+    return train.build(validation.check(golden_worker.options(options), 1))
 
 
 def copy_of(stage) -> dict[str, torch.Tensor]:
@@ -127,18 +128,18 @@ def test_ownership_is_balanced_and_complete(dp):
     class Fake:
         def __init__(self, rank):
             self.rank, self.size = rank, dp
-            self.recorder, self.blocking = Recorder(), False
+            self.recorder, self.blocking = FlightRecorder(), False
 
         def process_group(self, ranks, role):
             return None
 
-    parameter = Builder(Mesh()).parameter("w", (13, 11), std=1.0)
+    parameter = ParamFactory(Mesh()).parameter("w", (13, 11), std=1.0)
     layout = configuration.Layout(dp=dp)
     owned = torch.zeros(13 * 11, dtype=torch.int64)
     sizes = set()
     for rank in range(dp):
         key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
-        bucket = buckets.Bucket([parameter], key, Mesh(layout, Fake(rank)), options, 1)
+        bucket = buckets.Bucket([parameter], key, Mesh(layout.axes, Fake(rank)), options, 1)
         bucket.adopt_masters(None)
         sizes.add(bucket.piece)
         assert bucket.piece % buckets.ALIGNMENT == 0
@@ -151,7 +152,7 @@ def test_ownership_is_balanced_and_complete(dp):
 def test_a_stage_without_parameters_steps_too():
     nothing = torch.nn.Identity()
     options = configuration.Training(steps=1)
-    optimizer = zero.Optimizer(nothing, Builder(Mesh()), options, configuration.Layout(dp=1))
+    optimizer = zero.Optimizer(nothing, ParamFactory(Mesh()), options, configuration.Layout(dp=1))
     optimizer.before_backward(last=True)
     result = optimizer.step(1e-3, torch.tensor(4.0), 2)
     assert (result.grad_norm, result.loss, result.skipped) == (0.0, 2.0, False)
@@ -161,7 +162,8 @@ def test_the_bit_hash_sees_order_and_sign():
     x = torch.tensor([0.0, 1.0, 2.0])
     swapped, negative = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([-0.0, 1.0, 2.0])
     hashes = {
-        replicas._bit_hash(t, 0).item() for t in (x, swapped, negative, x.double(), x.bfloat16())
+        replica_check._bit_hash(t, 0).item()
+        for t in (x, swapped, negative, x.double(), x.bfloat16())
     }
     assert len(hashes) == 5
     assert Group().size == 1

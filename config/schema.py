@@ -1,0 +1,428 @@
+"""What a run is: the model's shape, the layout, the options.
+
+    config = checks.check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
+
+Every option is a field of one of the five dataclasses below; options.py makes the command line, the
+TOML keys and the help text from them, checks.py says which go together. No
+torch here: `--help` answers in a tenth of a second.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from config.batch_schedule import (
+    BatchSchedule,
+    by_tokens,
+    constant,
+    parse_ranges,
+    parse_steps,
+    ramp,
+)
+from config.messages import UserError, as_user_error
+
+
+def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None, item=str):
+    """A dataclass field that is also a command-line flag and a TOML key of the same name.
+
+    nargs: of a tuple, as argparse has it; item: the type of its elements.
+    """
+    kind = type or (default.__class__ if default is not None else str)
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "minimum": minimum,
+        "type": kind,
+        "nargs": nargs,
+        "item": item,
+    }
+    return field(default=default, metadata=metadata)
+
+
+OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
+# Those that update element by element, so that any piece of a parameter can have its own owner.
+ELEMENTWISE = ("adamw", "apex", "sgd")
+# Gradients are reduced when so many are there: long enough for the links, short enough to overlap.
+BUCKET_ELEMENTS = 16 * 2**20
+
+# ------------------------------------------------------------------------------------------------
+# The five groups of options
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A GPT's architecture: all that its parameters and FLOPs follow from.
+
+    Fields left at None are derived from the others, so a finished shape has none.
+    """
+
+    layers: int = option(None, "transformer blocks", type=int, minimum=1)
+    hidden: int = option(None, "width of the residual stream", type=int, minimum=1)
+    heads: int = option(None, "attention heads", type=int, minimum=1)
+    kv_heads: int = option(None, "key/value heads, default: heads", type=int, minimum=1)
+    ffn_hidden: int = option(
+        None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", type=int, minimum=1
+    )
+    seq_length: int = option(1024, "tokens in a sample", minimum=1)
+    max_positions: int = option(
+        None, "rows of the learned positions, default: seq-length", type=int, minimum=1
+    )
+    vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
+    positions: str = option("learned", "position kind", choices=("learned", "alibi", "rotary"))
+    norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
+    activation: str = option("gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "swiglu"))
+    bias: bool = option(True, "biases in the linear layers")
+    embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
+    tied: bool = option(True, "the output head shares the embedding's weights")
+    norm_eps: float = option(1e-5, "epsilon of the normalisation")
+    rotary_base: float = option(10000.0, "base of the rotary frequencies")
+
+    def __post_init__(self):
+        missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
+        if missing:
+            flags = ", ".join(f"--{n}" for n in missing)
+            raise UserError(f"the model has no {flags}: give them, or --model PRESET")
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.ffn_hidden is None:
+            object.__setattr__(self, "ffn_hidden", self.default_ffn())
+        if self.max_positions is None:
+            object.__setattr__(self, "max_positions", self.seq_length)
+
+    def default_ffn(self) -> int:
+        """Width of the MLP where none is given."""
+        if self.activation != "swiglu":
+            return 4 * self.hidden
+        return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    def padded_vocab(self, layout: "Layout") -> int:
+        """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp."""
+        multiple = layout.pad_vocab_multiple * layout.tp
+        return -(-self.vocab_size // multiple) * multiple
+
+
+# The axes of the mesh of ranks, the slowest first: neighbouring ranks differ in tp.
+AXES = ("pp", "dp", "cp", "tp")
+
+
+def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
+    """A rank's position on every axis; `axes` has their sizes, the slowest first.
+
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp. The only place where this is worked out.
+    """
+    place = {}
+    for name in reversed(list(axes)):
+        rank, place[name] = divmod(rank, axes[name])
+    return {name: place[name] for name in axes}
+
+
+def rows_along(axes: Mapping[str, int], names: Collection[str]) -> list[tuple[int, ...]]:
+    """The ranks of a mesh in rows that differ only along the named axes; each row ascends."""
+    rows: dict[tuple, list[int]] = {}
+    for rank in range(math.prod(axes.values())):
+        place = coordinates(rank, axes)
+        others = tuple(position for name, position in place.items() if name not in names)
+        rows.setdefault(others, []).append(rank)
+    return [tuple(row) for row in rows.values()]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread over the ranks of a mesh; `coordinates` has the order of ranks."""
+
+    tp: int = option(1, "tensor-parallel ranks", minimum=1)
+    pp: int = option(1, "pipeline stages", minimum=1)
+    dp: int = option(
+        None, "data-parallel replicas, default: ranks / (tp x pp)", type=int, minimum=1
+    )
+    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over tp")
+    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    partition: str = option(
+        "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
+    )
+    micro_batch_size: int = option(1, "samples in one forward pass of one replica", minimum=1)
+    recompute: str = option(
+        "none",
+        "run forward again in the backward: attention core, or whole blocks",
+        choices=("none", "selective", "full"),
+    )
+    recompute_layers: int = option(
+        None, "of each stage recompute the first N blocks only, default: all", type=int, minimum=0
+    )
+    zero: int = option(
+        1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
+    )
+    overlap_param_gather: bool = option(
+        False, "gather updated weights while the next forward pass runs"
+    )
+    pad_vocab_multiple: int = option(
+        128, "pad the vocabulary to a multiple of this x tp", minimum=1
+    )
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks along every axis of the mesh; dp must be filled in. cp has no option yet."""
+        return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
+
+    def recomputed_blocks(self, blocks: int) -> int:
+        """How many of a stage's blocks are recomputed: its first ones."""
+        if self.recompute == "none":
+            return 0
+        return blocks if self.recompute_layers is None else min(blocks, self.recompute_layers)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is optimised, in which precision, for how long."""
+
+    global_batch_size: int = option(
+        None,
+        "samples per step, over all replicas, default: 8, or the last of --batch-schedule",
+        type=int,
+        minimum=1,
+    )
+    rampup_batch_size: tuple = option(
+        None,
+        "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, to "
+        "--global-batch-size when SAMPLES are consumed",
+        type=tuple,
+        nargs=3,
+        item=int,
+    )
+    batch_schedule: tuple = option(
+        None,
+        "TOKENS:SIZE ..., samples per step once so many tokens are consumed: 0:192 5B:1024",
+        type=tuple,
+        nargs="+",
+    )
+    decrease_batch_size_if_needed: bool = option(
+        False, "round a batch that micro-batch-size x dp does not divide down to one that it does"
+    )
+    steps: int = option(None, "steps to train", type=int, minimum=1)
+    train_samples: int = option(None, "samples to train, in place of --steps", type=int, minimum=1)
+    precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16", "fp16"))
+    grad_dtype: str = option(
+        "fp32", "sum 16-bit gradients in fp32, or cheaper in bf16", choices=("fp32", "bf16")
+    )
+    optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
+    lr: float = option(3e-4, "peak learning rate", minimum=0.0)
+    min_lr: float = option(3e-5, "final learning rate", minimum=0.0)
+    lr_schedule: str = option(
+        "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
+    )
+    lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
+    lr_decay_samples: int = option(
+        None, "samples after which the rate is --min-lr, default: all", type=int, minimum=1
+    )
+    lr_wsd_decay_samples: int = option(
+        None, "samples of the last, falling part of wsd, default: a tenth", type=int, minimum=1
+    )
+    weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
+    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
+    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0)
+    adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
+    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0)
+    initial_loss_scale_power: int = option(
+        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0
+    )
+    loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0)
+    loss_scale_window: int = option(
+        1000, "fp16: steps without overflow after which the scale doubles", minimum=1
+    )
+    loss_scale_hysteresis: int = option(
+        2, "fp16: overflows that are forgiven before the scale is halved", minimum=1
+    )
+    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", minimum=0.0)
+    max_overflows: int = option(
+        5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
+    )
+    clip_grad: float = option(1.0, "largest global gradient norm, 0: no clipping", minimum=0.0)
+    init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
+    seed: int = option(1234, "seed of weights and sample order", minimum=0)
+
+    def __post_init__(self):
+        if self.global_batch_size is None:
+            steps = self.batch_schedule and as_user_error(parse_steps, self.batch_schedule)
+            object.__setattr__(self, "global_batch_size", steps[-1][1] if steps else 8)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from."""
+
+    data: tuple = option(
+        ("synthetic",), "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic", nargs="+"
+    )
+    split: str = option("95,5,0", "shares of train, validation and test, by document")
+    eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
+    eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    skip_samples: tuple = option(
+        None,
+        "A:B ..., pass over every global batch that holds one of the samples A to B - 1, counted "
+        "as in consumed_samples",
+        type=tuple,
+        nargs="+",
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where it runs and what it leaves behind."""
+
+    out: str = option("runs/latest", "folder for run.json and metrics.jsonl")
+    device: str = option("auto", "device of each rank", choices=("auto", "cpu", "cuda"))
+    backend: str = option(
+        "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
+    )
+    bind_cores: bool = option(
+        True, "give each rank of a node cores of its own, if there are enough"
+    )
+    log_every: int = option(1, "steps between log lines", minimum=1)
+    check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
+    spike_sigma: float = option(
+        6.0,
+        "record, in spikes.jsonl, the batch of a loss so many standard deviations above the mean "
+        "of the last steps; 0: never",
+        minimum=0.0,
+    )
+    max_nan_steps: int = option(
+        5, "steps in a row with a loss that is not finite that end the run", minimum=1
+    )
+    memory_snapshot: bool = option(
+        False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
+    )
+    tensorboard: bool = option(False, "also write TensorBoard events")
+    save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
+    save_every_minutes: float = option(
+        0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
+    )
+    save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
+    async_save: bool = option(True, "write checkpoints while training goes on")
+    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
+    keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
+    resume: str = option(
+        None, "auto: the newest complete checkpoint of --out, if any; or the folder of one"
+    )
+    load_weights_only: bool = option(
+        False, "from --resume take the weights alone, and begin at step 0"
+    )
+    preflight: bool = option(
+        None, "try every node before the first step, default: above one node", type=bool
+    )
+    exit_after_minutes: float = option(
+        0.0,
+        "save and stop with status 75 before the run has lasted so long, 0: no limit",
+        minimum=0.0,
+    )
+    kill_switch: str = option(None, "save and stop with status 75 when this file appears")
+    save_switch: str = option(None, "save when this file appears, remove it, and go on")
+    watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")
+    hang_timeout: float = option(
+        None,
+        "seconds without progress that are a hang, default: 300, or 10 median steps if longer",
+        type=float,
+        minimum=1.0,
+    )
+    check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
+    slow_rank_percent: float = option(
+        20.0, "a rank is slow if it computes this much longer than its peers", minimum=0.0
+    )
+    blocking: bool = option(
+        False, "wait for every collective and CUDA kernel where it starts, to debug"
+    )
+    deterministic: bool = option(False, "deterministic kernels alone, on GPUs slower ones")
+    profile_step: int = option(
+        None, "draw this step, with its schedule, into OUT/step_N.trace.json", type=int, minimum=1
+    )
+    node_mtbf_hours: float = option(
+        7000.0, "hours between failures of one node, to advise how often to save", minimum=1.0
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `check` must have passed before anything is built from it."""
+
+    model: ModelShape
+    layout: Layout = field(default_factory=Layout)
+    training: Training = field(default_factory=Training)
+    data: Data = field(default_factory=Data)
+    run: Run = field(default_factory=Run)
+
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        """The size of every global batch that is run; UserError if the options describe none."""
+        schedule = batch_schedule(self.training, self.model.seq_length)
+        if not self.training.decrease_batch_size_if_needed:
+            return schedule
+        return schedule.rounded(self.layout.micro_batch_size * self.layout.dp)
+
+    @cached_property
+    def skipped(self) -> list[tuple[int, int]]:
+        """Ranges [A, B) of samples that no step may be trained on; UserError if they are none."""
+        return as_user_error(parse_ranges, self.data.skip_samples or ())
+
+    @property
+    def total_samples(self) -> int:
+        """Samples of the whole run, of which --train-samples may leave the last few unread."""
+        if self.training.steps is not None:
+            return self.batches.consumed(self.training.steps)
+        return self.training.train_samples
+
+    @property
+    def total_steps(self) -> int:
+        """Steps in the whole run: whole global batches only."""
+        return self.steps_after(0, 0)
+
+    def steps_after(self, iteration: int, consumed: int) -> int:
+        """The run's last step, as seen from a step by which so many samples were consumed.
+
+        It differs from `total_steps` if an earlier part of the run had other batch sizes.
+        """
+        if self.training.steps is not None:
+            return self.training.steps
+        return iteration + self.batches.steps(self.training.train_samples, consumed)
+
+    def micro_batches(self, batch: int) -> int:
+        """Micro-batches per replica in a step on that many samples."""
+        return batch // (self.layout.micro_batch_size * self.layout.dp)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Nested plain values, for run.json."""
+        return dataclasses.asdict(self)
+
+
+GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": Data, "run": Run}
+
+
+# ------------------------------------------------------------------------------------------------
+# Batch sizes, which several options describe
+# ------------------------------------------------------------------------------------------------
+
+
+def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
+    """The batch sizes that the options ask for, whatever the layout; UserError if impossible."""
+    size, linear = training.global_batch_size, training.rampup_batch_size
+    steps = training.batch_schedule
+    if linear and steps:
+        raise UserError("give one of --rampup-batch-size and --batch-schedule; both was given")
+    if linear:
+        return as_user_error(ramp, *linear, size)
+    if not steps:
+        return constant(size)
+    last = as_user_error(parse_steps, steps)[-1][1]
+    if last != size:
+        raise UserError(
+            f"global-batch-size({size}) is not the last of --batch-schedule "
+            f"{' '.join(map(str, steps))}: leave it out"
+        )
+    return as_user_error(by_tokens, steps, seq_length)

@@ -1,0 +1,194 @@
+"""Which options go together: every check across them, before torch is imported.
+
+    config = check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
+
+Every message shows both sides of what does not fit, with their numbers.
+"""
+
+import dataclasses
+
+from config.messages import UserError
+from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Run, Training, batch_schedule
+
+
+def check(config: Config, ranks: int) -> Config:
+    """The configuration with dp filled in, if it can run on that many ranks; else a UserError.
+
+    Every message shows both sides of what does not fit, with their numbers.
+    """
+    layout = _place(config.layout, ranks)
+    config = dataclasses.replace(config, layout=layout)
+    check_shape(config.model)
+    check_split(config.model, layout)
+    check_batches(config)
+    _ = config.skipped  # a UserError if its ranges make no sense
+    check_batch(layout, "eval-samples", config.data.eval_samples)
+    _check_sharding(layout, config.training)
+    _check_precision(config.training)
+    _check_length(config)
+    _check_saving(config.run)
+    _check_watching(config)
+    return config
+
+
+def _place(layout: Layout, ranks: int) -> Layout:
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    if ranks % (tp * pp):
+        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {ranks} ranks")
+    if dp is not None and tp * pp * dp != ranks:
+        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks")
+    return dataclasses.replace(layout, dp=ranks // (tp * pp))
+
+
+def check_shape(model: ModelShape) -> None:
+    """Raise UserError if no such model can be built, whatever the layout."""
+    if model.hidden % model.heads:
+        raise UserError(f"heads({model.heads}) does not divide hidden({model.hidden})")
+    if model.heads % model.kv_heads:
+        raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
+    if model.positions == "rotary" and model.head_size % 2:
+        raise UserError(
+            f"rotary positions need an even head size: hidden({model.hidden}) / "
+            f"heads({model.heads}) = {model.head_size}"
+        )
+    if model.positions == "learned" and model.seq_length > model.max_positions:
+        raise UserError(
+            f"seq-length({model.seq_length}) is longer than the learned positions: "
+            f"max-positions({model.max_positions})"
+        )
+
+
+def check_split(model: ModelShape, layout: Layout) -> None:
+    """Raise UserError if tensor or pipeline parallelism cannot divide the model."""
+    tp, pp = layout.tp, layout.pp
+    parts = {"heads": model.heads, "kv-heads": model.kv_heads, "hidden": model.hidden}
+    for name, size in (parts | {"ffn-hidden": model.ffn_hidden}).items():
+        if size % tp:
+            raise UserError(f"tp({tp}) does not divide {name}({size})")
+    if layout.sequence_parallel and model.seq_length % tp:
+        raise UserError(
+            f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
+        )
+    if pp > model.layers + 2:
+        raise UserError(
+            f"pp({pp}) is more stages than there are parts to place: "
+            f"{model.layers} blocks + embedding + head = {model.layers + 2}"
+        )
+    explicit_partition(layout, model.layers)
+
+
+def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
+    """Blocks per stage if --partition is a list, else None; UserError if the list does not fit."""
+    text = layout.partition
+    if text in ("balanced", "blocks", "layers"):
+        return None
+    try:
+        blocks = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
+        ) from None
+    if len(blocks) != layout.pp:
+        raise UserError(f"--partition {text} has {len(blocks)} stages, but pp is {layout.pp}")
+    if min(blocks) < 0 or sum(blocks) != layers:
+        raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
+    return blocks
+
+
+def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
+    """Raise UserError unless whole micro-batches on every replica make up that many samples.
+
+    when: what the sentence ends with.
+    """
+    micro, dp = layout.micro_batch_size, layout.dp
+    if samples % (micro * dp):
+        raise UserError(
+            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} does not divide "
+            f"{name}({samples}){when}"
+        )
+
+
+def check_batches(config: Config) -> None:
+    """Raise UserError unless the layout can run every batch of the run; names the first."""
+    layout, rounds = config.layout, config.training.decrease_batch_size_if_needed
+    share = layout.micro_batch_size * layout.dp
+    for level in batch_schedule(config.training, config.model.seq_length).levels():
+        name, when = "global-batch-size", ""
+        if level.consumed or level.steps:
+            name = "batch"
+            when = f", which begins after {level.first_step} steps ({level.consumed} samples)"
+        if not rounds:
+            check_batch(layout, name, level.batch, when)
+        elif level.batch < share:
+            raise UserError(
+                f"micro-batch-size({layout.micro_batch_size}) * dp({layout.dp}) = {share} is more "
+                f"than {name}({level.batch}){when}: rounded down, nothing would be left of it"
+            )
+
+
+def _check_sharding(layout: Layout, training: Training) -> None:
+    """UserError if that optimizer's state, or that pipeline, cannot be sharded so."""
+    name, zero = training.optimizer, layout.zero
+    if zero == 3 and layout.pp > 1:
+        raise UserError(
+            f"--zero 3 gathers the weights for every micro-batch, so it needs pp(1), not "
+            f"pp({layout.pp}); use --zero 2 with a pipeline"
+        )
+    if zero == 3 and name not in ELEMENTWISE:
+        raise UserError(f"--zero 3 takes --optimizer {', '.join(ELEMENTWISE)}, not {name}")
+    if name in ("adafactor", "muon"):
+        if layout.tp > 1:
+            raise UserError(
+                f"--optimizer {name} needs whole matrices, but tp({layout.tp}) cuts them"
+            )
+        if zero == 2:
+            raise UserError(f"--optimizer {name} needs whole matrices: use --zero 0 or 1, not 2")
+    if layout.overlap_param_gather and zero not in (1, 2):
+        raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
+    if layout.recompute_layers is not None and layout.recompute == "none":
+        raise UserError(
+            f"--recompute-layers {layout.recompute_layers} needs --recompute selective or full"
+        )
+
+
+def _check_precision(training: Training) -> None:
+    precision = training.precision
+    if training.grad_dtype == "bf16" and precision != "bf16":
+        raise UserError(f"--grad-dtype bf16 needs --precision bf16, not {precision}")
+    if precision == "fp64" and training.optimizer == "adamw8bit":
+        raise UserError("--optimizer adamw8bit keeps fp32 masters: it cannot train in fp64")
+
+
+def _check_length(config: Config) -> None:
+    training = config.training
+    if (training.steps is None) == (training.train_samples is None):
+        given = "neither" if training.steps is None else "both"
+        raise UserError(f"give one of --steps and --train-samples; {given} was given")
+    if config.total_steps == 0:
+        first = config.batches.batch(0)
+        name = "global-batch-size" if first == training.global_batch_size else "first batch"
+        raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
+    if training.min_lr > training.lr:
+        raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
+
+
+def _check_watching(config: Config) -> None:
+    run = config.run
+    if run.hang_timeout is not None and not run.watchdog:
+        raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
+    step, total = run.profile_step, config.total_steps
+    if step is not None and step > total:
+        raise UserError(f"--profile-step {step} is never reached: the run has {total} steps")
+
+
+def _check_saving(run: Run) -> None:
+    if run.keep_every and not run.keep_last:
+        raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
+    if run.load_weights_only and not run.resume:
+        raise UserError("--load-weights-only needs --resume, to say which weights")
+    saves = run.save_every or run.save_every_minutes
+    for flag, value in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
+        if value and not saves:
+            raise UserError(
+                f"--{flag} needs --save-every or --save-every-minutes: nothing is saved"
+            )

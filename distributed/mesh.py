@@ -1,0 +1,94 @@
+"""The mesh of ranks: named axes, and this rank's groups along them.
+
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp
+
+so a tensor group is a run of neighbouring ranks on one node and a pipeline crosses nodes; cp is
+one until context parallelism lands. A Mesh is passed to whoever needs one; `Mesh()` is a world of
+one that needs no process group.
+"""
+
+from collections.abc import Mapping
+
+from config.schema import AXES, coordinates, rows_along
+from distributed.collectives import Group
+from distributed.context import Context
+from watchdog.flight_recorder import FlightRecorder
+
+# The groups of a mesh, in the order in which they are made.
+ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
+
+
+class Mesh:
+    """The pp x dp x cp x tp grid of ranks and this rank's groups on it.
+
+    axes: ranks along each axis; place: this rank's position on each. tp, cp, dp: the groups along
+    these. replicas: ranks that hold the same parameters and see other tokens (dp and cp together).
+    forward, backward: the ranks of this pipeline, once for activations and once for their
+    gradients, so that the two never wait for one another on a GPU stream. tied: the first and the
+    last of these. world: all. recorder: what this rank does, and the groups' operations.
+    """
+
+    def __init__(self, axes: Mapping[str, int] | None = None, context: Context | None = None):
+        """Collective over all ranks when there is a context: groups are made in one fixed order.
+
+        Raises ValueError if the axes do not multiply to the number of ranks.
+        """
+        self.axes = dict(axes or dict.fromkeys(AXES, 1))
+        self.rank, self.size = (context.rank, context.size) if context else (0, 1)
+        rows = rows_along(self.axes, AXES)
+        if len(rows[0]) != self.size:
+            raise ValueError(f"{self.axes} is not a mesh of {self.size} ranks")
+        self.place = coordinates(self.rank, self.axes)
+        self.recorder = context.recorder if context else FlightRecorder()
+        self.recorder.coordinates = self._shown()
+        self._context = context
+
+        def along(role: str, *names: str) -> Group:
+            return self._own_group(rows_along(self.axes, names), role)
+
+        self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
+        self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
+        self.forward, self.backward = along("forward", "pp"), along("backward", "pp")
+        pipelines = rows_along(self.axes, ("pp",))
+        ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
+        self.tied, self.world = self._own_group(ends, "tied"), self._own_group(rows, "world")
+
+    @property
+    def pp(self) -> Group:
+        """The pipeline's ranks: `forward`, for its size and this rank's position."""
+        return self.forward
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank's stage has the embedding."""
+        return self.pp.rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank's stage has the head."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """Every group by its role."""
+        return {role: getattr(self, role) for role in ROLES}
+
+    def group(self, name: str) -> Group:
+        """The group of a role, as a parameter's spec names it."""
+        return self.groups[name]
+
+    def _shown(self) -> dict[str, int]:
+        """The coordinates that reports show: an axis of one says nothing."""
+        shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
+        return {name: self.place[name] for name in shown}
+
+    def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
+        """The group of the row that has this rank; one in no row (tied, middle ranks) is alone."""
+        own, context = Group((self.rank,)), self._context
+        for row in rows:
+            handle = context.process_group(row, role) if len(row) > 1 else None
+            if self.rank in row:
+                log = context.recorder.group_log(role, row) if context else None
+                blocking = context is not None and context.blocking
+                own = Group(row, row.index(self.rank), handle, log, blocking)
+        return own

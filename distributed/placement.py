@@ -1,0 +1,203 @@
+"""Where ranks run: node, cores and GPU of each, and what is wrong with how they were placed.
+
+    mine = share_of_cores(physical_cores(allowed), ranks=4, index=1)
+    gpu = choose_gpu(local_rank=1, local_size=4, visible=4, node="n1", sharing=False)
+    for sentence in oddities(places, layout, job_nodes=2): ...
+
+Facts come in as arguments, so that a cluster can be tried on a machine without one.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from config.messages import UserError, number_ranges
+from config.schema import Layout, coordinates, rows_along
+
+# More rows than this and the table has one for each node.
+RANKS_IN_FULL = 64
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank runs."""
+
+    node: str
+    local_rank: int  # among the ranks on its node
+    device: str  # cpu, or cuda:3
+    gpu: str | None  # what no two GPUs of the world share, None on a CPU
+    cores: tuple[int, ...]  # on which it may run
+    asked_cores: int | None = None  # --cpus-per-task of the Slurm job
+
+
+# ------------------------------------------------------------------------------------------------
+# Cores
+# ------------------------------------------------------------------------------------------------
+
+
+def allowed_cores() -> tuple[int, ...]:
+    """The logical CPUs that Slurm, a cgroup or taskset leave to this process."""
+    process = psutil.Process()
+    if not hasattr(process, "cpu_affinity"):  # macOS
+        return tuple(range(psutil.cpu_count() or 1))
+    return tuple(process.cpu_affinity())
+
+
+def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Logical CPUs that are threads of one core, together; cores in the machine's order."""
+    groups: dict[int, list[int]] = {}
+    for cpu in logical:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            first = int(path.read_text().replace("-", ",").split(",")[0])
+        except OSError:  # a kernel that does not say: each CPU for itself
+            first = cpu
+        groups.setdefault(first, []).append(cpu)
+    return [tuple(groups[first]) for first in sorted(groups)]
+
+
+def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tuple[int, ...] | None:
+    """The logical CPUs of the `index`-th of `ranks` that share these cores; None if they are fewer.
+
+    Neighbours: GPUs are numbered along the sockets as well.
+    """
+    if ranks > len(cores):
+        return None
+    own = cores[index * len(cores) // ranks : (index + 1) * len(cores) // ranks]
+    return tuple(sorted(cpu for core in own for cpu in core))
+
+
+def keep_to(cores: tuple[int, ...]) -> None:
+    """Run on these logical CPUs only, from here on, with every thread that is started."""
+    process = psutil.Process()
+    if hasattr(process, "cpu_affinity"):
+        process.cpu_affinity(list(cores))
+
+
+# ------------------------------------------------------------------------------------------------
+# GPUs
+# ------------------------------------------------------------------------------------------------
+
+
+def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
+    """The index of a rank's GPU among those it sees.
+
+    A launcher that gives each rank a GPU of its own (--gpus-per-task) shows it that one alone.
+    `sharing`: several ranks may use one GPU. UserError if there are fewer GPUs than ranks.
+    """
+    if visible == 1:
+        return 0  # that it is no other rank's as well is seen when all have told theirs
+    if local_size > visible and not sharing:
+        raise UserError(
+            f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
+            f"a node, or share GPUs with --backend gloo"
+        )
+    return local_rank % visible
+
+
+def check_gpus(places: list[Place]) -> None:
+    """UserError if two ranks have the same GPU."""
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        if place.gpu is not None:
+            ranks.setdefault(place.gpu, []).append(rank)
+    for gpu, several in ranks.items():
+        if len(several) > 1:
+            place = places[several[0]]
+            on_node = sum(other.node == place.node for other in places)
+            raise UserError(
+                f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
+                f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
+                f"--gpus-per-task=1), or share GPUs with --backend gloo"
+            )
+
+
+# ------------------------------------------------------------------------------------------------
+# What is told at the start
+# ------------------------------------------------------------------------------------------------
+
+
+def placement_warnings(
+    places: list[Place], layout: Layout, job_nodes: int | None = None
+) -> list[str]:
+    """A sentence for each thing about the placement that makes a run slower than it need be.
+
+    `job_nodes`: how many nodes the Slurm job holds.
+    """
+    found = [_unequal_nodes(places), _unused_nodes(places, job_nodes)]
+    found += [_split_tensor_group(places, layout), _cores_not_inherited(places)]
+    return [sentence for sentence in found if sentence]
+
+
+def _unequal_nodes(places: list[Place]) -> str | None:
+    ranks = Counter(place.node for place in places)
+    low, high = min(ranks, key=ranks.get), max(ranks, key=ranks.get)
+    if ranks[low] == ranks[high]:
+        return None
+    return (
+        f"nodes have unequal numbers of ranks: {ranks[high]} on {high}, {ranks[low]} on {low}; "
+        f"--ntasks-per-node (mpirun: -ppn) sets one for all"
+    )
+
+
+def _unused_nodes(places: list[Place], job_nodes: int | None) -> str | None:
+    used = len({place.node for place in places})
+    if job_nodes is None or used >= job_nodes:
+        return None
+    return f"the job holds {job_nodes} nodes, but its {len(places)} ranks are on {used} of them"
+
+
+def _split_tensor_group(places: list[Place], layout: Layout) -> str | None:
+    for ranks in rows_along(layout.axes, ("tp",)):
+        nodes = sorted({places[rank].node for rank in ranks})
+        if len(nodes) > 1:
+            return (
+                f"tensor-parallel ranks {ranks[0]} to {ranks[-1]} lie on nodes "
+                f"{', '.join(nodes)}: every layer waits for the network; choose a tp that divides "
+                f"the ranks of a node, and keep neighbours together (srun --distribution=block)"
+            )
+    return None
+
+
+def _cores_not_inherited(places: list[Place]) -> str | None:
+    short = [
+        rank
+        for rank, place in enumerate(places)
+        if place.asked_cores and len(place.cores) < place.asked_cores
+    ]
+    if not short:
+        return None
+    place = places[short[0]]
+    return (
+        f"{len(short)} ranks, the first is {short[0]} on {place.node}, have {len(place.cores)} "
+        f"cores, but the job asked for --cpus-per-task={place.asked_cores}: since Slurm 22.05 srun "
+        f"does not inherit it; give it to srun as well"
+    )
+
+
+def table(places: list[Place], layout: Layout) -> str:
+    """Rank, node, local rank, device, cores, and tp, pp, dp coordinates; or a row for each node."""
+    if len(places) > RANKS_IN_FULL:
+        return _table_of_nodes(places)
+    rows = ["  rank  node                 local  device   cores              tp  pp   dp"]
+    for rank, place in enumerate(places):
+        at = coordinates(rank, layout.axes)
+        rows.append(
+            f"{rank:6}  {place.node:20} {place.local_rank:5}  {place.device:8} "
+            f"{number_ranges(place.cores):16} {at['tp']:4}{at['pp']:4}{at['dp']:5}"
+        )
+    return "\n".join(rows)
+
+
+def _table_of_nodes(places: list[Place]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place.node, []).append(rank)
+    rows = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (each one's place is in run.json)"]
+    for node, own in ranks.items():
+        devices = len({places[rank].gpu or rank for rank in own})
+        cores = {core for rank in own for core in places[rank].cores}
+        rows.append(f"{node:20} {devices:8}  {number_ranges(cores):16} {number_ranges(own)}")
+    return "\n".join(rows)

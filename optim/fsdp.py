@@ -1,0 +1,81 @@
+"""--zero 3: weights, gradients and state sharded over dp, by torch's fully_shard.
+
+torch gathers a block's weights before it runs and frees them after, forward and backward, and
+reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
+sharded over dp is each tensor rank's own piece. Communication is torch's, beside collectives.py.
+Source: torch.distributed.fsdp.fully_shard, the second of its kind (arXiv 2304.11277 for the idea).
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from config.schema import Training
+from distributed.collectives import Handle
+from optim.buckets import Key, Own, Shard, key_of
+from parallel import ParamFactory, ParamSpec
+
+
+class RowShard(Shard):
+    """Parameters of one key, each owned by rows: torch holds them in fp32 and casts them itself."""
+
+    sharded = True
+
+    def __init__(self, key: Key, parameters: list, also_over):
+        """parameters: (sharded parameter, spec, shape of the whole local tensor) of each."""
+        self.key, self.also_over = key, also_over
+        self.parameters = [p for p, _, _ in parameters]
+        self.own, self.masters = [], []
+        for p, spec, shape in parameters:
+            flat = p.to_local().detach().view(-1)
+            start = _first_row(p) * p.shape[1:].numel()
+            own = Own(spec, shape, start, start + flat.numel(), len(self.masters), 0)
+            self.masters.append(flat)
+            if flat.numel():
+                self.own.append(own)
+
+    def gradients_of_own(self) -> list[Tensor]:
+        """Gradients of this rank's rows, one flat tensor for each parameter."""
+        return [p.grad.to_local().view(-1) for p in self.parameters]
+
+    def clear(self) -> None:
+        """Let go of the gradients."""
+        for p in self.parameters:
+            p.grad = None
+
+    def all_gather_params(self) -> Handle | None:
+        """Nothing: torch gathers weights when it needs them."""
+        return None
+
+
+def shard_fully(stage: nn.Module, build: ParamFactory, training: Training) -> list[RowShard]:
+    """Shard a stage's parameters over dp, block by block; collective over dp."""
+    facts = {}
+    for name, p in stage.named_parameters():
+        facts[name] = (p.spec, tuple(p.shape))
+        # Rows must be many to be dealt out evenly: (2, f, h) is one matrix of 2 f rows.
+        p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
+    mesh = DeviceMesh.from_group(build.mesh.dp.handle, torch.device(build.device).type)
+    exact = torch.promote_types(build.dtype, torch.float32)
+    sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
+    policy = MixedPrecisionPolicy(build.dtype, sums, cast_forward_inputs=False)
+    for part in (*stage.blocks, stage):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for part in stage.modules():
+        if isinstance(part, FSDPModule):  # the loss is divided by the global batch already
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    by_key: dict[Key, list[tuple[nn.Parameter, ParamSpec, tuple[int, ...]]]] = {}
+    for name, p in stage.named_parameters():
+        spec, shape = facts[name]
+        by_key.setdefault(key_of(spec, training.optimizer), []).append((p, spec, shape))
+    also = {"": None, "partial": build.mesh.tp}
+    return [RowShard(key, by_key[key], also[key.also]) for key in sorted(by_key)]
+
+
+def _first_row(p: nn.Parameter) -> int:
+    """The first row of this rank's shard: torch deals out equal runs, the last ones shorter."""
+    mesh = p.device_mesh
+    rows = -(-p.shape[0] // mesh.size())
+    return min(p.shape[0], mesh.get_local_rank() * rows)

@@ -1,0 +1,339 @@
+"""Update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon; zero.py says on which tensors.
+
+A rule holds the state of some master tensors of this rank and updates them by their gradients. It
+knows nothing of ranks. Which tensors a rule may get depends on how it works:
+
+    elementwise     any flat piece of any parameters
+    in blocks       flat pieces that begin at multiples of BLOCK in every parameter
+    whole matrices  each matrix at one owner, whole
+
+A family is the set of parameters that one rule can take together: "plain" for AdamW, SGD and all
+that another rule leaves out, "blocks" for 8-bit AdamW, "matrices" for Adafactor and Muon.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from config.messages import UserError
+from config.schema import Training
+from parallel import ParamSpec
+
+# Weights that share a scale in 8-bit AdamW: what bitsandbytes' kernels are built for.
+BLOCK = 256
+# Newton-Schulz in bf16 and this momentum are torch's defaults, those of Muon's author.
+MUON_MOMENTUM = 0.95
+
+
+def family(optimizer: str, spec: ParamSpec) -> str:
+    """The family of a parameter under that --optimizer."""
+    if optimizer == "adamw8bit" and spec.decay and not spec.name.startswith("embedding."):
+        return "blocks"
+    if optimizer == "muon" and spec.decay and spec.name.startswith("blocks."):
+        return "matrices"
+    return "matrices" if optimizer == "adafactor" else "plain"
+
+
+def state_kinds(optimizer: str) -> tuple[str, ...]:
+    """The optimizer's tensors in a checkpoint, each with one element for every weight.
+
+    Of muon's matrices exp_avg is the momentum, and they have no exp_avg_sq: zeros. 8-bit moments
+    are written out in fp32, so that a run may go on with adamw and the other way round. Adafactor's
+    factors are written once for every weight of their row or column; of vectors row_var is the
+    variance and col_var zeros.
+    """
+    if optimizer == "adafactor":
+        return ("row_var", "col_var")
+    return ("momentum_buffer",) if optimizer == "sgd" else ("exp_avg", "exp_avg_sq")
+
+
+def interchangeable(optimizer: str) -> str:
+    """The name under which a checkpoint keeps the state: equal for those that can take it over."""
+    return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
+
+
+class Rule:
+    """What zero.py asks of a rule: update, and its state to read and to write.
+
+    kernel: what runs. steps: updates so far.
+    """
+
+    kernel: str
+    steps: int
+
+    def update(self, gradients: list[Tensor], lr: float) -> None:
+        """One step on all master tensors, by gradients of their shapes and type."""
+        raise NotImplementedError
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that is there now, masters not counted."""
+        raise NotImplementedError
+
+    def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
+        raise NotImplementedError
+
+    def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
+        """Set elements from `start` on of a state tensor of master `index`."""
+        raise NotImplementedError
+
+
+def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> Rule:
+    """The rule of --optimizer for master tensors of one family and one weight-decay rule.
+
+    Raises UserError if the package that it needs is not installed.
+    """
+    t, weight_decay = training, training.weight_decay if decay else 0.0
+    betas = (t.adam_beta1, t.adam_beta2)
+    if t.optimizer == "apex":
+        return _TorchRule(masters, _apex(), betas=betas, eps=t.adam_eps, weight_decay=weight_decay)
+    if t.optimizer == "sgd":
+        return _TorchRule(masters, _sgd(t.sgd_momentum), weight_decay=weight_decay)
+    if group == "blocks":
+        return _Adam8bit(masters, betas, t.adam_eps, weight_decay)
+    if t.optimizer == "adafactor":
+        return _TorchRule(masters, _adafactor(), weight_decay=weight_decay)
+    if group == "matrices":
+        return _TorchRule(masters, _muon(), weight_decay=weight_decay)
+    return _TorchRule(masters, _adamw(), betas=betas, eps=t.adam_eps, weight_decay=weight_decay)
+
+
+# ------------------------------------------------------------------------------------------------
+# Rules that are a torch.optim.Optimizer, or look like one
+# ------------------------------------------------------------------------------------------------
+
+
+class _Kind:
+    """One state tensor of torch's, as a checkpoint sees it: one element for every weight."""
+
+    def __init__(self, key: str, shape: Callable[[Tensor], tuple[int, ...]] | None = None):
+        """`key` in the optimizer's state; its shape from the master's, default: the same."""
+        self.key, self.shape = key, shape or (lambda master: tuple(master.shape))
+
+
+class _Library:
+    """An optimizer class of a library, and what a checkpoint keeps of its state."""
+
+    def __init__(self, kernel: str, make, kinds: Callable[[Tensor], dict[str, _Kind | None]]):
+        """`kinds` of a master: by the checkpoint's name, None for what this master has not."""
+        self.kernel, self.make, self.kinds = kernel, make, kinds
+
+
+class _TorchRule(Rule):
+    """Runs a library's optimizer, and makes its state before the first step, to load into."""
+
+    def __init__(self, masters: list[Tensor], library: _Library, **options):
+        self.masters, self.library, self.kernel = masters, library, library.kernel
+        self.optimizer = library.make(masters, **options) if masters else None
+        self.steps = 0
+
+    def update(self, gradients: list[Tensor], lr: float) -> None:
+        """As Rule.update, by the library's own step."""
+        self.steps += 1
+        if self.optimizer is None:
+            return
+        for master, gradient in zip(self.masters, gradients):
+            master.grad = gradient
+        for options in self.optimizer.param_groups:
+            options["lr"] = lr
+            options["step"] = self.steps - 1  # where apex counts
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(self.steps - 1)
+        self.optimizer.step()
+        for master in self.masters:
+            master.grad = None
+
+    def state_bytes(self) -> int:
+        states = self.optimizer.state.values() if self.optimizer else ()
+        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        return sum(t.nbytes for t in tensors)
+
+    def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
+        tensor = self._state(kind, index)
+        if tensor is None:
+            return torch.zeros(stop - start, device=self.masters[index].device)
+        return tensor.expand(self.masters[index].shape).reshape(-1)[start:stop]
+
+    def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
+        """As Rule.write; state that is one number a row or a column takes it from `values`."""
+        tensor, master = self._state(kind, index), self.masters[index]
+        if tensor is None:
+            return
+        if tensor.shape == master.shape:
+            tensor.view(-1)[start : start + len(values)] = values
+            return
+        rows = values.view(-1, master.shape[1])  # of a whole matrix, padding left out
+        if tensor.shape[0] == 1:
+            tensor.copy_(rows[:1])
+        else:
+            tensor[: len(rows)] = rows[:, :1]
+
+    def _state(self, kind: str, index: int) -> Tensor | None:
+        """torch's state tensor of that kind; as before the first step if there is none yet."""
+        master = self.masters[index]
+        kinds, state = self.library.kinds(master), self.optimizer.state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            for one in kinds.values():
+                if one is not None:
+                    state[one.key] = master.new_zeros(one.shape(master))
+        return None if kinds[kind] is None else state[kinds[kind].key]
+
+
+def _moments(master: Tensor) -> dict[str, _Kind | None]:
+    return {kind: _Kind(kind) for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def _adamw() -> _Library:
+    def make(masters, **options):
+        return torch.optim.AdamW(masters, fused=True, **options)
+
+    return _Library("torch.optim.AdamW, fused", make, _moments)
+
+
+def _apex() -> _Library:
+    if importlib.util.find_spec("apex") is None or not _has_fused_adam():
+        raise UserError(
+            "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "
+            "github.com/NVIDIA/apex; the package that `pip install apex` brings is another "
+            "project's. --optimizer adamw runs torch's own fused kernel"
+        )
+    from apex.optimizers import FusedAdam
+
+    def make(masters, **options):
+        return FusedAdam(masters, adam_w_mode=True, **options)
+
+    return _Library("NVIDIA apex FusedAdam", make, _moments)
+
+
+def _has_fused_adam() -> bool:
+    try:
+        return importlib.util.find_spec("apex.optimizers") is not None
+    except ImportError:  # the other package called apex
+        return False
+
+
+def _sgd(momentum: float) -> _Library:
+    def make(masters, **options):
+        return torch.optim.SGD(masters, momentum=momentum, **options)
+
+    kind = _Kind("momentum_buffer") if momentum else None
+    return _Library("torch.optim.SGD", make, lambda master: {"momentum_buffer": kind})
+
+
+def _adafactor() -> _Library:
+    def kinds(master: Tensor) -> dict[str, _Kind | None]:
+        if master.dim() < 2:
+            return {"row_var": _Kind("variance"), "col_var": None}
+        rows, columns = master.shape
+        return {
+            "row_var": _Kind("row_var", lambda m: (rows, 1)),
+            "col_var": _Kind("col_var", lambda m: (1, columns)),
+        }
+
+    return _Library("torch.optim.Adafactor", torch.optim.Adafactor, kinds)
+
+
+def _muon() -> _Library:
+    def make(masters, **options):
+        return torch.optim.Muon(
+            masters, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw", **options
+        )
+
+    kinds = {"exp_avg": _Kind("momentum_buffer"), "exp_avg_sq": None}
+    return _Library("torch.optim.Muon on the blocks' matrices", make, lambda master: kinds)
+
+
+# ------------------------------------------------------------------------------------------------
+# 8-bit AdamW
+# ------------------------------------------------------------------------------------------------
+
+
+class _Adam8bit(Rule):
+    """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
+
+    Masters are flat, of a multiple of BLOCK elements. The codes of the signed map are made
+    symmetric: then the largest of a block is always code 1 or -1, and a moment that was written
+    out in fp32 is read back to the same bits.
+    """
+
+    def __init__(self, masters, betas: tuple[float, float], eps: float, weight_decay: float):
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise UserError(
+                "--optimizer adamw8bit needs the package bitsandbytes: pip install bitsandbytes"
+            )
+        # On CPUs it regrets a kernel for 4-bit products, of which there are none here.
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+        import bitsandbytes
+        from bitsandbytes import functional
+
+        self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
+        self.library, self.masters, self.steps = functional, masters, 0
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        device = masters[0].device if masters else torch.device("cpu")
+        signed = functional.create_dynamic_map(signed=True)
+        signed[0] = -1.0
+        unsigned = functional.create_dynamic_map(signed=False)
+        self.maps = {"exp_avg": signed.to(device), "exp_avg_sq": unsigned.to(device)}
+        self.codes = {k: [self._zero_codes(m, k) for m in masters] for k in self.maps}
+        self.scales = {k: [m.new_zeros(m.numel() // BLOCK) for m in masters] for k in self.maps}
+
+    def _zero_codes(self, master: Tensor, kind: str) -> Tensor:
+        zero = int((self.maps[kind] == 0).nonzero()[0])
+        return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
+
+    def update(self, gradients: list[Tensor], lr: float) -> None:
+        """As Rule.update, by bitsandbytes' blockwise kernel."""
+        self.steps += 1
+        for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
+            self.library.optimizer_update_8bit_blockwise(
+                "adam",
+                gradient,
+                master,
+                self.codes["exp_avg"][i],
+                self.codes["exp_avg_sq"][i],
+                *self.betas,
+                0.0,  # beta3 and alpha belong to another optimizer
+                0.0,
+                self.eps,
+                self.steps,
+                lr,
+                self.maps["exp_avg"],
+                self.maps["exp_avg_sq"],
+                self.scales["exp_avg"][i],
+                self.scales["exp_avg_sq"][i],
+                weight_decay=self.weight_decay,
+            )
+
+    def state_bytes(self) -> int:
+        parts = [*self.codes.values(), *self.scales.values()]
+        return sum(t.nbytes for tensors in parts for t in tensors)
+
+    def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        codes = self.codes[kind][index][first * BLOCK : last * BLOCK]
+        scales = self.scales[kind][index][first:last]
+        values = self.library.dequantize_blockwise(
+            codes, absmax=scales, code=self.maps[kind], blocksize=BLOCK
+        )
+        return values[start - first * BLOCK :][: stop - start]
+
+    def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
+        """As Rule.write; ValueError if `start` is not the start of a block."""
+        if start % BLOCK:
+            raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
+        count = -(-len(values) // BLOCK) * BLOCK
+        padded = values.new_zeros(count)
+        padded[: len(values)] = values
+        blocks = padded.view(-1, BLOCK)
+        scales = blocks.abs().amax(1)
+        # The library's own quantisation is off by one code now and then; the nearest is wanted.
+        levels = self.maps[kind]
+        middles = (levels[1:] + levels[:-1]) / 2
+        codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], middles)
+        self.codes[kind][index][start : start + count] = codes.view(-1).to(torch.uint8)
+        self.scales[kind][index][start // BLOCK : (start + count) // BLOCK] = scales

@@ -1,0 +1,9 @@
+"""What fits and how fast, for any layout on any machine: pure arithmetic, no torch, no GPU.
+
+hardware        machines: rates, links, software, from hardware/*.toml
+op_costs        seconds of GEMMs, attention, memory traffic, collectives
+step_time       seconds of a step, from the simulated schedule
+memory          bytes of each stage's GPU
+layouts         every layout, ranked or rejected with a reason
+published_rows  rows of measurements, read and checked
+"""

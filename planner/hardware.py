@@ -1,0 +1,223 @@
+"""Machines as data: what a GPU, its node, its network and the software on it can do.
+
+    machine = load("a100-80")                          # hardware/a100-80.toml
+    machine = load("a100-80", "measured.toml")         # with rates that were measured there
+
+One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. What a vendor
+publishes stands there with its source. Where a number should be stands a name, it is a constant
+fitted on measured rows: `hardware/fitted.toml` has its value, unit, meaning and those rows.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config.messages import UserError
+
+FOLDER = Path(__file__).resolve().parent.parent / "hardware"
+FITTED = "fitted"  # the one file of the folder that is not a machine
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between ranks: seconds per message, bytes/s one way, and the share achieved."""
+
+    latency: float
+    bandwidth: float
+    fraction: float  # in a ring collective of long messages
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second that a long ring collective achieves."""
+        return self.bandwidth * self.fraction
+
+
+@dataclass(frozen=True)
+class Software:
+    """What the training program does where programs differ. The defaults are Trine's."""
+
+    attention: str = "flash"  # flash: scores stay on the chip; fused: GEMM, one softmax kernel
+    dropout: bool = False  # masks are drawn, applied and kept
+    virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
+    scatter_p2p: bool = False  # each tensor rank sends 1/tp of an activation, then all gather
+    overlap_data: float = 0.0  # share of gradient and parameter traffic hidden behind compute
+    overlap_tensor: float = 0.0  # share of tensor collectives hidden behind GEMMs
+    all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
+    wire_bytes: int = 4  # of one gradient on the wire
+    fused_accumulation: bool = False  # the weight-gradient GEMM adds to the gradient by itself
+    gradient_bytes: float = 4.0  # of one gradient at rest, on every replica
+    sharded_bytes: float = 12.0  # of master weight and Adam's moments of one parameter, over dp
+    workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
+    buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
+    host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
+    per_step: float = 0.05  # seconds of a step that no micro-batch causes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster as it was used. Rates in FLOP/s and bytes/s, sizes in bytes, times in seconds."""
+
+    name: str
+    device: str  # a part of the name the driver gives it, which calibrations are checked against
+    peak: float  # dense half-precision FLOP/s of one GPU's tensor cores
+    vector_peak: float  # FP32 FLOP/s outside the tensor cores
+    processors: int  # streaming multiprocessors
+    memory: float
+    bandwidth: float  # of the GPU's memory
+    context: float  # what a CUDA context takes before the first tensor
+    node: int  # GPUs of one node
+    nvlink: Link  # of one GPU
+    network: Link  # of one node
+    p2p_fraction: float  # of the network that messages between two stages achieve
+    gemm_fraction: float  # of the peak that a large, aligned GEMM achieves
+    flash_fraction: float  # of the peak that a flash-attention kernel achieves
+    vector_fraction: float  # of vector_peak that a misaligned batched GEMM achieves
+    stride_penalty: float  # of the same, when its rows are 64 KiB apart
+    activation_overhead: float  # allocated over asked for, of what lives long
+    crossing: float = 1.0  # of the network's speed for a ring that enters and leaves by other GPUs
+    ranks_per_core: float = (
+        1.0  # above 1: ranks share CPU cores, and rates are those of all at work
+    )
+    slowdown: float = 1.0  # of every step: a named defect of this machine
+    software: Software = field(default_factory=Software)
+    fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that was fitted: to what, and what it means."""
+
+    name: str
+    value: float
+    unit: str
+    meaning: str
+    fitted_on: str
+
+
+def names() -> list[str]:
+    """The machines in `hardware/`."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != FITTED)
+
+
+def constants() -> list[Constant]:
+    """Every fitted constant, as listed by `plan.py constants`."""
+    return [Constant(name, **entry) for name, entry in _read(FOLDER / f"{FITTED}.toml").items()]
+
+
+def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
+    """The machine of that name, with what `calibration` measured in place of its assumptions.
+
+    Keyword arguments override fitted constants by name; that is how they are fitted. Raises
+    UserError for an unknown machine or a calibration that does not belong to it.
+    """
+    values = {c.name: c.value for c in constants()} | fitted
+    machine = _build(name, _merged(name), values)
+    return calibrate(machine, calibration) if calibration else machine
+
+
+def _merged(name: str) -> dict[str, Any]:
+    """The entries of a file, on top of those of the file it is `like`."""
+    if name not in names():
+        close = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names())}"
+        raise UserError(f"no machine is called {name!r}; {hint}")
+    own = _read(FOLDER / f"{name}.toml")
+    base = _merged(own.pop("like")) if "like" in own else {}
+    tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
+    return base | own | tables
+
+
+def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:
+    def number(entry):
+        return values[entry] if isinstance(entry, str) and entry in values else entry
+
+    def filled(table):
+        return {key: number(entry) for key, entry in table.items()}
+
+    entries = {k: filled(v) if isinstance(v, dict) else number(v) for k, v in entries.items()}
+    for link in ("nvlink", "network"):
+        entries[link] = Link(**entries[link])
+    entries["software"] = Software(**entries.get("software", {}))
+    return Machine(name=name, **entries)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise UserError(f"cannot read {path.name}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path.name} is not TOML: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# Calibration
+# ------------------------------------------------------------------------------------------------
+
+CALIBRATED = (
+    "gemm_fraction",
+    "flash_fraction",
+    "bandwidth",
+    "memory",
+    "node",
+    "ranks_per_core",
+    "context",
+    "host_per_block",
+)
+
+
+def calibrate(machine: Machine, path: str) -> Machine:
+    """The machine with measured rates; UserError if the file is of another device or is odd.
+
+    The file, of which every entry but `device` may be left out:
+
+        device = "NVIDIA A100-SXM4-80GB"       # torch.cuda.get_device_name()
+        gemm_fraction = 0.78                   # of the machine's peak, large aligned GEMM
+        flash_fraction = 0.55
+        bandwidth = 1.7e12                     # bytes/s, a long copy counts both ways
+        memory = 3e9                           # bytes a rank may use, where ranks share a host's
+        node = 8                               # ranks on a node
+        ranks_per_core = 4.0                   # above 1 if CPU ranks share cores
+        context = 1.6e9                        # bytes
+        host_per_block = 0.0                   # seconds
+        [nvlink]                               # a tensor group: t = 2 (n-1) alpha + 2 (n-1)/n bytes
+        alpha = 8e-6                           # seconds                                 / beta
+        beta = 210e9                           # bytes/s of one GPU
+        [network]                              # the same between nodes
+        alpha = 2e-5
+        beta = 160e9                           # bytes/s of one node, all its GPUs at once
+    """
+    entries = _read(Path(path))
+    device = str(entries.pop("device", ""))
+    if machine.device.lower() not in device.lower():
+        raise UserError(
+            f"the calibration {path} was measured on {device or 'no stated device'!r}, "
+            f"but {machine.name} has {machine.device!r}"
+        )
+    changes: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if key in ("nvlink", "network"):
+            changes[key] = _calibrated_link(path, key, entry, getattr(machine, key))
+        elif key in CALIBRATED and isinstance(entry, (int, float)) and entry >= 0:
+            changes[key] = int(entry) if key == "node" else float(entry)
+        else:
+            known = ", ".join((*CALIBRATED, "nvlink", "network"))
+            raise UserError(f"the calibration {path} says {key} = {entry!r}; it may have {known}")
+    if "host_per_block" in changes:
+        host = changes.pop("host_per_block")
+        changes["software"] = dataclasses.replace(machine.software, host_per_block=host)
+    return dataclasses.replace(machine, **changes)
+
+
+def _calibrated_link(path: str, key: str, entry: Any, link: Link) -> Link:
+    if not isinstance(entry, dict) or set(entry) != {"alpha", "beta"}:
+        raise UserError(f"the calibration {path} needs alpha and beta in [{key}], not {entry!r}")
+    alpha, beta = entry["alpha"], entry["beta"]
+    if not all(isinstance(v, (int, float)) for v in (alpha, beta)) or alpha < 0 or beta <= 0:
+        raise UserError(f"the calibration {path} has [{key}] alpha = {alpha}, beta = {beta}")
+    return Link(float(alpha), link.bandwidth, beta / link.bandwidth)

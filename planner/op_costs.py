@@ -1,0 +1,154 @@
+"""Seconds of single operations on one machine: GEMMs, attention, memory traffic, collectives.
+
+Physics, in the order of how much it decides:
+
+* A GEMM is cut into tiles, and tiles are dealt out in waves over the GPU's processors: a last wave
+  that is nearly empty costs as much as a full one. (NVIDIA, "Matrix multiplication background".)
+* Rows that do not begin at multiples of 16 bytes (8 half-precision numbers) keep a GEMM off the
+  fast path: a plain one loads less at a time, attention's batched ones leave the tensor cores.
+* What is not a GEMM moves bytes, and takes the time that the memory takes to move them.
+* A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
+"""
+
+from planner.hardware import Link, Machine
+
+# Shape of a tile (rows, columns) and its speed beside the largest: a smaller tile reuses less of
+# what it loads. Assumed from cuBLAS on square A100 GEMMs, not fitted.
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
+PROLOGUE = 64  # a tile fills its pipeline for as long as this much of the inner dimension takes
+LAUNCH = 5e-6  # seconds from one kernel to the next
+GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operands
+COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
+ALIGNMENT = 8  # elements of half precision in 16 bytes
+PAGE = 65536  # bytes between rows at which stride_penalty is counted once
+
+
+def gemm(machine: Machine, m: int, n: int, k: int, size: int = 2) -> float:
+    """Seconds of (m x k) times (k x n); `size` is the bytes of a number, 4 means FP32."""
+    traffic = float(size) * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
+    if size > 2:
+        return max(2.0 * m * n * k / (machine.vector_peak * machine.gemm_fraction), traffic)
+    return max(_tensor_cores(machine, m, n, k, 1) / _aligned(n, k), traffic) + LAUNCH
+
+
+def batched_gemm(machine: Machine, m: int, n: int, k: int, batch: int, row_bytes: float) -> float:
+    """Seconds of `batch` such products whose rows lie `row_bytes` apart, as attention's do."""
+    traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
+    if _aligned(n, k) == 1.0:
+        return max(_tensor_cores(machine, m, n, k, batch), traffic) + LAUNCH
+    odd = 2.0 if n % 2 or k % 2 else 1.0  # loads of two bytes in place of four
+    rate = machine.vector_peak * machine.vector_fraction / odd
+    strided = 1.0 + machine.stride_penalty * (row_bytes / PAGE) ** 2
+    return max(2.0 * batch * m * n * k / rate, traffic) * strided
+
+
+def _tensor_cores(machine: Machine, m: int, n: int, k: int, batch: int) -> float:
+    """Seconds with the best tile: whole waves of whole tiles."""
+    best = float("inf")
+    for rows, columns, speed in TILES:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        waves = -(-tiles // machine.processors)
+        best = min(best, waves * rows * columns / speed)
+    rate = machine.peak * machine.gemm_fraction
+    return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
+
+
+def _aligned(*sizes: int) -> float:
+    """1 if every row begins at a multiple of 16 bytes, else the share of 16 that it does."""
+    worst = ALIGNMENT
+    for size in sizes:
+        while size % worst:
+            worst //= 2
+    return worst / ALIGNMENT
+
+
+def linear(machine: Machine, rows: int, outs: int, ins: int, size: int = 2) -> tuple[float, float]:
+    """Seconds of a linear layer, forward and backward (input gradient and weight gradient)."""
+    forward = gemm(machine, rows, outs, ins, size)
+    return forward, gemm(machine, rows, ins, outs, size) + gemm(machine, outs, ins, rows, size)
+
+
+def moved(machine: Machine, count: float) -> float:
+    """Seconds to move that many bytes to and from memory in elementwise kernels."""
+    return count / (machine.bandwidth * COPY_MEMORY)
+
+
+# ------------------------------------------------------------------------------------------------
+# Attention: q k^T, softmax, times v
+# ------------------------------------------------------------------------------------------------
+
+
+def attention(
+    machine: Machine, seq: int, head: int, heads: int, micro: int, size: int = 2
+) -> tuple[float, float]:
+    """Seconds of the attention core over `heads` local heads, forward and backward."""
+    if machine.software.attention == "flash" or size > 2:
+        return _flash(machine, seq, head, heads * micro, size)
+    batch, row = heads * micro, 2.0 * 3 * head * heads * micro
+    scores = batched_gemm(machine, seq, seq, head, batch, row)
+    mixed = batched_gemm(machine, seq, head, seq, batch, row)
+    elements = float(batch) * seq * seq
+    dropout = 5.0 if machine.software.dropout else 0.0  # read 2, write 2, mask 1
+    forward, backward = 4.0 + dropout, 6.0 + dropout
+    if not fused_softmax(seq, batch):  # scale, mask, cast, softmax, cast: a kernel each
+        forward, backward = forward + 24.0, backward + 16.0
+    return (
+        scores + mixed + moved(machine, forward * elements),
+        scores + 3 * mixed + moved(machine, backward * elements),
+    )
+
+
+def fused_softmax(seq: int, batch: int) -> bool:
+    """Whether Megatron's fused causal softmax takes this shape; else it silently does not."""
+    return 16 < seq <= 4096 and seq % 4 == 0 and batch % 4 == 0
+
+
+def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tuple[float, float]:
+    """Two products forward, five backward, of which the causal mask leaves half."""
+    product = float(batch) * seq * seq * head
+    rate = machine.peak * machine.flash_fraction
+    if size > 2:
+        rate = machine.vector_peak * machine.gemm_fraction
+    padded = -(-head // ALIGNMENT) * ALIGNMENT / head
+    return 2 * product * padded / rate + LAUNCH, 5 * product * padded / rate + LAUNCH
+
+
+# ------------------------------------------------------------------------------------------------
+# Between ranks
+# ------------------------------------------------------------------------------------------------
+
+
+def ring(machine: Machine, ranks: int, stride: int) -> Link:
+    """The link that bounds a ring of `ranks` ranks that lie `stride` apart.
+
+    Within a node that is NVLink. Across nodes, all groups of a node share its network; a ring with
+    several ranks on a node receives through one GPU and sends through another, so that adapters
+    work one way only, and reaches `crossing` of the speed.
+    """
+    local = min(ranks, max(1, machine.node // stride))
+    if ranks <= local:
+        return machine.nvlink
+    groups = machine.node / local
+    crossing = machine.crossing if local > 1 else 1.0
+    speed = min(machine.nvlink.speed, machine.network.speed / groups * crossing)
+    return Link(machine.network.latency, speed, 1.0)
+
+
+def all_reduce(link: Link, ranks: int, count: float) -> float:
+    """Seconds to sum `count` bytes over a ring; a reduce-scatter or all-gather takes half."""
+    if ranks < 2:
+        return 0.0
+    return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
+
+
+def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:
+    """Seconds until one stage's activation of `count` bytes has reached the next stage."""
+    share = count / tp if machine.software.scatter_p2p else count
+    if stage_ranks >= machine.node:
+        link = machine.network
+        seconds = share * machine.node / (link.bandwidth * machine.p2p_fraction) + link.latency
+    else:  # neighbours on one node, and at its edge as many pairs as a stage has ranks
+        edge = share * stage_ranks / (machine.network.bandwidth * machine.p2p_fraction)
+        seconds = max(edge, share / machine.nvlink.speed) + machine.nvlink.latency
+    gathered = count * (tp - 1) / tp if machine.software.scatter_p2p else 0.0
+    return seconds + gathered / machine.nvlink.speed

@@ -1,0 +1,361 @@
+"""How long a step takes and what it needs, for one layout on one machine: no torch, no GPU.
+
+    prediction = predict(model, layout, training, load("a100-80"))
+
+A step is the pipeline's time (the schedule of `schedule.py`, simulated with each stage's own
+seconds), then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
+Symbols as in counts.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+
+from config.model_stats import block_parameters, hardware_flops, model_flops, stages
+from config.schema import Layout, ModelShape, Training
+from planner import memory, op_costs
+from planner.hardware import Machine
+from schedules import schedule
+
+HALF = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds of one micro-batch forward and backward (with recomputation) through a part."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a layout is predicted to do. Seconds per step, bytes of the fullest stage's GPU."""
+
+    seconds: float
+    parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
+    bubble: float  # share of the pipeline's time in which an average stage waits
+    memory: list[memory.StageMemory]
+    fits: bool
+    margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
+    tokens_per_second: float
+    model_tflops: float  # per GPU, megatron-2025 formula
+    hardware_tflops: float  # per GPU, with recomputation
+    mfu: float
+    warnings: list[str]
+
+    def as_dict(self) -> dict:
+        """Plain values, for --json."""
+        values = asdict(self)
+        for row, stage in zip(values["memory"], self.memory, strict=True):
+            row["total"] = stage.total
+        return values
+
+
+def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
+    """Time and memory of a layout that `config` has checked; dp must be filled in."""
+    slow = machine.slowdown
+    pipeline, bubble = pipeline_time(model, layout, training, machine)
+    parts = {"pipeline": pipeline} | step_parts(model, layout, training, machine)
+    parts = {name: seconds * slow for name, seconds in parts.items()}
+    seconds = sum(parts.values())
+    parts["bubble"] = parts["pipeline"] * bubble
+    table = memory.stages(model, layout, training, machine)
+    margin = machine.memory - max(stage.total for stage in table)
+    gpus, samples = layout.tp * layout.pp * layout.dp, training.global_batch_size
+    per_gpu = seconds * gpus * 1e12
+    flops = model_flops(model, samples)
+    return Prediction(
+        seconds=seconds,
+        parts=parts,
+        bubble=bubble,
+        memory=table,
+        fits=margin >= 0,
+        margin=margin,
+        tokens_per_second=samples * model.seq_length / seconds,
+        model_tflops=flops / per_gpu,
+        hardware_tflops=_executed(model, layout, samples) / per_gpu,
+        mfu=flops / (seconds * gpus * machine.peak),
+        warnings=out_of_range(model, layout, machine),
+    )
+
+
+def _executed(model: ModelShape, layout: Layout, samples: int) -> float:
+    """FLOPs that a step executes, with what this layout recomputes."""
+    again = sum(layout.recomputed_blocks(stage.blocks) for stage in stages(model, layout))
+    return hardware_flops(model, samples, layout.recompute, blocks=again)
+
+
+def out_of_range(model: ModelShape, layout: Layout, machine: Machine) -> list[str]:
+    """In which respects the constants have not seen such a layout; empty inside the range."""
+    values = {
+        "hidden": model.hidden,
+        "gpus": layout.tp * layout.pp * layout.dp,
+        "micro_batch_size": layout.micro_batch_size,
+        "seq_length": model.seq_length,
+    }
+    found = []
+    for name, (low, high) in machine.fitted_range.items():
+        if not low <= values[name] <= high:
+            seen = f"{low} to {high}" if high else "nothing"
+            text = f"{name} {values[name]} is outside what was fitted on {machine.name}: {seen}"
+            found.append(text)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------
+# One micro-batch through one part
+# ------------------------------------------------------------------------------------------------
+
+
+def block_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
+    """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
+    t, b, s, h, f = _sizes(model, layout)
+    size, rows = _number(training), s * b
+    gated = model.activation == "swiglu"
+    qkv = (model.heads + 2 * model.kv_heads) * model.head_size
+    shapes = ((qkv // t, h), (h, model.heads * model.head_size // t))
+    shapes += ((f * (2 if gated else 1) // t, h), (h, f // t))
+    layers = [op_costs.linear(machine, rows, outs, ins, size) for outs, ins in shapes]
+    local = model.heads // t
+    core = op_costs.attention(machine, s, model.head_size, local, b, size)
+    other = _elementwise(model, layout, machine, size, qkv)
+    link = op_costs.ring(machine, t, 1)
+    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    exposed = 2 * reduced * (1 - machine.software.overlap_tensor)
+    added = op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
+    host = machine.software.host_per_block
+    forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + host / 4
+    backward = sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + added
+    backward += host * 3 / 4
+    if layout.sequence_parallel:  # the gathered inputs are not kept: gathered once more
+        backward += exposed / 2
+    again = {"none": 0.0, "selective": core[0], "full": forward}[layout.recompute]
+    if layout.recompute == "selective" and machine.software.attention == "flash":
+        again = 0.0  # the kernel does that itself
+    return Pass(forward, backward + again)
+
+
+def _elementwise(model, layout, machine, size, qkv) -> tuple[float, float]:
+    """Seconds of norms, residuals, dropout, activation and bias gradients, by bytes moved.
+
+    Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
+    write); backward three for a norm, three for an addition; a dropout mask is one byte.
+    """
+    t, b, s, h, f = _sizes(model, layout)
+    rows, masks = s * b, 1.0 if machine.software.dropout else 0.0
+    shared = t if layout.sequence_parallel else 1
+    width = f * (3 if model.activation == "swiglu" else 2)
+    forward = (10 * size + 2 * masks) * h / shared + size * width / t
+    backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
+    if model.bias:
+        backward += size * (qkv / t + f / t + 2 * h)
+    return op_costs.moved(machine, rows * forward), op_costs.moved(machine, rows * backward)
+
+
+def head_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
+    """Seconds of one micro-batch through final norm, output matrix and loss."""
+    t, b, s, h, _ = _sizes(model, layout)
+    size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
+    forward, backward = op_costs.linear(machine, rows, columns, h, size)
+    logits = op_costs.moved(
+        machine, 26.0 * rows * columns
+    )  # cast, maximum, exponential, sums: FP32
+    link = op_costs.ring(machine, t, 1)
+    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    added = op_costs.moved(machine, _accumulated(machine) * columns * h)
+    return Pass(forward + logits + reduced, backward + logits + added)
+
+
+def embedding_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
+    """Seconds of one micro-batch through the embedding: rows looked up, a dense gradient added."""
+    t, b, s, h, _ = _sizes(model, layout)
+    size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
+    looked = op_costs.moved(machine, 5.0 * size * rows * h)
+    link = op_costs.ring(machine, t, 1)
+    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    added = op_costs.moved(machine, (_accumulated(machine) + 2 * size) * columns * h)
+    return Pass(looked + reduced, looked + added)
+
+
+def _sizes(model, layout) -> tuple[int, int, int, int, int]:
+    return layout.tp, layout.micro_batch_size, model.seq_length, model.hidden, model.ffn_hidden
+
+
+def _number(training: Training) -> int:
+    """Bytes of a number in forward and backward."""
+    return 2 if training.precision in HALF else 4
+
+
+def _accumulated(machine: Machine) -> float:
+    """Bytes moved per parameter to add a half-precision gradient to the accumulated one."""
+    if machine.software.fused_accumulation:
+        return 0.0
+    return 2.0 + 2 * min(machine.software.gradient_bytes, 4.0)
+
+
+# ------------------------------------------------------------------------------------------------
+# The pipeline
+# ------------------------------------------------------------------------------------------------
+
+
+def stage_passes(
+    model: ModelShape, layout: Layout, training: Training, machine: Machine
+) -> list[Pass]:
+    """Seconds of one micro-batch through each stage of the layout."""
+    block = again = block_pass(model, layout, training, machine)
+    if layout.recompute_layers is not None:
+        plain = replace(layout, recompute="none", recompute_layers=None)
+        block = block_pass(model, plain, training, machine)
+    front = embedding_pass(model, layout, training, machine)
+    back = head_pass(model, layout, training, machine)
+    passes = []
+    for s in stages(model, layout):
+        forward = s.blocks * block.forward + s.embedding * front.forward + s.head * back.forward
+        backward = s.blocks * block.backward + s.embedding * front.backward
+        backward += s.head * back.backward
+        if again is not block:
+            backward += layout.recomputed_blocks(s.blocks) * (again.backward - block.backward)
+        passes.append(Pass(forward, backward))
+    return passes
+
+
+def pipeline_time(
+    model: ModelShape, layout: Layout, training: Training, machine: Machine
+) -> tuple[float, float]:
+    """Seconds from the first forward to the last backward, and the share an average stage waits."""
+    passes = stage_passes(model, layout, training, machine)
+    count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
+    activation = float(_number(training)) * model.seq_length * model.hidden
+    activation *= layout.micro_batch_size
+    sent = 0.0
+    if layout.pp > 1:
+        ranks = layout.tp * layout.dp
+        sent = op_costs.message(machine, ranks, activation, layout.tp)
+    chunks = machine.software.virtual_stages
+    if chunks > 1:  # interleaved: a bubble 1/v as long, v times the messages, arXiv 2104.04473 2.2
+        slot = max(p.total for p in passes)
+        seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
+    else:
+        seconds = makespan(layout.schedule, passes, sent, count)
+    busy = count * sum(p.total for p in passes) / len(passes)
+    if machine.ranks_per_core > 1:  # a stage that waits leaves its core to those that do not
+        seconds = max(seconds / machine.ranks_per_core, busy)
+    return seconds, 1.0 - busy / seconds
+
+
+def makespan(name: str, passes: list[Pass], transfer: float, count: int) -> float:
+    """Seconds of the schedule `name` over `count` micro-batches: what `schedule.simulate` finds.
+
+    1F1B and GPipe, which planning asks for hundreds of times, have loops of their own that give
+    the same; and what was found is remembered, since ZeRO, say, changes nothing here.
+    """
+    if len(passes) == 1:
+        return count * passes[0].total
+    return _simulated(name, tuple(passes), transfer, count)
+
+
+@lru_cache(maxsize=4096)
+def _simulated(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
+    loops = {"1f1b": _one_f_one_b, "gpipe": _all_then_all}
+    return loops.get(name, _by_schedule(name))(passes, transfer, count)
+
+
+def _by_schedule(name: str):
+    """Any schedule, by simulating its object: exact, and slower."""
+
+    def simulate(passes: list[Pass], transfer: float, count: int) -> float:
+        def seconds(stage: int, action: schedule.Action) -> float:
+            return passes[stage].forward if action.kind == "F" else passes[stage].backward
+
+        order = schedule.build(name, len(passes), count)
+        slots = schedule.simulate(order.stages, seconds, transfer)
+        return max(row[-1].end for row in slots)
+
+    return simulate
+
+
+def _all_then_all(passes: tuple[Pass, ...], transfer: float, count: int) -> float:
+    """The end of GPipe's last backward: all forwards stage after stage, then all backwards."""
+    arrivals = [0.0] * count
+    ends = []
+    for one in passes:
+        clock = 0.0
+        for index in range(count):
+            clock = max(clock, arrivals[index]) + one.forward
+            arrivals[index] = clock + transfer
+        ends.append(clock)
+    arrivals, last = [0.0] * count, 0.0
+    for one, clock in zip(reversed(passes), reversed(ends)):
+        for index in range(count):
+            clock = max(clock, arrivals[index]) + one.backward
+            arrivals[index] = clock + transfer
+        last = max(last, clock)
+    return last
+
+
+def _one_f_one_b(passes: list[Pass], transfer: float, count: int) -> float:
+    """The end of 1F1B's last action, stage by stage as far as their inputs are there."""
+    pp = len(passes)
+    forwards, backwards = [[] for _ in passes], [[] for _ in passes]
+    clock = [0.0] * pp
+    left = 2 * count * pp
+    while left:
+        for s in range(pp):
+            ahead, mine, done = pp - 1 - s, forwards[s], backwards[s]
+            while True:
+                f, b = len(mine), len(done)
+                if f < count and f - b <= ahead:
+                    if s and len(forwards[s - 1]) <= f:
+                        break
+                    ready = forwards[s - 1][f] + transfer if s else 0.0
+                    clock[s] = max(clock[s], ready) + passes[s].forward
+                    mine.append(clock[s])
+                elif b < count:
+                    if s < pp - 1 and len(backwards[s + 1]) <= b:
+                        break
+                    ready = backwards[s + 1][b] + transfer if s < pp - 1 else 0.0
+                    clock[s] = max(clock[s], ready) + passes[s].backward
+                    done.append(clock[s])
+                else:
+                    break
+                left -= 1
+    return max(clock)
+
+
+# ------------------------------------------------------------------------------------------------
+# After the pipeline
+# ------------------------------------------------------------------------------------------------
+
+
+def step_parts(
+    model: ModelShape, layout: Layout, training: Training, machine: Machine
+) -> dict[str, float]:
+    """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
+    software, t, dp = machine.software, layout.tp, layout.dp
+    held = max(stage.parameters for stage in memory.stages(model, layout, training, machine))
+    link = op_costs.ring(machine, dp, t)
+    weight = _number(training)
+    wire = min(software.wire_bytes, 4) if weight == 2 else 4
+    volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
+    count = training.global_batch_size // (layout.micro_batch_size * dp)
+    if layout.zero >= 2:  # gradients of every micro-batch by themselves
+        volume *= count
+    if layout.zero == 3:  # and weights, once forward and once backward
+        volume += 2 * weight * count
+    elif layout.zero:
+        volume += weight
+    reduced = op_costs.all_reduce(link, dp, held * volume / 2) * (1 - software.overlap_data)
+    tied = 0.0
+    if layout.pp > 1 and model.tied:
+        matrix = float(wire) * model.padded_vocab(layout) * model.hidden / t
+        sharing = min(machine.node, t * dp)
+        speed = replace(machine.network, bandwidth=machine.network.bandwidth / sharing)
+        tied = op_costs.all_reduce(speed, 2, matrix)
+    shard = held / (dp if layout.zero else 1)
+    optimizer = op_costs.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
+    return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}

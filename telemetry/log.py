@@ -1,0 +1,354 @@
+"""What a run tells: start-up lines, the log line, metrics.jsonl, run.json, TensorBoard, summary.
+
+People read the log line; programs read the row. Only rank 0 writes; every rank calls.
+
+    run.json        the whole configuration, where and with what it ran
+    metrics.jsonl   one row per step, one more per evaluation (those have `validation_loss`)
+    spikes.jsonl    the batches of loss spikes, if there were any (losses.py)
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from config import model_stats
+from config.schema import Config, batch_schedule
+from distributed.context import Context
+from schedules import schedule
+from telemetry import memory_report
+from telemetry.step_stats import StepStats
+from zero import StepResult
+
+FORMULA = "megatron-2025"
+# The first steps of a run are slower: allocators, kernels and connections warm up.
+WARM_UP_STEPS = 2
+
+
+class Log:
+    """The record of one run; opened before the first step, closed after the last."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: Context,
+        parts: list[model_stats.Stage],
+        kernels: dict[str, str],
+        before: list[StepStats],
+    ):
+        """`kernels`: what runs, by what it does, for the start-up lines and run.json.
+
+        before: every rank's vitals before anything was built.
+        """
+        self.before, self.everyone = before, before
+        self.config, self.context, self.parts = config, context, parts
+        self.writes = context.rank == 0
+        self.total = config.total_steps  # a resumed run may have another last step
+        self.seconds: list[float] = []
+        self.samples: list[int] = []
+        self.losses: list[float] = []
+        self.evaluations: dict[str, float] = {}
+        self.skipped = self.nan = 0
+        # Of one sample, per rank.
+        self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
+        again = sum(config.layout.recomputed_blocks(part.blocks) for part in parts)
+        executed = model_stats.hardware_flops(
+            config.model, 1, config.layout.recompute, FORMULA, again
+        )
+        self.hardware_flops = executed / context.size
+        if not self.writes:
+            return
+        self._open_files(kernels)
+        self.progress = _progress_bar()
+        self._say_start(kernels)
+
+    # -- during the run ---------------------------------------------------------------------
+
+    def step(
+        self,
+        iteration: int,
+        consumed: int,
+        batch: int,
+        lr: float,
+        result: StepResult,
+        everyone: list[StepStats],
+    ) -> None:
+        """Record one step on `batch` samples, up to the `consumed`-th of the run.
+
+        everyone: every rank's vitals; rank 0's seconds are the step's.
+        """
+        self.everyone, seconds = everyone, everyone[0].seconds
+        self.seconds.append(seconds)
+        self.samples.append(batch)
+        self.losses.append(result.loss)
+        self.skipped += result.skipped
+        self.nan += not math.isfinite(result.loss)
+        if not self.writes:
+            return
+        model = self.config.model
+        peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
+        row = {
+            "iteration": iteration,
+            "consumed_samples": consumed,
+            "consumed_tokens": consumed * model.seq_length,
+            "seconds": seconds,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": lr,
+            "global_batch_size": batch,
+            "loss_scale": result.loss_scale,
+            "skipped": result.skipped,
+            "tokens_per_second": batch * model.seq_length / seconds,
+            "tflops_model": self.model_flops * batch / seconds / 1e12,
+            "tflops_hardware": self.hardware_flops * batch / seconds / 1e12,
+            "peak_memory_bytes": max(peaks),
+            "peak_memory_bytes_per_stage": peaks,
+            "reserved_memory_bytes_per_stage": reserved,
+        }
+        self._write(row)
+        if iteration % self.config.run.log_every == 0 or iteration in (1, self.total):
+            self._print(self._line(row))
+        if self.progress:
+            self.progress.update(self.task, completed=iteration, total=self.total)
+
+    def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
+        """Record a step that --skip-samples leaves out: `batch` samples, up to `consumed`."""
+        if not self.writes:
+            return
+        row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
+        self._write(row)
+        self._print(
+            f" iteration {iteration:8d}/{self.total:8d} | consumed samples: {consumed:12d} |"
+            f" passed over by --skip-samples: {consumed - batch} to {consumed - 1} |"
+        )
+
+    def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
+        """Record an evaluation's mean loss per token on the `validation` or `test` split."""
+        self.evaluations[split] = loss
+        if not self.writes:
+            return
+        self._write({"iteration": iteration, "consumed_samples": consumed, f"{split}_loss": loss})
+        self._print(
+            f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | "
+            f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
+        )
+
+    def note(self, line: str) -> None:
+        """Say a line that is no row of metrics."""
+        if self.writes:
+            self._print(line)
+
+    def close(self) -> None:
+        """Print the summary and close the files."""
+        if not self.writes:
+            return
+        if self.progress:
+            self.progress.stop()
+        if self.losses:  # none if the run it resumed had done all steps
+            print(self._summary(), flush=True)
+        self.metrics.close()
+        if self.board:
+            self.board.close()
+
+    def _line(self, row: dict[str, Any]) -> str:
+        last = slice(-self.config.run.log_every, None)
+        losses, elapsed = self.losses[last], sum(self.seconds[last])
+        rate = sum(self.samples[last]) / elapsed  # samples per second of the interval
+        share = rate / (row["global_batch_size"] / row["seconds"])  # of this step's rate
+        return (
+            f" iteration {row['iteration']:8d}/{self.total:8d} |"
+            f" consumed samples: {row['consumed_samples']:12d} |"
+            f" consumed tokens: {row['consumed_tokens']:12d} |"
+            f" elapsed time per iteration (s): {elapsed / len(losses):.3f} |"
+            f" learning rate: {row['learning_rate']:.3E} |"
+            f" global batch size: {row['global_batch_size']:5d} |"
+            f" lm loss: {sum(losses) / len(losses):.6E} |"
+            f" loss scale: {row['loss_scale']:.1f} |"
+            f" grad norm: {row['grad_norm']:.3f} |"
+            f" number of skipped iterations: {self.skipped:3d} |"
+            f" number of nan iterations: {self.nan:3d} |"
+            f" samples per second: {rate:.3f} |"
+            f" tokens per second: {row['tokens_per_second'] * share:.0f} |"
+            f" model TFLOPs: {row['tflops_model'] * share:.3f} |"
+            f" hardware TFLOPs: {row['tflops_hardware'] * share:.3f} |"
+        )
+
+    def _write(self, row: dict[str, Any]) -> None:
+        self.metrics.write(json.dumps(row) + "\n")
+        self.metrics.flush()
+        if self.board:
+            for key, value in row.items():
+                several = isinstance(value, list)
+                for i, one in enumerate(value if several else [value]):
+                    tag = f"{key}/{i}" if several else key
+                    self.board.add_scalar(tag, one, row["iteration"])
+
+    def _print(self, line: str) -> None:
+        if self.progress:
+            self.progress.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        else:
+            print(line, flush=True)
+
+    # -- start and end ----------------------------------------------------------------------
+
+    def _open_files(self, kernels: dict[str, str]) -> None:
+        out = self.config.run.out
+        os.makedirs(out, exist_ok=True)
+        earlier = ("run.json", "metrics.jsonl", "spikes.jsonl")
+        # A run from step 0 must not mix its checkpoints with another's, nor resume from them later.
+        _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
+        with open(os.path.join(out, "run.json"), "w") as file:
+            json.dump(self._facts(kernels), file, indent=1)
+        self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115
+        self.board = None
+        if self.config.run.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+            self.board = SummaryWriter(os.path.join(out, "tensorboard"))
+
+    def _facts(self, kernels: dict[str, str]) -> dict[str, Any]:
+        return {
+            "config": self.config.as_dict(),
+            "cluster": self.context.describe(),
+            "kernels": kernels,
+            "parameters": model_stats.parameters(self.config.model),
+            "blocks_per_stage": [part.blocks for part in self.parts],
+            "flops_formula": FORMULA,
+            "command": sys.argv,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "commit": _commit(),
+            "versions": {
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "numpy": np.__version__,
+            },
+        }
+
+    def _say_start(self, kernels: dict[str, str]) -> None:
+        if self.progress:
+            self.task = self.progress.add_task("training", total=self.total)
+            self.progress.start()
+        self._print(self._layout_line())
+        for line in self._batch_lines():
+            self._print(line)
+        for what, kernel in kernels.items():
+            self._print(f"{what}: {kernel}")
+        self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
+        self._print(model_stats.stage_table(self.parts, self.config.model))
+        layout = self.config.layout
+        if layout.pp > 1:
+            most = max(level.batch for level in self.config.batches.levels())
+            order = schedule.build(layout.schedule, layout.pp, self.config.micro_batches(most))
+            slots = schedule.simulate(order.stages)
+            self._print(f"schedule {layout.schedule}, bubble {schedule.bubble(slots):.1%}:")
+            self._print(schedule.draw(slots, columns=24))
+
+    def _layout_line(self) -> str:
+        layout, facts = self.config.layout, self.context.describe()
+        ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
+        levels = self.config.batches.levels()
+        several = [self.config.micro_batches(level.batch) for level in levels]
+        span = " to ".join(map(str, sorted({min(several), max(several)})))
+        return (
+            f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
+            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
+            f"micro-batch {layout.micro_batch_size} x {span}, "
+            f"recompute {layout.recompute}{_first_blocks(layout.recompute_layers)}"
+            + (", sequence parallel" if layout.sequence_parallel else "")
+            + f"; {facts['device']}, {facts['threads_per_rank']} threads a rank, "
+            f"collectives: {facts['backend']}, {self.config.training.precision}"
+        )
+
+    def _batch_lines(self) -> list[str]:
+        """The batch sizes in use, and what makes them others than those asked for."""
+        config, layout = self.config, self.config.layout
+        levels = config.batches.levels()
+        sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
+        if len(levels) == 1:
+            text = f"{levels[0].batch} samples"
+        else:
+            if len(sizes) > 6:
+                sizes[3:-2] = ["..."]
+            text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
+        lines = [f"global batch: {text}, {config.total_steps} steps"]
+        if config.skipped:
+            ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
+            lines.append(f"batches that hold samples of {ranges} are passed over")
+        planned = batch_schedule(config.training, config.model.seq_length)
+        if planned != config.batches:
+            micro, dp = layout.micro_batch_size, layout.dp
+            lines.append(
+                f"--decrease-batch-size-if-needed: rounded down to multiples of "
+                f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
+                f"{levels[-1].batch} in place of {planned.levels()[-1].batch}"
+            )
+        return lines
+
+    def _summary(self) -> str:
+        tokens = [samples * self.config.model.seq_length for samples in self.samples]
+        rates = [count / seconds for count, seconds in zip(tokens, self.seconds)]
+        rates = rates[WARM_UP_STEPS:] or rates
+        out = self.config.run.out
+        lines = [
+            "",
+            self._layout_line(),
+            model_stats.stage_table(self.parts, self.config.model),
+            memory_report.table(self.config, self.context.device.type, self.before, self.everyone),
+            f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
+            f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
+            f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"
+            + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
+            f"files: {out}/run.json, {out}/metrics.jsonl"
+            + (f", {out}/tensorboard" if self.board else ""),
+        ]
+        return "\n".join(lines)
+
+
+def _first_blocks(number: int | None) -> str:
+    return "" if number is None else f" of the first {number} blocks of a stage"
+
+
+def _progress_bar():
+    """A bar under the log lines if a person watches, else None."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeRemainingColumn(), transient=True)
+
+
+def _keep_earlier(out: str, names: tuple[str, ...]) -> None:
+    """Rename an earlier run's files to NAME.1, NAME.2, ...: a second run loses nothing."""
+    if not any(os.path.exists(os.path.join(out, name)) for name in names):
+        return
+    number = 1
+    while any(os.path.exists(os.path.join(out, f"{name}.{number}")) for name in names):
+        number += 1
+    for name in names:
+        path = os.path.join(out, name)
+        if os.path.exists(path):
+            os.rename(path, f"{path}.{number}")
+
+
+def _commit() -> str | None:
+    """The commit of the code that runs, with + if files differ from it; None outside git."""
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    try:
+        commit = git("rev-parse", "HEAD")
+    except FileNotFoundError:  # no git on this node
+        return None
+    return commit + ("+" if git("status", "--porcelain", "-uno") else "") or None
