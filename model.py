@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
-from config import model_stats
 from config.schema import Layout, ModelShape
 from parallel import (
     ColumnLinear,
@@ -25,6 +24,7 @@ from parallel import (
     column_linear,
     cross_entropy,
 )
+from schedules import partition
 
 # ------------------------------------------------------------------------------------------------
 # Norms and positions
@@ -256,7 +256,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, build: ParamFactory, model: ModelShape, layout: Layout, part: model_stats.Stage
+        self, build: ParamFactory, model: ModelShape, layout: Layout, part: partition.StageSpec
     ):
         super().__init__()
         padded, self.part = model.padded_vocab(layout), part
@@ -296,7 +296,7 @@ def attention_kernel(model: ModelShape, build: ParamFactory) -> str:
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
-def _check_count(stage: Stage, part: model_stats.Stage) -> None:
+def _check_count(stage: Stage, part: partition.StageSpec) -> None:
     """Parameters built must be parameters planned: a silent difference has cost others months."""
     built = sum(math.prod(p.spec.shape) for p in stage.parameters())
     if built != part.parameters:

@@ -19,7 +19,8 @@ from config import command_line, model_stats, schema, validation
 from config.messages import Parser, UserError, exit_with
 from config.schema import Config
 from planner import hardware, layouts, memory, step_time
-from schedules import schedule
+from schedules import drawing, partition, simulation
+from schedules.schedule import build
 
 BATCH = 2048  # global batch if none is given: every 200B-size run in the seeds
 BILLION, GIGA = 1e9, 1e9
@@ -225,11 +226,11 @@ def _warnings(prediction: step_time.Prediction | None) -> list[str]:
 def balance(asked: Asked) -> Answer:
     """Blocks, parameters, time and memory per stage, and a drawing."""
     run = _placed(asked)
-    rows = model_stats.stages(run.model, run.layout)
+    rows = partition.stage_specs(run.model, run.layout)
     table = memory.stages(run.model, run.layout, run.training, asked.machine)
     fullest = max(table, key=lambda stage: stage.total).stage
     lines = [
-        model_stats.stage_table(rows, run.model),
+        partition.stage_table(rows, run.model),
         "",
         _memory_table(table, fullest, asked.machine),
     ]
@@ -397,24 +398,22 @@ def timeline(asked: Asked) -> Answer:
     passes = step_time.stage_passes(run.model, run.layout, run.training, asked.machine)
     count = run.micro_batches(run.batches.levels()[-1].batch)
     count = min(count, 4 * run.layout.pp)
-    actions = schedule.build(run.layout.schedule, run.layout.pp, count)
-    picture = schedule.draw(schedule.simulate(actions.stages))
-
-    def seconds(stage: int, action: schedule.Action) -> float:
-        return passes[stage].forward if action.kind == "F" else passes[stage].backward
-
-    slots = schedule.simulate(actions.stages, seconds)
+    order = build(run.layout.schedule, run.layout.pp, count)
+    picture = drawing.draw(simulation.simulate(order))
+    seconds = {("F", s): each.forward for s, each in enumerate(passes)}
+    seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
+    slots = simulation.simulate(order, seconds)
     events = [
-        {"name": str(slot.action), "ph": "X", "pid": 0, "tid": stage}
-        | {"ts": 1e6 * slot.start, "dur": 1e6 * (slot.end - slot.start)}
+        drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)
         for slot in row
     ]
-    lines = [picture, f"bubble {schedule.bubble(slots):.1%} with {count} micro-batches"]
+    bubble = simulation.bubble(slots)
+    lines = [picture, f"bubble {bubble:.1%} with {count} micro-batches"]
     if asked.own.trace:
-        _write(asked.own.trace, json.dumps({"traceEvents": events}))
+        _write(asked.own.trace, json.dumps(drawing.trace(events)))
         lines.append(f"written: {asked.own.trace} (open in ui.perfetto.dev or chrome://tracing)")
-    return Answer("\n".join(lines), {"traceEvents": events, "bubble": schedule.bubble(slots)})
+    return Answer("\n".join(lines), drawing.trace(events) | {"bubble": bubble})
 
 
 def _write(path: str, text: str) -> None:

@@ -23,6 +23,7 @@ from distributed.stop_conditions import (
     check_kill_switch,
     listen,
 )
+from schedules import partition
 
 if __name__ == "__main__":
     # --help, a typo or a batch that does not divide is answered before torch is imported.
@@ -46,7 +47,6 @@ from torch import Tensor
 import data
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from config import model_stats
 from config.batch_schedule import touches
 from distributed import preflight
 from distributed.mesh import Mesh
@@ -80,7 +80,7 @@ class TrainState:
 
     config: Config
     build: ParamFactory
-    parts: list[model_stats.Stage]  # of every rank of the pipeline
+    parts: list[partition.StageSpec]  # of every rank of the pipeline
     stage: Stage
     pipeline: Pipeline
     optimizer: Optimizer
@@ -101,8 +101,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
         training.init_std,
         layout.sequence_parallel,
     )
-    costs = model_stats.part_costs(config.model, builder.device.type)
-    parts = model_stats.stages(config.model, layout, costs)
+    costs = partition.part_costs(config.model, builder.device.type)
+    parts = partition.stage_specs(config.model, layout, costs)
     stage = Stage(builder, config.model, layout, parts[mesh.pp.rank])
     optimizer = Optimizer(stage, builder, training, layout)
     return TrainState(config, builder, parts, stage, Pipeline(stage, builder, config), optimizer)

@@ -10,11 +10,11 @@ worst moment. Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, 
 
 from dataclasses import dataclass
 
-from config.model_stats import Stage, block_parameters
-from config.model_stats import stages as cut
+from config.model_stats import block_parameters
 from config.schema import BUCKET_ELEMENTS, Layout, ModelShape, Training
 from planner.hardware import Machine
-from schedules import schedule
+from schedules.partition import StageSpec, stage_specs
+from schedules.schedule import build
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
 # and two scales for 256 weights, one moment, or two factors of a matrix.
@@ -51,7 +51,7 @@ def stages(
 ) -> list[StageMemory]:
     """Memory of every stage of a layout whose dp is filled in."""
     count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
-    rows = cut(model, layout)
+    rows = stage_specs(model, layout)
     return [
         _stage(row, in_flight(layout, row.index, count), model, layout, training, machine)
         for row in rows
@@ -62,8 +62,8 @@ def fullest(model: ModelShape, layout: Layout, training: Training, machine: Mach
     """The fullest stage alone. Earlier stages hold no fewer micro-batches than later ones, so
     beside both ends only the first stage of each number of blocks can be it."""
     count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
-    rows = cut(model, layout)
-    first: dict[int, Stage] = {}
+    rows = stage_specs(model, layout)
+    first: dict[int, StageSpec] = {}
     for row in rows[1:-1]:
         first.setdefault(row.blocks, row)
     tried = [rows[0], *first.values(), rows[-1]]
@@ -80,10 +80,10 @@ def in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
         return micro_batches
     if layout.schedule == "1f1b":
         return min(layout.pp - stage, micro_batches)
-    return schedule.build(layout.schedule, layout.pp, micro_batches).peak[stage]
+    return build(layout.schedule, layout.pp, micro_batches).peak[stage]
 
 
-def _stage(stage: Stage, flying: int, model, layout, training, machine) -> StageMemory:
+def _stage(stage: StageSpec, flying: int, model, layout, training, machine) -> StageMemory:
     software, half = machine.software, training.precision in ("fp16", "bf16")
     held = held_parameters(stage, model, layout)
     sharded = _sharded_bytes(training, machine)
@@ -119,7 +119,7 @@ def _kept_of_stage(blocks: int, model, layout, training, machine) -> float:
     return again * kept * machine.activation_overhead + (blocks - again) * plain
 
 
-def _weights(held: float, stage: Stage, model, layout, half: bool) -> float:
+def _weights(held: float, stage: StageSpec, model, layout, half: bool) -> float:
     """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
     size = 2.0 if half else 4.0
     if layout.zero < 3 or layout.dp == 1:
@@ -141,7 +141,7 @@ def _gradients(held: float, layout: Layout, training: Training, machine: Machine
     return held * 4.0 / layout.dp + bucket * (2 * size + (2.0 if half else 4.0))
 
 
-def held_parameters(stage: Stage, model: ModelShape, layout: Layout) -> float:
+def held_parameters(stage: StageSpec, model: ModelShape, layout: Layout) -> float:
     """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
     norms = 2 * model.hidden * (2 if model.norm == "layernorm" else 1)
     blocks = stage.blocks * ((block_parameters(model) - norms) / layout.tp + norms)

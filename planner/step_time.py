@@ -4,17 +4,19 @@
 
 A step is the pipeline's time (the schedule of `schedule.py`, simulated with each stage's own
 seconds), then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols as in counts.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+Symbols as in model_stats.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
 """
 
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from config.model_stats import block_parameters, hardware_flops, model_flops, stages
+from config.model_stats import block_parameters, hardware_flops, model_flops
 from config.schema import Layout, ModelShape, Training
 from planner import memory, op_costs
 from planner.hardware import Machine
-from schedules import schedule
+from schedules import simulation
+from schedules.partition import stage_specs
+from schedules.schedule import build
 
 HALF = ("fp16", "bf16")
 
@@ -86,7 +88,7 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 
 def _executed(model: ModelShape, layout: Layout, samples: int) -> float:
     """FLOPs that a step executes, with what this layout recomputes."""
-    again = sum(layout.recomputed_blocks(stage.blocks) for stage in stages(model, layout))
+    again = sum(layout.recomputed_blocks(stage.blocks) for stage in stage_specs(model, layout))
     return hardware_flops(model, samples, layout.recompute, blocks=again)
 
 
@@ -214,7 +216,7 @@ def stage_passes(
     front = embedding_pass(model, layout, training, machine)
     back = head_pass(model, layout, training, machine)
     passes = []
-    for s in stages(model, layout):
+    for s in stage_specs(model, layout):
         forward = s.blocks * block.forward + s.embedding * front.forward + s.head * back.forward
         backward = s.blocks * block.backward + s.embedding * front.backward
         backward += s.head * back.backward
@@ -269,12 +271,9 @@ def _by_schedule(name: str):
     """Any schedule, by simulating its object: exact, and slower."""
 
     def simulate(passes: list[Pass], transfer: float, count: int) -> float:
-        def seconds(stage: int, action: schedule.Action) -> float:
-            return passes[stage].forward if action.kind == "F" else passes[stage].backward
-
-        order = schedule.build(name, len(passes), count)
-        slots = schedule.simulate(order.stages, seconds, transfer)
-        return max(row[-1].end for row in slots)
+        seconds = {("F", s): each.forward for s, each in enumerate(passes)}
+        seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
+        return simulation.makespan(build(name, len(passes), count), seconds, transfer)
 
     return simulate
 

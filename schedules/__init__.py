@@ -1,7 +1,9 @@
 """Pipeline schedules as data: built, checked, simulated, drawn. No torch.
 
     schedule     actions, the named schedules, what makes one valid
-    simulation   when each action runs, the bubble, drawings
+    simulation   when each action runs, and how much time is idle
+    drawing      grids of characters, events of a Chrome trace
+    partition    which blocks each stage holds
 
 The pipeline executes the object that the planner prices.
 """

@@ -1,8 +1,10 @@
-"""Pipeline schedules as data: what each stage does, in which order.
+"""Pipeline schedules as data: what each rank of a pipeline does, in which order.
 
-A schedule is one list of actions per stage. `F3` is the forward pass of micro-batch 3, `B3` its
-backward pass. The lists are checked and can be drawn before anything runs, and the pipeline
-executes exactly these lists; the planner prices the same object.
+A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
+through a stage, `B3` its backward pass; where the backward is split, `B3` computes gradients for
+the stage's input and `W3` those of its weights. A rank holds one stage or several (virtual stages,
+arXiv 2104.04473 section 2.2). The lists are checked and can be drawn before anything runs; the
+pipeline executes exactly these lists, and the planner prices the same object.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
@@ -13,193 +15,215 @@ executes exactly these lists; the planner prices the same object.
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+# A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
+NAMES = ("gpipe", "1f1b", "forward")
 
 
 class ScheduleError(Exception):
-    """A schedule that cannot run; the message says which stage waits for what."""
+    """A schedule that cannot run; the message says which rank waits for what."""
 
 
 class Action(NamedTuple):
-    """One pass of one micro-batch through one stage: kind F (forward) or B (backward)."""
+    """One pass of one micro-batch through one stage.
+
+    kind: F (forward), B (backward; for inputs only where W exists), W (gradients of weights).
+    """
 
     kind: str
+    stage: int
     micro_batch: int
 
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
 
+    @property
+    def input(self) -> "Action | None":
+        """The action of a neighbouring stage whose result this one takes, if there is one.
 
-class Slot(NamedTuple):
-    """An action and when it runs, in the unit of the cost function that was simulated."""
-
-    action: Action
-    start: float
-    end: float
+        For the last stage's B it is an action of a stage that does not exist.
+        """
+        if self.kind == "F" and self.stage > 0:
+            return Action("F", self.stage - 1, self.micro_batch)
+        return Action("B", self.stage + 1, self.micro_batch) if self.kind == "B" else None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage, in order. `peak[s]`: activations held at once on stage s."""
+    """The actions of every pipeline rank, in order. `rank_of[s]`: the rank that holds stage s."""
 
     name: str
-    stages: tuple[tuple[Action, ...], ...]
-    peak: tuple[int, ...]
+    ranks: tuple[tuple[Action, ...], ...]
+    rank_of: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline, over all ranks."""
+        return len(self.rank_of)
+
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in the model's order."""
+        return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
+
+    def input_of(self, action: Action) -> Action | None:
+        """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
+        needed = action.input
+        return needed if needed is not None and needed.stage < self.stages else None
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether B computes gradients of inputs only, and W those of weights."""
+        return any(action.kind == "W" for actions in self.ranks for action in actions)
+
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """For each rank, the most activations (of one micro-batch in one stage) held at once.
+
+        An activation is held from its forward to the last action that needs it.
+        """
+        last = "W" if self.split else "B"
+        return tuple(_peak(actions, last) for actions in self.ranks)
 
 
-def build(name: str, stages: int, micro_batches: int) -> Schedule:
+def build(name: str, ranks: int, micro_batches: int) -> Schedule:
     """The validated schedule `gpipe`, `1f1b` or `forward` (evaluation) for any two counts >= 1.
 
     Raises ScheduleError if the result could not run; `name` is checked by config.
     """
     order = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "forward": _forward_only}[name]
-    actions = tuple(tuple(order(s, stages, micro_batches)) for s in range(stages))
-    check(actions, micro_batches, backward=name != "forward")
-    return Schedule(name, actions, tuple(_peak(stage) for stage in actions))
+    actions = tuple(tuple(order(rank, ranks, micro_batches)) for rank in range(ranks))
+    schedule = Schedule(name, actions, tuple(range(ranks)))
+    check(schedule, micro_batches, backward=name != "forward")
+    return schedule
 
 
-def _gpipe(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    forwards = [Action("F", m) for m in range(micro_batches)]
-    return forwards + [Action("B", m) for m in range(micro_batches)]
+def _gpipe(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    forwards = _forward_only(rank, ranks, micro_batches)
+    return forwards + [Action("B", rank, m) for m in range(micro_batches)]
 
 
-def _one_f_one_b(stage: int, stages: int, micro_batches: int) -> list[Action]:
+def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     """The last stage alternates at once; each earlier one runs one more forward ahead of it."""
-    ahead = min(stages - stage - 1, micro_batches)
-    actions = [Action("F", m) for m in range(ahead)]
+    ahead = min(ranks - rank - 1, micro_batches)
+    actions = [Action("F", rank, m) for m in range(ahead)]
     for m in range(ahead, micro_batches):
-        actions += [Action("F", m), Action("B", m - ahead)]
-    return actions + [Action("B", m) for m in range(micro_batches - ahead, micro_batches)]
+        actions += [Action("F", rank, m), Action("B", rank, m - ahead)]
+    return actions + [Action("B", rank, m) for m in range(micro_batches - ahead, micro_batches)]
 
 
-def _forward_only(stage: int, stages: int, micro_batches: int) -> list[Action]:
-    return [Action("F", m) for m in range(micro_batches)]
+def _forward_only(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    return [Action("F", rank, m) for m in range(micro_batches)]
 
 
-def _peak(actions: tuple[Action, ...]) -> int:
-    """Most micro-batches whose forward has run and whose backward has not."""
+def _peak(actions: Iterable[Action], last: str) -> int:
     held = peak = 0
     for action in actions:
-        held += 1 if action.kind == "F" else -1
+        held += (action.kind == "F") - (action.kind == last)
         peak = max(peak, held)
     return peak
 
 
 # ------------------------------------------------------------------------------------------------
-# Checking and timing
+# Checking
 # ------------------------------------------------------------------------------------------------
 
 
-def check(stages: tuple[tuple[Action, ...], ...], micro_batches: int, backward: bool) -> None:
-    """Raise ScheduleError unless every stage does every action once, in an order that can run.
+def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
+    """Raise ScheduleError unless every rank does every action once, in an order that can run.
 
-    Point-to-point messages carry no label: what a stage sends must be received in that order,
-    so neighbours must also agree on the order of their forwards and of their backwards.
+    Point-to-point messages carry no label: what a rank sends to another must be received in that
+    order, for activations and for gradients.
     """
-    kinds = "FB" if backward else "F"
-    wanted = sorted(Action(kind, m) for kind in kinds for m in range(micro_batches))
-    for s, actions in enumerate(stages):
-        if sorted(actions) != wanted:
-            raise ScheduleError(f"stage {s} does {_row(actions)}, not each of {_row(wanted)} once")
-    for s in range(len(stages) - 1):
-        for kind in kinds:
-            here = [a.micro_batch for a in stages[s] if a.kind == kind]
-            there = [a.micro_batch for a in stages[s + 1] if a.kind == kind]
-            if here != there:
-                raise ScheduleError(
-                    f"stages {s} and {s + 1} disagree on the order of {kind}: {here} and {there}"
-                )
-    simulate(stages)
+    kinds = ("FBW" if schedule.split else "FB") if backward else "F"
+    for rank, actions in enumerate(schedule.ranks):
+        wanted = {
+            Action(kind, stage, m)
+            for kind in kinds
+            for stage in schedule.stages_on(rank)
+            for m in range(micro_batches)
+        }
+        if len(actions) != len(wanted) or set(actions) != wanted:
+            raise ScheduleError(
+                f"rank {rank} does {_row(actions)}, not each of {_row(sorted(wanted))} once"
+            )
+    _check_messages(schedule)
+    dependency_order(schedule)
 
 
-def one_and_two(stage: int, action: Action) -> float:
-    """The usual unit of schedules: a forward takes one, a backward two."""
-    return 1.0 if action.kind == "F" else 2.0
+def _check_messages(schedule: Schedule) -> None:
+    """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
+    sent: dict[tuple[str, int, int], list[Action]] = {}
+    received: dict[tuple[str, int, int], list[Action]] = {}
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            step = {"F": 1, "B": -1}.get(action.kind)
+            if step and 0 <= action.stage + step < schedule.stages:
+                to = schedule.rank_of[action.stage + step]
+                sent.setdefault((action.kind, rank, to), []).append(action)
+            needed = schedule.input_of(action)
+            if needed is not None:
+                source = schedule.rank_of[needed.stage]
+                received.setdefault((action.kind, source, rank), []).append(needed)
+    for channel, actions in sent.items():
+        kind, source, to = channel
+        if source != to and received.get(channel) != actions:
+            raise ScheduleError(
+                f"ranks {source} and {to} disagree on the order of {kind}: {_row(actions)} are "
+                f"sent and {_row(received.get(channel, ()))} received"
+            )
 
 
-def simulate(
-    stages: tuple[tuple[Action, ...], ...],
-    seconds: Callable[[int, Action], float] = one_and_two,
-    transfer: float = 0.0,
-) -> list[list[Slot]]:
-    """When each action runs, if every stage starts its next action as soon as its input is there.
+def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    """(rank, action) of the whole pipeline such that everything an action needs comes before it.
 
-    `seconds(stage, action)` is an action's duration and `transfer` the time of one message
-    between neighbours. Raises ScheduleError with the grid so far if some stage waits for ever.
+    Raises ScheduleError that names what each stuck rank waits at, if there is no such order.
     """
-    slots: list[list[Slot]] = [[] for _ in stages]
-    finished: dict[tuple[int, Action], float] = {}
-    total = sum(len(actions) for actions in stages)
-    while len(finished) < total:
-        before = len(finished)
-        for s, actions in enumerate(stages):
-            while len(slots[s]) < len(actions):
-                action = actions[len(slots[s])]
-                ready = _ready(s, action, len(stages), finished, transfer)
-                if ready is None:
-                    break
-                start = max(ready, slots[s][-1].end if slots[s] else 0.0)
-                slots[s].append(Slot(action, start, start + seconds(s, action)))
-                finished[s, action] = slots[s][-1].end
-        if len(finished) == before:
-            raise ScheduleError(_deadlock(stages, slots))
-    return slots
+    order: list[tuple[int, Action]] = []
+    done: set[Action] = set()
+    position = [0] * len(schedule.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            place = position[rank]
+            while place < len(actions) and _can_run(schedule, actions[place], done):
+                done.add(actions[place])
+                order.append((rank, actions[place]))
+                place += 1
+            moved |= place > position[rank]
+            position[rank] = place
+    if len(order) < sum(map(len, schedule.ranks)):
+        raise ScheduleError(_deadlock(schedule, position))
+    return order
 
 
-def _ready(stage, action, stages, finished, transfer) -> float | None:
-    """When the inputs of an action are there; None while one has not been computed."""
-    kind, m = action
-    needs = []
-    if kind == "F" and stage > 0:
-        needs.append(((stage - 1, action), transfer))
-    if kind == "B":
-        needs.append(((stage, Action("F", m)), 0.0))
-        if stage < stages - 1:
-            needs.append(((stage + 1, action), transfer))
-    if any(key not in finished for key, _ in needs):
-        return None
-    return max((finished[key] + delay for key, delay in needs), default=0.0)
-
-
-def _deadlock(stages, slots) -> str:
+def _deadlock(schedule: Schedule, position: list[int]) -> str:
+    """Which ranks wait at what, and every rank's actions, done | to do."""
     waiting = [
-        f"stage {s} waits at {actions[len(slots[s])]}"
-        for s, actions in enumerate(stages)
-        if len(slots[s]) < len(actions)
+        f"rank {rank} waits at {actions[place]} of stage {actions[place].stage}"
+        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
+        if place < len(actions)
     ]
-    return f"the schedule deadlocks: {', '.join(waiting)}\n{draw(slots)}"
+    rows = [
+        f"rank {rank}  {_row(actions[:place])} | {_row(actions[place:])}"
+        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
+    ]
+    return "\n".join([f"the schedule deadlocks: {', '.join(waiting)}", *rows])
 
 
-# ------------------------------------------------------------------------------------------------
-# Drawing
-# ------------------------------------------------------------------------------------------------
+def _can_run(schedule: Schedule, action: Action, done: set[Action]) -> bool:
+    kind, stage, m = action
+    needed = schedule.input_of(action)
+    if needed is not None and needed not in done:
+        return False
+    if kind == "B":
+        return Action("F", stage, m) in done
+    return kind == "F" or Action("B", stage, m) in done
 
 
-def draw(slots: list[list[Slot]], columns: int = 48) -> str:
-    """A stage x time grid of simulated slots: `F0` starts, `==` goes on, `..` idle.
-
-    At most `columns` units of time are drawn; a longer schedule ends in `...`.
-    """
-    end = max((slot.end for row in slots for slot in row), default=0)
-    width = max((len(str(slot.action)) for row in slots for slot in row), default=2)
-    lines = []
-    for s, row in enumerate(slots):
-        cells = ["." * width] * min(int(end), columns)
-        for slot in row:
-            for t in range(int(slot.start), min(int(slot.end), columns)):
-                cells[t] = str(slot.action).ljust(width) if t == int(slot.start) else "=" * width
-        lines.append(f"stage {s:<3}" + " ".join(cells) + (" ..." if end > columns else ""))
-    return "\n".join(lines)
-
-
-def bubble(slots: list[list[Slot]]) -> float:
-    """Share of all stages' time in which nothing runs, between the first start and the last end."""
-    end = max(slot.end for row in slots for slot in row)
-    busy = sum(slot.end - slot.start for row in slots for slot in row)
-    return 1.0 - busy / (end * len(slots))
-
-
-def _row(actions) -> str:
-    return " ".join(map(str, actions))
+def _row(actions: Iterable[Action]) -> str:
+    return " ".join(map(str, actions)) or "nothing"

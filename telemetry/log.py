@@ -23,7 +23,8 @@ import torch
 from config import model_stats
 from config.schema import Config, batch_schedule
 from distributed.context import Context
-from schedules import schedule
+from schedules import drawing, partition, simulation
+from schedules.schedule import build
 from telemetry import memory_report
 from telemetry.step_stats import StepStats
 from zero import StepResult
@@ -40,7 +41,7 @@ class Log:
         self,
         config: Config,
         context: Context,
-        parts: list[model_stats.Stage],
+        parts: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
     ):
@@ -242,14 +243,14 @@ class Log:
         for what, kernel in kernels.items():
             self._print(f"{what}: {kernel}")
         self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
-        self._print(model_stats.stage_table(self.parts, self.config.model))
+        self._print(partition.stage_table(self.parts, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
             most = max(level.batch for level in self.config.batches.levels())
-            order = schedule.build(layout.schedule, layout.pp, self.config.micro_batches(most))
-            slots = schedule.simulate(order.stages)
-            self._print(f"schedule {layout.schedule}, bubble {schedule.bubble(slots):.1%}:")
-            self._print(schedule.draw(slots, columns=24))
+            order = build(layout.schedule, layout.pp, self.config.micro_batches(most))
+            slots = simulation.simulate(order)
+            self._print(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
+            self._print(drawing.draw(slots, columns=24))
 
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.context.describe()
@@ -300,7 +301,7 @@ class Log:
         lines = [
             "",
             self._layout_line(),
-            model_stats.stage_table(self.parts, self.config.model),
+            partition.stage_table(self.parts, self.config.model),
             memory_report.table(self.config, self.context.device.type, self.before, self.everyone),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",

@@ -11,23 +11,25 @@ from hypothesis import strategies as st
 
 from config.messages import UserError
 from config.model_stats import (
-    PartCosts,
-    balanced_partition,
     block_parameters,
     embedding_parameters,
     forward_flops,
     hardware_flops,
     model_flops,
     parameters,
-    part_costs,
-    partition,
-    stage_table,
-    stages,
 )
 from config.presets import preset
 from config.schema import Layout, ModelShape
 from config.validation import check
 from planner import published_rows as measured
+from schedules.partition import (
+    PartCosts,
+    balanced_partition,
+    blocks_per_stage,
+    part_costs,
+    stage_specs,
+    stage_table,
+)
 
 ROWS = Path(__file__).resolve().parent.parent / "benchmarks" / "data" / "measured_rows.csv"
 
@@ -169,7 +171,7 @@ def test_parameters_built_are_parameters_planned(model):
 def test_stages_hold_every_block_once(model, pp, how):
     if pp > model.layers:
         return
-    rows = stages(model, Layout(pp=pp, partition=how))
+    rows = stage_specs(model, Layout(pp=pp, partition=how))
     assert sum(row.blocks for row in rows) == model.layers
     assert sum(row.share for row in rows) == pytest.approx(1.0)
     stage_table(rows, model)  # raises if parameters do not add up
@@ -202,15 +204,15 @@ def test_balanced_partition_is_as_fast_as_brute_force(layers, pp, embedding, blo
 
 def test_partition_by_layers_and_by_blocks():
     model = preset("bloom-176b")
-    assert partition(model, Layout(pp=12, partition="blocks")) == [5, *[6] * 10, 5]
-    assert partition(ModelShape(7, 64, 1), Layout(pp=2, partition="layers")) == [4, 3]
-    assert partition(ModelShape(7, 64, 1), Layout(pp=2, partition="blocks")) == [4, 3]
-    assert partition(ModelShape(42, 64, 1), Layout(pp=16, partition="layers")).count(0) == 0
+    assert blocks_per_stage(model, Layout(pp=12, partition="blocks")) == [5, *[6] * 10, 5]
+    assert blocks_per_stage(ModelShape(7, 64, 1), Layout(pp=2, partition="layers")) == [4, 3]
+    assert blocks_per_stage(ModelShape(7, 64, 1), Layout(pp=2, partition="blocks")) == [4, 3]
+    assert blocks_per_stage(ModelShape(42, 64, 1), Layout(pp=16, partition="layers")).count(0) == 0
 
 
 def test_balanced_gives_the_head_room():
     model = preset("bloom-176b")
-    blocks = partition(model, Layout(pp=12))
+    blocks = blocks_per_stage(model, Layout(pp=12))
     assert blocks[-1] < max(blocks)
     costs = part_costs(model)
     assert costs.head > costs.block

@@ -10,6 +10,7 @@ from config.presets import PRESETS, preset
 from distributed.mesh import Mesh
 from model import Stage, alibi_slopes
 from parallel import ParamFactory
+from schedules import partition
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,7 +86,9 @@ def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     for p in theirs.parameters():  # their own initialisation would leave biases untried
         p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
     layout = configuration.Layout(dp=1, recompute=recompute)
-    stage = Stage(ParamFactory(Mesh(), dtype), shape, layout, model_stats.stages(shape, layout)[0])
+    stage = Stage(
+        ParamFactory(Mesh(), dtype), shape, layout, partition.stage_specs(shape, layout)[0]
+    )
     weights = convert(theirs.state_dict(), shape)
     parameters = {p.spec.name: p for p in stage.parameters()}
     assert set(weights) == set(parameters)
@@ -131,7 +134,9 @@ def test_presets_have_the_parameters_of_transformers(name):
     with torch.device("meta"):
         theirs = transformers.GPT2LMHeadModel(config)
     assert model_stats.parameters(shape) == sum(p.numel() for p in theirs.parameters())
-    Stage(ParamFactory(Mesh(), device="meta"), shape, layout, model_stats.stages(shape, layout)[0])
+    Stage(
+        ParamFactory(Mesh(), device="meta"), shape, layout, partition.stage_specs(shape, layout)[0]
+    )
 
 
 def test_an_exported_gpt2_keeps_all_its_learned_positions():

@@ -10,7 +10,7 @@ from config.messages import UserError
 from config.presets import preset
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, memory, op_costs, step_time
-from schedules import schedule
+from schedules import schedule, simulation
 
 A100 = hardware.load("a100-80")
 JEAN_ZAY = hardware.load("jean-zay-a100")
@@ -146,12 +146,9 @@ def test_rings_take_the_right_link():
 
 def simulated(name, passes, transfer, count):
     """The generic simulation of the schedule object."""
-    order = schedule.build(name, len(passes), count)
-
-    def seconds(stage, action):
-        return passes[stage].forward if action.kind == "F" else passes[stage].backward
-
-    return max(row[-1].end for row in schedule.simulate(order.stages, seconds, transfer))
+    seconds = {("F", s): each.forward for s, each in enumerate(passes)}
+    seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
+    return simulation.makespan(schedule.build(name, len(passes), count), seconds, transfer)
 
 
 @settings(deadline=None, max_examples=100)

@@ -1,95 +1,141 @@
 """Schedules: every dependency met, nothing deadlocks, and the known counts."""
 
+import itertools
+
+import handmade_schedules as handmade
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schedules import schedule
-from schedules.schedule import Action, ScheduleError
+from schedules.drawing import draw, trace, trace_event
+from schedules.schedule import Action, Schedule, ScheduleError
+from schedules.simulation import bubble, makespan, simulate, unit_seconds
 
-STAGES = st.integers(1, 9)
+RANKS = st.integers(1, 9)
 MICRO_BATCHES = st.integers(1, 24)
 
 
-@given(st.sampled_from(["gpipe", "1f1b"]), STAGES, MICRO_BATCHES)
-def test_every_pass_runs_once_and_after_what_it_needs(name, stages, micro_batches):
-    order = schedule.build(name, stages, micro_batches)
-    ends = {}
-    slots = schedule.simulate(order.stages)
-    for s, row in enumerate(slots):
-        assert len(row) == 2 * micro_batches
-        for slot in row:
-            ends[s, slot.action] = slot.end
-    for s, row in enumerate(slots):
-        for slot in row:
-            forward, backward = slot.action.kind == "F", slot.action.kind == "B"
-            if forward and s > 0:
-                assert slot.start >= ends[s - 1, slot.action]
-            if backward:
-                assert slot.start >= ends[s, Action("F", slot.action.micro_batch)]
-            if backward and s < stages - 1:
-                assert slot.start >= ends[s + 1, slot.action]
+@st.composite
+def schedules(draw):
+    """Any schedule that there is, with its number of micro-batches."""
+    ranks, count = draw(RANKS), draw(MICRO_BATCHES)
+    kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "there and back"]))
+    if kind == "interleaved":
+        found = handmade.interleaved(ranks, draw(st.integers(1, 3)), count)
+    elif kind == "there and back":
+        found = handmade.there_and_back(ranks, count)
+    else:
+        found = schedule.build(kind, ranks, count)
+    if draw(st.booleans()):
+        found = handmade.split(found, count, draw(st.integers(0, 4)))
+    return found, count
 
 
-@given(STAGES, MICRO_BATCHES)
-def test_peaks_and_bubble_are_the_published_ones(stages, micro_batches):
+@given(schedules(), st.floats(0, 1))
+def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
+    order, count = made
+    slots = simulate(order, transfer=transfer)
+    ends = {slot.action: slot.end for row in slots for slot in row}
+    kinds = "FBW" if order.split else "FB"
+    assert len(ends) == len(kinds) * order.stages * count
+    assert makespan(order, unit_seconds(order), transfer) == max(ends.values())
+    for rank, row in enumerate(slots):
+        assert all(a.end <= b.start for a, b in itertools.pairwise(row))
+        for slot in row:
+            kind, stage, m = slot.action
+            if kind == "F" and stage > 0:
+                delay = transfer * (order.rank_of[stage - 1] != rank)
+                assert slot.start >= ends[Action("F", stage - 1, m)] + delay
+            if kind == "B":
+                assert slot.start >= ends[Action("F", stage, m)]
+            if kind == "B" and stage < order.stages - 1:
+                delay = transfer * (order.rank_of[stage + 1] != rank)
+                assert slot.start >= ends[Action("B", stage + 1, m)] + delay
+            if kind == "W":
+                assert slot.start >= ends[Action("B", stage, m)]
+
+
+@given(RANKS, MICRO_BATCHES)
+def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
     """1F1B holds min(p - s, m) activations; both have a bubble of (p - 1) / (m + p - 1)."""
-    one = schedule.build("1f1b", stages, micro_batches)
-    gpipe = schedule.build("gpipe", stages, micro_batches)
-    assert one.peak == tuple(min(stages - s, micro_batches) for s in range(stages))
-    assert gpipe.peak == (micro_batches,) * stages
-    expected = (stages - 1) / (micro_batches + stages - 1)
+    one = schedule.build("1f1b", ranks, micro_batches)
+    gpipe = schedule.build("gpipe", ranks, micro_batches)
+    assert one.peak == tuple(min(ranks - s, micro_batches) for s in range(ranks))
+    assert gpipe.peak == (micro_batches,) * ranks
+    expected = (ranks - 1) / (micro_batches + ranks - 1)
     for order in (one, gpipe):
-        assert schedule.bubble(schedule.simulate(order.stages)) == pytest.approx(expected)
+        assert bubble(simulate(order)) == pytest.approx(expected)
 
 
-@given(STAGES, MICRO_BATCHES)
-def test_evaluation_only_goes_forward(stages, micro_batches):
-    order = schedule.build("forward", stages, micro_batches)
-    assert all(action.kind == "F" for row in order.stages for action in row)
+def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
+    plain = schedule.build("1f1b", 3, 8)
+    assert handmade.split(plain, 8, delay=0).peak == plain.peak
+    assert handmade.split(plain, 8, delay=2).peak == tuple(p + 2 for p in plain.peak)
+
+
+@given(RANKS, MICRO_BATCHES)
+def test_evaluation_only_goes_forward(ranks, micro_batches):
+    order = schedule.build("forward", ranks, micro_batches)
+    assert all(action.kind == "F" for row in order.ranks for action in row)
 
 
 def test_the_module_shows_what_is_drawn():
     """The picture at the top of the module is what draw() makes."""
-    picture = schedule.draw(schedule.simulate(schedule.build("1f1b", 3, 4).stages))
+    picture = draw(simulate(schedule.build("1f1b", 3, 4)))
     drawn = [" ".join(line.split()) for line in picture.splitlines()]
     shown = [" ".join(line.split()) for line in schedule.__doc__.splitlines()]
     assert all(line in shown for line in drawn)
 
 
+def test_rows_of_several_stages_name_them():
+    picture = draw(simulate(handmade.interleaved(2, 2, 2)))
+    assert picture.splitlines()[1].startswith("rank 1  .... F0.1 F1.1 F0.3")
+
+
 def test_a_long_schedule_is_cut():
-    picture = schedule.draw(schedule.simulate(schedule.build("1f1b", 4, 50).stages), columns=10)
+    picture = draw(simulate(schedule.build("1f1b", 4, 50)), columns=10)
     assert all(line.endswith(" ...") for line in picture.splitlines())
 
 
-def actions(text: str) -> tuple[Action, ...]:
-    return tuple(Action(word[0], int(word[1:])) for word in text.split())
+def test_a_trace_has_microseconds():
+    (event,) = trace([trace_event("F0", 1, 2, 0.5, 0.75, args={"stage": 3})])["traceEvents"]
+    assert (event["ts"], event["dur"], event["pid"], event["tid"]) == (5e5, 2.5e5, 1, 2)
+    assert event["args"] == {"stage": 3}
+
+
+def by_hand(rows: list[str]) -> Schedule:
+    """A schedule of one stage a rank, of rows like `F0 B0`."""
+    ranks = tuple(
+        tuple(Action(word[0], rank, int(word[1:])) for word in row.split())
+        for rank, row in enumerate(rows)
+    )
+    return Schedule("by hand", ranks, tuple(range(len(rows))))
 
 
 @pytest.mark.parametrize(
-    ("stages", "message"),
+    ("rows", "message"),
     [
-        (["F0 B0 F1 B1", "F0 F1 B1 B0"], "disagree on the order of B: [0, 1] and [1, 0]"),
-        (["F0 F1 B0 B1", "F1 F0 B0 B1"], "disagree on the order of F: [0, 1] and [1, 0]"),
-        (["F0 F1 B0", "F0 F1 B0 B1"], "stage 0 does F0 F1 B0, not each of"),
-        (["F0 F1 B0 B1", "F0 F0 B0 B1"], "stage 1 does F0 F0 B0 B1"),
-        (["B0 F0 F1 B1", "F0 B0 F1 B1"], "the schedule deadlocks: stage 0 waits at B0, stage 1"),
-        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "deadlocks: stage 0 waits at B0, stage 1 waits at F1"),
+        (["F0 B0 F1 B1", "F0 F1 B1 B0"], "ranks 1 and 0 disagree on the order of B: B1 B0 are"),
+        (["F0 F1 B0 B1", "F1 F0 B0 B1"], "disagree on the order of F: F0 F1 are sent and F1 F0"),
+        (["F0 F1 B0", "F0 F1 B0 B1"], "rank 0 does F0 F1 B0, not each of"),
+        (["F0 F1 B0 B1", "F0 F0 B0 B1"], "rank 1 does F0 F0 B0 B1"),
+        (["F0 B0 F1 B1 W0", "F0 B0 F1 B1 W0 W1"], "rank 0 does F0 B0 F1 B1 W0, not each of"),
+        (["B0 F0 F1 B1", "F0 B0 F1 B1"], "deadlocks: rank 0 waits at B0 of stage 0, rank 1"),
+        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "rank 0  F0 | B0 F1 B1\nrank 1  F0 | F1 B0 B1"),
+        (["F0 W0 B0", "F0 B0 W0"], "rank 0 waits at W0 of stage 0"),
     ],
 )
-def test_a_schedule_that_cannot_run_is_refused(stages, message):
+def test_a_schedule_that_cannot_run_is_refused(rows, message):
     with pytest.raises(ScheduleError) as caught:
-        schedule.check(tuple(map(actions, stages)), 2, backward=True)
+        schedule.check(by_hand(rows), 2 if "F1" in rows[0] else 1, backward=True)
     assert message in str(caught.value)
 
 
-@given(STAGES, MICRO_BATCHES, st.floats(0.1, 3), st.floats(0, 1))
-def test_simulated_time_has_the_closed_form(stages, micro_batches, ratio, transfer):
+@given(RANKS, MICRO_BATCHES, st.floats(0.1, 3), st.floats(0, 1))
+def test_simulated_time_has_the_closed_form(ranks, micro_batches, ratio, transfer):
     """Even stages: (m + p - 1)(f + b) and the way of the first forward and last backward."""
-    order = schedule.build("gpipe", stages, micro_batches)
-    slots = schedule.simulate(
-        order.stages, lambda s, action: 1.0 if action.kind == "F" else ratio, transfer
-    )
-    end = max(row[-1].end for row in slots)
-    expected = (micro_batches + stages - 1) * (1 + ratio) + 2 * (stages - 1) * transfer
-    assert end == pytest.approx(expected)
+    order = schedule.build("gpipe", ranks, micro_batches)
+    seconds = {(kind, s): 1.0 if kind == "F" else ratio for kind in "FB" for s in range(ranks)}
+    expected = (micro_batches + ranks - 1) * (1 + ratio) + 2 * (ranks - 1) * transfer
+    assert makespan(order, seconds, transfer) == pytest.approx(expected)

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 from dataclasses import dataclass
 
-from config import model_stats
 from config.messages import UserError
 from config.schema import GROUPS, Config, Layout, Run
 from config.validation import check
@@ -20,6 +19,7 @@ from planner import layouts
 from planner.hardware import Machine
 from planner.layouts import Rejected
 from planner.step_time import Prediction
+from schedules import partition
 
 # The axes beside tp and pp: those that ranking.rank tries by itself, and those it is asked for.
 INNER = ("micro_batch_size", "recompute")
@@ -170,5 +170,5 @@ def _in_effect(config: Config, layout: Layout) -> tuple:
         layout.zero if layout.dp > 1 else None,
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if layout.pp > 1 and several else None,
-        tuple(model_stats.partition(config.model, layout)),
+        tuple(partition.blocks_per_stage(config.model, layout)),
     )
