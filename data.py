@@ -19,6 +19,7 @@ The order is a function of those alone; every rank computes it in memory, so ran
 import itertools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -413,6 +414,20 @@ def normalise(weights) -> list[float]:
     """Weights that add up to 1, in the floating-point steps that Megatron takes."""
     weights = np.array(weights, np.float64)
     return (weights / weights.sum()).tolist()
+
+
+def batches(
+    samples: Samples, first_sample: int, layout: Layout, dp_rank: int, device: torch.device
+) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    """The function that gives a replica's micro-batches, by index, of the global batch that starts
+    at `first_sample`: tokens and labels as `micro_batch` makes them, on the device.
+    """
+
+    def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, labels = micro_batch(samples, first_sample, index, layout, dp_rank)
+        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+    return batch
 
 
 def micro_batch(

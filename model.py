@@ -1,6 +1,6 @@
 """The GPT: embedding, pre-norm blocks, head and loss; a stage is a slice of it.
 
-    [embedding] block* [final norm + head + loss]        any part may be absent
+    [embedding] block* [final norm + head + loss]        each may be absent
 
 Shapes at line ends: s sequence, b samples, h hidden, a heads of size d, g key/value heads,
 f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. Initialisation as
@@ -24,7 +24,7 @@ from parallel import (
     column_linear,
     cross_entropy,
 )
-from schedules import partition
+from schedules.partition import StageSpec
 
 # ------------------------------------------------------------------------------------------------
 # Norms and positions
@@ -34,12 +34,12 @@ from schedules import partition
 class Norm(nn.Module):
     """LayerNorm or RMSNorm over h, held whole by every tensor rank."""
 
-    def __init__(self, build: ParamFactory, name: str, model: ModelShape):
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
         self.shape, self.eps = (model.hidden,), model.norm_eps
-        self.weight = build.parameter(f"{name}.weight", self.shape, fill=1.0)
+        self.weight = factory.parameter(f"{name}.weight", self.shape, fill=1.0)
         centred = model.norm == "layernorm"
-        self.bias = build.parameter(f"{name}.bias", self.shape) if centred else None
+        self.bias = factory.parameter(f"{name}.bias", self.shape) if centred else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
@@ -58,7 +58,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def alibi_bias(model: ModelShape, build: ParamFactory) -> Tensor:
+def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
     """What ALiBi adds to the scores of the local heads, and -inf above the diagonal: (1, a, s, s).
 
     Written as -slope * distance, so that the near tokens are exact in bf16. Slopes are those of
@@ -66,19 +66,20 @@ def alibi_bias(model: ModelShape, build: ParamFactory) -> Tensor:
     """
     place = torch.arange(model.seq_length, dtype=torch.float64)
     distance = place[:, None] - place  # (s, s), of query and key
-    slopes = build.mesh.tp.shard(alibi_slopes(model.heads))
+    slopes = factory.mesh.tp.shard(alibi_slopes(model.heads))
     bias = -slopes[:, None, None] * distance
     bias.masked_fill_(distance < 0, -torch.inf)
-    return bias[None].to(build.device, build.dtype)
+    return bias[None].to(factory.device, factory.dtype)
 
 
-def rotary_tables(model: ModelShape, build: ParamFactory) -> tuple[Tensor, Tensor]:
+def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
     """Cosines and sines of arXiv 2104.09864, halves laid side by side as in Llama: (s, 1, 1, d)."""
     d = model.head_size
     frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)[:, None, None, :]
-    return angles.cos().to(build.device, build.dtype), angles.sin().to(build.device, build.dtype)
+    cos, sin = angles.cos(), angles.sin()
+    return cos.to(factory.device, factory.dtype), sin.to(factory.device, factory.dtype)
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -100,14 +101,14 @@ class Attention(nn.Module):
     then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
     """
 
-    def __init__(self, build: ParamFactory, name: str, model: ModelShape, recompute: bool):
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, recompute: bool):
         super().__init__()
         self.queries = model.heads // model.kv_heads
         self.d, self.recompute = model.head_size, recompute
         shape = (model.kv_heads, self.queries + 2, self.d)
-        self.qkv = ColumnLinear(build, f"{name}.qkv", model.hidden, shape, 0, model.bias)
-        inputs, std = model.heads * self.d, _residual_std(build, model)
-        self.out = RowLinear(build, f"{name}.out", inputs, model.hidden, std, model.bias)
+        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.bias)
+        inputs, std = model.heads * self.d, _residual_std(factory, model)
+        self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
@@ -136,13 +137,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 class MLP(nn.Module):
     """h -> f -> h, with GELU, or gated with SiLU: the gate and up matrices are one (2, f, h)."""
 
-    def __init__(self, build: ParamFactory, name: str, model: ModelShape):
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
         self.activation = model.activation
-        f, h, std = model.ffn_hidden, model.hidden, _residual_std(build, model)
+        f, h, std = model.ffn_hidden, model.hidden, _residual_std(factory, model)
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
-        self.up = ColumnLinear(build, f"{name}.up", h, shape, dim, model.bias)
-        self.down = RowLinear(build, f"{name}.down", f, h, std, model.bias)
+        self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
+        self.down = RowLinear(factory, f"{name}.down", f, h, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)
@@ -156,13 +157,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self, build: ParamFactory, index: int, model: ModelShape, recompute: str):
+    def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
         name = f"blocks.{index}"
-        self.attention_norm = Norm(build, f"{name}.attention_norm", model)
-        self.attention = Attention(build, f"{name}.attention", model, recompute == "selective")
-        self.mlp_norm = Norm(build, f"{name}.mlp_norm", model)
-        self.mlp = MLP(build, f"{name}.mlp", model)
+        self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
+        self.attention = Attention(factory, f"{name}.attention", model, recompute == "selective")
+        self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
+        self.mlp = MLP(factory, f"{name}.mlp", model)
         self.recompute = recompute == "full"
 
     def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
@@ -175,9 +176,9 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-def _residual_std(build: ParamFactory, model: ModelShape) -> float:
+def _residual_std(factory: ParamFactory, model: ModelShape) -> float:
     """Standard deviation of the matrices that write into the residual stream."""
-    return build.std / math.sqrt(2 * model.layers)
+    return factory.std / math.sqrt(2 * model.layers)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -190,18 +191,18 @@ TOKENS = "embedding.tokens.weight"
 class Embedding(nn.Module):
     """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism."""
 
-    def __init__(self, build: ParamFactory, model: ModelShape, padded: int):
+    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
         super().__init__()
-        h, tied = model.hidden, model.tied and build.mesh.pp.size > 1
-        self.part = build.mesh.tp if build.sequence_parallel else None
-        self.tokens = VocabEmbedding(build, TOKENS, model.vocab_size, padded, h, tied=tied)
+        h, tied = model.hidden, model.tied and factory.mesh.pp.size > 1
+        self.part = factory.mesh.tp if factory.sequence_parallel else None
+        self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
             shape = (model.max_positions, h)
-            self.positions = build.parameter(
-                "embedding.positions.weight", shape, std=build.std, decay=True
+            self.positions = factory.parameter(
+                "embedding.positions.weight", shape, std=factory.std, decay=True
             )
-        self.norm = Norm(build, "embedding.norm", model) if model.embedding_norm else None
+        self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
@@ -219,19 +220,19 @@ class Head(nn.Module):
     """
 
     def __init__(
-        self, build: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
+        self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
         super().__init__()
-        self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
-        self.norm = Norm(build, "head.norm", model)
-        if model.tied and embedding is not None:
+        self.factory, self.shared = factory, model.tied and embedding is not None
+        self.norm = Norm(factory, "head.norm", model)
+        if self.shared:
             self.weight = embedding.tokens.weight
             self.spec = self.weight.spec
             return
-        self.weight = build.parameter(
+        self.weight = factory.parameter(
             TOKENS if model.tied else "head.weight",
             (model.vocab_size, model.hidden),
-            std=build.std,
+            std=factory.std,
             dim=0,
             padded=padded,
             decay=True,
@@ -242,36 +243,35 @@ class Head(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's columns of the logits, padding included: (s, b, V/tp)."""
-        return column_linear(self.norm(x), self.weight, None, self.tp, self.sequence_parallel)
+        return column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x), labels.t(), self.tp, self.spec)
+        return cross_entropy(self.logits(x), labels.t(), self.factory.mesh.tp, self.spec)
 
 
 class Stage(nn.Module):
-    """The part of the model that one pipeline stage holds.
+    """The slice of the model that one pipeline stage holds; `spec` says which.
 
     forward(x, labels): x is tokens (b, s) on the first stage, else activations (s, b, h); the
     result is activations, or on the last stage the sum of the tokens' losses.
     """
 
-    def __init__(
-        self, build: ParamFactory, model: ModelShape, layout: Layout, part: partition.StageSpec
-    ):
+    def __init__(self, factory: ParamFactory, model: ModelShape, layout: Layout, spec: StageSpec):
+        """Raises ValueError if it has not the parameters that `spec` says."""
         super().__init__()
-        padded, self.part = model.padded_vocab(layout), part
-        self.embedding = Embedding(build, model, padded) if part.embedding else None
-        blocks = range(part.first, part.last)
+        padded, self.spec = model.padded_vocab(layout), spec
+        self.embedding = Embedding(factory, model, padded) if spec.embedding else None
+        blocks = range(spec.first, spec.last)
         again = layout.recomputed_blocks(len(blocks))
         self.blocks = nn.ModuleList(
-            Block(build, i, model, layout.recompute if n < again else "none")
+            Block(factory, i, model, layout.recompute if n < again else "none")
             for n, i in enumerate(blocks)
         )
-        self.head = Head(build, model, padded, self.embedding) if part.head else None
+        self.head = Head(factory, model, padded, self.embedding) if spec.head else None
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
-        self.bias = alibi_bias(model, build) if alibi else None
-        self.rotary = rotary_tables(model, build) if rotary else None
-        _check_count(self, part)
+        self.bias = alibi_bias(model, factory) if alibi else None
+        self.rotary = rotary_tables(model, factory) if rotary else None
+        _check_count(self)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.hidden_states(x)
@@ -286,20 +286,20 @@ class Stage(nn.Module):
         return x
 
 
-def attention_kernel(model: ModelShape, build: ParamFactory) -> str:
+def attention_kernel(model: ModelShape, factory: ParamFactory) -> str:
     """Which of torch's attention kernels will run for this model's shapes on this device."""
-    heads = model.heads // build.mesh.tp.size
+    heads = model.heads // factory.mesh.tp.size
     shape = (1, heads, model.seq_length, model.head_size)
-    q = torch.empty(shape, dtype=build.dtype, device=build.device)
-    bias = alibi_bias(model, build) if model.positions == "alibi" else None
+    q = torch.empty(shape, dtype=factory.dtype, device=factory.device)
+    bias = alibi_bias(model, factory) if model.positions == "alibi" else None
     choice = torch._fused_sdp_choice(q, q, q, attn_mask=bias, is_causal=bias is None)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
-def _check_count(stage: Stage, part: partition.StageSpec) -> None:
-    """Parameters built must be parameters planned: a silent difference has cost others months."""
-    built = sum(math.prod(p.spec.shape) for p in stage.parameters())
-    if built != part.parameters:
+def _check_count(stage: Stage) -> None:
+    """Built and planned parameter counts must match, or plans and FLOPs are of another model."""
+    built, planned = sum(math.prod(p.spec.shape) for p in stage.parameters()), stage.spec.parameters
+    if built != planned:
         raise ValueError(
-            f"stage {part.index} built {built} parameters, but {part.parameters} were planned"
+            f"stage {stage.spec.index} built {built} parameters, but {planned} were planned"
         )

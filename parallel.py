@@ -5,14 +5,17 @@ two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053
 of a tensor-parallel pair; their sequence-parallel forms are in arXiv 2205.05198.
 """
 
+import functools
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed.collectives import MAX, Group
+from distributed.collectives import MAX, Group, Handle
 from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
@@ -22,13 +25,15 @@ from distributed.mesh import Mesh
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a local parameter is a piece of.
+    """What a local parameter is a part of.
 
     name, shape: of the whole tensor, without padding. dim: the dimension split over tp, or None
     if every tensor rank holds all of it. start, stop: the rows held here along dim; the local
-    tensor may have more rows, which are padding. decay: whether weight decay applies. partial:
-    each tensor rank's gradient is one term of a sum. tied: a copy is on another stage too.
-    copy: this one is the copy that norms and checkpoints leave out.
+    tensor may have more rows, which are padding. decay: whether weight decay applies.
+    reduce_over: the groups of the mesh over which its gradient is summed: first the replicas, over
+    which ZeRO shards it, then `tp` where each tensor rank's gradient is one term of a sum, or
+    `tied` where another stage holds a copy. copy: this is the copy that norms and checkpoints
+    leave out.
     """
 
     name: str
@@ -37,17 +42,26 @@ class ParamSpec:
     start: int
     stop: int
     decay: bool
-    partial: bool = False
-    tied: bool = False
+    reduce_over: tuple[str, ...] = ("replicas",)
     copy: bool = False
+
+    @property
+    def tied(self) -> bool:
+        """Whether another stage holds a copy."""
+        return "tied" in self.reduce_over
+
+    def counts_on(self, mesh: Mesh) -> bool:
+        """Whether this rank's elements are those that count in norms, so that each counts once."""
+        return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
 @dataclass(frozen=True)
 class ParamFactory:
-    """What every layer is built with: where it is, its numbers, and the seed of its weights.
+    """What every layer is built with: the mesh, the precision, the seed of its weights.
 
     `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
-    that as the master copy and turns the parameters themselves to `dtype`.
+    that as the master copy and turns the parameters themselves to `dtype`. deferred: where linear
+    layers leave weight gradients if the schedule splits the backward, else None.
     """
 
     mesh: Mesh
@@ -56,6 +70,7 @@ class ParamFactory:
     seed: int = 1234
     std: float = 0.02
     sequence_parallel: bool = False
+    deferred: "DeferredGradients | None" = None
 
     def parameter(
         self,
@@ -70,10 +85,10 @@ class ParamFactory:
         tied: bool = False,
         copy: bool = False,
     ) -> nn.Parameter:
-        """This rank's piece of the tensor `name`: normal with `std`, or constant `fill`.
+        """This rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
         Split along `dim` over tp, if given, of size `padded` (default: shape[dim]), which tp
-        divides. The piece knows what it is: `.spec`.
+        divides. `.spec` says what it is a part of.
         """
         tp, start, stop, local = self.mesh.tp, 0, shape[0], list(shape)
         if dim is not None:
@@ -86,9 +101,13 @@ class ParamFactory:
         if std is not None:
             drawn = draw_normal(name, shape, dim or 0, start, stop, std, self.seed, self.device)
             tensor.zero_().narrow(dim or 0, 0, stop - start).copy_(drawn)
+        reduce_over = ("replicas",)
+        if self.sequence_parallel and dim is None and tp.size > 1:
+            reduce_over += ("tp",)
+        if tied:
+            reduce_over += ("tied",)
         parameter = nn.Parameter(tensor)
-        partial = self.sequence_parallel and dim is None and tp.size > 1
-        parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, partial, tied, copy)
+        parameter.spec = ParamSpec(name, shape, dim, start, stop, decay, reduce_over, copy)
         return parameter
 
 
@@ -114,7 +133,7 @@ def draw_normal(
     key = int.from_bytes(
         hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True
     )
-    outer, inner = _product(shape[:dim]), _product(shape[dim + 1 :])
+    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     result = torch.empty(outer, (stop - start) * inner, dtype=torch.float64, device=device)
     columns = torch.arange(start * inner, stop * inner, device=device)
     step = max(1, 2**22 // max(1, columns.numel()))  # bounds the temporaries to some 32 MB each
@@ -141,13 +160,6 @@ def _normal(bits: Tensor) -> Tensor:
     low, high = bits & 0xFFFFFFFF, _shift(bits, 32)
     radius = ((high.double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 # ------------------------------------------------------------------------------------------------
@@ -182,14 +194,18 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return _gather(grad, ctx.tp), None
 
 
-def reduce_from_tp(x: Tensor, tp: Group, sequence_parallel: bool) -> Tensor:
+def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
     """Sum the tensor ranks' partial results; each keeps all of it, or its part of the sequence."""
-    if tp.size == 1:
+    if factory.mesh.tp.size == 1:
         return x
-    return (_ReduceScatterSequence if sequence_parallel else _Reduce).apply(x, tp)
+    reduce = _ReduceScatterSequence if factory.sequence_parallel else _Reduce
+    return reduce.apply(x, factory.mesh.tp)
 
 
-def _gather(x: Tensor, tp: Group) -> Tensor:
+def _gather(x: Tensor, tp: Group | None) -> Tensor:
+    """Every rank's part of the sequence; x itself if tp is None."""
+    if tp is None:
+        return x
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
     tp.all_gather(whole, x.contiguous()).wait()
     return whole
@@ -201,51 +217,126 @@ def _scatter_sum(x: Tensor, tp: Group) -> Tensor:
     return part
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """f and the product with a column-split weight, with f's backward hidden behind dW.
+# ------------------------------------------------------------------------------------------------
+# Products with a weight, whose backward may be split
+# ------------------------------------------------------------------------------------------------
 
-    Only the local part of a sequence-parallel input is kept; it is gathered again backward.
+
+class DeferredGradients:
+    """Weight gradients that a backward pass leaves for later, so that a schedule can place them.
+
+    Linear layers that have one compute the gradient of their input alone (B of a split schedule,
+    arXiv 2401.10241) and leave here what computes the weights' (W).
+    """
+
+    def __init__(self):
+        self._left: list[tuple[list[Tensor], Callable[[], list[Tensor]]]] = []
+
+    def add(self, weights: list[Tensor], gradients: Callable[[], list[Tensor]]) -> None:
+        """Leave a computation: `gradients()` gives one tensor for each of the weights."""
+        self._left.append((weights, gradients))
+
+    def backward(self, outputs: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+        """The backward pass for inputs alone; what is returned does the rest when it is called."""
+        torch.autograd.backward(outputs, gradient)
+        left, self._left = self._left, []
+
+        def compute_weight_gradients() -> None:
+            while left:
+                weights, gradients = left.pop(0)
+                torch.autograd.backward(weights, gradients())  # adds to .grad, and runs hooks
+
+        return compute_weight_gradients
+
+
+class _Linear(torch.autograd.Function):
+    """f and the product with a local weight, with f's backward hidden behind the weight gradient.
+
+    With sequence parallelism only the local part of the input is kept; it is gathered again for
+    the weight gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, sequence_parallel):
-        ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.sequence_parallel, ctx.has_bias = tp, sequence_parallel, bias is not None
-        return F.linear(_gather(x, tp) if sequence_parallel else x, weight, bias)
+    def forward(ctx, x, weight, bias, tp, gathered, defer):
+        """tp: over which the input's gradient is summed, or None; gathered: x is (s/tp, b, in);
+        defer: takes the computation of the weights' gradients, or None.
+        """
+        ctx.save_for_backward(x, weight, bias)
+        ctx.tp, ctx.gathered, ctx.defer = tp, gathered, defer
+        return F.linear(_gather(x, tp if gathered else None), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         """Gradients of x, weight and bias, in their shapes, by the product's."""
-        x, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
-            whole = x.new_empty(x.shape[0] * ctx.tp.size, *x.shape[1:])
-            gathering = ctx.tp.all_gather(whole, x)
-            full = grad @ weight
-            dx = torch.empty_like(x)
-            gathering.wait()
-            reducing = ctx.tp.reduce_scatter(dx, full)
+        x, weight, bias = ctx.saved_tensors
+        tp, waits, whole = ctx.tp, [], x
+        if ctx.gathered and ctx.defer is None:
+            whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
+            waits.append(tp.all_gather(whole, x))
+        dx = grad @ weight
+        if ctx.gathered:
+            summed = torch.empty_like(x)
+            _wait_all(waits)
+            waits, dx = [tp.reduce_scatter(summed, dx)], summed
+        elif tp is not None:
+            waits.append(tp.all_reduce(dx))
+        if ctx.defer is None:
+            gradients = _weight_gradients(whole, grad, bias is not None)
         else:
-            whole, dx = x, grad @ weight
-            reducing = ctx.tp.all_reduce(dx)
-        rows = grad.flatten(0, -2)
-        dweight = rows.t() @ whole.flatten(0, -2)
-        dbias = rows.sum(0) if ctx.has_bias else None
-        reducing.wait()
-        return dx, dweight, dbias, None, None
+            gathered, has_bias = tp if ctx.gathered else None, bias is not None
+            ctx.defer(lambda: _weight_gradients(_gather(x, gathered), grad, has_bias))
+            gradients = [None]
+        _wait_all(waits)
+        dweight, dbias = (*gradients, None)[:2]
+        return dx, dweight, dbias, None, None, None
+
+
+def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> list[Tensor]:
+    """The gradients of the weight, and of the bias if there is one."""
+    rows = grad.flatten(0, -2)
+    gradients = [rows.t() @ x.flatten(0, -2)]
+    return [*gradients, rows.sum(0)] if has_bias else gradients
+
+
+def _wait_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None
+) -> Tensor:
+    """x W^T + b on this rank alone; its weight gradient may be deferred."""
+    if deferred is None:
+        return F.linear(x, weight, bias)
+    return _apply_linear(x, weight, bias, None, False, deferred)
+
+
+def _apply_linear(x, weight, bias, tp, gathered, deferred) -> Tensor:
+    if deferred is None:
+        return _Linear.apply(x, weight, bias, tp, gathered, None)
+    # Detached, so that the pass for inputs does not reach the weights, nor run their hooks.
+    detached = [None if w is None else w.detach() for w in (weight, bias)]
+    kept = [weight] if bias is None else [weight, bias]
+    return _Linear.apply(x, *detached, tp, gathered, functools.partial(deferred.add, kept))
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, factory: ParamFactory, shared: bool = False
+) -> Tensor:
+    """x W^T + b for a local part (out/tp, in) of W; x is (s, b, in), or (s/tp, b, in).
+
+    shared: another layer of the stage uses the same weight, so its gradient is not deferred.
+    """
+    tp, deferred = factory.mesh.tp, None if shared else factory.deferred
+    if tp.size == 1:
+        return linear(x, weight, bias, deferred)
+    return _apply_linear(x, weight, bias, tp, factory.sequence_parallel, deferred)
 
 
 # ------------------------------------------------------------------------------------------------
 # Layers
 # ------------------------------------------------------------------------------------------------
-
-
-def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group, sequence_parallel: bool
-) -> Tensor:
-    """x W^T + b for a local piece (out/tp, in) of W; x is (s, b, in), or (s/tp, b, in)."""
-    if tp.size == 1:
-        return F.linear(x, weight, bias)
-    return _ColumnLinear.apply(x, weight, bias, tp, sequence_parallel)
 
 
 class ColumnLinear(nn.Module):
@@ -257,7 +348,7 @@ class ColumnLinear(nn.Module):
 
     def __init__(
         self,
-        build: ParamFactory,
+        factory: ParamFactory,
         name: str,
         inputs: int,
         shape: tuple[int, ...],
@@ -265,35 +356,36 @@ class ColumnLinear(nn.Module):
         bias: bool,
     ):
         super().__init__()
-        self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
-        self.weight = build.parameter(
-            f"{name}.weight", (*shape, inputs), std=build.std, dim=dim, decay=True
+        self.factory = factory
+        self.weight = factory.parameter(
+            f"{name}.weight", (*shape, inputs), std=factory.std, dim=dim, decay=True
         )
-        self.bias = build.parameter(f"{name}.bias", shape, dim=dim) if bias else None
+        self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        return column_linear(x, weight, bias, self.tp, self.sequence_parallel)
+        return column_linear(x, weight, bias, self.factory)
 
 
 class RowLinear(nn.Module):
     """y = sum over tp of x_i W_i^T, + b: (s, b, in/tp) -> (s, b, out), W's columns split."""
 
     def __init__(
-        self, build: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
+        self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
         super().__init__()
-        self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
-        self.weight = build.parameter(
+        self.factory = factory
+        self.weight = factory.parameter(
             f"{name}.weight", (outputs, inputs), std=std, dim=1, decay=True
         )
-        self.bias = build.parameter(f"{name}.bias", (outputs,)) if bias else None
+        self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.tp.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = reduce_from_tp(F.linear(x, self.weight), self.tp, self.sequence_parallel)
+        factory = self.factory
+        if factory.mesh.tp.size == 1:
+            return linear(x, self.weight, self.bias, factory.deferred)
+        y = reduce_from_tp(linear(x, self.weight, None, factory.deferred), factory)
         return y if self.bias is None else y + self.bias
 
 
@@ -304,12 +396,12 @@ class VocabEmbedding(nn.Module):
     """
 
     def __init__(
-        self, build: ParamFactory, name: str, vocab: int, padded: int, hidden: int, tied: bool
+        self, factory: ParamFactory, name: str, vocab: int, padded: int, hidden: int, tied: bool
     ):
         super().__init__()
-        self.tp, self.sequence_parallel = build.mesh.tp, build.sequence_parallel
-        self.weight = build.parameter(
-            name, (vocab, hidden), std=build.std, dim=0, padded=padded, decay=True, tied=tied
+        self.factory, self.tp = factory, factory.mesh.tp
+        self.weight = factory.parameter(
+            name, (vocab, hidden), std=factory.std, dim=0, padded=padded, decay=True, tied=tied
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -320,7 +412,7 @@ class VocabEmbedding(nn.Module):
         absent = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(absent, 0), self.weight)
         rows = rows.masked_fill(absent[..., None], 0.0)
-        return reduce_from_tp(rows, self.tp, self.sequence_parallel)
+        return reduce_from_tp(rows, self.factory)
 
 
 class _CrossEntropy(torch.autograd.Function):

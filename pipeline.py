@@ -1,12 +1,13 @@
-"""Runs a schedule on a stage: the only place that sends activations.
+"""Runs a schedule on a rank's stages: the only place that sends activations.
 
-The executor does what the schedule's list says. A receive is posted one action ahead of its use
-and a send is not waited for, so messages travel while the stage computes. Activations go through
-the mesh's forward group, their gradients through its backward group; within each, neighbours
-have agreed on the order (schedule.check), so messages need no labels.
+The executor does what the schedule's list for this rank says. A receive is posted one action ahead
+of its use and a send is not waited for, so messages travel while the rank computes. Activations go
+through the mesh's forward group, their gradients through its backward group; within each,
+neighbours have agreed on the order (schedule.check), so messages need no labels. Between two stages
+of one rank nothing is sent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -15,154 +16,176 @@ from config.schema import Config
 from distributed.collectives import Group, Handle
 from model import Stage
 from parallel import ParamFactory
-from schedules import schedule as schedules
-from schedules.schedule import Action
+from schedules.schedule import Action, Schedule, build
 
 # Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 
 
 class Pipeline:
-    """One stage of the pipeline, ready to run the configured schedule or an evaluation.
+    """The stages that one rank holds, by their number, ready to run a schedule.
 
     Micro-batches have one shape for the whole run: (s, b, h), or (s/tp, b, h) with sequence
     parallelism. Their number may change from step to step.
     """
 
-    def __init__(self, stage: Stage, build: ParamFactory, config: Config):
+    def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
         layout, model = config.layout, config.model
-        self.stage, self.mesh = stage, build.mesh
-        self.dtype, self.device = build.dtype, build.device
+        self.stages, self.mesh, self.deferred = stages, factory.mesh, factory.deferred
+        self.dtype, self.device = factory.dtype, factory.device
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
-        self._name, self._schedule = layout.schedule, None
+        self._name, self._schedules = layout.schedule, {}
 
-    def train(
-        self,
-        batches: Batches,
-        micro_batches: int,
-        divisor: float,
-        before_backward: Callable[[bool], None],
-    ) -> Tensor:
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The configured schedule for that many micro-batches; the last one is kept."""
+        if micro_batches not in self._schedules:
+            self._schedules = {micro_batches: build(self._name, self.mesh.pp.size, micro_batches)}
+        return self._schedules[micro_batches]
+
+    def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> Tensor:
         """Forward and backward of one step; returns the loss sum of this replica on the one rank
         that counts it (last stage, first tensor rank), 0 on the others.
 
-        Gradients are those of the sum divided by `divisor`: the tokens of the whole global batch
-        over the loss scale. `before_backward` is called before each backward pass, and told
-        whether it is the last.
+        Gradients are those of the sum times `loss_weight`, which `Optimizer.begin_step` gives.
         """
-        order = self._order(micro_batches)
-        return _Execution(self, order, batches, divisor, before_backward).run()
+        return self.run(self.schedule(micro_batches), batches, loss_weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
         """The loss sum over that many micro-batches of this replica, forward only."""
-        order = schedules.build("forward", self.mesh.pp.size, micro_batches).stages
-        return _Execution(self, order, batches, 1.0, lambda last: None).run()
+        return self.run(build("forward", self.mesh.pp.size, micro_batches), batches)
 
-    def _order(self, micro_batches: int):
-        """The schedule's actions for that many micro-batches, kept while their number stays."""
-        if self._schedule is None or self._schedule[0] != micro_batches:
-            built = schedules.build(self._name, self.mesh.pp.size, micro_batches)
-            self._schedule = (micro_batches, built.stages)
-        return self._schedule[1]
+    def run(self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0) -> Tensor:
+        """Do all of this rank's actions in order; the loss sum as `train` returns it."""
+        execution = Execution(self, schedule, batches, loss_weight)
+        for _ in execution:
+            pass
+        return execution.loss if self.mesh.tp.rank == 0 else torch.zeros_like(execution.loss)
 
 
-class _Execution:
-    """One pass through a stage's action list, with what is in flight meanwhile."""
+class Execution:
+    """One pass through a rank's actions, with what is in flight meanwhile.
 
-    def __init__(self, pipeline: Pipeline, order, batches, divisor, before_backward):
-        self.pipeline, self.mesh, self.stage = pipeline, pipeline.mesh, pipeline.stage
-        self.order, self.actions = order, order[self.mesh.pp.rank]
-        self.batches, self.divisor, self.before_backward = batches, divisor, before_backward
-        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # input and output of each forward
-        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
-        self.leaving: dict[tuple[int, Action], Handle] = {}  # by receiving stage, and its action
-        self.passed: dict[int, int] = {}  # actions that a neighbour is known to have finished
+    Iterating over it does one action at a time and yields it. loss: the loss sum so far.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, schedule: Schedule, batches: Batches, loss_weight: float
+    ):
+        self.pipeline, self.mesh, self.schedule = pipeline, pipeline.mesh, schedule
+        self.rank, self.actions = pipeline.mesh.pp.rank, schedule.ranks[pipeline.mesh.pp.rank]
+        self.batches, self.loss_weight = batches, loss_weight
+        self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input, output of forwards
+        self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
+        self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
+        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
+        self.leaving: dict[Action, Handle] = {}  # by this rank's action
+        self.passed = dict.fromkeys(range(len(schedule.ranks)), 0)  # actions known to be finished
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
 
-    def run(self) -> Tensor:
-        """Do all actions in order; the loss sum on the one rank that counts it, 0 on the others."""
-        backwards = sum(action.kind == "B" for action in self.actions)
+    def __iter__(self) -> Iterator[Action]:
+        run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for position, action in enumerate(self.actions):
             for upcoming in self.actions[position : position + 2]:
                 self._post_receive(upcoming)
-            if action.kind == "F":
-                self._forward(action)
-                continue
-            backwards -= 1
-            self.before_backward(backwards == 0)
-            self._backward(action)
+            run[action.kind](action)
+            yield action
         self._wait_for_sends()
-        return self.loss if self.mesh.tp.rank == 0 else torch.zeros_like(self.loss)
 
     def _forward(self, action: Action) -> None:
-        x, labels = self._inputs(action)
-        y = self.stage(x, labels)
-        if self.mesh.last_stage:
+        stage, last = self.pipeline.stages[action.stage], self._is_last(action)
+        x, labels = self._inputs(action, last)
+        y = stage(x, labels)
+        if last:
             self.loss += y.detach()
-            y = y / self.divisor
+            y = y * self.loss_weight
         else:
-            self._send(self.mesh.forward, y.detach(), action, self.mesh.pp.rank + 1)
+            self._pass_on(self.mesh.forward, y.detach(), action, action.stage + 1)
         if torch.is_grad_enabled():
-            self.held[action.micro_batch] = (x, y)
+            self.held[action.stage, action.micro_batch] = (x, y)
 
-    def _inputs(self, action: Action) -> tuple[Tensor, Tensor | None]:
+    def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Tensor | None]:
         """What the stage's forward takes: only the first and the last stage read the batch."""
         tokens = labels = None
-        if self.mesh.first_stage or self.mesh.last_stage:
+        if action.stage == 0 or last:
             self.mesh.recorder.at("data", action.micro_batch)
             tokens, labels = self.batches(action.micro_batch)
         self.mesh.recorder.at("F", action.micro_batch)
-        if self.mesh.first_stage:
+        if action.stage == 0:
             return tokens, labels
-        return self._take(action).requires_grad_(torch.is_grad_enabled()), labels
+        return self._take_input(action).requires_grad_(torch.is_grad_enabled()), labels
 
     def _backward(self, action: Action) -> None:
+        """The whole backward pass, or where the schedule splits it that for inputs."""
         self.mesh.recorder.at("B", action.micro_batch)
-        x, y = self.held.pop(action.micro_batch)
-        gradient = None if self.mesh.last_stage else self._take(action)
-        torch.autograd.backward(y, gradient)
-        if not self.mesh.first_stage:
-            self._send(self.mesh.backward, x.grad, action, self.mesh.pp.rank - 1)
+        x, y = self.held.pop((action.stage, action.micro_batch))
+        gradient = None if self._is_last(action) else self._take_input(action)
+        if self.schedule.split:
+            deferred = self.pipeline.deferred
+            self.left[action.stage, action.micro_batch] = deferred.backward(y, gradient)
+        else:
+            torch.autograd.backward(y, gradient)
+        if action.stage > 0:
+            self._pass_on(self.mesh.backward, x.grad, action, action.stage - 1)
 
-    # -- messages ---------------------------------------------------------------------------
+    def _weight_gradients(self, action: Action) -> None:
+        self.mesh.recorder.at("W", action.micro_batch)
+        self.left.pop((action.stage, action.micro_batch))()
 
-    def _source(self, action: Action) -> int:
-        """The stage that sends what this stage's action needs; outside the pipeline if none."""
-        return self.mesh.pp.rank + (-1 if action.kind == "F" else 1)
+    def _is_last(self, action: Action) -> bool:
+        return action.stage == self.schedule.stages - 1
+
+    # -- between stages ---------------------------------------------------------------------
+
+    def _source(self, action: Action) -> tuple[Action, int] | None:
+        """The action whose result this one takes, and its rank; None at the pipeline's ends."""
+        needed = self.schedule.input_of(action)
+        return None if needed is None else (needed, self.schedule.rank_of[needed.stage])
 
     def _post_receive(self, action: Action) -> None:
         source = self._source(action)
-        if not 0 <= source < self.mesh.pp.size or action in self.arriving:
+        if source is None or source[1] == self.rank or source[0] in self.arriving:
             return
+        needed, rank = source
         group = self.mesh.forward if action.kind == "F" else self.mesh.backward
         buffer = torch.empty(
             self.pipeline.shape, dtype=self.pipeline.dtype, device=self.pipeline.device
         )
-        self.arriving[action] = (buffer, group.receive(buffer, source))
+        self.arriving[needed] = (buffer, group.receive(buffer, rank))
 
-    def _take(self, action: Action) -> Tensor:
-        buffer, handle = self.arriving.pop(action)
+    def _take_input(self, action: Action) -> Tensor:
+        """The neighbouring stage's result, when it is there."""
+        needed, rank = self._source(action)
+        if rank == self.rank:
+            return self.handed.pop(needed)
+        buffer, handle = self.arriving.pop(needed)
         handle.wait()
-        self._release(self._source(action), action)
+        self._release_received(rank, needed)
         return buffer
 
-    def _send(self, group: Group, tensor: Tensor, action: Action, to: int) -> None:
+    def _pass_on(self, group: Group, tensor: Tensor, action: Action, to_stage: int) -> None:
+        """Give an action's result to the neighbouring stage that takes it."""
+        to = self.schedule.rank_of[to_stage]
+        if to == self.rank:
+            self.handed[action] = tensor
+            return
         if not torch.is_grad_enabled():
-            self._wait_for_sends()  # nothing ever comes back that would tell of an arrival
-        self.leaving[to, action] = group.send(tensor.contiguous(), to)
+            self._wait_for_sends()  # nothing ever comes back that would show an arrival
+        self.leaving[action] = group.send(tensor.contiguous(), to)
 
-    def _release(self, neighbour: int, action: Action) -> None:
-        """Let go of what a neighbour must have received before it did `action`.
+    def _release_received(self, neighbour: int, finished: Action) -> None:
+        """Free the messages that a neighbour received before it finished an action.
 
         Without this, every activation sent would be held until the step ends.
         """
-        actions = self.order[neighbour]
-        done = self.passed.get(neighbour, 0)
-        while actions[done] != action:
-            if (neighbour, actions[done]) in self.leaving:
-                self.leaving.pop((neighbour, actions[done])).wait()
+        actions, done = self.schedule.ranks[neighbour], self.passed[neighbour]
+        while True:
+            used = self.schedule.input_of(actions[done])
+            if used in self.leaving:
+                self.leaving.pop(used).wait()
+            if actions[done] == finished:
+                break
             done += 1
         self.passed[neighbour] = done
 

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import train
+import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import model_stats, validation
@@ -41,16 +41,16 @@ ROUNDS = 7
 MODEL = {"layers": 12, "hidden": 512, "heads": 8, "seq_length": 256, "vocab_size": 16384}
 
 
-def make(context, folder: str, **extra) -> tuple[train.TrainState, Checkpointer]:
+def make(context, folder: str, **extra) -> tuple[trainer.TrainState, Checkpointer]:
     """The training of MODEL and its checkpoints in that folder; extra: other options."""
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
     config = validation.check(build(values), context.size)
-    pieces = train.build(config, context)
-    mesh, quiet = pieces.build.mesh, lambda line: None
+    pieces = trainer.build(config, context)
+    mesh, quiet = pieces.factory.mesh, lambda line: None
     return pieces, Checkpointer(config, mesh, pieces.optimizer, context, say=quiet)
 
 
-def as_dcp(pieces: train.TrainState, mesh) -> dict[str, torch.Tensor]:
+def as_dcp(pieces: trainer.TrainState, mesh) -> dict[str, torch.Tensor]:
     """A copy of the state for DCP: DTensors over tp, or plain tensors a stage holds whole.
 
     A copy, because DCP's stager does not take views of one buffer (torch 2.13).
@@ -59,7 +59,7 @@ def as_dcp(pieces: train.TrainState, mesh) -> dict[str, torch.Tensor]:
     for piece in pieces.optimizer.owned():
         for kind in ("weights", *pieces.optimizer.state_kinds):
             tensor = piece.read(kind, piece.start, piece.stop).view(piece.shape).clone()
-            if pieces.build.mesh.tp.size > 1:
+            if pieces.factory.mesh.tp.size > 1:
                 dim = piece.spec.dim
                 place = Replicate() if dim is None else Shard(dim)
                 tensor = DTensor.from_local(tensor, mesh, [place])

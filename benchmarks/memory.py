@@ -21,7 +21,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 import psutil
 
 import data
-import train
+import trainer
 from checkpointing.load import Board
 from config import model_stats, validation
 from config import schema as configuration
@@ -53,13 +53,13 @@ def measure(setting: dict, context: Context, samples: data.Synthetic) -> tuple[i
     _give_back()
     before = psutil.Process().memory_info().rss
     config = validation.check(build(BASE | setting), context.size)
-    pieces = train.build(config, context)
+    pieces = trainer.build(config, context)
     _give_back()  # what drawing the weights took is no part of training
     _reset_high_water_mark()
     seconds = []
     for step in range(STEPS):
         began = time.perf_counter()
-        train.step(pieces, samples, step * 16, 1e-4)
+        trainer.step(pieces, samples, step * 16, 1e-4)
         seconds.append(time.perf_counter() - began)
     return pieces.optimizer.state_bytes(), _high_water_mark() - before, min(seconds[1:])
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's
 import torch
 
 import data
-import train
+import trainer
 from config import validation
 from config.command_line import parse
 from config.schema import Run
@@ -70,8 +70,8 @@ class Pausable(Watchdog):
 class Watch:
     """The records, this rank's watchdog and, on rank 0, the monitor; all on or all off."""
 
-    def __init__(self, context: Context, pieces: train.TrainState, out: str):
-        self.mesh, self.recorder, self.silent = pieces.build.mesh, context.recorder, Silent()
+    def __init__(self, context: Context, pieces: trainer.TrainState, out: str):
+        self.mesh, self.recorder, self.silent = pieces.factory.mesh, context.recorder, Silent()
         mesh, self.monitor = self.mesh, None
         groups = (mesh.tp, mesh.dp, mesh.forward, mesh.backward, mesh.tied, mesh.world)
         self.group_logs = [(group, group.group_log) for group in groups]
@@ -98,14 +98,14 @@ class Watch:
         return int(fields[0]) / 1e9
 
 
-def block(pieces: train.TrainState, samples, first: int) -> tuple[float, float]:
+def block(pieces: trainer.TrainState, samples, first: int) -> tuple[float, float]:
     """Wall and processor seconds a step over one block; all ranks begin together."""
-    mesh = pieces.build.mesh
+    mesh = pieces.factory.mesh
     mesh.world.all_reduce(torch.zeros(1)).wait()
     wall, processor = time.perf_counter(), time.process_time()
     for step in range(first, first + BLOCK):
         mesh.recorder.begin_step(step)
-        train.step(pieces, samples, 4 * step, 1e-4)
+        trainer.step(pieces, samples, 4 * step, 1e-4)
         mesh.recorder.end_step()
     return (time.perf_counter() - wall) / BLOCK, (time.process_time() - processor) / BLOCK
 
@@ -113,7 +113,7 @@ def block(pieces: train.TrainState, samples, first: int) -> tuple[float, float]:
 def side_by_side(context: Context, words: list[str], out: str) -> tuple[float, int, float]:
     """Print the row of one layout; seconds and records of a step, cores the monitor took."""
     config = validation.check(parse([*SHAPE.split(), *words]), context.size)
-    pieces = train.build(config, context)
+    pieces = trainer.build(config, context)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
     watch = Watch(context, pieces, out)
     block(pieces, samples, 0)

@@ -21,6 +21,7 @@ from config.batch_schedule import (
     parse_ranges,
     parse_steps,
     ramp,
+    touches,
 )
 from config.messages import UserError, as_user_error
 
@@ -370,6 +371,10 @@ class Config:
     def skipped(self) -> list[tuple[int, int]]:
         """Ranges [A, B) of samples that no step may be trained on; UserError if they are none."""
         return as_user_error(parse_ranges, self.data.skip_samples or ())
+
+    def passes_over(self, first: int, count: int) -> bool:
+        """Whether the global batch of `count` samples from `first` on is left out."""
+        return touches(self.skipped, first, count)
 
     @property
     def total_samples(self) -> int:

@@ -1,11 +1,11 @@
-"""Buckets: the flat buffers in which parameters, gradients and masters lie, and who owns what.
+"""Buckets: the flat buffers in which parameters, gradients and masters are kept, and their owners.
 
-A bucket is a run of parameters that are reduced together. Its buffers are cut into one piece for
-every data replica (one for all at --zero 0); the owner of a piece updates it.
+A bucket is a run of parameters that are reduced together. Its buffers are cut into one section for
+every replica (one for all at --zero 0); the rank that owns a section updates it.
 
     weights    compute precision; the parameters are views of it
-    gradients  summed over micro-batches in place, or at --zero 2 this rank's piece of the sum
-    masters    this rank's piece in fp32 (fp64), flat or as whole matrices
+    gradients  summed over micro-batches in place, or at --zero 2 this rank's section of the sum
+    masters    this rank's section in fp32 (fp64), flat or as whole matrices
 """
 
 import math
@@ -17,207 +17,268 @@ from torch import Tensor, nn
 
 from config.messages import UserError
 from config.schema import BUCKET_ELEMENTS, Training
-from distributed.collectives import Group, Handle
+from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import update_rules
 from parallel import ParamSpec
 
-# Pieces are multiples of this, so that no kernel treats the end of a piece in another way than
-# its middle: copies of a parameter that lie elsewhere in their buffer stay bitwise equal.
+# Sections are multiples of this, so that no kernel treats the end of a section in another way than
+# its middle: copies of a parameter at other places of their buffers stay bitwise equal.
 ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Where a parameter lies in a bucket: elements [start, stop) of its flat buffers."""
-
-    parameter: nn.Parameter
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Own:
-    """Elements [start, stop) of a local parameter that this rank updates, and where they lie:
-    from `offset` on in the shard's master tensor number `master`.
-
-    shape: of the whole local parameter, padding included.
-    """
-
-    spec: ParamSpec
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    master: int
-    offset: int
-
-
-class Shard:
-    """Parameters that are reduced and updated together, as this rank owns them.
-
-    masters: the tensors that the rule updates. sharded: whether the other data replicas own
-    other elements. also_over: the group over which gradients must be summed too, or None.
-    """
-
-    key: "Key"
-    masters: list[Tensor]
-    own: list[Own]
-    rule: update_rules.Rule
-    sharded: bool
-    also_over: Group | None
-
-    def gradients_of_own(self) -> list[Tensor]:
-        """The gradient of every master, flat, in the type that it was summed in."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Forget the gradients."""
-        raise NotImplementedError
-
-    def all_gather_params(self) -> Handle | None:
-        """Begin to make the weights of every data replica from the masters."""
-        raise NotImplementedError
-
-    def update(self, factor: float, lr: float) -> None:
-        """One step by the gradients times `factor`."""
-        gradients = []
-        for master, gradient in zip(self.masters, self.gradients_of_own()):
-            gradient = gradient.to(master.dtype)
-            gradients.append((gradient.mul_(factor) if factor != 1.0 else gradient).view_as(master))
-        self.rule.update(gradients, lr)
-
-
-class Bucket(Shard):
-    """A run of parameters in flat buffers, and this rank's piece of it."""
-
-    def __init__(self, parameters: list[nn.Parameter], key: "Key", mesh: Mesh, t: Training, zero):
-        self.key, self.dp, self.sharded = key, mesh.dp, zero >= 1 and mesh.dp.size > 1
-        self.also_over = {"": None, "partial": mesh.tp, "tied": mesh.tied}[key.also]
-        places, total = _lay_out(parameters, key.family, mesh.dp.size, self.sharded)
-        self.segments = [Segment(p, a, a + p.numel()) for p, a in zip(parameters, places)]
-        self.piece = total // self.dp.size if self.sharded else total
-        self.start = self.dp.rank * self.piece if self.sharded else 0
-        first = parameters[0]
-        exact = torch.promote_types(first.dtype, torch.float32)
-        self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
-        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
-        self.each_micro_batch = zero == 2 and self.sharded
-        size, dtype = (self.piece, exact) if self.each_micro_batch else (total, self.sum_dtype)
-        self.gradients = torch.zeros(size, dtype=dtype, device=first.device)
-        self.waiting = 0  # gradients still to come in this backward pass
-        self.whole_matrices = key.family == "matrices"
-
-    def adopt_weights(self) -> None:
-        """Make the parameters, and their gradients where all are kept, views of the buffers."""
-        for s in self.segments:
-            p = s.parameter
-            view = self.weights[s.start : s.stop].view(p.shape)
-            view.copy_(p.data)
-            p.data = view
-            if self.each_micro_batch:
-                continue
-            p.main_grad = self.gradients[s.start : s.stop].view(p.shape)
-            if p.dtype == self.gradients.dtype:
-                p.grad = p.main_grad  # autograd adds to it in place
-
-    def adopt_masters(self, drawn: dict[nn.Parameter, Tensor] | None) -> None:
-        """Make the masters: the weights themselves where these are precise enough, else `drawn`."""
-        flat = self._piece_of(self.weights)
-        cuts = self._cuts()
-        if drawn is not None:
-            flat = flat.to(torch.float32)
-            for s, a, b in cuts:
-                exact = drawn[s.parameter].view(-1)[a - s.start : b - s.start]
-                flat[a - self.start : b - self.start] = exact
-        self.flat, self.masters, self.own = flat, [], []
-        self._parts = [slice(0, self.piece)]
-        if self.whole_matrices:
-            self._parts = [slice(a - self.start, b - self.start) for _, a, b in cuts]
-        for i, (s, a, b) in enumerate(cuts):
-            p = s.parameter
-            place = (i, 0) if self.whole_matrices else (0, a - self.start)
-            self.own.append(Own(p.spec, tuple(p.shape), a - s.start, b - s.start, *place))
-        self.masters = [flat[part] for part in self._parts]
-        if self.whole_matrices:
-            self.masters = [m.view(_flat_shape(o)) for m, o in zip(self.masters, self.own)]
-
-    def _piece_of(self, buffer: Tensor) -> Tensor:
-        """This rank's piece of a flat buffer of the bucket."""
-        return buffer[self.start : self.start + self.piece]
-
-    def _cuts(self) -> list[tuple[Segment, int, int]]:
-        """Segments that overlap this rank's piece, with the overlap's borders in the bucket."""
-        stop = self.start + self.piece
-        cuts = [(s, max(s.start, self.start), min(s.stop, stop)) for s in self.segments]
-        return [(s, a, b) for s, a, b in cuts if a < b]
-
-    def gradients_of_own(self) -> list[Tensor]:
-        """Summed gradients of this rank's piece, one flat tensor for each of `own`."""
-        flat = self.gradients if self.each_micro_batch else self._piece_of(self.gradients)
-        return [flat[part] for part in self._parts]
-
-    def clear(self) -> None:
-        """Zero the gradients, before the first micro-batch."""
-        self.gradients.zero_()
-
-    def reduce(self) -> Handle:
-        """Start summing the gradients over the data replicas."""
-        if self.each_micro_batch:
-            return self._reduce_micro_batch()
-        if self.sharded:
-            return self.dp.reduce_scatter(self._piece_of(self.gradients), self.gradients)
-        return self.dp.all_reduce(self.gradients)
-
-    def _reduce_micro_batch(self) -> Handle:
-        """Collect this micro-batch's gradients, let go of them, and add the sum to the piece."""
-        whole = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
-        for s in self.segments:
-            whole[s.start : s.stop] = s.parameter.grad.view(-1)
-            s.parameter.grad = None
-        piece = whole.new_empty(self.piece)
-        return _Adding(self.dp.reduce_scatter(piece, whole), piece, self.gradients, whole)
-
-    def all_gather_params(self) -> Handle | None:
-        """Write the updated masters into the weights, and start gathering them if sharded."""
-        if self.flat.dtype != self.weights.dtype:
-            self._piece_of(self.weights).copy_(self.flat)
-        if not self.sharded:
-            return None
-        return self.dp.all_gather(self.weights, self._piece_of(self.weights))
-
-
-class _Adding:
-    """The handle of a reduce-scatter whose result is added to a sum."""
-
-    def __init__(self, handle: Handle, piece: Tensor, total: Tensor, source: Tensor):
-        self.handle, self.piece, self.total, self.source = handle, piece, total, source
-
-    def wait(self) -> None:
-        self.handle.wait()
-        self.total.add_(self.piece)
-        self.piece = self.source = None
-
-
-# ------------------------------------------------------------------------------------------------
-# Which parameters go together, and where they lie
-# ------------------------------------------------------------------------------------------------
-
-
 class Key(NamedTuple):
-    """What the parameters of a bucket have in common.
+    """What the parameters of a group have in common.
 
-    also: "tied" or "partial" if their gradients must be summed over more than the replicas.
+    reduce_over: as in ParamSpec. family: the set of parameters that one update rule takes.
     """
 
-    also: str
+    reduce_over: tuple[str, ...]
     no_decay: bool
     family: str
 
 
 def key_of(spec: ParamSpec, optimizer: str) -> Key:
     """The key of a parameter under an --optimizer."""
-    also = "tied" if spec.tied else "partial" if spec.partial else ""
-    return Key(also, not spec.decay, update_rules.family(optimizer, spec))
+    return Key(spec.reduce_over, not spec.decay, update_rules.family(optimizer, spec))
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """Elements [start, stop) of a local parameter whose master and state this rank holds.
+
+    group, master, offset: where: from `offset` on in the group's master tensor of that number.
+    shape: of the whole local parameter, padding included. copies, copy: how many ranks hold the
+    same elements, and which of them this one is.
+    """
+
+    group: "ParamGroup"
+    spec: ParamSpec
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    master: int
+    offset: int
+    copies: int
+    copy: int
+
+    def read(self, kind: str, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of the local parameter: of its "weights" (the master copy) or of
+        a tensor of the optimizer's state; flat, maybe a view.
+        """
+        a = start - self.start + self.offset
+        if kind == "weights":
+            return self.group.masters[self.master].view(-1)[a : a + stop - start]
+        return self.group.rule.read(kind, self.master, a, a + stop - start)
+
+    def write(self, kind: str, start: int, values: Tensor) -> None:
+        """Set what `read` reads, from `start` on; `Optimizer.after_load` must follow."""
+        a = start - self.start + self.offset
+        if kind == "weights":
+            self.group.masters[self.master].view(-1)[a : a + len(values)] = values
+        else:
+            self.group.rule.write(kind, self.master, a, values)
+
+
+class ParamGroup:
+    """Parameters that are reduced and updated together, as this rank owns them.
+
+    replicas: the group over which gradients are reduced first, and state may be sharded. sharded:
+    whether the other replicas own other elements. masters: the tensors that the rule updates.
+    """
+
+    rule: update_rules.UpdateRule
+
+    def __init__(self, key: Key, mesh: Mesh, sharded: bool):
+        self.key, self.mesh, self.sharded = key, mesh, sharded
+        self.replicas = mesh.group(key.reduce_over[0])
+        self.masters: list[Tensor] = []
+        self._owned: list[tuple] = []
+
+    def add_shard(
+        self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
+    ) -> None:
+        """Own these elements of a parameter; place: number of the master, and offset in it."""
+        copies, copy = (1, 0) if self.sharded else (self.replicas.size, self.replicas.rank)
+        if spec.dim is None:
+            tp = self.mesh.tp
+            copies, copy = copies * tp.size, copy * tp.size + tp.rank
+        self._owned.append((spec, shape, start, stop, *place, copies, copy))
+
+    @property
+    def shards(self) -> list[ParamShard]:
+        """What this rank owns. Made anew: a shard that the group held would hold the group, and
+        its memory would wait for Python's garbage collector.
+        """
+        return [ParamShard(self, *fields) for fields in self._owned]
+
+    def own_gradients(self) -> list[Tensor]:
+        """The gradient of every master, flat, in the type that it was summed in."""
+        raise NotImplementedError
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients."""
+        raise NotImplementedError
+
+    def all_gather_params(self) -> Handle | None:
+        """Begin to make the weights of every replica from the masters; None if nothing is sent."""
+        raise NotImplementedError
+
+    def reduce_further(self) -> None:
+        """Sum the owned gradients over the groups beyond the replicas: tied copies, partial terms.
+
+        By now each owner has only its share of the elements to send.
+        """
+        for name in self.key.reduce_over[1:]:
+            _sum_over(self.mesh.group(name), self.own_gradients())
+
+    def counted_gradients(self) -> list[Tensor]:
+        """The owned gradients that count in the norm, so that each element counts on one rank."""
+        if not self.sharded and self.replicas.rank > 0:
+            return []  # every replica has the same gradients
+        gradients = self.own_gradients()
+        return [
+            gradients[shard.master][shard.offset : shard.offset + shard.stop - shard.start]
+            for shard in self.shards
+            if shard.spec.counts_on(self.mesh)
+        ]
+
+    def update(self, factor: float, lr: float) -> None:
+        """One step by the gradients times `factor`."""
+        gradients = []
+        for master, gradient in zip(self.masters, self.own_gradients()):
+            gradient = gradient.to(master.dtype)
+            gradients.append((gradient.mul_(factor) if factor != 1.0 else gradient).view_as(master))
+        self.rule.update(gradients, lr)
+
+
+def _sum_over(group, tensors: list[Tensor]) -> None:
+    """Sum over the group, in place; one collective however many tensors there are."""
+    joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
+    group.all_reduce(joined).wait()
+    if len(tensors) > 1:
+        sums = joined.split([t.numel() for t in tensors])
+        torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
+
+
+class Bucket(ParamGroup):
+    """A run of parameters in flat buffers, and this rank's section of it.
+
+    places: the parameters and where each starts in the buffers.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero):
+        size = mesh.group(key.reduce_over[0]).size
+        super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
+        starts, total = _lay_out(parameters, key.family, size, self.sharded)
+        self.places = list(zip(parameters, starts))
+        self.section = total // size if self.sharded else total
+        self.start = self.replicas.rank * self.section if self.sharded else 0
+        first = parameters[0]
+        exact = torch.promote_types(first.dtype, torch.float32)
+        self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
+        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.each_micro_batch = zero == 2 and self.sharded
+        count, dtype = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
+        self.gradients = torch.zeros(count, dtype=dtype, device=first.device)
+        self.missing = 0  # gradients still to come before it is reduced
+        self.whole_matrices = key.family == "matrices"
+
+    def adopt_weights(self) -> None:
+        """Make the parameters, and their gradients where all are kept, views of the buffers."""
+        for p, start in self.places:
+            view = self.weights[start : start + p.numel()].view(p.shape)
+            view.copy_(p.data)
+            p.data = view
+            if self.each_micro_batch:
+                continue
+            p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
+            if p.dtype == self.gradients.dtype:
+                p.grad = p.main_grad  # autograd adds to it in place
+
+    def adopt_masters(self, drawn: dict[nn.Parameter, Tensor] | None) -> None:
+        """Make the masters: the weights themselves where these are precise enough, else `drawn`."""
+        flat, cuts = self._section_of(self.weights), self._cuts()
+        if drawn is not None:
+            flat = flat.to(torch.float32)
+            for p, start, a, b in cuts:
+                flat[a - self.start : b - self.start] = drawn[p].view(-1)[a - start : b - start]
+        self.flat, self._parts = flat, [slice(0, self.section)]
+        if self.whole_matrices:
+            self._parts = [slice(a - self.start, b - self.start) for _, _, a, b in cuts]
+        for i, (p, start, a, b) in enumerate(cuts):
+            place = (i, 0) if self.whole_matrices else (0, a - self.start)
+            self.add_shard(p.spec, tuple(p.shape), a - start, b - start, place)
+        self.masters = [flat[part] for part in self._parts]
+        if self.whole_matrices:
+            self.masters = [m.view(_flat_shape(s)) for m, s in zip(self.masters, self.shards)]
+
+    def _section_of(self, buffer: Tensor) -> Tensor:
+        """This rank's section of a flat buffer of the bucket."""
+        return buffer[self.start : self.start + self.section]
+
+    def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
+        """Parameters that overlap this rank's section: where each starts in the bucket, and the
+        overlap's borders there.
+        """
+        stop = self.start + self.section
+        cuts = [
+            (p, start, max(start, self.start), min(start + p.numel(), stop))
+            for p, start in self.places
+        ]
+        return [(p, start, a, b) for p, start, a, b in cuts if a < b]
+
+    def own_gradients(self) -> list[Tensor]:
+        """Summed gradients of this rank's section, one flat tensor for each master."""
+        flat = self.gradients if self.each_micro_batch else self._section_of(self.gradients)
+        return [flat[part] for part in self._parts]
+
+    def clear_gradients(self) -> None:
+        """Zero the gradients, before the first micro-batch."""
+        self.gradients.zero_()
+
+    def reduce(self) -> Handle:
+        """Start summing the gradients over the replicas."""
+        if self.each_micro_batch:
+            return self._reduce_micro_batch()
+        if self.sharded:
+            return self.replicas.reduce_scatter(self._section_of(self.gradients), self.gradients)
+        return self.replicas.all_reduce(self.gradients)
+
+    def _reduce_micro_batch(self) -> Handle:
+        """Collect this micro-batch's gradients, free them, and add the sum to the section."""
+        whole = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
+        for p, start in self.places:
+            if p.grad is not None:
+                whole[start : start + p.numel()] = p.grad.view(-1)
+                p.grad = None
+        section = whole.new_empty(self.section)
+        handle = self.replicas.reduce_scatter(section, whole)
+        return _AddingHandle(handle, section, self.gradients, whole)
+
+    def all_gather_params(self) -> Handle | None:
+        """Write the updated masters into the weights, and start gathering them if sharded."""
+        own = self._section_of(self.weights)
+        if self.flat.dtype != self.weights.dtype:
+            own.copy_(self.flat)
+        return self.replicas.all_gather(self.weights, own) if self.sharded else None
+
+
+class _AddingHandle:
+    """The handle of a reduce-scatter whose result is added to a sum."""
+
+    def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
+        self.handle, self.section, self.total, self.source = handle, section, total, source
+
+    def wait(self) -> None:
+        self.handle.wait()
+        self.total.add_(self.section)
+        self.section = self.source = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Which parameters go together, and where they are placed
+# ------------------------------------------------------------------------------------------------
 
 
 def make_buckets(
@@ -226,6 +287,7 @@ def make_buckets(
     """Buckets of one key each, in the order in which the backward pass fills them.
 
     Whole matrices of one key are one bucket: the more there are, the better they are balanced.
+    UserError if tensor parallelism cuts the blocks of 8-bit state.
     """
     runs: dict[Key, list[list[nn.Parameter]]] = {}
     for p in reversed(parameters):
@@ -237,41 +299,36 @@ def make_buckets(
         if full and key.family != "matrices":
             of_key.append([])
         of_key[-1].append(p)
-    buckets = []
-    for key in sorted(runs):
-        for run in runs[key]:
-            bucket = Bucket(run, key, mesh, training, zero)
-            buckets.append(bucket)
-    return buckets
+    return [Bucket(run, key, mesh, training, zero) for key in sorted(runs) for run in runs[key]]
 
 
 def _lay_out(
-    parameters: list[nn.Parameter], family: str, dp: int, sharded: bool
+    parameters: list[nn.Parameter], family: str, owners: int, sharded: bool
 ) -> tuple[list[int], int]:
-    """Where each parameter begins in a bucket's buffers, and their length, a multiple of dp.
+    """Where each parameter begins in a bucket's buffers, and their length, a multiple of `owners`.
 
-    Flat pieces are equal whatever the borders. Whole matrices are spread over dp sections, the
-    largest first, each to the section that has least.
+    Flat sections are equal wherever parameters end. Whole matrices are dealt out to the sections,
+    the largest first, each to the section that has least.
     """
     if family == "matrices" and sharded:
-        return _sections(parameters, dp)
+        return _deal_out(parameters, owners)
     step = update_rules.BLOCK if family == "blocks" else 1
     places, total = [], 0
     for p in parameters:
         places.append(total)
         total += -(-p.numel() // step) * step
-    share = max(ALIGNMENT, step) * dp
+    share = max(ALIGNMENT, step) * owners
     return places, -(-total // share) * share
 
 
-def _sections(parameters: list[nn.Parameter], dp: int) -> tuple[list[int], int]:
-    loads, found = [0] * dp, {}
+def _deal_out(parameters: list[nn.Parameter], owners: int) -> tuple[list[int], int]:
+    loads, found = [0] * owners, {}
     for p in sorted(parameters, key=lambda p: -p.numel()):
         section = loads.index(min(loads))
         found[p] = (section, loads[section])
         loads[section] += p.numel()
     length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
-    return [found[p][0] * length + found[p][1] for p in parameters], length * dp
+    return [found[p][0] * length + found[p][1] for p in parameters], length * owners
 
 
 def _check_blocks(p: nn.Parameter) -> None:
@@ -287,7 +344,7 @@ def _check_blocks(p: nn.Parameter) -> None:
         )
 
 
-def _flat_shape(own: Own) -> tuple[int, ...]:
+def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
     """The shape in which a rule sees a whole parameter: a matrix, or a vector."""
-    rows = math.prod(own.shape[:-1])
-    return (rows, own.shape[-1]) if own.spec.decay else (rows * own.shape[-1],)
+    rows = math.prod(shard.shape[:-1])
+    return (rows, shard.shape[-1]) if shard.spec.decay else (rows * shard.shape[-1],)

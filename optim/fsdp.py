@@ -1,9 +1,9 @@
-"""--zero 3: weights, gradients and state sharded over dp, by torch's fully_shard.
+"""--zero 3: weights, gradients and state sharded over the replicas, by torch's fully_shard.
 
 torch gathers a block's weights before it runs and frees them after, forward and backward, and
 reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
-sharded over dp is each tensor rank's own piece. Communication is torch's, beside collectives.py.
-Source: torch.distributed.fsdp.fully_shard, the second of its kind (arXiv 2304.11277 for the idea).
+sharded over the replicas is each tensor rank's own part. Communication is torch's, beside
+collectives.py. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 """
 
 import torch
@@ -13,34 +13,31 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from config.schema import Training
 from distributed.collectives import Handle
-from optim.buckets import Key, Own, Shard, key_of
+from distributed.mesh import Mesh
+from optim.buckets import Key, ParamGroup, key_of
 from parallel import ParamFactory, ParamSpec
 
 
-class RowShard(Shard):
+class FullyShardedGroup(ParamGroup):
     """Parameters of one key, each owned by rows: torch holds them in fp32 and casts them itself."""
 
-    sharded = True
-
-    def __init__(self, key: Key, parameters: list, also_over):
+    def __init__(self, key: Key, parameters: list, mesh: Mesh):
         """parameters: (sharded parameter, spec, shape of the whole local tensor) of each."""
-        self.key, self.also_over = key, also_over
+        super().__init__(key, mesh, sharded=True)
         self.parameters = [p for p, _, _ in parameters]
-        self.own, self.masters = [], []
         for p, spec, shape in parameters:
             flat = p.to_local().detach().view(-1)
             start = _first_row(p) * p.shape[1:].numel()
-            own = Own(spec, shape, start, start + flat.numel(), len(self.masters), 0)
-            self.masters.append(flat)
             if flat.numel():
-                self.own.append(own)
+                self.add_shard(spec, shape, start, start + flat.numel(), (len(self.masters), 0))
+            self.masters.append(flat)
 
-    def gradients_of_own(self) -> list[Tensor]:
+    def own_gradients(self) -> list[Tensor]:
         """Gradients of this rank's rows, one flat tensor for each parameter."""
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
-    def clear(self) -> None:
-        """Let go of the gradients."""
+    def clear_gradients(self) -> None:
+        """Free the gradients."""
         for p in self.parameters:
             p.grad = None
 
@@ -49,19 +46,22 @@ class RowShard(Shard):
         return None
 
 
-def shard_fully(stage: nn.Module, build: ParamFactory, training: Training) -> list[RowShard]:
-    """Shard a stage's parameters over dp, block by block; collective over dp."""
+def shard_fully(
+    stage: nn.Module, factory: ParamFactory, training: Training
+) -> list[FullyShardedGroup]:
+    """Shard a stage's parameters over the replicas, block by block; collective over these."""
     facts = {}
     for name, p in stage.named_parameters():
         facts[name] = (p.spec, tuple(p.shape))
         # Rows must be many to be dealt out evenly: (2, f, h) is one matrix of 2 f rows.
         p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-    mesh = DeviceMesh.from_group(build.mesh.dp.handle, torch.device(build.device).type)
-    exact = torch.promote_types(build.dtype, torch.float32)
+    replicas, device = factory.mesh.replicas, torch.device(factory.device)
+    device_mesh = DeviceMesh.from_group(replicas.handle, device.type)
+    exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
-    policy = MixedPrecisionPolicy(build.dtype, sums, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
     for part in (*stage.blocks, stage):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mesh=device_mesh, mp_policy=policy)
     for part in stage.modules():
         if isinstance(part, FSDPModule):  # the loss is divided by the global batch already
             part.set_gradient_divide_factor(1.0)
@@ -70,8 +70,7 @@ def shard_fully(stage: nn.Module, build: ParamFactory, training: Training) -> li
     for name, p in stage.named_parameters():
         spec, shape = facts[name]
         by_key.setdefault(key_of(spec, training.optimizer), []).append((p, spec, shape))
-    also = {"": None, "partial": build.mesh.tp}
-    return [RowShard(key, by_key[key], also[key.also]) for key in sorted(by_key)]
+    return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]
 
 
 def _first_row(p: nn.Parameter) -> int:

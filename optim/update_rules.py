@@ -55,7 +55,7 @@ def interchangeable(optimizer: str) -> str:
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
-class Rule:
+class UpdateRule:
     """What zero.py asks of a rule: update, and its state to read and to write.
 
     kernel: what runs. steps: updates so far.
@@ -81,24 +81,25 @@ class Rule:
         raise NotImplementedError
 
 
-def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> Rule:
+def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> UpdateRule:
     """The rule of --optimizer for master tensors of one family and one weight-decay rule.
 
     Raises UserError if the package that it needs is not installed.
     """
     t, weight_decay = training, training.weight_decay if decay else 0.0
     betas = (t.adam_beta1, t.adam_beta2)
+    adam = {"betas": betas, "eps": t.adam_eps, "weight_decay": weight_decay}
     if t.optimizer == "apex":
-        return _TorchRule(masters, _apex(), betas=betas, eps=t.adam_eps, weight_decay=weight_decay)
+        return _TorchOptimizerRule(masters, _apex(), **adam)
     if t.optimizer == "sgd":
-        return _TorchRule(masters, _sgd(t.sgd_momentum), weight_decay=weight_decay)
+        return _TorchOptimizerRule(masters, _sgd(t.sgd_momentum), weight_decay=weight_decay)
     if group == "blocks":
         return _Adam8bit(masters, betas, t.adam_eps, weight_decay)
     if t.optimizer == "adafactor":
-        return _TorchRule(masters, _adafactor(), weight_decay=weight_decay)
+        return _TorchOptimizerRule(masters, _adafactor(), weight_decay=weight_decay)
     if group == "matrices":
-        return _TorchRule(masters, _muon(), weight_decay=weight_decay)
-    return _TorchRule(masters, _adamw(), betas=betas, eps=t.adam_eps, weight_decay=weight_decay)
+        return _TorchOptimizerRule(masters, _muon(), weight_decay=weight_decay)
+    return _TorchOptimizerRule(masters, _adamw(), **adam)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ class _Library:
         self.kernel, self.make, self.kinds = kernel, make, kinds
 
 
-class _TorchRule(Rule):
+class _TorchOptimizerRule(UpdateRule):
     """Runs a library's optimizer, and makes its state before the first step, to load into."""
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
@@ -253,7 +254,7 @@ def _muon() -> _Library:
 # ------------------------------------------------------------------------------------------------
 
 
-class _Adam8bit(Rule):
+class _Adam8bit(UpdateRule):
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
     Masters are flat, of a multiple of BLOCK elements. The codes of the signed map are made

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import data
-import train
+import trainer
 from checkpointing import save
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
@@ -40,11 +40,11 @@ def make(out: Path, **extra) -> configuration.Config:
     return validation.check(options({"out": str(out), "save_every": 1} | extra), 1)
 
 
-def trainer(config, said=None):
+def build_run(config, said=None):
     """Its pieces and its Checkpointer, whose words go to `said`."""
-    pieces = train.build(config)
+    pieces = trainer.build(config)
     say = print if said is None else said.append
-    return pieces, Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=say)
+    return pieces, Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=say)
 
 
 def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progress]:
@@ -53,8 +53,8 @@ def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progre
     for _ in range(count):
         done = progress.consumed_samples
         batch = config.batches.batch(done)
-        lr = train.learning_rate(config.training, done, config.total_samples, batch)
-        result = train.step(pieces, samples, done, lr)
+        lr = trainer.learning_rate(config.training, done, config.total_samples, batch)
+        result = trainer.step(pieces, samples, done, lr)
         numbers.append([result.loss, result.grad_norm])
         progress = Progress(progress.iteration + 1, done + batch)
     return numbers, progress
@@ -63,9 +63,9 @@ def steps(pieces, samples, progress: Progress, count: int) -> tuple[list, Progre
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if asked to, train and save if asked to, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
-    pieces = train.build(config, context)
+    pieces = trainer.build(config, context)
     said = []
-    mesh = pieces.build.mesh
+    mesh = pieces.factory.mesh
     checkpoints = Checkpointer(config, mesh, pieces.optimizer, context, samples, said.append)
     progress = checkpoints.resume()
     if before:
@@ -73,7 +73,7 @@ def run(config: configuration.Config, before: int, after: int, context=None) -> 
         checkpoints.save(progress)
     numbers, _ = steps(pieces, samples, progress, after)
     checkpoints.close()
-    unequal = train.unequal_replicas(pieces.stage, pieces.optimizer, mesh)
+    unequal = trainer.unequal_replicas(pieces.stages, pieces.optimizer, mesh)
     if unequal:
         raise RuntimeError(f"{config.layout}: {unequal}")
     return {"numbers": numbers, "said": said, "progress": dataclasses.asdict(progress)}

@@ -22,7 +22,7 @@ import kill_worker
 import psutil
 
 import data
-import train
+import trainer
 import zero
 from checkpointing import file_format
 from config import validation
@@ -88,7 +88,7 @@ def plant(fault: str) -> None:
     elif fault == "raise":
         Fault(zero.Optimizer, "step", FAULT_STEP, fail)
     elif fault == "evaluate":
-        Fault(train, "evaluate", 1, sleep_in_the_data_loader)
+        Fault(trainer, "evaluate", 1, sleep_in_the_data_loader)
     elif fault == "write":
         Fault(file_format, "write_shard", 1, sleep_in_the_data_loader)
 
@@ -120,7 +120,7 @@ def do_job(launch: Launch, folder: Path, job: dict) -> None:
         words += ["--save-every", str(FAULT_STEP)]
     if launch.rank == job["culprit"]:
         plant(job["fault"])
-    train.main(validation.check(parse(words), launch.size), launch)
+    trainer.main(validation.check(parse(words), launch.size), launch)
 
 
 def lose(pid: int, fault: str) -> None:

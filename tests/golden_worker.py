@@ -9,13 +9,16 @@ the mesh is an object that is passed.
 import json
 import sys
 
+import torch
+
 import data
-import train
+import trainer
 from config import schema as configuration
 from config import validation
 from config.command_line import build
 from distributed.context import start
 from distributed.launch import discover
+from telemetry.replica_check import unequal_replicas
 
 STEPS = 10
 
@@ -31,20 +34,52 @@ def options(case: dict) -> configuration.Config:
 
 
 def run(config: configuration.Config, context=None) -> dict:
-    """Loss and gradient norm of every step, and the replicas that are no longer equal."""
+    """Loss and gradient norm of every step, the final weights in sums, and unequal replicas."""
     model, training = config.model, config.training
     samples = data.Synthetic(model.vocab_size, model.seq_length, training.seed)
-    pieces = train.build(config, context)
+    state = trainer.build(config, context)
     losses, norms = [], []
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
         batch = config.batches.batch(consumed)
-        lr = train.learning_rate(training, consumed, config.total_samples, batch)
-        result = train.step(pieces, samples, consumed, lr)
+        lr = trainer.learning_rate(training, consumed, config.total_samples, batch)
+        result = trainer.step(state, samples, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    unequal = train.unequal_replicas(pieces.stage, pieces.optimizer, pieces.build.mesh)
-    return {"losses": losses, "norms": norms, "unequal": unequal}
+    unequal = unequal_replicas(state.stages, state.optimizer, state.factory.mesh)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights(state),
+        "unequal": unequal,
+    }
+
+
+def weights(state: trainer.TrainState) -> dict[str, float]:
+    """Every tensor of the whole model after training, as one number: a sum of its elements times
+    weights in [-1, 1] that depend on their places. Collective over all ranks.
+    """
+    mesh, sums = state.factory.mesh, {}
+    for p in state.stages.parameters():
+        spec = p.spec
+        if spec.copy or mesh.dp.rank > 0 or (spec.dim is None and mesh.tp.rank > 0):
+            continue
+        places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
+        if spec.dim is not None:
+            places = places.narrow(spec.dim, spec.start, spec.stop - spec.start)
+        local = p.detach().double()
+        if spec.dim is not None:
+            local = local.narrow(spec.dim, 0, spec.stop - spec.start)
+        sums[spec.name] = (local * torch.cos(places.double())).sum().item()
+    if mesh.size == 1:
+        return sums
+    every = [None] * mesh.size
+    torch.distributed.all_gather_object(every, sums)
+    total: dict[str, float] = {}
+    for one in every:
+        for name, value in one.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python tests/kill_worker.py FOLDER KILLS SEED
 
 Ranks are forked from this process after its imports, which are most of a start: each is a process
-of its own that runs train.main as torchrun would have started it, and SIGKILL is SIGKILL. Prints
+of its own that runs trainer.main as torchrun would have started it, and SIGKILL is SIGKILL. Prints
 one JSON object with what happened; a broken promise ends it with an error.
 """
 
@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-import train
+import trainer
 from checkpointing import file_format
 from config import validation
 from config.command_line import parse
@@ -69,7 +69,7 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) ->
     status = 1
     try:
         config = validation.check(parse(words), ranks)
-        train.main(config, Launch("torchrun", rank, ranks))
+        trainer.main(config, Launch("torchrun", rank, ranks))
         status = 0
     finally:
         sys.stdout.flush()

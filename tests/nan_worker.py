@@ -7,7 +7,7 @@ import itertools
 import sys
 
 import model
-import train
+import trainer
 from config import validation
 from config.command_line import parse
 from distributed.launch import discover
@@ -29,7 +29,7 @@ def main() -> None:
     launch = discover()
     if launch.rank == rank:
         plant(steps)
-    train.main(validation.check(parse(sys.argv[3:]), launch.size), launch)
+    trainer.main(validation.check(parse(sys.argv[3:]), launch.size), launch)
 
 
 if __name__ == "__main__":

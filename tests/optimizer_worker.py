@@ -9,7 +9,7 @@ import golden_worker
 import torch
 
 import data
-import train
+import trainer
 from checkpointing.load import Board
 from config import schema as configuration
 from config import validation
@@ -25,11 +25,11 @@ def check(holds: bool, what: str) -> None:
     CHECKS.append(what)
 
 
-def pieces(context: Context, **options) -> train.TrainState:
+def pieces(context: Context, **options) -> trainer.TrainState:
     case = {"tp": 2, "pp": 2, "lr": 1e-3} | options
     if context.size < 4:
         case["pp"] = 1
-    return train.build(validation.check(golden_worker.options(case), context.size), context)
+    return trainer.build(validation.check(golden_worker.options(case), context.size), context)
 
 
 def same_everywhere(board: Board, value, what: str) -> None:
@@ -63,12 +63,12 @@ def check_overflow(context: Context, board: Board, zero: int, precision: str, ba
     )
     samples = data.Synthetic(61, 16, 1234)
     for turn in range(context.size):
-        before = [p.detach().clone() for p in run.stage.parameters()]
+        before = [p.detach().clone() for p in run.stages.parameters()]
         scale, steps = run.optimizer.scale.value, run.optimizer.steps
         handle = None
         if context.rank == turn:
-            handle = plant(list(run.stage.parameters())[turn % 3], bad)
-        result = train.step(run, samples, 0, 1e-3)
+            handle = plant(list(run.stages.parameters())[turn % 3], bad)
+        result = trainer.step(run, samples, 0, 1e-3)
         if handle:
             handle.remove()
         what = f"zero {zero} {precision}: {bad} on rank {turn}"
@@ -77,18 +77,18 @@ def check_overflow(context: Context, board: Board, zero: int, precision: str, ba
         check(run.optimizer.steps == steps, f"{what} is no step")
         halved = max(scale / 2, 1.0) if precision == "fp16" else 1.0
         check(run.optimizer.scale.value == halved, f"{what} halves the scale")
-        after = list(run.stage.parameters())
+        after = list(run.stages.parameters())
         check(all(torch.equal(a, b) for a, b in zip(after, before)), f"{what} changes no weight")
-        result = train.step(run, samples, 8 * turn, 1e-3)
+        result = trainer.step(run, samples, 8 * turn, 1e-3)
         check(not result.skipped and math.isfinite(result.grad_norm), f"{what}, the next step")
-        unequal = train.unequal_replicas(run.stage, run.optimizer, run.build.mesh)
+        unequal = trainer.unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
         check(unequal == [], f"{what}, replicas: {unequal}")
 
 
 def check_adamw(context: Context, steps: int = 100) -> None:
     """ZeRO-1 over all ranks, each with a share of the gradient: torch's AdamW on one rank."""
     run = pieces(context, tp=1, pp=1, zero=1, clip_grad=0.5, weight_decay=0.1)
-    ours = list(run.stage.parameters())
+    ours = list(run.stages.parameters())
     theirs = [p.detach().clone() for p in ours]
     decayed = [p for p, own in zip(theirs, ours) if own.spec.decay]
     rest = [p for p, own in zip(theirs, ours) if not own.spec.decay]
@@ -96,14 +96,14 @@ def check_adamw(context: Context, steps: int = 100) -> None:
     adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, foreach=False)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
-        run.optimizer.before_backward(last=True)
+        run.optimizer.begin_step(1, 1)
         for own, p in zip(ours, theirs):
             shares = torch.randn(context.size, *p.shape, generator=generator)
             own.main_grad.copy_(shares[context.rank])
             p.grad = shares.sum(0)
         torch.nn.utils.clip_grad_norm_(theirs, 0.5)
         adamw.step()
-        run.optimizer.step(1e-3, torch.tensor(0.0), 1)
+        run.optimizer.step(1e-3, torch.tensor(0.0))
     off = max((a.detach() - b).abs().max().item() for a, b in zip(ours, theirs))
     check(off < 1e-6, f"{steps} steps of AdamW under ZeRO-1, off by {off}")
 
@@ -111,15 +111,15 @@ def check_adamw(context: Context, steps: int = 100) -> None:
 def check_drift(context: Context, board: Board, zero: int) -> None:
     """One flipped bit in optimizer state or a weight is found and its rank is named."""
     run = pieces(context, zero=zero, tied=True)
-    mesh = run.build.mesh
-    train.step(run, data.Synthetic(61, 16, 1234), 0, 1e-3)
+    mesh = run.factory.mesh
+    trainer.step(run, data.Synthetic(61, 16, 1234), 0, 1e-3)
     odd = 1  # tp rank 1, dp rank 0, first stage
     for piece in run.optimizer.owned() if context.rank == odd else ():
         if piece.spec.name == "blocks.0.mlp.down.bias":
             values = piece.read("exp_avg", piece.start, piece.stop).clone()
             values[0] += 1e-3
             piece.write("exp_avg", piece.start, values)
-    found = train.unequal_replicas(run.stage, run.optimizer, mesh)
+    found = trainer.unequal_replicas(run.stages, run.optimizer, mesh)
     every = board.agree(found, lambda all: [line for one in all for line in one])
     name = "blocks.0.mlp.down.bias exp_avg differs over"
     check(any(line.startswith(f"{name} tp: ranks [1] and [0]") for line in every), str(every))

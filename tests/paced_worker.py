@@ -6,7 +6,7 @@ For tests of time limits: a run of known length that costs little.
 import sys
 import time
 
-import train
+import trainer
 from config import validation
 from config.command_line import parse
 from distributed.launch import discover
@@ -15,14 +15,14 @@ from distributed.stop_conditions import listen
 
 def main() -> None:
     signals, launch, pause = listen(), discover(), float(sys.argv[1])
-    own = train.step
+    own = trainer.step
 
     def paced(*arguments):
         time.sleep(pause)
         return own(*arguments)
 
-    train.step = paced
-    train.main(validation.check(parse(sys.argv[2:]), launch.size), launch, signals)
+    trainer.step = paced
+    trainer.main(validation.check(parse(sys.argv[2:]), launch.size), launch, signals)
 
 
 if __name__ == "__main__":

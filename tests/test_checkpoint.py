@@ -16,12 +16,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from checkpoint_worker import make, trainer
+from checkpoint_worker import build_run, make
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ROOT, mpirun
 
-import train
+import trainer
 from checkpointing import file_format, save
 from checkpointing.load import Progress
 from config import validation
@@ -169,7 +169,7 @@ def test_every_element_is_written_once_and_without_padding(saved):
 
 def save_some(out: Path, steps: int = 1, **extra) -> Path:
     """A checkpoint of every one of the first steps of a run that trains nothing."""
-    checkpoints = trainer(make(out, **extra))[1]
+    checkpoints = build_run(make(out, **extra))[1]
     for step in range(1, steps + 1):
         checkpoints.after_step(Progress(step, 8 * step))
     checkpoints.close()
@@ -179,7 +179,7 @@ def save_some(out: Path, steps: int = 1, **extra) -> Path:
 def refuse(config, *words: str) -> str:
     """Resume and return the one sentence of the refusal, which must have these words."""
     with pytest.raises(UserError) as caught:
-        trainer(config)[1].resume()
+        build_run(config)[1].resume()
     sentence = str(caught.value)
     assert "\n" not in sentence
     for word in words:
@@ -270,8 +270,8 @@ def test_weights_alone(tmp_path):
     resume = str(tmp_path / "a")
     refuse(make(tmp_path / "b", resume=resume, seed=5), "weights alone", "--load-weights-only")
     config = make(tmp_path / "b", resume=resume, load_weights_only=True, seed=5)
-    pieces, checkpoints = trainer(config)
-    own = {p.spec.name: p for p in pieces.stage.parameters()}["blocks.0.mlp.up.weight"]
+    pieces, checkpoints = build_run(config)
+    own = {p.spec.name: p for p in pieces.stages.parameters()}["blocks.0.mlp.up.weight"]
     assert not np.array_equal(own.detach().numpy(), expected)
     assert checkpoints.resume() == Progress()
     assert np.array_equal(own.detach().numpy(), expected)
@@ -291,7 +291,7 @@ def test_missing_and_surplus_tensors_are_listed(tmp_path):
     save_some(tmp_path / "a", tied=False)
     config = make(tmp_path / "b", resume=str(tmp_path / "a"), load_weights_only=True, layers=3)
     said = []
-    trainer(config, said)[1].resume()
+    build_run(config, said)[1].resume()
     said = " ".join(said)
     assert "missing there: blocks.2.attention.out.bias, " in said
     assert "not in this model: head.weight;" in said
@@ -332,11 +332,11 @@ def test_other_precisions_load(tmp_path):
         expected = index.whole("weights", "blocks.1.mlp.down.weight").ravel()
     for precision in ("bf16", "fp64"):
         config = make(tmp_path / "b", resume=str(tmp_path / "a"), precision=precision, seed=9)
-        pieces, checkpoints = trainer(config)
+        pieces, checkpoints = build_run(config)
         assert checkpoints.resume().iteration == 1
         own = [p for p in pieces.optimizer.owned() if p.spec.name == "blocks.1.mlp.down.weight"]
         assert np.array_equal(own[0].read("weights", own[0].start, own[0].stop).numpy(), expected)
-        weight = {p.spec.name: p for p in pieces.stage.parameters()}["blocks.1.mlp.down.weight"]
+        weight = {p.spec.name: p for p in pieces.stages.parameters()}["blocks.1.mlp.down.weight"]
         assert torch.equal(
             weight.data.double().ravel().bfloat16(), torch.tensor(expected).bfloat16()
         )
@@ -344,7 +344,7 @@ def test_other_precisions_load(tmp_path):
 
 def test_nothing_to_resume_from(tmp_path):
     said = []
-    assert trainer(make(tmp_path, resume="auto"), said)[1].resume() == Progress()
+    assert build_run(make(tmp_path, resume="auto"), said)[1].resume() == Progress()
     assert "training begins at step 0" in said[0]
     refuse(make(tmp_path, resume=str(tmp_path / "nowhere")), "nowhere", "no complete checkpoint")
     (tmp_path / "file").write_text("x")
@@ -354,9 +354,9 @@ def test_nothing_to_resume_from(tmp_path):
 def test_changed_options_and_data_are_said(tmp_path):
     said = []
     config = make(tmp_path / "a")
-    pieces = train.build(config)
+    pieces = trainer.build(config)
     samples = worker.data.Synthetic(61, 16, 7)
-    mesh, optimizer = pieces.build.mesh, pieces.optimizer
+    mesh, optimizer = pieces.factory.mesh, pieces.optimizer
     first = save.Checkpointer(config, mesh, optimizer, None, samples, said.append)
     first.after_step(Progress(1, 8))
     first.close()
@@ -370,11 +370,11 @@ def test_changed_options_and_data_are_said(tmp_path):
 def test_an_earlier_checkpoint_of_the_same_step_is_replaced(tmp_path):
     folder = save_some(tmp_path)
     (folder / "step_00000001/rank_00000.h5").write_bytes(b"")
-    checkpoints = trainer(make(tmp_path))[1]
+    checkpoints = build_run(make(tmp_path))[1]
     checkpoints.after_step(Progress(1, 8))
     checkpoints.close()
     assert os.listdir(folder) == ["step_00000001"]
-    assert trainer(make(tmp_path, resume="auto"))[1].resume().iteration == 1
+    assert build_run(make(tmp_path, resume="auto"))[1].resume().iteration == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw8bit", "adamw"), ("adamw", "adamw8bit")])

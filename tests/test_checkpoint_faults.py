@@ -15,7 +15,7 @@ import checkpoint_worker as worker
 import pytest
 from ranks import mpirun, start
 
-import train
+import trainer
 from checkpointing import file_format, save
 from checkpointing.load import Progress
 from config import validation
@@ -125,9 +125,9 @@ CHANGERS = (truncate, truncate, flip, flip, flip, flip_a_run, lengthen, lose, ma
 
 
 @functools.cache
-def run() -> train.TrainState:
+def run() -> trainer.TrainState:
     """One run of this process, to load into again and again."""
-    return train.build(validation.check(worker.options({}), 1))
+    return trainer.build(validation.check(worker.options({}), 1))
 
 
 def load(folder: Path, out: Path) -> Progress:
@@ -135,7 +135,7 @@ def load(folder: Path, out: Path) -> Progress:
     pieces = run()
     options = worker.options({"out": str(out), "resume": str(folder)})
     config = validation.check(options, 1)
-    mesh, said = pieces.build.mesh, []
+    mesh, said = pieces.factory.mesh, []
     checkpoints = save.Checkpointer(config, mesh, pieces.optimizer, say=said.append)
     return checkpoints.resume()
 
@@ -166,10 +166,10 @@ def test_no_changed_file_loads(intact, tmp_path):
 def test_shards_of_another_step_are_refused(intact, tmp_path):
     """Each intact by itself, and of the right sizes."""
     options = {"out": str(tmp_path / "a"), "save_every": 1, "seed": 3}
-    pieces = train.build(validation.check(worker.options(options), 1))
-    checkpoints = save.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    pieces = trainer.build(validation.check(worker.options(options), 1))
+    checkpoints = save.Checkpointer(pieces.config, pieces.factory.mesh, pieces.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
-    for p in pieces.stage.parameters():
+    for p in pieces.stages.parameters():
         p.data.add_(1e-3)
     checkpoints.after_step(Progress(2, 2 * worker.BATCH))
     checkpoints.close()
@@ -195,9 +195,9 @@ def test_the_newest_complete_one_is_taken_and_said(intact, tmp_path):
     file_format.write_manifest(str(parent / "step_00000007"), 7, files)
 
     config = worker.options({"out": str(tmp_path), "resume": "auto", "save_every": 1})
-    pieces, said = train.build(validation.check(config, 1)), []
+    pieces, said = trainer.build(validation.check(config, 1)), []
     checkpoints = save.Checkpointer(
-        pieces.config, pieces.build.mesh, pieces.optimizer, say=said.append
+        pieces.config, pieces.factory.mesh, pieces.optimizer, say=said.append
     )
     assert checkpoints.resume().iteration == 2
     assert "removed 1 unfinished" in said[0]

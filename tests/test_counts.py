@@ -160,10 +160,10 @@ def test_parameters_are_the_sum_of_all_tensors(model):
 def test_parameters_built_are_parameters_planned(model):
     import golden_worker
 
-    import train
+    import trainer
 
     run = golden_worker.options({"pad_vocab_multiple": 1})
-    built = train.build(check(replace(run, model=model), 1)).stage
+    built = trainer.build(check(replace(run, model=model), 1)).stages
     assert sum(math.prod(p.spec.shape) for p in built.parameters()) == parameters(model)
 
 

@@ -11,7 +11,7 @@ import torch
 from ranks import start
 
 import data
-import train
+import trainer
 from config import validation
 from distributed.context import start as start_cluster
 from distributed.launch import Launch
@@ -44,9 +44,9 @@ def losses(options: dict, device: str) -> list[float]:
     options |= {"device": device, "watchdog": False}  # it would end this process one day
     config = validation.check(golden_worker.options(options), 1)
     context = start_cluster(Launch("python"), config.run)
-    pieces = train.build(config, context)
+    pieces = trainer.build(config, context)
     samples = data.Synthetic(500, 64, 1)
-    return [train.step(pieces, samples, 8 * i, 1e-3).loss for i in range(10)]
+    return [trainer.step(pieces, samples, 8 * i, 1e-3).loss for i in range(10)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

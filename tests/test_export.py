@@ -14,7 +14,7 @@ import torch
 from ranks import ROOT
 
 import checkpoint
-import train
+import trainer
 from checkpointing import hf_export, hf_mappings
 from checkpointing import save as saving
 from checkpointing.load import Progress
@@ -39,15 +39,15 @@ MODELS = {
 def save(out: Path, extra: dict):
     """A checkpoint of random weights, biases and norms too: its folder, and the run's pieces."""
     options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    pieces = train.build(validation.check(worker.options(options), 1))
+    pieces = trainer.build(validation.check(worker.options(options), 1))
     torch.manual_seed(1)
     with torch.no_grad():
-        for p in pieces.stage.parameters():
+        for p in pieces.stages.parameters():
             rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
             p[:rows].normal_(0.0, 0.15)
             if p.dim() == 1:
                 p.add_(1.0)
-    checkpoints = saving.Checkpointer(pieces.config, pieces.build.mesh, pieces.optimizer)
+    checkpoints = saving.Checkpointer(pieces.config, pieces.factory.mesh, pieces.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
     checkpoints.close()
     return out / "checkpoints/step_00000001", pieces
@@ -68,7 +68,7 @@ def test_transformers_gives_the_same_logits(name, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     tokens = torch.randint(131, (2, 40))
-    stage = pieces.stage
+    stage = pieces.stages[0]
     logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :131]
     expected = theirs.eval()(tokens).logits
     assert expected.abs().max() > 1
@@ -118,9 +118,9 @@ def test_training_begins_from_imported_weights(tmp_path):
     options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
     values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
     config = validation.check(worker.options(values), 1)
-    new = train.build(config)
+    new = trainer.build(config)
     saving.Checkpointer(config, new.build.mesh, new.optimizer).resume()
-    for own, p in zip(new.stage.parameters(), pieces.stage.parameters()):
+    for own, p in zip(new.stages.parameters(), pieces.stages.parameters()):
         assert torch.equal(own, p)
 
 
@@ -182,7 +182,7 @@ def test_show_and_verify(tmp_path, capsys):
     assert "step 1, complete by size: 2 files" in shown
     assert "blocks.2.mlp.up.weight" in shown
     assert "2 x 80 x 48" in shown
-    count = sum(math.prod(p.spec.shape) for p in pieces.stage.parameters())
+    count = sum(math.prod(p.spec.shape) for p in pieces.stages.parameters())
     assert f"of {count:,} elements, each with: weights float32" in shown
     command("verify", folder)
     data = bytearray((folder / "rank_00000.h5").read_bytes())

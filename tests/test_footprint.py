@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import data
-import train
+import trainer
 from config import model_stats, validation
 from config import schema as configuration
 from config.command_line import parse
@@ -55,8 +55,8 @@ def test_the_parts_are_the_planners():
 def test_states_take_what_is_predicted(optimizer, precision):
     """Every tensor that a run holds between steps, on one rank, but for padding."""
     config = configure(f"--optimizer {optimizer} --precision {precision}", 1)
-    pieces = train.build(config)
-    train.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
+    pieces = trainer.build(config)
+    trainer.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
     (parts,) = memory_report.predicted(config)
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)

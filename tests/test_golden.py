@@ -9,11 +9,14 @@ fp64, where no rounding hides an error; replicas are equal to the bit at the end
 
 import itertools
 import json
+import math
 import random
 from functools import cache
 
 import golden_worker
 import pytest
+import schedule_worker
+from compare import relative_difference
 from ranks import mpirun
 
 from config import validation
@@ -105,9 +108,22 @@ def reference(case: dict) -> dict:
     return single_rank(json.dumps({k: v for k, v in case.items() if k not in layout}))
 
 
-def distance(values: list[float], others: list[float]) -> float:
-    """Largest relative difference."""
-    return max(abs(a - b) / abs(b) for a, b in zip(values, others))
+def distance(result: dict, expected: dict) -> float:
+    """Largest relative difference of losses, gradient norms and weights of two runs."""
+    names = sorted(expected["weights"])
+    assert sorted(result["weights"]) == names
+    return max(
+        relative_difference(result["losses"], expected["losses"]),
+        relative_difference(result["norms"], expected["norms"]),
+        weight_difference(result["weights"], expected["weights"]),
+    )
+
+
+def weight_difference(weights: dict[str, float], others: dict[str, float]) -> float:
+    """Largest difference of a tensor's sum, over the largest sum: signs cancel within each."""
+    names = sorted(others)
+    scale = max(map(abs, others.values()))
+    return relative_difference([weights[n] for n in names], [others[n] for n in names], scale)
 
 
 @pytest.mark.slow
@@ -124,14 +140,21 @@ def test_every_layout_equals_the_single_rank_run(ranks, tmp_path, request):
     worst = {"fp32": 0.0, "fp64": 0.0}
     for case, result in zip(every, results):
         expected = reference(case)
-        off = max(
-            distance(result["losses"], expected["losses"]),
-            distance(result["norms"], expected["norms"]),
-        )
+        off = distance(result, expected)
         assert len(result["losses"]) == golden_worker.STEPS
         assert off <= TOLERANCE[case["precision"]], (case, result, expected)
         worst[case["precision"]] = max(worst[case["precision"]], off)
     print(f"{ranks} ranks, {len(every)} cases, largest relative difference {worst}")
+
+
+def test_virtual_stages_and_split_backwards_equal_the_single_rank_run(tmp_path):
+    """Schedules that no option offers yet, through the same executor, optimizer and layers."""
+    target = tmp_path / "results.json"
+    outcome = mpirun(4, "tests/schedule_worker.py", str(target), timeout=300)
+    assert outcome.status == 0, outcome.err[-4000:]
+    for case, result in zip(schedule_worker.CASES, json.loads(target.read_text()), strict=True):
+        expected = reference(schedule_worker.PLAIN | case | {"recompute": "none"})
+        assert distance(result, expected) <= TOLERANCE["fp64"], case
 
 
 def test_the_runs_differ_where_they_should():
@@ -140,4 +163,22 @@ def test_the_runs_differ_where_they_should():
     expected = single_rank(json.dumps(base))
     for change in ({"seed": 5}, {"tied": False}, {"lr": 1.001e-3}, {"global_batch_size": 8}):
         other = single_rank(json.dumps(base | change))
-        assert distance(other["losses"], expected["losses"]) > 1e-9, change
+        assert distance(other, expected) > 1e-9, change
+        assert weight_difference(other["weights"], expected["weights"]) > 1e-9, change
+
+
+@pytest.mark.parametrize("where", ["losses", "norms", "weights"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_is_a_difference(where, bad):
+    """At any place, not only at the first: `max` drops a NaN behind another number."""
+    good = {"losses": [1.0, 2.0, 3.0], "norms": [1.0, 2.0, 3.0], "weights": {"a": 1.0, "b": 2.0}}
+    assert distance(good, good) == 0.0
+    for place in range(2):
+        values = good[where]
+        spoiled = (
+            {name: bad if i == place else v for i, (name, v) in enumerate(values.items())}
+            if where == "weights"
+            else [bad if i == place else v for i, v in enumerate(values)]
+        )
+        assert distance(good | {where: spoiled}, good) == math.inf
+        assert distance(good, good | {where: spoiled}) == math.inf

@@ -11,7 +11,7 @@ import torch
 from ranks import mpirun
 
 import data
-import train
+import trainer
 from checkpointing import load, save
 from checkpointing.load import Progress
 from config import schema as configuration
@@ -80,7 +80,7 @@ def test_samples_passed_over_are_passed_over_after_a_restart_too(tmp_path, capsy
     """Bitwise; the restart falls among the batches that are passed over, in a ramp-up."""
     ramp = "--global-batch-size 12 --rampup-batch-size 4 4 32 --lr-warmup-samples 60 "
     words = ramp + "--skip-samples 10:19 50:51 --save-every 4 --train-samples 140 --out "
-    train.main(configure(words + str(tmp_path / "whole")), Launch("python"))
+    trainer.main(configure(words + str(tmp_path / "whole")), Launch("python"))
     whole = rows(tmp_path / "whole")
     said = capsys.readouterr().out
     assert "batches that hold samples of 10:19, 50:51 are passed over" in said
@@ -92,9 +92,9 @@ def test_samples_passed_over_are_passed_over_after_a_restart_too(tmp_path, capsy
 
     config = configure(words + str(tmp_path / "parts"))
     stopped = dataclasses.replace(config.training, train_samples=None, steps=4)
-    train.main(dataclasses.replace(config, training=stopped), Launch("python"))
+    trainer.main(dataclasses.replace(config, training=stopped), Launch("python"))
     resumed = dataclasses.replace(config.run, resume="auto")
-    train.main(dataclasses.replace(config, run=resumed), Launch("python"))
+    trainer.main(dataclasses.replace(config, run=resumed), Launch("python"))
     parts = rows(tmp_path / "parts") + rows(tmp_path / "parts", "metrics.jsonl.1")
     facts = ("iteration", "consumed_samples", "loss", "grad_norm", "learning_rate")
 
@@ -109,13 +109,13 @@ def test_training_is_as_if_the_samples_were_not_there(tmp_path):
     """Learning rate and weights follow from the other samples alone."""
     words = "--steps 6 --lr-warmup-samples 16 --check-replicas-every 0 --out "
     config = configure(words + f"{tmp_path / 'a'} --skip-samples 6:12")
-    train.main(config, Launch("python"))
-    pieces = train.build(config)
+    trainer.main(config, Launch("python"))
+    pieces = trainer.build(config)
     samples = data.Synthetic(31, 8, config.training.seed)
     expected = []
     for i, first in enumerate((0, 12, 16, 20)):
-        lr = train.learning_rate(config.training, 4 * i, 24, 4)
-        expected.append((lr, train.step(pieces, samples, first, lr).loss))
+        lr = trainer.learning_rate(config.training, 4 * i, 24, 4)
+        expected.append((lr, trainer.step(pieces, samples, first, lr).loss))
     found = [(r["learning_rate"], r["loss"]) for r in rows(tmp_path / "a") if "loss" in r]
     assert found == expected
 
@@ -234,8 +234,8 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
 
 def test_state_that_is_not_finite_is_never_saved(tmp_path):
     config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
-    pieces, said = train.build(config), []
-    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
+    pieces, said = trainer.build(config), []
+    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=said.append)
     assert saver.save_now(Progress(1, 4))
     piece = pieces.optimizer.owned()[0]
     piece.write("weights", piece.start, torch.tensor([math.inf]))
@@ -247,8 +247,8 @@ def test_state_that_is_not_finite_is_never_saved(tmp_path):
 
 def test_without_checkpoints_the_sentence_does_not_promise_one(tmp_path):
     config = configure(f"--steps 9 --max-nan-steps 2 --out {tmp_path} --spike-sigma 0")
-    pieces = train.build(config)
-    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer)
+    pieces = trainer.build(config)
+    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer)
     watch = LossMonitor(config, None, Progress(), True, print)
     see(watch, 0, 3.0)
     for i in (1, 2):
@@ -256,14 +256,14 @@ def test_without_checkpoints_the_sentence_does_not_promise_one(tmp_path):
         see(watch, i, math.inf, skipped=True)
     assert watch.diverged
     with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
-        train.give_up(watch, load.Progress(3, 12), saver)
+        trainer.give_up(watch, load.Progress(3, 12), saver)
 
 
 def test_a_save_that_was_put_off_is_made_up_for(tmp_path):
     """--save-every 4, but no call at step 4: the next call saves."""
     config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
-    pieces = train.build(config)
-    saver = save.Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=print)
+    pieces = trainer.build(config)
+    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=print)
     for step in (1, 2, 3, 6, 7, 8, 9):
         saver.after_step(Progress(step, 4 * step))
     saver.close()

@@ -15,7 +15,7 @@ from ranks import mpirun
 from test_golden import distance, pairwise, single_rank
 
 import data
-import train
+import trainer
 from config import schema as configuration
 from config import validation
 from distributed.mesh import Mesh
@@ -203,8 +203,8 @@ def test_8_bit_follows_32_bit():
 
 def test_8_bit_keeps_embeddings_and_vectors_in_32():
     case = WIDE | {"optimizer": "adamw8bit"}
-    run = train.build(validation.check(golden_worker.options(case), 1))
-    families = {own.spec.name: s.key.family for s in run.optimizer.shards for own in s.own}
+    run = trainer.build(validation.check(golden_worker.options(case), 1))
+    families = {s.spec.name: g.key.family for g in run.optimizer.groups for s in g.shards}
     for name, family in families.items():
         matrix = name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
         assert family == ("blocks" if matrix else "plain"), name
@@ -224,7 +224,7 @@ def test_a_layout_that_cuts_blocks_is_refused():
             return None
 
     with pytest.raises(configuration.UserError, match=r"attention.out.weight .* runs of 128 weigh"):
-        train.build(config, Fake())
+        trainer.build(config, Fake())
 
 
 @pytest.mark.parametrize("module", ["bitsandbytes", "apex"])
@@ -283,5 +283,5 @@ def test_the_gradient_of_one_step_is_the_same_in_every_stage_of_zero():
     norms = set()
     for zero in (0, 1, 2, 3):
         config = validation.check(golden_worker.options({"zero": zero}), 1)
-        norms.add(train.step(train.build(config), data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
+        norms.add(trainer.step(trainer.build(config), data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
     assert len(norms) == 1

@@ -1,42 +1,43 @@
-"""The executor, all stages in one process: gradients, and what is held while messages travel.
+"""The executor, all ranks in one process: gradients, and what is held while messages travel.
 
 On real ranks it runs in test_golden and test_train.
 """
 
+import handmade_schedules as handmade
 import pytest
 import torch
+from compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import Pipeline, _Execution
+from parallel import DeferredGradients, linear
+from pipeline import Execution, Pipeline
 from schedules import schedule
+from schedules.simulation import simulate
 from watchdog.flight_recorder import FlightRecorder
 
-WIDTH = 3
+WIDTH, LOSS_WEIGHT = 3, 0.1
 
 
 class Wires:
-    """Messages between stages that run in one process, in the order of a simulated schedule."""
+    """Messages between ranks that run in one process, in the order of a simulated schedule."""
 
     def __init__(self):
         self.boxes, self.held, self.peak = {}, 0, 0
 
-    def group(self, kind: str, stage: int):
-        return End(self, kind, stage)
-
 
 class End:
-    """One stage's end of the wires of one direction."""
+    """One rank's end of the wires of one direction; `rank` and `size` as those of a group."""
 
-    def __init__(self, wires: Wires, kind: str, stage: int):
-        self.wires, self.kind, self.stage = wires, kind, stage
+    def __init__(self, wires: Wires, kind: str, rank: int, size: int):
+        self.wires, self.kind, self.rank, self.size = wires, kind, rank, size
 
     def send(self, tensor, to):
-        self.wires.boxes.setdefault((self.kind, self.stage, to), []).append(tensor)
+        self.wires.boxes.setdefault((self.kind, self.rank, to), []).append(tensor)
         return Sent(self.wires)
 
     def receive(self, tensor, source):
-        return Arriving(self.wires, (self.kind, source, self.stage), tensor)
+        return Arriving(self.wires, (self.kind, source, self.rank), tensor)
 
 
 class Sent:
@@ -58,67 +59,130 @@ class Arriving:
         self.tensor.copy_(self.wires.boxes[self.key].pop(0))
 
 
-class FakeMesh:
-    def __init__(self, wires, stage, stages):
-        self.pp = type("Pipeline", (), {"rank": stage, "size": stages})()
-        self.first_stage, self.last_stage = stage == 0, stage == stages - 1
-        self.forward, self.backward = wires.group("F", stage), wires.group("B", stage)
-        self.tp, self.recorder = type("Alone", (), {"rank": 0})(), FlightRecorder()
+class OneProcessMesh:
+    """What the pipeline asks of a mesh."""
+
+    def __init__(self, wires, rank, ranks):
+        self.forward, self.backward = (End(wires, kind, rank, ranks) for kind in "FB")
+        self.pp, self.recorder = self.forward, FlightRecorder()
+        self.tp = type("Alone", (), {"rank": 0})()
 
 
-class Scale(torch.nn.Module):
-    """A stage of one weight: x * w, and on the last stage the sum of it."""
+class Multiply(torch.nn.Module):
+    """A stage of one matrix: x W^T, and on the last stage the sum of its products with labels."""
 
-    def __init__(self, first, last):
+    def __init__(self, index, last, deferred):
         super().__init__()
-        self.first, self.last = first, last
-        self.weight = torch.nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.last, self.deferred = last, deferred
+        generator = torch.Generator().manual_seed(index)
+        weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
+        self.weight = torch.nn.Parameter(weight)
 
     def forward(self, x, labels=None):
-        x = x * self.weight
+        x = linear(x, self.weight, None, self.deferred)
         return (x * labels).sum() if self.last else x
 
 
-def stepwise(pipeline, order, batches):
-    """A generator that runs one stage's actions one at a time."""
-    execution = _Execution(pipeline, order, batches, 10, lambda: None)
-    for position, action in enumerate(execution.actions):
-        for upcoming in execution.actions[position : position + 2]:
-            execution._post_receive(upcoming)
-        (execution._forward if action.kind == "F" else execution._backward)(action)
-        yield execution
-    execution._wait_for_sends()
+def pipeline_of(order, wires, rank) -> Pipeline:
+    """One rank's pipeline, of as many stages as the schedule gives it."""
+    pipeline = Pipeline.__new__(Pipeline)  # not from a model's configuration
+    pipeline.mesh = OneProcessMesh(wires, rank, len(order.ranks))
+    pipeline.deferred = DeferredGradients() if order.split else None
+    pipeline.stages = {
+        s: Multiply(s, s == order.stages - 1, pipeline.deferred) for s in order.stages_on(rank)
+    }
+    pipeline.shape, pipeline.dtype, pipeline.device = (1, WIDTH), torch.float64, "cpu"
+    return pipeline
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 5), st.integers(1, 30))
-def test_gradients_equal_one_stage_and_sends_are_let_go(name, stages, micro_batches):
-    order = schedule.build(name, stages, micro_batches).stages
-    wires = Wires()
+def make(name: str, ranks: int, micro_batches: int) -> schedule.Schedule:
+    if name == "interleaved":
+        return handmade.interleaved(ranks, 2, micro_batches)
+    if name == "there and back":
+        return handmade.there_and_back(ranks, micro_batches)
+    return schedule.build(name, ranks, micro_batches)
+
+
+def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]]:
+    """Run every rank's actions one at a time, in the order of simulated time."""
+    pipelines = [pipeline_of(order, wires, rank) for rank in range(len(order.ranks))]
+    executions = [Execution(p, order, batches, LOSS_WEIGHT) for p in pipelines]
+    steps = [iter(execution) for execution in executions]
+    slots = [(slot, rank) for rank, row in enumerate(simulate(order)) for slot in row]
+    for slot, rank in sorted(slots, key=lambda pair: (pair[0].end, pair[1])):
+        assert next(steps[rank]) == slot.action
+    for rest in steps:
+        assert next(rest, None) is None
+    return pipelines, executions
+
+
+NAMES = ["gpipe", "1f1b", "interleaved", "there and back"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(NAMES), st.booleans(), st.integers(1, 5), st.integers(1, 20))
+def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, micro_batches):
+    order = make(name, ranks, micro_batches)
+    if split:
+        order = handmade.split(order, micro_batches)
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(micro_batches, 2, WIDTH, generator=generator, dtype=torch.float64)
-    runs, modules = [], []
-    for s in range(stages):
-        pipeline = Pipeline.__new__(Pipeline)
-        pipeline.mesh = FakeMesh(wires, s, stages)
-        pipeline.stage = Scale(s == 0, s == stages - 1)
-        pipeline.shape, pipeline.dtype, pipeline.device = (WIDTH,), torch.float64, "cpu"
-        modules.append(pipeline.stage)
-        runs.append(stepwise(pipeline, order, lambda m: (data[m, 0], data[m, 1])))
-    slots = [(slot, s) for s, row in enumerate(schedule.simulate(order)) for slot in row]
-    last = {}
-    for _, s in sorted(slots, key=lambda pair: (pair[0].end, pair[1])):
-        last[s] = next(runs[s])
-    for run in runs:
-        next(run, None)
-    weight = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
-    loss = (data[:, 0] * weight**stages * data[:, 1]).sum()
-    (loss / 10).backward()
-    assert last[stages - 1].loss.item() == pytest.approx(loss.item())
-    for module in modules:
-        assert module.weight.grad.item() == pytest.approx(weight.grad.item() / stages)
+    wires = Wires()
+    pipelines, executions = run_together(
+        order, wires, lambda m: (data[m, :1].clone().requires_grad_(), data[m, 1:])
+    )
+    ours = {s: stage.weight for p in pipelines for s, stage in p.stages.items()}
+    theirs = [ours[s].detach().clone().requires_grad_() for s in range(order.stages)]
+    x = data[:, 0]
+    for weight in theirs:
+        x = x @ weight.t()
+    loss = (x * data[:, 1]).sum()
+    (loss * LOSS_WEIGHT).backward()
+    last = executions[order.rank_of[-1]]
+    assert_close([last.loss.item()], [loss.item()], 1e-9)
+    for s, weight in enumerate(theirs):
+        assert_close(ours[s].grad, weight.grad, 1e-9, s, scale=weight.grad.abs().max().item())
     assert not any(wires.boxes.values())
     assert wires.held == 0
-    # A stage holds no more messages than micro-batches are on their way between two stages.
+    # A rank holds no more messages than micro-batches are on their way between two stages.
     if name == "1f1b":
-        assert wires.peak <= 2 * stages * (stages + 1)
+        assert wires.peak <= 2 * ranks * (ranks + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_held_is_what_the_schedule_says(name):
+    """Inputs and outputs of forwards whose backward has not run: never more than `peak`."""
+    order = make(name, 3, 6)
+    wires, most = Wires(), [0] * 3
+    pipelines = [pipeline_of(order, wires, rank) for rank in range(3)]
+    ones = torch.ones(1, WIDTH, dtype=torch.float64)
+    executions = [Execution(p, order, lambda m: (ones, ones), 1.0) for p in pipelines]
+    steps = [iter(execution) for execution in executions]
+    for rank, _ in schedule.dependency_order(order):
+        next(steps[rank])
+        most[rank] = max(most[rank], len(executions[rank].held))
+    assert tuple(most) == order.peak
+
+
+def test_weight_gradients_wait_for_their_own_pass():
+    """A split backward gives the input's gradient at once, the weights' when it is asked for."""
+    deferred = DeferredGradients()
+    weight = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    hooked = []
+    weight.register_post_accumulate_grad_hook(lambda p: hooked.append(p.grad.clone()))
+    y = linear(x, weight, bias, deferred).square().sum()
+    expected = torch.autograd.grad(
+        torch.nn.functional.linear(x, weight, bias).square().sum(), (x, weight, bias)
+    )
+    finish = deferred.backward(y, None)
+    assert_close(x.grad, expected[0], 1e-12, scale=1.0)
+    assert weight.grad is None
+    assert bias.grad is None
+    finish()
+    assert_close(weight.grad, expected[1], 1e-12, scale=1.0)
+    assert_close(bias.grad, expected[2], 1e-12, scale=1.0)
+    assert len(hooked) == 1
+    finish()  # nothing is left: it does not add a second time
+    assert len(hooked) == 1

@@ -7,7 +7,7 @@ import threading
 import checkpoint_worker as worker
 import pytest
 import torch
-from checkpoint_worker import make, trainer
+from checkpoint_worker import build_run, make
 
 from checkpointing import file_format, load, save
 from checkpointing.load import Progress
@@ -17,7 +17,7 @@ from config.messages import UserError
 
 def test_a_full_disk_is_known_before_writing(tmp_path, monkeypatch):
     said = []
-    checkpoints = trainer(make(tmp_path), said)[1]
+    checkpoints = build_run(make(tmp_path), said)[1]
     checkpoints.after_step(Progress(1, 8))
     checkpoints.close()
     usage = dataclasses.make_dataclass("Usage", ["free"])
@@ -34,7 +34,7 @@ def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
     tmp_path, monkeypatch, asynchronous
 ):
     said = []
-    checkpoints = trainer(make(tmp_path, async_save=asynchronous), said)[1]
+    checkpoints = build_run(make(tmp_path, async_save=asynchronous), said)[1]
     with monkeypatch.context() as patch:
 
         def full(descriptor, data, at):
@@ -53,7 +53,7 @@ def test_a_write_that_fails_is_said_at_the_next_step_and_the_run_goes_on(
 
 
 def test_a_mistake_of_ours_in_the_background_ends_the_run(tmp_path, monkeypatch):
-    checkpoints = trainer(make(tmp_path))[1]
+    checkpoints = build_run(make(tmp_path))[1]
     monkeypatch.setattr(file_format, "write_shard", lambda *a: 1 / 0)
     checkpoints.after_step(Progress(1, 8))
     with pytest.raises(ZeroDivisionError):
@@ -63,30 +63,30 @@ def test_a_mistake_of_ours_in_the_background_ends_the_run(tmp_path, monkeypatch)
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="cannot write in"):
-        trainer(make(tmp_path))
+        build_run(make(tmp_path))
 
 
 def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     """While the write is held up the step goes on, on other values; those of the save stay."""
     go, put = threading.Event(), file_format._put
     monkeypatch.setattr(file_format, "_put", lambda *a: (go.wait(30), put(*a))[1])
-    pieces, checkpoints = trainer(make(tmp_path))
-    weights = [p.detach().clone() for p in pieces.stage.parameters()]
+    pieces, checkpoints = build_run(make(tmp_path))
+    weights = [p.detach().clone() for p in pieces.stages.parameters()]
     checkpoints.after_step(Progress(1, 8))
-    for p in pieces.stage.parameters():
+    for p in pieces.stages.parameters():
         p.data.add_(1.0)
     assert checkpoints._thread.is_alive()
     go.set()
     checkpoints.close()
     with file_format.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
-        for p, weight in zip(pieces.stage.parameters(), weights):
+        for p, weight in zip(pieces.stages.parameters(), weights):
             whole = torch.from_numpy(index.whole("weights", p.spec.name))
             rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])
             assert torch.equal(whole, rows)
 
 
 def test_saving_by_the_clock(tmp_path, monkeypatch):
-    checkpoints = trainer(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
+    checkpoints = build_run(make(tmp_path, save_every=0, save_every_minutes=10.0))[1]
     now = [checkpoints._saved_at]
     monkeypatch.setattr(save.time, "monotonic", lambda: now[0])
     for step in range(1, 9):

@@ -18,7 +18,7 @@ from ranks import (
     start,
 )
 
-import train
+import trainer
 from checkpoint import check_files
 from checkpointing import file_format, save
 from checkpointing.load import Progress
@@ -182,8 +182,8 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
 
 def checkpointer(out, said: list[str], **extra) -> Checkpointer:
     config = validation.check(worker.options({"out": str(out)} | extra), 1)
-    pieces = train.build(config)
-    return Checkpointer(config, pieces.build.mesh, pieces.optimizer, say=said.append)
+    pieces = trainer.build(config)
+    return Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=said.append)
 
 
 def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from ranks import mpirun, start
 
 import data
-import train
+import trainer
 from config import schema as configuration
 from config import validation
 from corpora.token_files import IndexedDatasetWriter
@@ -144,7 +144,7 @@ def training(**options) -> configuration.Training:
 def test_the_learning_rate_warms_up_and_falls():
     def rates(**options):
         t = training(**options)
-        return [train.learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
+        return [trainer.learning_rate(t, samples, 1000, 10) for samples in range(0, 1001, 10)]
 
     warm = rates(lr_warmup_samples=100)
     assert warm[0] > 0
@@ -168,20 +168,20 @@ def test_the_learning_rate_warms_up_and_falls():
 
 
 def test_drifted_replicas_end_the_run(monkeypatch):
-    pieces = train.build(validation.check(golden_worker.options({}), 1))
-    train.check_replicas(pieces, 3)
-    monkeypatch.setattr(train, "unequal_replicas", lambda *_: ["w differs over tp, ranks [0, 1]"])
+    pieces = trainer.build(validation.check(golden_worker.options({}), 1))
+    trainer.check_replicas(pieces, 3)
+    monkeypatch.setattr(trainer, "unequal_replicas", lambda *_: ["w differs over tp, ranks [0, 1]"])
     with pytest.raises(RuntimeError, match=r"after iteration 3 replicas.*w differs over tp"):
-        train.check_replicas(pieces, 3)
+        trainer.check_replicas(pieces, 3)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_changes_no_bit(recompute):
     def weights(kind):
         options = golden_worker.options({"recompute": kind, "positions": "alibi"})
-        pieces = train.build(validation.check(options, 1))
-        results = [train.step(pieces, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
-        return results, torch.cat([p.detach().flatten() for p in pieces.stage.parameters()])
+        pieces = trainer.build(validation.check(options, 1))
+        results = [trainer.step(pieces, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
+        return results, torch.cat([p.detach().flatten() for p in pieces.stages.parameters()])
 
     plain, again = weights("none"), weights(recompute)
     assert plain[0] == again[0]

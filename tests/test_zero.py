@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import data
-import train
+import trainer
 import zero
 from config import schema as configuration
 from config import validation
@@ -21,8 +21,8 @@ from telemetry import replica_check
 from watchdog.flight_recorder import FlightRecorder
 
 
-def pieces(**options) -> train.TrainState:
-    return train.build(validation.check(golden_worker.options(options), 1))
+def pieces(**options) -> trainer.TrainState:
+    return trainer.build(validation.check(golden_worker.options(options), 1))
 
 
 def copy_of(stage) -> dict[str, torch.Tensor]:
@@ -34,8 +34,8 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)  # several buckets
     run = pieces(precision="fp64", weight_decay=0.1, clip_grad=0.5)
     assert len(run.optimizer.buckets) > 3
-    theirs = copy_of(run.stage)
-    specs = {p.spec.name: p.spec for p in run.stage.parameters()}
+    theirs = copy_of(run.stages)
+    specs = {p.spec.name: p.spec for p in run.stages.parameters()}
     groups = [
         {"params": [p for n, p in theirs.items() if specs[n].decay], "weight_decay": 0.1},
         {"params": [p for n, p in theirs.items() if not specs[n].decay], "weight_decay": 0.0},
@@ -43,7 +43,7 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6, foreach=False)
     generator = torch.Generator().manual_seed(0)
     for step in range(100):
-        for p in run.stage.parameters():
+        for p in run.stages.parameters():
             gradient = torch.randn(p.shape, generator=generator, dtype=p.dtype) * 10 ** (
                 step % 3 - 2
             )
@@ -54,47 +54,44 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
             group["lr"] = lr
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
         adamw.step()
-        run.optimizer.before_backward(last=True)
-        result = run.optimizer.step(lr, torch.tensor(3.0), 2)
+        run.optimizer.begin_step(2, 1)
+        result = run.optimizer.step(lr, torch.tensor(3.0))
         assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
         assert result.loss == 1.5
         assert not result.skipped
-    for p in run.stage.parameters():
+    for p in run.stages.parameters():
         assert torch.allclose(p, theirs[p.spec.name], rtol=1e-10, atol=1e-12), p.spec.name
 
 
 def test_biases_and_norms_do_not_decay():
     run = pieces()
     decayed = {
-        s.parameter.spec.name
-        for b in run.optimizer.buckets
-        if not b.key.no_decay
-        for s in b.segments
+        p.spec.name for b in run.optimizer.buckets if not b.key.no_decay for p, _ in b.places
     }
-    names = {p.spec.name for p in run.stage.parameters()}
+    names = {p.spec.name for p in run.stages.parameters()}
     assert decayed == {n for n in names if n.endswith("weight") and "norm" not in n}
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_without_a_finite_norm_changes_nothing(bad):
     run = pieces()
-    before = copy_of(run.stage)
-    next(run.stage.parameters()).main_grad[0] = bad
-    run.optimizer.before_backward(last=True)
-    assert run.optimizer.step(1e-3, torch.tensor(1.0), 1).skipped
-    assert all(torch.equal(p, before[p.spec.name]) for p in run.stage.parameters())
+    before = copy_of(run.stages)
+    next(run.stages.parameters()).main_grad[0] = bad
+    run.optimizer.begin_step(1, 1)
+    assert run.optimizer.step(1e-3, torch.tensor(1.0)).skipped
+    assert all(torch.equal(p, before[p.spec.name]) for p in run.stages.parameters())
     samples = data.Synthetic(61, 16, 1)
-    after = train.step(run, samples, 0, 1e-3)
+    after = trainer.step(run, samples, 0, 1e-3)
     assert math.isfinite(after.grad_norm)
     assert not after.skipped
-    assert not all(torch.equal(p, before[p.spec.name]) for p in run.stage.parameters())
+    assert not all(torch.equal(p, before[p.spec.name]) for p in run.stages.parameters())
 
 
 def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
     """Weights are rounded masters, and updates too small for bf16 are not lost."""
     run, exact = pieces(precision="bf16"), pieces(precision="fp32")
-    drawn = {p.spec.name: p for p in exact.stage.parameters()}
-    rounded = copy_of(run.stage)
+    drawn = {p.spec.name: p for p in exact.stages.parameters()}
+    rounded = copy_of(run.stages)
     for piece in run.optimizer.owned():
         whole = drawn[piece.spec.name].detach().flatten()
         master = piece.read("weights", piece.start, piece.stop)
@@ -102,12 +99,12 @@ def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
         assert torch.equal(master, whole)
         assert torch.equal(rounded[piece.spec.name].flatten(), whole.bfloat16())
     assert {bucket.gradients.dtype for bucket in run.optimizer.buckets} == {torch.float32}
-    weight = run.stage.blocks[0].mlp.up.weight
+    weight = run.stages[0].blocks[0].mlp.up.weight
     before = weight.detach().clone()
     for _ in range(200):
         weight.main_grad.fill_(1e-3)
-        run.optimizer.before_backward(last=True)
-        run.optimizer.step(1e-6, torch.tensor(0.0), 1)
+        run.optimizer.begin_step(1, 1)
+        run.optimizer.step(1e-6, torch.tensor(0.0))
     assert 1e-4 < (before - weight).float().mean() < 3e-4
 
 
@@ -117,7 +114,7 @@ def test_gradients_of_micro_batches_are_summed(precision):
     norms = []
     for size in (1, 4):
         run = pieces(precision=precision, global_batch_size=4, micro_batch_size=size)
-        norms.append(train.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
+        norms.append(trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5 if precision == "fp32" else 2e-2)
 
 
@@ -141,9 +138,9 @@ def test_ownership_is_balanced_and_complete(dp):
         key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
         bucket = buckets.Bucket([parameter], key, Mesh(layout.axes, Fake(rank)), options, 1)
         bucket.adopt_masters(None)
-        sizes.add(bucket.piece)
-        assert bucket.piece % buckets.ALIGNMENT == 0
-        for own in bucket.own:
+        sizes.add(bucket.section)
+        assert bucket.section % buckets.ALIGNMENT == 0
+        for own in bucket.shards:
             owned[own.start : own.stop] += 1
     assert (owned == 1).all()
     assert len(sizes) == 1
@@ -153,8 +150,8 @@ def test_a_stage_without_parameters_steps_too():
     nothing = torch.nn.Identity()
     options = configuration.Training(steps=1)
     optimizer = zero.Optimizer(nothing, ParamFactory(Mesh()), options, configuration.Layout(dp=1))
-    optimizer.before_backward(last=True)
-    result = optimizer.step(1e-3, torch.tensor(4.0), 2)
+    optimizer.begin_step(2, 1)
+    result = optimizer.step(1e-3, torch.tensor(4.0))
     assert (result.grad_norm, result.loss, result.skipped) == (0.0, 2.0, False)
 
 
@@ -172,7 +169,7 @@ def test_the_bit_hash_sees_order_and_sign():
 def test_an_optimizer_goes_with_its_run():
     """Its buffers are most of the memory: nothing may keep them once a run is let go of."""
     run = pieces()
-    train.step(run, data.Synthetic(61, 16, 1), 0, 1e-3)
+    trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3)
     buffers = [weakref.ref(bucket.weights) for bucket in run.optimizer.buckets]
     del run
     gc.collect()

@@ -1,0 +1,57 @@
+"""How far the numbers of two runs are apart; every comparison of the suite is made here.
+
+    assert_close(result["losses"], expected["losses"], 1e-5, case)     loss by loss
+    assert_close(p, other, 1e-5, name, scale=largest)                  tensors
+
+`max()` keeps its first argument beside a NaN, zip() stops at the shorter list, and a loop over
+nothing is content: here a number that is not finite, another length and no numbers at all are an
+infinite difference.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+
+def relative_difference(values: Any, others: Any, scale: float | None = None) -> float:
+    """The largest |value - other| / |other|; with `scale`, the largest |value - other| / scale.
+
+    Numbers, tensors, arrays and lists of these, nested as they like. Infinite if a number on
+    either side is not finite, if the shapes differ, or if there are no numbers.
+    """
+    ours, theirs = list(_flat(values)), list(_flat(others))
+    if not ours or [place for place, _ in ours] != [place for place, _ in theirs]:
+        return math.inf
+    if not all(math.isfinite(number) for _, number in ours + theirs):
+        return math.inf
+    return max(_difference(a, b, scale) for (_, a), (_, b) in zip(ours, theirs))
+
+
+def assert_close(
+    values: Any, others: Any, tolerance: float, about: Any = "", scale: float | None = None
+) -> float:
+    """Fail unless `relative_difference` is at most the tolerance; the difference.
+
+    about: what the failure's message begins with.
+    """
+    difference = relative_difference(values, others, scale)
+    assert difference <= tolerance, f"{about}: {difference} > {tolerance}: {values} for {others}"
+    return difference
+
+
+def _difference(value: float, other: float, scale: float | None) -> float:
+    if value == other:
+        return 0.0
+    size = abs(other) if scale is None else scale
+    return abs(value - other) / size if size else math.inf
+
+
+def _flat(values: Any, place: tuple[int, ...] = ()) -> Iterable[tuple[tuple[int, ...], float]]:
+    """Every number with its place in the nested lists."""
+    if hasattr(values, "tolist"):  # a tensor or an array
+        values = values.tolist()
+    if not isinstance(values, list | tuple):
+        yield place, float(values)
+        return
+    for i, value in enumerate(values):
+        yield from _flat(value, (*place, i))

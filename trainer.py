@@ -1,0 +1,330 @@
+"""The pieces of a run and its loop.
+
+    state = build(config, context)                 this rank's stages, pipeline and optimizer
+    result = step(state, samples, consumed, lr)    one optimizer step
+    main(config, launch, signals)                  a whole run, as train.py starts it
+
+A step hands on in one direction: data.batches gives micro-batches, pipeline.train runs them through
+the model's stages, zero's Optimizer.step turns their gradients into new weights.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import data
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from config.messages import UserError
+from config.schema import Config, Training
+from distributed import preflight
+from distributed.context import Context, start
+from distributed.launch import Launch
+from distributed.mesh import Mesh
+from distributed.stop_conditions import STOPPED_EARLY, Signals, StopConditions, listen
+from model import Stage, attention_kernel
+from parallel import ParamFactory
+from pipeline import Pipeline
+from schedules.partition import StageSpec, part_costs, stage_specs
+from telemetry import memory_report, step_stats
+from telemetry.log import Log
+from telemetry.loss_monitor import LossMonitor
+from telemetry.replica_check import unequal_replicas
+from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP, StepStats
+from telemetry.step_trace import StepTrace
+from zero import Optimizer, StepResult
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+# ------------------------------------------------------------------------------------------------
+# The pieces of a run
+# ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TrainState:
+    """What one rank holds of a run, for one layout."""
+
+    config: Config
+    factory: ParamFactory
+    stage_specs: list[StageSpec]  # of the whole pipeline
+    stages: nn.ModuleList  # those of this rank, in the model's order
+    pipeline: Pipeline
+    optimizer: Optimizer
+
+
+def build(config: Config, context: Context | None = None) -> TrainState:
+    """Build this rank's stages, pipeline and optimizer; collective over all ranks.
+
+    `config` has passed validation.check. Without a context it is a world of one on the CPU.
+    """
+    layout, training = config.layout, config.training
+    mesh = Mesh(layout.axes, context)
+    factory = ParamFactory(
+        mesh,
+        DTYPES[training.precision],
+        context.device if context else torch.device("cpu"),
+        training.seed,
+        training.init_std,
+        layout.sequence_parallel,
+    )
+    costs = part_costs(config.model, factory.device.type)
+    specs = stage_specs(config.model, layout, costs)
+    own = [spec for spec in specs if spec.index == mesh.pp.rank]
+    stages = nn.ModuleList(Stage(factory, config.model, layout, spec) for spec in own)
+    optimizer = Optimizer(stages, factory, training, layout)
+    pipeline = Pipeline({stage.spec.index: stage for stage in stages}, factory, config)
+    return TrainState(config, factory, specs, stages, pipeline, optimizer)
+
+
+def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
+    """One optimizer step on the global batch that starts at sample `consumed`."""
+    config, factory = state.config, state.factory
+    size = config.batches.batch(consumed)
+    micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
+    batches = data.batches(samples, consumed, config.layout, factory.mesh.dp.rank, factory.device)
+    loss_weight = state.optimizer.begin_step(targets, micro_batches)
+    loss_sum = state.pipeline.train(batches, micro_batches, loss_weight)
+    return state.optimizer.step(lr, loss_sum)
+
+
+def evaluate(state: TrainState, samples: data.Samples) -> float:
+    """Mean loss per token over the first --eval-samples; collective over all ranks."""
+    config, mesh, layout = state.config, state.factory.mesh, state.config.layout
+    count = config.data.eval_samples
+    mesh.recorder.enter("evaluate")
+    micro_batches = count // (layout.micro_batch_size * layout.dp)
+    batches = data.batches(samples, 0, layout, mesh.dp.rank, state.factory.device)
+    loss_sum = state.pipeline.evaluate(batches, micro_batches)
+    mesh.world.all_reduce(loss_sum).wait()
+    return mesh.world.values(loss_sum) / (count * config.model.seq_length)
+
+
+def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
+    """The rate of a step on `batch` samples that starts when `samples` of `total` are trained on.
+
+    Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
+    linear fall at the end), to min_lr at lr_decay_samples.
+    """
+    peak, low = training.lr, training.min_lr
+    end = training.lr_decay_samples or total
+    if samples < training.lr_warmup_samples:
+        return peak * (samples + batch) / (training.lr_warmup_samples + batch)
+    if training.lr_schedule == "constant":
+        return peak
+    if samples >= end:
+        return low
+    begin = training.lr_warmup_samples
+    if training.lr_schedule == "wsd":
+        begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
+    done = max(0.0, (samples - begin) / max(1, end - begin))
+    if training.lr_schedule == "cosine":
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return low + (peak - low) * (1 - done)
+
+
+# ------------------------------------------------------------------------------------------------
+# The run
+# ------------------------------------------------------------------------------------------------
+
+
+def main(
+    config: Config,
+    launch: Launch,
+    signals: Signals | None = None,
+    predicted_memory: list[dict[str, float]] | None = None,
+) -> None:
+    """Run to the end, or end every rank with a non-zero status.
+
+    signals: of `listen()`, if that was called before. predicted_memory: bytes by part for every
+    stage, to be shown beside what is measured.
+    """
+    listening = signals is None
+    signals = signals or listen()
+    context = start(launch, config.run)
+    signals.end = context.end_all_ranks
+    with context.failing_loudly(), memory_report.snapshot(config.run, context):
+        preflight.introduce(config, context)
+        splits = data.build(config)
+        check_precision(config.training.precision, context)
+        before = step_stats.measure(context.device, seconds=0.0)
+        state = build(config, context)
+        kernels = {
+            "optimizer": state.optimizer.kernel,
+            "attention": attention_kernel(config.model, state.factory),
+        }
+        mesh, samples = state.factory.mesh, splits.train
+        before = step_stats.exchange(before, mesh.world, context.device)
+        log = Log(config, context, state.stage_specs, kernels, before)
+        checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
+        preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
+        conditions = StopConditions(config.run, signals, first=context.rank == 0)
+        finished = Trainer(state, splits, log, checkpoints, conditions).run()
+        log.close()
+    context.stop(0 if finished else STOPPED_EARLY)
+    if listening:  # this process may have more to do
+        signals.close()
+
+
+class Trainer:
+    """A run on its way: what its steps need, and how far it is (`done`)."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        splits: data.Splits,
+        log: Log,
+        checkpoints: Checkpointer,
+        conditions: StopConditions,
+    ):
+        """Resume if --resume asks for it; collective over all ranks."""
+        config, mesh = state.config, state.factory.mesh
+        self.config, self.state, self.splits, self.log = config, state, splits, log
+        self.checkpoints, self.conditions = checkpoints, conditions
+        self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
+        self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
+        self.trace = StepTrace(config.run, state.factory, checkpoints.board, log.context, log.note)
+        self.done = checkpoints.resume()
+        self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
+        log.total = self.total
+        self.losses = LossMonitor(config, splits.train, self.done, log.writes, log.note)
+        self.seconds_to_evaluate = 0.0
+
+    def run(self) -> bool:
+        """Train to the end, evaluating, logging and saving on the way.
+
+        False if a stop condition or a signal ended it before; all is saved then. UserError if
+        training has diverged.
+        """
+        if self.done.iteration < self.total and self._largest_wish() == SAVE_AND_STOP:
+            return self._stop_early()
+        for iteration in range(self.done.iteration + 1, self.total + 1):
+            last, evaluates = iteration == self.total, self._evaluates(iteration)
+            wish = self._advance(iteration, evaluates)
+            if self.losses.diverged:
+                give_up(self.losses, self.done, self.checkpoints)
+            if evaluates and (last or wish < SAVE_AND_STOP):  # a stop does not wait for it
+                wish = max(wish, self._validate(iteration))
+            every = self.config.run.check_replicas_every
+            if every and (last or iteration % every == 0):
+                self.recorder.enter("check replicas")
+                check_replicas(self.state, iteration)
+            if wish == SAVE_AND_STOP and not last:
+                return self._stop_early()
+            if last or not self.losses.bad:  # else --keep-last might delete the last good state
+                self.checkpoints.after_step(self.done, last, asked=wish == SAVE)
+            if not self.checkpoints.saving:
+                self.conditions.saved()
+        if self.splits.test:
+            loss = evaluate(self.state, self.splits.test)
+            self.log.evaluation("test", self.total, self.done.consumed_samples, loss)
+        self.checkpoints.close()
+        self.conditions.saved()
+        return True
+
+    def _evaluates(self, iteration: int) -> bool:
+        every = self.config.data.eval_every
+        due = iteration == self.total or (every and iteration % every == 0)
+        return bool(self.splits.validation and due)
+
+    def _advance(self, iteration: int, evaluates: bool) -> float:
+        """Train on the next global batch, or pass it over; what all ranks wish then."""
+        begin, untrained = self.done.consumed_samples, self.done.skipped_samples
+        batch = self.config.batches.batch(begin)
+        if self.config.passes_over(begin, batch):
+            self.done = Progress(iteration, begin + batch, untrained + batch)
+            self.log.pass_over(iteration, begin + batch, batch)
+            return GO_ON  # it took no time: nothing is asked before the next step
+        began = time.perf_counter()
+        self.recorder.begin_step(iteration)
+        self.trace.before(iteration)
+        trained, samples = begin - untrained, self.config.total_samples
+        lr = learning_rate(self.config.training, trained, samples, batch)
+        result = step(self.state, self.splits.train, begin, lr)
+        untrained += batch if result.skipped else 0
+        self.done = Progress(iteration, begin + batch, untrained)
+        everyone = self._exchange(time.perf_counter() - began, evaluates)
+        self.trace.after(iteration)
+        for line in self.stragglers.add(everyone):
+            self.log.note(line)
+        self.log.step(iteration, begin + batch, batch, lr, result, everyone)
+        self.losses.step(self.done, batch, result)
+        return max(rank.wish for rank in everyone)
+
+    def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
+        """Every rank's statistics of the step: the one exchange between steps."""
+        waiting = self.recorder.take_waited()
+        ahead = self.checkpoints.seconds_to_save
+        ahead += self.seconds_to_evaluate if evaluates else 0.0
+        own = step_stats.measure(self.device, seconds, waiting, self.conditions.wish(ahead))
+        self.recorder.at("vitals")
+        everyone = step_stats.exchange(own, self.world, self.device)
+        self.recorder.end_step()
+        return everyone
+
+    def _validate(self, iteration: int) -> float:
+        """Evaluate on the validation split; what all ranks wish afterwards."""
+        began = time.perf_counter()
+        loss = evaluate(self.state, self.splits.validation)
+        self.log.evaluation("validation", iteration, self.done.consumed_samples, loss)
+        self.seconds_to_evaluate = time.perf_counter() - began
+        return self._largest_wish()
+
+    def _largest_wish(self) -> float:
+        """What is to be done at a boundary that is no step's end; collective over all ranks."""
+        own = step_stats.measure(self.device, 0.0, wish=self.conditions.wish())
+        return max(rank.wish for rank in step_stats.exchange(own, self.world, self.device))
+
+    def _stop_early(self) -> bool:
+        """Save, and say who asked for the stop; False, for the run is not finished.
+
+        UserError if it could not be saved.
+        """
+        reasons = self.checkpoints.board.agree(self.conditions.reason, lambda of_ranks: of_ranks)
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
+        where += f", after iteration {self.done.iteration} of {self.total}"
+        if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
+            raise UserError(f"stopped by {where}; its state could not be saved")
+        self.conditions.saved()
+        again = f"--resume auto goes on (status {STOPPED_EARLY})"
+        self.log.note(f"stopped by {where}; all is saved, {again}")
+        return False
+
+
+def check_precision(precision: str, context: Context) -> None:
+    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
+    slowly: run.json and the start-up lines say which precision runs.
+    """
+    if precision != "bf16" or context.device.type != "cuda":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(context.device)
+        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
+
+
+def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
+    """Save the last good state, if the run saves at all, and raise UserError: it has diverged."""
+    saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
+    saved = saved and checkpoints.save_now(losses.good)
+    checkpoints.close()
+    raise losses.failure(now, saved)
+
+
+def check_replicas(state: TrainState, iteration: int) -> None:
+    """Raise RuntimeError, naming parameters and ranks, if copies of a weight have drifted apart."""
+    unequal = unequal_replicas(state.stages, state.optimizer, state.factory.mesh)
+    if unequal:
+        raise RuntimeError(
+            f"after iteration {iteration} replicas are no longer equal: {'; '.join(unequal[:5])}"
+            + (f" and {len(unequal) - 5} more" if len(unequal) > 5 else "")
+        )
