@@ -16,8 +16,11 @@ import data
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import Layout
+from corpora import blends, sample_order
+from corpora.blends import blend_order
+from corpora.sample_order import GPTSamples, split_ranges
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
-from data import GPTSamples, Synthetic, blend_order, micro_batch, split_ranges
+from data import Synthetic, micro_batch
 
 VOCAB = 1000
 
@@ -185,8 +188,8 @@ def test_sample_starts_do_not_depend_on_the_block(monkeypatch, block):
     order = random.permutation(50).astype(np.int32)
     text = [(p, t) for p, d in enumerate(order) for t in range(lengths[d])]  # one entry per token
     num_samples = (len(text) - 1) // 5
-    monkeypatch.setattr(data, "BLOCK", block)
-    starts = data.sample_starts(lengths, order, 5, num_samples)
+    monkeypatch.setattr(sample_order, "BLOCK", block)
+    starts = sample_order.sample_starts(lengths, order, 5, num_samples)
     expected = [(0, 0)] + [text[5 * i] for i in range(1, num_samples + 1)]
     assert [tuple(row) for row in starts.tolist()] == expected
 
@@ -195,7 +198,7 @@ def test_more_tokens_than_32_bits():
     lengths = np.full(9, 2**31 - 1, np.int32)
     order, seq_length = np.arange(9, dtype=np.int32), 2**30
     num_samples = (9 * (2**31 - 1) - 1) // seq_length
-    starts = data.sample_starts(lengths, order, seq_length, num_samples)
+    starts = sample_order.sample_starts(lengths, order, seq_length, num_samples)
     expected = [list(divmod(i * seq_length, 2**31 - 1)) for i in range(num_samples + 1)]
     assert starts.tolist() == expected
 
@@ -242,7 +245,7 @@ def test_bad_split(split):
 @example([1.0] * 7, 3000)  # every step is a tie
 @example([1.0, 1e-4, 1e-4, 1e-3], 4000)  # guesses of the rare ones are often wrong
 def test_blend_order_is_megatrons(megatron, weights, size):
-    weights = data.normalise(weights)
+    weights = blends.normalise(weights)
     which, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron.build_blending_indices(which, number, weights, len(weights), size, False)
     ours = blend_order(weights, size)
@@ -314,7 +317,7 @@ def test_a_blend_of_too_few_samples(tmp_path):
     assert [len(part) for part in parts] == [1, 1]
     which, number = blend_order([0.5, 0.5], 4)
     with pytest.raises(UserError, match=r"takes 2 samples from .*/a, which has 1"):
-        data.Blend(parts, which, number)
+        blends.Blend(parts, which, number)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +341,10 @@ def test_a_blend_of_too_few_samples(tmp_path):
 )
 def test_parse_blend(words, expected):
     if expected:
-        assert data.parse_blend(tuple(words)) == expected
+        assert blends.parse_blend(tuple(words)) == expected
     else:
         with pytest.raises(UserError, match="--data"):
-            data.parse_blend(tuple(words))
+            blends.parse_blend(tuple(words))
 
 
 # ------------------------------------------------------------------------------------------------

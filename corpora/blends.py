@@ -1,0 +1,115 @@
+"""Samples of several corpora mixed by weight, in Megatron's order."""
+
+import math
+
+import numpy as np
+
+from config.messages import UserError
+from corpora.sample_order import GPTSamples, Piece
+
+
+def blend_order(weights, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which part each of `size` samples is from, int16, and its number within that part.
+
+    Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
+    furthest behind its share, argmax_d of weights[d] * max(i, 1) - taken[d], the first on a tie.
+
+    One sample after the other, that is slow in Python. Instead, chunks of about sqrt(size) samples
+    advance side by side, each from a guess of what was taken before it. A chunk that turns out to
+    have started from something else than the chunk before it ended with runs again. When none is
+    left, every chunk continues its predecessor, so the result is the sequential one, exactly.
+    Parts that were guessed one off soon agree (the rule is self-correcting): two passes or three.
+    """
+    weights = np.asarray(weights, np.float64)
+    steps = math.isqrt(max(size - 1, 0)) + 1
+    chunks = -(-size // steps)
+    starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
+    which = np.empty((chunks, steps), np.int16)
+    stale = np.arange(chunks)
+    while len(stale):
+        taken, every = starts[stale], np.arange(len(stale))
+        for step in range(steps):
+            i = np.maximum(stale * steps + step, 1)
+            behind = np.argmax(i[:, None] * weights - taken, axis=1)
+            which[stale, step] = behind
+            taken[every, behind] += 1
+        inner = stale + 1 < chunks
+        following, taken = stale[inner] + 1, taken[inner]
+        changed = (starts[following] != taken).any(axis=1)
+        starts[following] = taken
+        stale = following[changed]
+    which = which.reshape(-1)[:size]
+    # The number within its part: the position among the equal entries.
+    order = np.argsort(which, kind="stable")
+    first = np.searchsorted(which[order], np.arange(len(weights)))
+    number = np.empty(size, np.int64)
+    number[order] = np.arange(size) - first[which[order]]
+    return which, number
+
+
+def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """A fair share of `begins` samples for each part, whole numbers that add up to it."""
+    ideal = begins[:, None] * weights
+    taken = np.floor(ideal).astype(np.int64)
+    left = begins - taken.sum(axis=1)
+    rank = np.argsort(np.argsort(taken - ideal, axis=1, kind="stable"), axis=1)
+    return taken + (rank < left[:, None])
+
+
+class Blend:
+    """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
+
+    def __init__(self, parts: list[GPTSamples], which: np.ndarray, number: np.ndarray):
+        self.parts, self.which, self.number = parts, which, number
+        for part, taken in zip(parts, np.bincount(which, minlength=len(parts)).tolist()):
+            if taken > len(part):
+                raise UserError(
+                    f"the blend takes {taken} samples from {part.dataset.prefix}, which has "
+                    f"{len(part)}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of the blend's sample k: (seq_length + 1,), int64."""
+        return self.parts[self.which[k]].sample(int(self.number[k]))
+
+    def pieces(self, k: int) -> list[Piece]:
+        """Where its tokens are."""
+        return self.parts[self.which[k]].pieces(int(self.number[k]))
+
+    def documents(self, k: int) -> list[int]:
+        """The documents it is cut from."""
+        return self.parts[self.which[k]].documents(int(self.number[k]))
+
+
+def normalise(weights) -> list[float]:
+    """Weights that add up to 1, in the floating-point steps that Megatron takes."""
+    weights = np.array(weights, np.float64)
+    return (weights / weights.sum()).tolist()
+
+
+def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
+    """Prefixes and weights of `--data [WEIGHT] PREFIX ...`; weights None if none is given."""
+    words = [str(word) for word in data]  # a TOML list may hold numbers
+    numbers = [_number(word) for word in words]
+    if "synthetic" in words:
+        raise UserError("--data synthetic stands alone: random tokens do not mix with files")
+    if all(number is None for number in numbers):
+        return words, None
+    weights, prefixes = numbers[0::2], words[1::2]
+    if len(words) % 2 or None in weights or any(n is not None for n in numbers[1::2]):
+        raise UserError(
+            f"--data {' '.join(words)}: give a weight before every prefix, or before none"
+        )
+    if not all(0 < weight < math.inf for weight in weights):
+        raise UserError(f"--data {' '.join(words)}: weights must be positive numbers")
+    return prefixes, weights
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
