@@ -16,13 +16,14 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
+from distributed.collectives import MAX, Group
 from parallel import (
     ColumnLinear,
     ParamFactory,
+    ParamSpec,
     RowLinear,
     VocabEmbedding,
     column_linear,
-    cross_entropy,
 )
 from schedules.partition import StageSpec
 
@@ -247,6 +248,49 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(self.logits(x), labels.t(), self.factory.mesh.tp, self.spec)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross-entropy over a vocabulary split over tp, without ever gathering the logits.
+
+    Two collectives of one and of two numbers per token. Computed in fp32 at least.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels, tp, start, stop):
+        """The loss of each token, of labels' shape; logits are those of words [start, stop)."""
+        dtype = logits.dtype
+        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
+        logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
+        largest = logits.amax(-1)
+        tp.all_reduce(largest, MAX).wait()
+        logits.sub_(largest[..., None])
+        local = labels - start
+        absent = (local < 0) | (labels >= stop)
+        local = local.masked_fill(absent, 0)[..., None]
+        target = logits.gather(-1, local)[..., 0].masked_fill(absent, 0.0)
+        exponentials = logits.exp_()
+        sums = torch.stack([exponentials.sum(-1), target])
+        tp.all_reduce(sums).wait()
+        ctx.save_for_backward(exponentials, sums[0], local, absent)
+        ctx.dtype = dtype
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        exponentials, total, local, absent = ctx.saved_tensors
+        dlogits = exponentials.mul_((grad / total)[..., None])
+        dlogits.scatter_add_(-1, local, -grad.masked_fill(absent, 0.0)[..., None])
+        return dlogits.to(ctx.dtype), None, None, None, None
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
+    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
+
+    `spec` is that of the head's weight: which rows of the vocabulary are here. Its backward may
+    run once only: it reuses the forward's memory.
+    """
+    return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)
 
 
 class Stage(nn.Module):

@@ -1,4 +1,4 @@
-"""Parameters as pieces of global tensors, and the layers whose weights are split over tp.
+"""Parameters as parts of global tensors, and the layers whose weights are split over tp.
 
 Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what lies between
 two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053) are the two ends
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed.collectives import MAX, Group, Handle
+from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
@@ -187,7 +187,9 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tp):
         ctx.tp = tp
-        return _scatter_sum(x, tp)
+        part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
+        tp.reduce_scatter(part, x.contiguous()).wait()
+        return part
 
     @staticmethod
     def backward(ctx, grad):
@@ -209,12 +211,6 @@ def _gather(x: Tensor, tp: Group | None) -> Tensor:
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
     tp.all_gather(whole, x.contiguous()).wait()
     return whole
-
-
-def _scatter_sum(x: Tensor, tp: Group) -> Tensor:
-    part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
-    tp.reduce_scatter(part, x.contiguous()).wait()
-    return part
 
 
 # ------------------------------------------------------------------------------------------------
@@ -304,16 +300,20 @@ def _wait_all(handles: list[Handle]) -> None:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredGradients | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferred: DeferredGradients | None = None,
+    tp: Group | None = None,
+    gathered: bool = False,
 ) -> Tensor:
-    """x W^T + b on this rank alone; its weight gradient may be deferred."""
-    if deferred is None:
-        return F.linear(x, weight, bias)
-    return _apply_linear(x, weight, bias, None, False, deferred)
+    """x W^T + b for a local W, whose gradient may be deferred.
 
-
-def _apply_linear(x, weight, bias, tp, gathered, deferred) -> Tensor:
+    tp: over which the input's gradient is summed. gathered: x is this rank's part of the sequence.
+    """
     if deferred is None:
+        if tp is None:
+            return F.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, tp, gathered, None)
     # Detached, so that the pass for inputs does not reach the weights, nor run their hooks.
     detached = [None if w is None else w.detach() for w in (weight, bias)]
@@ -331,7 +331,7 @@ def column_linear(
     tp, deferred = factory.mesh.tp, None if shared else factory.deferred
     if tp.size == 1:
         return linear(x, weight, bias, deferred)
-    return _apply_linear(x, weight, bias, tp, factory.sequence_parallel, deferred)
+    return linear(x, weight, bias, deferred, tp, factory.sequence_parallel)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -413,46 +413,3 @@ class VocabEmbedding(nn.Module):
         rows = F.embedding(local.masked_fill(absent, 0), self.weight)
         rows = rows.masked_fill(absent[..., None], 0.0)
         return reduce_from_tp(rows, self.factory)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocabulary split over tp, without ever gathering the logits.
-
-    Two collectives of one and of two numbers per token. Computed in fp32 at least.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, labels, tp, start, stop):
-        """The loss of each token, of labels' shape; logits are those of words [start, stop)."""
-        dtype = logits.dtype
-        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
-        logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
-        largest = logits.amax(-1)
-        tp.all_reduce(largest, MAX).wait()
-        logits.sub_(largest[..., None])
-        local = labels - start
-        absent = (local < 0) | (labels >= stop)
-        local = local.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, local)[..., 0].masked_fill(absent, 0.0)
-        exponentials = logits.exp_()
-        sums = torch.stack([exponentials.sum(-1), target])
-        tp.all_reduce(sums).wait()
-        ctx.save_for_backward(exponentials, sums[0], local, absent)
-        ctx.dtype = dtype
-        return sums[0].log() - sums[1]
-
-    @staticmethod
-    def backward(ctx, grad):
-        exponentials, total, local, absent = ctx.saved_tensors
-        dlogits = exponentials.mul_((grad / total)[..., None])
-        dlogits.scatter_add_(-1, local, -grad.masked_fill(absent, 0.0)[..., None])
-        return dlogits.to(ctx.dtype), None, None, None, None
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
-    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
-
-    `spec` is that of the head's weight: which rows of the vocabulary are here. Its backward may
-    run once only: it reuses the forward's memory.
-    """
-    return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)

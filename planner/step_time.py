@@ -4,7 +4,8 @@
 
 A step is the pipeline's time (the schedule of `schedule.py`, simulated with each stage's own
 seconds), then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols as in model_stats.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+Symbols as in model_stats.py: h hidden, s sequence, V vocabulary, f MLP width,
+b micro-batch, t = tp.
 """
 
 from dataclasses import asdict, dataclass, replace

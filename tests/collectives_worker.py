@@ -10,7 +10,8 @@ from distributed.collectives import MAX, Group
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh
-from parallel import ParamFactory, cross_entropy
+from model import cross_entropy
+from parallel import ParamFactory
 
 CHECKS = []
 

@@ -146,7 +146,9 @@ def test_recomputation_changes_no_bit(positions):
 # ------------------------------------------------------------------------------------------------
 
 
-def rule_of(name: str, masters: list[torch.Tensor], group: str, **options) -> update_rules.UpdateRule:
+def rule_of(
+    name: str, masters: list[torch.Tensor], group: str, **options
+) -> update_rules.UpdateRule:
     training = configuration.Training(steps=1, optimizer=name, **options)
     return update_rules.make_rule(training, group, masters, decay=True)
 
