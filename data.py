@@ -44,7 +44,7 @@ class Samples(Protocol):
 
 
 class Synthetic:
-    """Random tokens instead of text, to time and to test with; there is no end to them.
+    """Random tokens instead of text, for timing and tests; their number is not limited.
 
     Sample k follows from (seed, stream, k); streams keep train and validation apart.
     """

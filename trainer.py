@@ -1,4 +1,4 @@
-"""The pieces of a run and its loop.
+"""What a run consists of, and its loop.
 
     state = build(config, context)                 this rank's stages, pipeline and optimizer
     result = step(state, samples, consumed, lr)    one optimizer step
@@ -46,7 +46,7 @@ DTYPES = {
 
 
 # ------------------------------------------------------------------------------------------------
-# The pieces of a run
+# What a run consists of
 # ------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ def blend_order(weights, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Which part each of `size` samples is from, int16, and its number within that part.
 
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
-    furthest behind its share, argmax_d of weights[d] * max(i, 1) - taken[d], the first on a tie.
+    most below its share, argmax_d of weights[d] * max(i, 1) - taken[d], the first on a tie.
 
     One sample after the other, that is slow in Python. Instead, chunks of about sqrt(size) samples
     advance side by side, each from a guess of what was taken before it. A chunk that turns out to

@@ -1,11 +1,11 @@
 """Update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon; zero.py says on which tensors.
 
 A rule holds the state of some master tensors of this rank and updates them by their gradients. It
-knows nothing of ranks. Which tensors a rule may get depends on how it works:
+does not depend on ranks. Which tensors a rule may get depends on how it works:
 
-    elementwise     any flat piece of any parameters
-    in blocks       flat pieces that begin at multiples of BLOCK in every parameter
-    whole matrices  each matrix at one owner, whole
+    elementwise     any flat section of any parameters
+    in blocks       flat sections that begin at multiples of BLOCK in every parameter
+    whole matrices  each matrix has one owner
 
 A family is the set of parameters that one rule can take together: "plain" for AdamW, SGD and all
 that another rule leaves out, "blocks" for 8-bit AdamW, "matrices" for Adafactor and Muon.
@@ -56,7 +56,7 @@ def interchangeable(optimizer: str) -> str:
 
 
 class UpdateRule:
-    """What zero.py asks of a rule: update, and its state to read and to write.
+    """What zero.py uses of a rule: update, and its state to read and to write.
 
     kernel: what runs. steps: updates so far.
     """
@@ -267,7 +267,7 @@ class _Adam8bit(UpdateRule):
             raise UserError(
                 "--optimizer adamw8bit needs the package bitsandbytes: pip install bitsandbytes"
             )
-        # On CPUs it regrets a kernel for 4-bit products, of which there are none here.
+        # Silence a warning about an unused 4-bit kernel on CPUs.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         import bitsandbytes
         from bitsandbytes import functional
