@@ -1,13 +1,18 @@
-"""How many measurements the tuner needs, and what it gives away, on choices measured in full.
+"""How many measurements the tuner's search needs, and how good its choice is, on measured rows.
 
-    python benchmarks/tune_replay.py                  # prints Markdown; no run takes place
+    python benchmarks/tune_replay.py                  # prints results/tune.md's tables
+    python benchmarks/tune_replay.py ROWS.csv [--tables TABLES.csv] [--gain PERCENT]
+
+Nothing is run. With a file of rows (such as results.csv of tune.py): one search among all of them,
+or one for each table of TABLES.csv. Without:
 
 * The twelve decision tables of the published rows, with the planner's constants in-sample, and
   held out: for each section refitted without it, as plan_accuracy.py does.
 * A space measured in full on this project's machine (data/tune_cpu.csv): the search among the
-  medians, and among trials that vary around them by chance, as they do on shared machines.
+  medians, and among trials that vary around them at random, as on shared machines.
 """
 
+import argparse
 import math
 import platform
 import random
@@ -20,47 +25,50 @@ sys.path.insert(0, str(ROOT))
 
 import numpy
 import plan_accuracy as accuracy
+import replay
 
+from config.messages import Parser, UserError, exit_with
 from planner import hardware, published_rows
-from tuner import replay
 
 DATA = ROOT / "benchmarks" / "data"
 CPU = DATA / "tune_cpu.csv"
-GOAL = 0.03  # regret that the search here must reach, in a quarter of the trials
-NOISES = (0.01, 0.03, 0.05, 0.1, 0.15)
+GOAL = 0.03  # regret that the search must reach in a quarter of the trials
+DEVIATIONS = (0.01, 0.03, 0.05, 0.1, 0.15)
 DRAWS, SEED = 40, 20261121
 
 
 def published(kind: str) -> list[replay.Replay]:
     """The twelve tables, with constants `in-sample` or `held out`."""
-    cases = published_rows.cases(published_rows.read(str(DATA / "measured_rows.csv")))
+    _, cases = replay.read_cases(str(DATA / "measured_rows.csv"))
     tables = published_rows.read_tables(str(DATA / "decision_tables.csv"))
     values = {c.name: c.value for c in hardware.constants()}
     find = accuracy.predictions if kind == "in-sample" else accuracy.held_out
-    return replay.replay_all(tables, cases, find(cases, "seconds", values))
+    return replay.replay_tables(tables, cases, find(cases, "seconds", values))
 
 
-def here(path: Path = CPU) -> tuple[replay.Replay, dict[str, float]]:
-    """The search in the space measured in full; and how its figures were got."""
-    given, cases, predicted = _measured(path)
-    trials = [[float(s) for s in row["sec_trials"].split()] for row in given]
-    often = max(trials, key=len)  # the reference layout
+def measured_space(path: Path = CPU) -> tuple[replay.Replay, dict[str, float]]:
+    """The search in the space measured in full; and figures of its trials."""
+    rows, _ = replay.read_cases(str(path))
+    cases, predicted = replay.load(str(path))
+    trials = [[float(s) for s in row["sec_trials"].split()] for row in rows]
+    reference = max(trials, key=len)
     found = replay.replay("8 ranks on 2 cores", cases, predicted)
-    off = [c.seconds / predicted[c.id] for c in cases if c.seconds]
-    facts = {"trials": sum(map(len, trials)), "times": len(often), "low": min(off)}
-    facts |= {"noise": statistics.stdev(map(math.log, often)), "high": max(off)}
+    ratios = [c.seconds / predicted[c.id] for c in cases if c.seconds]
+    facts = {"trials": sum(map(len, trials)), "times": len(reference), "low": min(ratios)}
+    facts |= {"noise": statistics.stdev(map(math.log, reference)), "high": max(ratios)}
     return found, facts
 
 
-def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
-    """DRAWS searches there by tune.py's rules, in at most a quarter of the trials, each trial off
-    by chance: `deviation` is the standard deviation of its logarithm.
-    """
-    _, cases, predicted = _measured(path)
-    chance, most = random.Random(SEED), len(cases) // 4
+def measured_space_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
+    """DRAWS searches there by the tuner's rules, in at most a quarter of the trials.
 
-    def trial(case: published_rows.Case) -> float:
-        return case.seconds * math.exp(chance.gauss(0, deviation))
+    Each trial is off at random: `deviation` is the standard deviation of its logarithm.
+    """
+    cases, predicted = replay.load(str(path))
+    random_numbers, most = random.Random(SEED), len(cases) // 4
+
+    def trial(case: replay.Case) -> float:
+        return case.seconds * math.exp(random_numbers.gauss(0, deviation))
 
     return [
         replay.replay(f"draw {n}", cases, predicted, noise=deviation, trial=trial, most=most)
@@ -68,17 +76,8 @@ def here_with_noise(deviation: float, path: Path = CPU) -> list[replay.Replay]:
     ]
 
 
-def _measured(
-    path: Path,
-) -> tuple[list[dict[str, str]], list[published_rows.Case], dict[str, float]]:
-    """The rows of a file, as they are and as runs, and the planner's seconds of each."""
-    given = published_rows.read(str(path))
-    cases = published_rows.cases(given)
-    return given, cases, replay.predictions(cases, given)
-
-
-def here_lines(found: replay.Replay, facts: dict[str, float]) -> list[str]:
-    """The space measured here, in Markdown."""
+def measured_space_lines(found: replay.Replay, facts: dict[str, float]) -> list[str]:
+    """The space measured in full, in Markdown."""
     quarter = found.rows // 4
     regrets = ", ".join(f"{100 * r:.1f}" for r in found.regret_after)
     return [
@@ -93,16 +92,16 @@ def here_lines(found: replay.Replay, facts: dict[str, float]) -> list[str]:
         f"* random order: as many measurements leave {100 * found.random_regret:.1f} % on average, "
         f"the best layout takes {found.random:.0f}",
         "",
-        f"Each trial off by chance, {DRAWS} searches of at most {quarter} trials, repeats in them:",
+        f"Each trial off at random, {DRAWS} searches of at most {quarter} trials, repeats in them:",
         "",
         "| standard deviation | trials | regret %, mean | within 3 % |",
         "|---|---|---|---|",
-        *map(_noise_line, NOISES),
+        *map(_noise_line, DEVIATIONS),
     ]
 
 
 def _noise_line(deviation: float) -> str:
-    found = here_with_noise(deviation)
+    found = measured_space_with_noise(deviation)
     ends = [one.regret_after[-1] for one in found]
     good = sum(end <= GOAL for end in ends)
     trials = statistics.mean(len(one.order) for one in found)
@@ -112,8 +111,8 @@ def _noise_line(deviation: float) -> str:
     )
 
 
-def main() -> None:
-    """Print the report."""
+def report() -> list[str]:
+    """The tables of results/tune.md."""
     lines = ["# Replay: the tuner's search on measured choices", ""]
     lines += ["    python benchmarks/tune_replay.py", ""]
     lines += [f"Python {platform.python_version()}, numpy {numpy.__version__}. Stop: no layout"]
@@ -121,9 +120,43 @@ def main() -> None:
     for kind in ("in-sample", "held out"):
         lines += [f"## The twelve published tables, planner {kind}", ""]
         lines += [*replay.lines(published(kind)), ""]
-    lines += ["## A space measured in full: 8 ranks on two cores", "", *here_lines(*here())]
+    lines += ["## A space measured in full: 8 ranks on two cores", ""]
+    return lines + measured_space_lines(*measured_space())
+
+
+def replay_file(path: str, tables: str | None, min_gain: float) -> list[str]:
+    """Searches among the rows of a file, all of them as one choice if no tables are given."""
+    cases, predicted = replay.load(path)
+    choices = {"all rows": [case.id for case in cases]}
+    if tables:
+        choices = published_rows.read_tables(tables)
+    return replay.lines(replay.replay_tables(choices, cases, predicted, min_gain))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("rows", nargs="?", metavar="ROWS.csv", help="measured rows to search among")
+    found.add_argument("--tables", metavar="TABLES.csv", help="which rows are a choice")
+    found.add_argument("--gain", type=float, default=1.0, metavar="PERCENT",
+        help="measure a row only if it may be faster by this much (default: 1)")  # fmt: skip
+    return found
+
+
+def main(arguments: list[str]) -> None:
+    """Print Markdown; a user's mistake is one sentence and exit status 2."""
+    try:
+        options = parser().parse_args(arguments)
+        if options.rows:
+            lines = replay_file(options.rows, options.tables, options.gain / 100)
+        elif options.tables:
+            raise UserError("--tables needs ROWS.csv")
+        else:
+            lines = report()
+    except UserError as error:
+        exit_with(error)
     print("\n".join(lines))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

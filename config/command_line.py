@@ -65,11 +65,11 @@ def build(values: dict[str, Any]) -> Config:
     groups = {}
     for group, cls in GROUPS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
-        groups[group] = _reshape(base, own) if group == "model" and base else cls(**own)
+        groups[group] = reshape(base, own) if group == "model" and base else cls(**own)
     return Config(**groups)
 
 
-def _reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
+def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     """A preset with some fields changed: what was derived from a changed field is derived anew."""
     derived = {}
     if base.kv_heads == base.heads:

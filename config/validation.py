@@ -31,6 +31,14 @@ def check(config: Config, ranks: int) -> Config:
     return config
 
 
+def check_any_length(config: Config, ranks: int) -> Config:
+    """As `check`, for a run whose length may not be given yet: one step stands for it."""
+    training = config.training
+    if training.steps is None and training.train_samples is None:
+        config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
+    return check(config, ranks)
+
+
 def _place(layout: Layout, ranks: int) -> Layout:
     tp, pp, dp = layout.tp, layout.pp, layout.dp
     if ranks % (tp * pp):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tuner on a small GPT and 8 ranks of this machine's CPU: calibrate, search, table, page.
+# The tuner on a small GPT and 8 ranks of this machine's CPU: calibration, search, report.
 # Under five minutes after set-up on two cores; the result is in runs/tune-demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,9 +1,10 @@
-"""Stands in for a launcher and train.py at once: writes a run's files in a moment, and can fail.
+"""Replaces a launcher and train.py in tests: writes a run's files at once, and can fail.
 
     python tests/fake_trainer.py RANKS train.py --tp 2 ...
 
-Seconds follow a made-up law of the layout. The environment variable FAKE_FAILURES plants failures:
-a JSON object from a word to a condition on the layout, such as {"hang": {"pp": 4}}.
+Seconds follow an invented formula of the layout. The environment variable FAKE_FAILURES plants
+failures: a JSON object from a kind of failure to a condition on the layout, as {"hang": {"pp": 4}}.
+FAKE_PARAMETERS is the number of parameters per rank, roughly, that fit into memory.
 """
 
 import json
@@ -14,11 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-from config import command_line
+from config import command_line, model_stats
 
 
 def seconds(config, ranks: int) -> float:
-    """Tensor ranks cost, stages cost a little, larger micro-batches help."""
+    """Slower with tp, a little slower with pp, faster with larger micro-batches."""
     at = config.layout
     law = (
         1.0
@@ -38,16 +39,16 @@ def planted(config) -> str:
         "pp": config.layout.pp,
         "mbs": config.layout.micro_batch_size,
     }
-    for word, condition in json.loads(os.environ.get("FAKE_FAILURES", "{}")).items():
+    for failure, condition in json.loads(os.environ.get("FAKE_FAILURES", "{}")).items():
         if all(values[name] == value for name, value in condition.items()):
-            return word
+            return failure
     return ""
 
 
 def main() -> None:
     ranks = int(sys.argv[1])
-    words = sys.argv[next(i for i, w in enumerate(sys.argv) if w.endswith("train.py")) + 1 :]
-    config = command_line.parse(words)
+    arguments = sys.argv[next(i for i, a in enumerate(sys.argv) if a.endswith("train.py")) + 1 :]
+    config = command_line.parse(arguments)
     out, failure = Path(config.run.out), planted(config)
     limit = int(os.environ.get("FAKE_PARAMETERS", 10**12))
     if config.model.layers * config.model.hidden**2 > limit * ranks:
@@ -56,7 +57,7 @@ def main() -> None:
         print(f"MemoryError: rank 0 cannot have {len(bytearray(2**46))} bytes")
     if failure == "crash":
         raise RuntimeError("planted")
-    if failure == "hang":  # with a process that is in a session of its own, as ranks of mpirun are
+    if failure == "hang":  # with a process in a session of its own, as mpirun's ranks have
         subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
         )
@@ -78,8 +79,6 @@ def main() -> None:
             }
         )
     )
-    from config import model_stats
-
     model, batch = config.model, config.training.global_batch_size
     flops = model_stats.model_flops(model, batch)
     executed = model_stats.hardware_flops(model, batch, config.layout.recompute)

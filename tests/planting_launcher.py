@@ -1,10 +1,10 @@
-"""scripts/forkrun.py with failures planted by the model's width: for the tuner's tests.
+"""scripts/forkrun.py with failures planted by the model's hidden size: for the tuner's tests.
 
     python tests/planting_launcher.py RANKS train.py --hidden 48 ...
 
-hidden 32768: each rank may have four gigabytes more than it starts with: room for the stacks of any
-number of threads, none for the first weight of 6 GB. 48: the last rank never joins. 80: the last
-rank raises before it does. Whatever else: as forkrun.py.
+hidden 32768: each rank may allocate 4 GiB more than it starts with: enough for the stacks of any
+number of threads, too little for the first weight of 6 GB. 48: the last rank never joins. 80: the
+last rank raises an exception before it joins. All other sizes: as forkrun.py.
 """
 
 import resource
@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import forkrun
 
-SPARE = 4 * 2**30
+SPARE = 4 * 2**30  # bytes
 
 
 def plant(hidden: str, last: bool) -> None:
-    """Make this rank fail as its run is to."""
+    """Make this rank fail if the hidden size asks for it."""
     if hidden == "32768":
         limit = psutil.Process().memory_info().vms + SPARE
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

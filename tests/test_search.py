@@ -9,14 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import replay
 import tune_replay
 
-from tuner import replay
 from tuner.search import Point, Search, expected_improvement, normal_cdf
 
 
 def grid(slope: float) -> tuple[list[Point], list[float]]:
-    """Layouts of 4 tp x 4 pp that are all predicted alike; tp really costs `slope` a doubling."""
+    """Layouts of 4 tp x 4 pp with nearly equal predictions; tp really costs `slope` a doubling."""
     points, real = [], []
     for tp in range(4):
         for pp in range(4):
@@ -28,7 +28,7 @@ def grid(slope: float) -> tuple[list[Point], list[float]]:
 def drive(search: Search, real: list[float]) -> list[int]:
     order = []
     while (index := search.next()) is not None:
-        search.tell(index, real[index])
+        search.add(index, real[index])
         order.append(index)
     return order
 
@@ -41,28 +41,28 @@ def test_the_first_is_the_one_predicted_fastest():
 
 
 def test_a_factor_common_to_all_is_no_reason_to_go_on():
-    """A machine ten times slower than thought, ratios as predicted: two or three runs decide."""
+    """A machine ten times slower than assumed, ratios as predicted: two or three runs decide."""
     points = [Point(str(i), 1.0 + 0.3 * i, (i, 0)) for i in range(10)]
     search = Search(points)
     assert drive(search, [10 * p.predicted for p in points])[0] == 0
-    assert len(search.told) <= 3
+    assert len(search.measured) <= 3
 
 
 def test_a_slope_is_learned_and_used():
-    points, real = grid(-0.3)  # the planner thinks tp does not matter, but tp 8 is the fastest
+    points, real = grid(-0.3)  # predicted: tp does not matter; measured: tp 8 is the fastest
     search = Search(points)
     order = drive(search, real)
     assert points[search.best].name.startswith("tp8")
     assert len(order) <= len(points) // 2
-    mean, _ = search.expected()
+    mean, _ = search.posterior()
     assert mean[0] - mean[-4] == pytest.approx(0.9, abs=0.15)  # of what was not measured, too
 
 
 def test_more_is_known_of_what_was_measured_than_of_the_rest():
     points, real = grid(0.3)
     search = Search(points)
-    search.tell(5, real[5])
-    _, deviation = search.expected()
+    search.add(5, real[5])
+    _, deviation = search.posterior()
     assert deviation[5] == min(deviation)
     assert deviation[0] > 2 * deviation[5]
 
@@ -71,11 +71,11 @@ def test_failures_are_results():
     points, _ = grid(0.3)
     search = Search(points)
     first = search.next()
-    search.tell(first, None)
+    search.add(first, None)
     assert search.best is None
     assert search.next() not in (None, first)
     for index in range(len(points)):
-        search.tell(index, None)
+        search.add(index, None)
     assert search.next() is None
     assert search.best is None
 
@@ -86,17 +86,17 @@ def test_where_layouts_fail_others_are_tried_first():
     search = Search(points)
     for _ in range(4):
         index = search.next()
-        search.tell(index, None if points[index].features[1] == 3 else 1.0)
+        search.add(index, None if points[index].features[1] == 3 else 1.0)
     assert len(search.failed) <= 2
     assert search.best is not None
 
 
 def test_a_repeated_layout_counts_by_its_mean():
     search = Search([Point("a", 1.0, (0,)), Point("b", 1.0, (1,))], noise=0.1)
-    search.tell(0, 1.0)
-    search.tell(1, 1.05)
+    search.add(0, 1.0)
+    search.add(1, 1.05)
     assert search.best == 0
-    search.tell(0, 1.4)
+    search.add(0, 1.4)
     assert search.best == 1
 
 
@@ -119,15 +119,17 @@ def test_published_tables(kind):
     assert sum(len(one.order) for one in found) < sum(one.rows for one in found)
 
 
-def test_the_space_measured_here():
-    found, facts = tune_replay.here()
+def test_the_space_measured_in_full():
+    found, facts = tune_replay.measured_space()
     assert 40 <= found.rows <= 60
     assert found.within(tune_replay.GOAL) <= found.rows // 4
     assert found.regret_after[-1] <= tune_replay.GOAL
     assert facts["times"] > 3
-    ends = [one.regret_after[-1] for one in tune_replay.here_with_noise(0.03)]
+    ends = [one.regret_after[-1] for one in tune_replay.measured_space_with_noise(0.03)]
     assert sum(ends) / len(ends) < 0.01
-    assert all(len(one.order) <= found.rows // 4 for one in tune_replay.here_with_noise(0.1))
+    assert all(
+        len(one.order) <= found.rows // 4 for one in tune_replay.measured_space_with_noise(0.1)
+    )
 
 
 def test_random_regret_is_what_drawing_gives():

@@ -1,4 +1,4 @@
-"""The space of a search: every layout once, as words that train.py takes, or a reason."""
+"""The space of a search: every layout once, as arguments that train.py takes, or a reason."""
 
 import dataclasses
 
@@ -6,6 +6,7 @@ import pytest
 
 from config import command_line
 from config.messages import UserError
+from config.validation import check_any_length
 from planner import hardware
 from tuner import search_space
 
@@ -20,11 +21,11 @@ def candidates(*more: str, given=None):
     return search_space.candidates(config(*more), hardware.load("cpu"), 8, given or {})
 
 
-def test_words_are_the_run_again():
+def test_arguments_give_the_same_run_again():
     run = config("--no-bias", "--positions", "rotary", "--lr", "1e-2", "--data", "a", "b")
     found, _ = search_space.candidates(run, hardware.load("cpu"), 8, {})
     for candidate in found[::25]:
-        again = command_line.parse(search_space.words(candidate.config))
+        again = command_line.parse(search_space.to_cli_args(candidate.config))
         assert again == candidate.config
 
 
@@ -82,3 +83,12 @@ def test_a_model_that_cannot_be():
     odd = dataclasses.replace(run, model=dataclasses.replace(run.model, heads=7))
     with pytest.raises(UserError, match=r"heads\(7\) does not divide"):
         search_space.candidates(odd, hardware.load("cpu"), 8, {})
+
+
+def test_a_run_without_a_length_can_be_checked():
+    assert check_any_length(config("--tp", "2"), 8).layout.dp == 4
+    assert check_any_length(config("--tp", "2", "--train-samples", "160"), 8).layout.dp == 4
+    with pytest.raises(UserError, match=r"train-samples\(8\) is less than one global-batch-size"):
+        check_any_length(config("--train-samples", "8"), 8)
+    with pytest.raises(UserError, match=r"tp\(3\)"):
+        check_any_length(config("--tp", "3"), 9)

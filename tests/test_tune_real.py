@@ -18,7 +18,7 @@ LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
 def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
     words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 4 --hidden 64"
     words += " --positions rotary --device cpu --timed 3 --time-limit 30 --tp 2 --sweep hidden"
-    # At the width of 32768 the first weight is 6 GB on each of the two ranks: no thread needs that.
+    # With hidden 32768 the first weight has 6 GB on each of the two ranks: see planting_launcher.
     words += " --try hidden=32,48,64,80,96,128,32768"
     command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--ranks", "2"]
     done = ranks.start([*command, "--launch", LAUNCH, "--out", str(tmp_path)], 280)
@@ -49,7 +49,7 @@ def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
 
 def _is_left(process: psutil.Process, folder: str) -> bool:
     try:
-        marked = trials.MARK in process.environ()
-        return marked and any(folder in word for word in process.cmdline())
+        own = trials.TRIAL_VARIABLE in process.environ()
+        return own and any(folder in word for word in process.cmdline())
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False

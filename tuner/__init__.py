@@ -1,9 +1,12 @@
 """Measured search for the fastest layout: starts train.py as a process, a few steps at a time.
 
-search_space   every layout worth a trial, as a command line
-search         which trial next, and when to stop
-trials         runs one, keeps its figures
-sweeps         one axis with all its values, bounds by bisection
-result_tables  table.md and results.csv; html_report: report.html
-progress       what a person sees meanwhile
+session        one use of the tuner: what is asked, what is measured, the report
+search_space   every layout that can run, as a command line of train.py
+search         which layout to measure next, and when to stop
+sweeps         one option with all its values; largest model, fewest ranks
+trials         runs one trial, stores it, and how much trials vary
+result_tables  table.md and results.csv; html_report and charts: report.html
+progress       the budget, and what is shown while trials run
+
+tune.py uses `session` and `sweeps`; benchmarks replay measured rows with `search`.
 """

@@ -1,25 +1,68 @@
-"""What a person sees of a search while it runs: a table on a terminal, else a line a trial."""
+"""The budget of a search, and its progress: a live table on a terminal, else one line per trial."""
 
+import math
+import statistics
 import sys
 import time
 
+from config.messages import UserError
 from tuner.search_space import Candidate
 from tuner.trials import Trial
 
-ROWS = 15  # trials that the table shows, the newest
+TABLE_ROWS = 15  # the newest trials, in the live table
 
 
-class View:
-    """Shows trials as they come; a context, so that the terminal is left in order."""
+class Budget:
+    """How much may be spent in this session: trials, or minutes."""
 
-    def __init__(self, ranks: int, left):
-        """`left(trials)` says what is left of the budget."""
-        self.ranks, self.left = ranks, left
-        self.done: list[Trial] = []
-        self.running: tuple[Candidate, float] | None = None
+    def __init__(self, text: str | None, earlier_trials: int = 0):
+        """`12` trials, `90m` minutes, or None; UserError for anything else.
+
+        `earlier_trials` were stored before this session and do not count.
+        """
+        self.start, self.earlier_trials = time.monotonic(), earlier_trials
+        self.minutes = self.trials = math.inf
+        try:
+            if text and text.endswith("m"):
+                self.minutes = float(text[:-1])
+            elif text:
+                self.trials = int(text)
+        except ValueError:
+            raise UserError(f"--budget is trials or minutes, as 12 or 90m, not {text!r}") from None
+        self.ending = f"the budget of {text} is spent; run again with a larger one to continue"
+
+    def spent(self, stored: list[Trial]) -> bool:
+        """Whether another trial, of the median duration so far, would exceed the budget."""
+        own = stored[self.earlier_trials :]
+        typical = statistics.median([t.wall for t in own]) if own else 0.0
+        return len(own) >= self.trials or self.elapsed() + typical > 60 * self.minutes
+
+    def elapsed(self) -> float:
+        """Seconds since the session began."""
+        return time.monotonic() - self.start
+
+    def left(self, done: int) -> str:
+        """What is left after `done` trials, for the progress line."""
+        if self.minutes < math.inf:
+            return f"{max(0.0, self.minutes - self.elapsed() / 60):.0f} minutes left"
+        if self.trials < math.inf:
+            each = self.elapsed() / done / 60 if done else 0.0
+            rest = max(0, self.trials - done)
+            return f"at most {rest} trials left" + (f", {rest * each:.0f} minutes" if done else "")
+        return f"{self.elapsed() / 60:.0f} minutes so far"
+
+
+class ProgressView:
+    """Shows trials while they run; a context manager, which restores the terminal at its end."""
+
+    def __init__(self, ranks: int, budget: Budget):
+        """For a search on that many ranks."""
+        self.ranks, self.budget = ranks, budget
+        self.finished: list[Trial] = []
+        self.running: tuple[Candidate, float] | None = None  # and when it started
         self.live = None
 
-    def __enter__(self) -> "View":
+    def __enter__(self) -> "ProgressView":
         if sys.stdout.isatty():
             from rich.live import Live
 
@@ -31,58 +74,58 @@ class View:
         if self.live:
             self.live.stop()
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def print(self, line: str) -> None:
+        """Print a line above the live table, or to standard output if there is none."""
         if self.live:
             self.live.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
-    def starts(self, candidate: Candidate, number: int) -> None:
-        """A trial begins."""
+    def trial_started(self, candidate: Candidate) -> None:
+        """Show that a trial runs."""
         self.running = candidate, time.monotonic()
 
-    def shows(self, trial: Trial) -> None:
-        """A trial has ended."""
-        self.done.append(trial)
+    def trial_finished(self, trial: Trial) -> None:
+        """Print a trial's outcome."""
+        self.finished.append(trial)
         self.running = None
-        self.say(self._line(trial))
+        self.print(self._line(trial))
 
     @property
     def best(self) -> Trial | None:
         """The fastest of this session."""
-        return min((t for t in self.done if t.status == "ok"), key=lambda t: t.median, default=None)
+        ran = (trial for trial in self.finished if trial.status == "ok")
+        return min(ran, key=lambda trial: trial.median, default=None)
 
     def _line(self, trial: Trial) -> str:
-        head = f"trial {len(self.done):3} {trial.label:36} "
+        head = f"trial {len(self.finished):3} {trial.label:36} "
         if trial.status != "ok":
             return head + f"{trial.status}: {trial.reason}"
         best = " best so far" * (trial is self.best)
         return head + (
             f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
             f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB{best}; "
-            f"{self.left(len(self.done))}"
+            f"{self.budget.left(len(self.finished))}"
         )
 
     def _table(self):
         from rich.table import Table
 
-        best = self.best
-        title = f"{len(self.done)} trials on {self.ranks} ranks, {self.left(len(self.done))}"
+        best, count = self.best, len(self.finished)
+        title = f"{count} trials on {self.ranks} ranks, {self.budget.left(count)}"
         table = Table(title=title, caption=self._caption())
-        for name in ("layout", "s/iteration", "spread", "predicted", "off", "GB", "TFLOPs"):
+        for name in ("layout", "s/iteration", "spread", "predicted", "ratio", "GB", "TFLOPs"):
             table.add_column(name, justify="left" if name == "layout" else "right")
-        for trial in self.done[-ROWS:]:
+        for trial in self.finished[-TABLE_ROWS:]:
             if trial.status != "ok":
                 table.add_row(trial.label, trial.status, style="red")
                 continue
-            off = trial.median / trial.predicted
             table.add_row(
                 trial.label,
                 f"{trial.median:.3f}",
                 f"{trial.spread:.0%}",
                 f"{trial.predicted:.3f}",
-                f"x {off:.2f}",
+                f"x {trial.median / trial.predicted:.2f}",
                 f"{max(trial.peak_memory) / 1e9:.2f}",
                 f"{trial.tflops_model:.3g}",
                 style="bold green" if trial is best else None,
@@ -90,8 +133,8 @@ class View:
         return table
 
     def _caption(self) -> str:
-        words = [f"best {self.best.label}: {self.best.median:.3f} s"] if self.best else []
+        parts = [f"best {self.best.label}: {self.best.median:.3f} s"] if self.best else []
         if self.running:
-            candidate, began = self.running
-            words.append(f"running {candidate.label} for {time.monotonic() - began:.0f} s")
-        return "; ".join(words)
+            candidate, start = self.running
+            parts.append(f"running {candidate.label} for {time.monotonic() - start:.0f} s")
+        return "; ".join(parts)

@@ -1,6 +1,6 @@
-"""What a search found, as rows: the notes' own Markdown table, and CSV in the columns of rows.py.
+"""What a search found, as tables: Markdown (table.md), and CSV in the columns of published_rows.
 
-ranked, failed = entries(result)        # layouts that ran, fastest first; and the others
+ranked, failed = layout_results(result)     # layouts that ran, fastest first; and the others
 """
 
 import csv
@@ -20,9 +20,10 @@ from tuner.search_space import Candidate
 from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
-DRIFT = 0.05  # a reference layout that moved by more is told
-# Columns of results.csv after those of rows.py and its optional ones.
-MORE = (
+DRIFT_LIMIT = 0.05  # a larger change of the reference layout's seconds is pointed out
+ROW_ID = "tune-"  # row_id of results.csv, before the row's number
+# Columns of results.csv after those of published_rows and its optional ones.
+EXTRA_COLUMNS = (
     "trials",
     "sec_trials",
     "spread",
@@ -35,26 +36,26 @@ MORE = (
 
 
 @dataclass(frozen=True)
-class Result:
-    """All that a report is made from."""
+class SearchResult:
+    """Everything that a report is made from."""
 
     trials: list[Trial]
     candidates: list[Candidate]
     rejected: list[Rejected]
     machine: Machine
     ending: str  # why the search ended
-    drift: list[float]  # of the reference layout: each time over the first
-    command: Callable[[Candidate], list[str]]
+    drift: list[float]  # of the reference layout: seconds of each trial over those of the first
+    command: Callable[[Candidate], list[str]]  # what to type to train on that layout
     tokens: float | None
     title: str
 
 
 @dataclass(frozen=True)
-class Entry:
-    """All trials of one layout as one row of the tables."""
+class LayoutResult:
+    """All trials of one layout: one row of the tables."""
 
     candidate: Candidate
-    trials: list[Trial]  # that ran to the end; if none did, the last one
+    trials: list[Trial]  # those that ran to the end; if none did, the last one
     notes: list[str]
 
     @property
@@ -69,27 +70,27 @@ class Entry:
 
     @property
     def spread(self) -> float:
-        """Slowest less fastest timed step of all trials, as a share of the median."""
+        """Slowest minus fastest timed step of all trials, as a share of the median."""
         steps = [s for t in self.trials for s in t.seconds]
         return (max(steps) - min(steps)) / self.seconds
 
     @property
     def predicted(self) -> float:
-        """Seconds as the planner has them now."""
+        """Seconds that the planner predicts."""
         return self.candidate.prediction.seconds
 
     @property
     def memory(self) -> list[float]:
-        """Bytes of the fullest rank of each stage, the most of all trials."""
+        """Bytes of the fullest rank of each stage, the largest of all trials."""
         return [max(stage) for stage in zip(*(t.peak_memory for t in self.trials))]
 
-    def rate(self, what: str) -> float:
+    def rate(self, name: str) -> float:
         """tflops_model, tflops_hardware or tokens_per_second at the median."""
         first = self.trials[0]
-        return getattr(first, what) * first.median / self.seconds
+        return getattr(first, name) * first.median / self.seconds
 
 
-def entries(result: Result) -> tuple[list[Entry], list[Entry]]:
+def layout_results(result: SearchResult) -> tuple[list[LayoutResult], list[LayoutResult]]:
     """Layouts that ran, fastest first, and those that did not."""
     found, failed = [], []
     for candidate in result.candidates:
@@ -99,13 +100,13 @@ def entries(result: Result) -> tuple[list[Entry], list[Entry]]:
         if len(ran) > 1:
             notes.append(f"{len(ran)} trials")
         if ran:
-            found.append(Entry(candidate, ran, notes))
+            found.append(LayoutResult(candidate, ran, notes))
         elif own:
-            failed.append(Entry(candidate, own[-1:], notes))
+            failed.append(LayoutResult(candidate, own[-1:], notes))
     return sorted(found, key=lambda entry: entry.seconds), failed
 
 
-def top_line(entry: Entry) -> str:
+def top_line(entry: LayoutResult) -> str:
     """A layout and its figures in one line."""
     return (
         f"{entry.candidate.label:36} {entry.seconds:9.3f} s/iteration, spread {entry.spread:.0%}, "
@@ -114,31 +115,30 @@ def top_line(entry: Entry) -> str:
     )
 
 
-def summary(result: Result, ranked: list[Entry]) -> list[str]:
-    """What was measured, how far the planner was, whether the machine held still."""
+def summary(result: SearchResult, ranked: list[LayoutResult]) -> list[str]:
+    """What was measured, the planner's error, and whether the machine's speed changed."""
     count = len(result.trials)
     bad = [t for t in result.trials if t.status != "ok"]
     kinds = {status: sum(t.status == status for t in bad) for status in {t.status for t in bad}}
-    told = "".join(f", {n} {status}" for status, n in sorted(kinds.items()))
+    failures = "".join(f", {n} {status}" for status, n in sorted(kinds.items()))
     lines = [
-        f"{count} trials of {len(ranked)} layouts that ran{told}; "
+        f"{count} trials of {len(ranked)} layouts that ran{failures}; "
         f"{len(result.rejected)} rejected without a run.",
         result.ending[0].upper() + result.ending[1:] + ".",
     ]
     if ranked:
-        off = [entry.seconds / entry.predicted for entry in ranked]
-        middle = statistics.median(off)
-        rest = statistics.mean(abs(o / middle - 1) for o in off)
+        ratios = [entry.seconds / entry.predicted for entry in ranked]
+        median = statistics.median(ratios)
+        rest = statistics.mean(abs(ratio / median - 1) for ratio in ratios)
         lines.append(
-            f"Measured over predicted: {middle:.2f} in the median, {rest:.0%} around that on "
-            "average."
+            f"Measured over predicted: median {median:.2f}, mean deviation from it {rest:.0%}."
         )
     if result.drift:
-        worst = max(result.drift, key=lambda d: abs(d - 1))
-        text = f"One layout ran {len(result.drift)} times; furthest from its first: "
+        worst = max(result.drift, key=lambda ratio: abs(ratio - 1)) - 1
+        verdict = ": the machine's speed changes." if abs(worst) > DRIFT_LIMIT else "."
         lines.append(
-            f"{text}{worst - 1:+.0%}"
-            + (": the machine does not hold still." if abs(worst - 1) > DRIFT else ".")
+            f"One layout ran {len(result.drift)} times; largest change from its first trial: "
+            f"{worst:+.0%}{verdict}"
         )
     if ranked and result.tokens:
         days = result.tokens / ranked[0].rate("tokens_per_second") / 86400
@@ -153,54 +153,55 @@ def summary(result: Result, ranked: list[Entry]) -> list[str]:
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 
 
-def markdown(result: Result, ranked, failed, lines: list[str]) -> list[str]:
-    """The notes' own table, fastest first, then what failed and what was rejected."""
-    text = [f"# Tuning: {result.title}", "", *lines, "", where(result), ""]
+def markdown(result: SearchResult, ranked, failed, lines: list[str]) -> list[str]:
+    """The table of layouts, fastest first and failed ones last, and what was rejected."""
+    text = [f"# Tuning: {result.title}", "", *lines, "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]
     for entry in ranked + failed:
-        text.append("| " + " | ".join(cells(entry, result)) + " |")
+        text.append("| " + " | ".join(markdown_row(entry, result)) + " |")
     text += ["", "* Mem: peak of the fullest rank. TFLOPs: hardware TFLOPs per rank by the formula"]
-    text += [f"  {formula(result)}, recomputation counted. Sec/it: median of timed steps."]
+    formula = next((t.formula for t in result.trials if t.formula), "(none ran)")
+    text += [f"  {formula}, recomputation counted. Sec/it: median of timed steps."]
     if ranked:
         best = ranked[0]
         text += ["", f"Fastest: {best.candidate.label}.", ""]
         text += ["    " + shlex.join(result.command(best.candidate))]
     if result.rejected:
         text += ["", f"## Rejected without a run: {len(result.rejected)}", ""]
-        text += [f"* {rejection(entry)}" for entry in result.rejected]
+        text += [f"* {rejection_line(entry)}" for entry in result.rejected]
     return text
 
 
-def cells(entry: Entry, result: Result) -> list[str]:
-    """One row of the notes' table."""
+def markdown_row(entry: LayoutResult, result: SearchResult) -> list[str]:
+    """The cells of one row of table.md."""
     config, layout = entry.candidate.config, entry.candidate.config.layout
     nodes = -(-entry.candidate.ranks // result.machine.node)
     measured = ["", "", ""]
     if entry.ok:
         seconds, rate = entry.seconds, entry.rate("tflops_hardware")
-        measured = [memory_text(max(entry.memory)), digits(seconds), digits(rate)]
+        measured = [format_memory(max(entry.memory)), format_number(seconds), format_number(rate)]
     numbers = (layout.dp, layout.tp, layout.pp, layout.micro_batch_size)
     return [
         str(nodes),
-        size_text(parameters(config.model)),
+        format_size(parameters(config.model)),
         *map(str, numbers),
         str(config.training.global_batch_size),
         *measured,
-        "; ".join([*differences(entry), *entry.notes]).replace("|", "/"),
+        "; ".join([*_remarks(entry), *entry.notes]).replace("|", "/"),
     ]
 
 
-def differences(entry: Entry) -> list[str]:
-    """What the columns of the notes' table do not say of a layout."""
+def _remarks(entry: LayoutResult) -> list[str]:
+    """What the columns of table.md do not show of a layout."""
     model, training = entry.candidate.config.model, entry.candidate.config.training
     layout = " ".join(entry.candidate.label.split()[4:])
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
     dates = sorted({t.started[5:10] for t in entry.trials})
-    words = [layout, shape, training.precision, training.optimizer, ", ".join(dates)]
-    return [word for word in words if word]
+    remarks = [layout, shape, training.precision, training.optimizer, ", ".join(dates)]
+    return [remark for remark in remarks if remark]
 
 
-def where(result: Result) -> str:
+def environment_line(result: SearchResult) -> str:
     """Machine, versions and commit of the trials."""
     ran = next((t for t in reversed(result.trials) if t.cluster), None)
     if ran is None:
@@ -216,12 +217,7 @@ def where(result: Result) -> str:
     )
 
 
-def formula(result: Result) -> str:
-    """The FLOPs formula of the trials."""
-    return next((t.formula for t in result.trials if t.formula), "(none ran)")
-
-
-def rejection(entry: Rejected) -> str:
+def rejection_line(entry: Rejected) -> str:
     """A rejected layout and why, in one line."""
     names = {"micro_batch_size": "mbs", "sequence_parallel": "sp"}
     at = " ".join(
@@ -230,24 +226,24 @@ def rejection(entry: Rejected) -> str:
     return f"{at}: {entry.reason}"
 
 
-def kinds(rejected: list[Rejected]) -> list[tuple[int, str]]:
-    """How many there are of each kind of reason, with one example of it."""
+def rejections_by_reason(rejected: list[Rejected]) -> list[tuple[int, str]]:
+    """How many rejections have the same reason but for its numbers, with one example of each."""
     found: dict[str, list[Rejected]] = {}
     for entry in rejected:
         found.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry)
     return sorted(((len(own), own[0].reason) for own in found.values()), reverse=True)
 
 
-def bound(best: Candidate | None, beyond: Candidate | None) -> str:
-    """What a bisection ended with, in one sentence."""
+def bound_sentence(best: Candidate | None, failed: Candidate | None) -> str:
+    """What a bisection ended with: the last run that trained, and the next one, which did not."""
 
-    def told(candidate: Candidate) -> str:
-        size = size_text(parameters(candidate.config.model))
+    def run(candidate: Candidate) -> str:
+        size = format_size(parameters(candidate.config.model))
         return f"{size} on {candidate.ranks} ranks ({candidate.label})"
 
     if best is None:
-        return f"nothing trained, not even {told(beyond)}" if beyond else "nothing can be laid out"
-    return f"{told(best)} trained" + (f"; {told(beyond)} did not" if beyond else "")
+        return f"nothing trained, not even {run(failed)}" if failed else "no layout is possible"
+    return f"{run(best)} trained" + (f"; {run(failed)} did not" if failed else "")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -255,13 +251,13 @@ def bound(best: Candidate | None, beyond: Candidate | None) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def row(entry: Entry, number: int, result: Result) -> dict[str, str]:
-    """A row in the columns of rows.py, and a few more."""
+def csv_row(entry: LayoutResult, number: int, result: SearchResult) -> dict[str, str]:
+    """A row of results.csv: the columns of published_rows, and EXTRA_COLUMNS."""
     config, layout = entry.candidate.config, entry.candidate.config.layout
     model, training, machine = config.model, config.training, result.machine
-    values = dict.fromkeys((*published_rows.COLUMNS, *published_rows.OPTIONAL, *MORE), "")
+    values = dict.fromkeys((*published_rows.COLUMNS, *published_rows.OPTIONAL, *EXTRA_COLUMNS), "")
     values |= {
-        "row_id": f"tune-{number}",
+        "row_id": f"{ROW_ID}{number}",
         "section": f"tune {result.title}",
         "gpu": machine.name,
         "gpus": entry.candidate.ranks,
@@ -291,13 +287,13 @@ def row(entry: Entry, number: int, result: Result) -> dict[str, str]:
         "predicted_sec": f"{entry.predicted:.6g}",
         "note": "; ".join(entry.notes),
     }
-    return {
-        k: str(v) for k, v in (values | (_measured(entry, machine) if entry.ok else {})).items()
-    }
+    if entry.ok:
+        values |= _measured_columns(entry, machine)
+    return {name: str(value) for name, value in values.items()}
 
 
-def _measured(entry: Entry, machine: Machine) -> dict[str, str]:
-    """The columns that only a layout that ran has."""
+def _measured_columns(entry: LayoutResult, machine: Machine) -> dict[str, str]:
+    """The columns that are empty unless the layout ran."""
     hardware, model = entry.rate("tflops_hardware"), entry.rate("tflops_model")
     return {
         "formula": entry.trials[0].formula,
@@ -314,10 +310,10 @@ def _measured(entry: Entry, machine: Machine) -> dict[str, str]:
     }
 
 
-def csv_text(table: list[dict[str, str]], found: list[Entry]) -> str:
-    """results.csv; notes as they are after the check."""
+def csv_text(table: list[dict[str, str]], found: list[LayoutResult]) -> str:
+    """The text of results.csv, with the notes as they are after the check."""
     text = io.StringIO()
-    names = (*published_rows.COLUMNS, *published_rows.OPTIONAL, *MORE)
+    names = (*published_rows.COLUMNS, *published_rows.OPTIONAL, *EXTRA_COLUMNS)
     writer = csv.DictWriter(text, names)
     writer.writeheader()
     for values, entry in zip(table, found, strict=True):
@@ -325,19 +321,19 @@ def csv_text(table: list[dict[str, str]], found: list[Entry]) -> str:
     return text.getvalue()
 
 
-def digits(number: float) -> str:
-    """Two decimals, or as many as four digits need."""
+def format_number(number: float) -> str:
+    """Four significant digits; two decimals from 100 on."""
     return f"{number:.2f}" if number >= 100 else f"{number:.4g}"
 
 
-def size_text(count: float) -> str:
-    """Parameters as the notes write them: 181B, 1.3B, 124M."""
+def format_size(count: float) -> str:
+    """A number of parameters, as 181B, 1.3B, 124M."""
     for unit, name in ((1e9, "B"), (1e6, "M")):
         if count >= unit:
             return f"{count / unit:.3g}{name}"
     return f"{count / 1e3:.3g}K"
 
 
-def memory_text(size: float) -> str:
-    """Such as 47GB, or 0.31GB."""
+def format_memory(size: float) -> str:
+    """A number of bytes, as 47GB or 0.31GB."""
     return f"{size / GIGA:.0f}GB" if size >= 10 * GIGA else f"{size / GIGA:.2f}GB"

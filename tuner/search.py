@@ -2,14 +2,14 @@
 
     search = Search([Point("tp8", 1.2, (3, 0)), ...])
     while (index := search.next()) is not None:
-        search.tell(index, measure(index))         # None if it failed
+        search.add(index, measure(index))          # None if it failed
     search.best
 
-The logarithm of measured over predicted is a Gaussian process: one factor for all (the machine is
-slower than thought), slopes along each feature (tp costs more than thought), and a rest that near
-layouts share. How far the planner may be off is learned too. What is measured next is the layout
-with the largest expected improvement over the best one (Mockus 1978; Jones 1998); the search ends
-when none can plausibly win. Pure arithmetic.
+The logarithm of measured over predicted seconds is a Gaussian process: one factor common to all
+(the machine is slower than assumed), a slope along each feature (tp costs more than assumed), and
+a residual that near layouts share. The scale of the planner's error is estimated too. The layout
+with the largest expected improvement over the best one is measured next (Mockus 1978; Jones 1998);
+the search ends when no layout is likely to be faster. Pure arithmetic.
 """
 
 import math
@@ -20,18 +20,18 @@ import numpy as np
 
 from config.schema import Config
 
-# How far the planner may be off, as the standard deviation of a logarithm: along one feature by
-# one unit, and by the rest. Candidates, with the weight each has before anything is measured.
-ERRORS = ((0.02, 0.3), (0.04, 0.5), (0.08, 1.0), (0.16, 0.7), (0.32, 0.4), (0.64, 0.1))
-COMMON_FACTOR = 1.5  # the same for the machine's speed as a whole, which is often not known
-REST = 0.5  # the rest beside one slope
-REACH = 1.5  # distance in features over which two layouts share the rest
-NOISE = 0.01  # least standard deviation of the logarithm of a measurement
+# The planner's error, as the standard deviation of a logarithm: along one feature by one unit,
+# and of the residual. Candidates, with the weight of each before anything is measured.
+ERROR_SCALES = ((0.02, 0.3), (0.04, 0.5), (0.08, 1.0), (0.16, 0.7), (0.32, 0.4), (0.64, 0.1))
+COMMON_FACTOR = 1.5  # standard deviation of the common factor: a machine's speed is often unknown
+RESIDUAL = 0.5  # the residual's scale, relative to one slope
+LENGTH_SCALE = 1.5  # distance in features over which two layouts share the residual
+LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
 
 
 @dataclass(frozen=True)
 class Point:
-    """One layout as the search sees it: predicted seconds, and where it lies."""
+    """One layout of a search: its predicted seconds and its position in the feature space."""
 
     name: str
     predicted: float
@@ -39,9 +39,9 @@ class Point:
 
 
 def features(config: Config) -> tuple[float, ...]:
-    """Where a layout lies, along the axes on which planners go wrong; powers of two are one apart.
+    """A layout's position along the axes on which predictions err; a factor of two is one unit.
 
-    Choices that are not numbers are half a unit from one another.
+    Options that are not numbers are half a unit from one another.
     """
     at = config.layout
     return (
@@ -58,104 +58,126 @@ def features(config: Config) -> tuple[float, ...]:
 
 
 class Search:
-    """What is known of every layout so far."""
+    """The measurements so far, and what follows from them for every layout."""
 
     def __init__(
-        self, points: Sequence[Point], gain: float = 0.01, doubt: float = 0.05, noise: float = NOISE
+        self,
+        points: Sequence[Point],
+        min_gain: float = 0.01,
+        max_chance: float = 0.05,
+        noise: float = LEAST_NOISE,
     ):
-        """Stop when none beats the best by the share `gain` with a probability above `doubt`."""
-        self.points = list(points)
-        self.gain, self.doubt, self.noise = gain, doubt, max(noise, NOISE)
-        self.told: dict[int, list[float]] = {}
-        self.failed: set[int] = set()
-        where = np.array([p.features for p in self.points])
-        self._prior = np.log([p.predicted for p in self.points])
-        self._slopes = where @ where.T
-        apart = ((where[:, None] - where[None]) ** 2).sum(-1)
-        self._near = np.exp(-apart / (2 * REACH**2))
+        """Stop when no layout has a chance above `max_chance` to be faster by `min_gain`.
 
-    def tell(self, index: int, seconds: float | None) -> None:
-        """A run of the layout took that long; None: it failed, and will not be asked for again."""
+        `min_gain` is a share of the best layout's seconds, `noise` the standard deviation of the
+        logarithm of one measurement.
+        """
+        self.points = list(points)
+        self.min_gain, self.max_chance = min_gain, max_chance
+        self.noise = max(noise, LEAST_NOISE)
+        self.measured: dict[int, list[float]] = {}  # seconds of each run, by layout
+        self.failed: set[int] = set()
+        positions = np.array([p.features for p in self.points])
+        self._log_predicted = np.log([p.predicted for p in self.points])
+        self._linear_kernel = positions @ positions.T
+        squares = ((positions[:, None] - positions[None]) ** 2).sum(-1)
+        self._near_kernel = np.exp(-squares / (2 * LENGTH_SCALE**2))
+
+    def add(self, index: int, seconds: float | None) -> None:
+        """Add one run of a layout; None if it failed, and then the layout is not proposed again."""
         if seconds is None:
             self.failed.add(index)
         else:
-            self.told.setdefault(index, []).append(seconds)
+            self.measured.setdefault(index, []).append(seconds)
 
     @property
-    def left(self) -> list[int]:
+    def untried(self) -> list[int]:
         """Layouts without a measurement that have not failed."""
-        return [i for i in range(len(self.points)) if i not in self.told and i not in self.failed]
+        tried = self.failed | self.measured.keys()
+        return [i for i in range(len(self.points)) if i not in tried]
 
     @property
     def best(self) -> int | None:
         """The fastest measured layout, by the geometric mean of its runs."""
-        means = {i: self._mean(i) for i in self.told if i not in self.failed}
-        return min(means, key=means.get) if means else None
+        means = self._log_means()
+        return min(means, key=means.get, default=None)
 
     def contenders(self, most: int = 3) -> list[int]:
-        """Layouts measured once that noise alone may keep from first place, and the first itself.
+        """Layouts to measure once more, because noise alone may decide which one is the fastest.
 
-        None if the first leaves all others behind by more than noise explains; `most` at most.
+        Those measured once and within noise of the best, with the best itself, at most `most`;
+        none if the best is faster than all others by more than noise explains.
         """
-        means = {i: self._mean(i) for i in self.told if i not in self.failed}
+        means = self._log_means()
         order = sorted(means, key=means.get)
         near = [i for i in order if means[i] - means[order[0]] < 2 * math.sqrt(2) * self.noise]
-        return [i for i in near if len(self.told[i]) == 1][:most] if len(near) > 1 else []
+        return [i for i in near if len(self.measured[i]) == 1][:most] if len(near) > 1 else []
 
-    def _mean(self, index: int) -> float:
-        return float(np.mean(np.log(self.told[index])))
+    def _log_means(self) -> dict[int, float]:
+        """Mean logarithm of the seconds of every layout that ran and never failed."""
+        ran = (i for i in self.measured if i not in self.failed)
+        return {i: float(np.mean(np.log(self.measured[i]))) for i in ran}
 
     def next(self) -> int | None:
-        """The layout to measure next, or None when no other can plausibly win."""
-        left = self.left
-        if not left:
+        """The layout to measure next, or None when no other is likely to be faster."""
+        untried = self.untried
+        if not untried:
             return None
         if self.best is None:
-            return min(left, key=lambda i: self.points[i].predicted / self.odds(i))
+            return min(
+                untried, key=lambda i: self.points[i].predicted / self.success_probability(i)
+            )
         chances = self.chances()
-        if max(chances[i] for i in left) <= self.doubt:
+        if max(chances[i] for i in untried) <= self.max_chance:
             return None
-        mean, deviation = self.expected()
-        best = self._mean(self.best)
+        mean, deviation = self.posterior()
+        best = self._log_means()[self.best]
         return max(
-            left,
-            key=lambda i: self.odds(i) * expected_improvement(best - mean[i], deviation[i]),
+            untried,
+            key=lambda i: (
+                self.success_probability(i) * expected_improvement(best - mean[i], deviation[i])
+            ),
         )
 
-    def odds(self, index: int) -> float:
+    def success_probability(self, index: int) -> float:
         """The probability that a layout runs at all, from near ones that did and that failed."""
-        ran = sum(self._near[index, i] for i in self.told)
-        failed = sum(self._near[index, i] for i in self.failed)
+        ran = sum(self._near_kernel[index, i] for i in self.measured)
+        failed = sum(self._near_kernel[index, i] for i in self.failed)
         return (1 + ran) / (1 + ran + failed)
 
     def chances(self) -> list[float]:
-        """Of every layout, the probability that it beats the best one by more than `gain`."""
-        mean, deviation = self.expected()
-        goal = self._mean(self.best) + math.log1p(-self.gain)
+        """Of every layout, the probability that it is faster than the best by `min_gain`."""
+        mean, deviation = self.posterior()
+        goal = self._log_means()[self.best] + math.log1p(-self.min_gain)
         return [normal_cdf((goal - m) / d) for m, d in zip(mean, deviation, strict=True)]
 
-    def expected(self) -> tuple[np.ndarray, np.ndarray]:
+    def posterior(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the logarithm of every layout's seconds."""
-        known = sorted(i for i in self.told if i not in self.failed)
-        off = np.array([self._mean(i) for i in known]) - self._prior[known]
-        noise = np.array([self.noise**2 / len(self.told[i]) for i in known])
-        found = [self._given(error, known, off, noise) for error, _ in ERRORS]
-        weight = np.log([weight for _, weight in ERRORS]) + [evidence for evidence, _, _ in found]
+        means = self._log_means()
+        known = sorted(means)
+        errors = np.array([means[i] for i in known]) - self._log_predicted[known]
+        noise = np.array([self.noise**2 / len(self.measured[i]) for i in known])
+        found = [self._regression(scale, known, errors, noise) for scale, _ in ERROR_SCALES]
+        weight = np.log([w for _, w in ERROR_SCALES]) + [evidence for evidence, _, _ in found]
         weight = np.exp(weight - weight.max())
         weight /= weight.sum()
         mean = sum(w * m for w, (_, m, _) in zip(weight, found, strict=True))
-        # The variance of a mixture: what each expects, and how far they are apart.
-        spread = sum(w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(weight, found, strict=True))
-        return self._prior + mean, np.sqrt(spread)
+        # The variance of a mixture: within its components and between them.
+        variance = sum(
+            w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(weight, found, strict=True)
+        )
+        return self._log_predicted + mean, np.sqrt(variance)
 
-    def _given(self, error: float, known: list[int], off, noise):
-        """Log evidence, mean and variance of the corrections, if the planner's error is that."""
-        covariance = COMMON_FACTOR**2 + error**2 * (self._slopes + REST**2 * self._near)
+    def _regression(self, scale: float, known: list[int], errors, noise):
+        """Log evidence, and mean and variance of the planner's log error, at one error scale."""
+        covariance = COMMON_FACTOR**2 + scale**2 * (
+            self._linear_kernel + RESIDUAL**2 * self._near_kernel
+        )
         if not known:
             return 0.0, np.zeros(len(self.points)), np.diag(covariance)
         across = covariance[:, known]
         factor = np.linalg.cholesky(covariance[np.ix_(known, known)] + np.diag(noise))
-        solved = np.linalg.solve(factor, off)
+        solved = np.linalg.solve(factor, errors)
         mean = across @ np.linalg.solve(factor.T, solved)
         reduced = np.linalg.solve(factor, across.T)
         variance = np.maximum(np.diag(covariance) - (reduced**2).sum(0), self.noise**2)
@@ -171,5 +193,5 @@ def expected_improvement(gap: float, deviation: float) -> float:
 
 
 def normal_cdf(z: float) -> float:
-    """Probability that a standard normal number is below z."""
+    """Probability that a standard normal variable is below z."""
     return 0.5 * math.erfc(-z / math.sqrt(2))

@@ -1,10 +1,10 @@
-"""The layouts a search may choose from, each as a whole run of train.py; and why not the others.
+"""The layouts that a search chooses from, each as a whole run of train.py, and why not the others.
 
     found, rejected = candidates(config, machine, ranks=384, given={"zero": [1]})
-    words(found[0].config)                    # what to type after train.py
+    to_cli_args(found[0].config)              # what to type after train.py
 
-Every value that config.py offers of the axes below is tried, unless it is given. Layouts that are
-the same in all but name (a schedule without a pipeline, two partitions that cut alike) come once.
+Every value of the axes below is tried, unless it is given. Layouts that run the same program (two
+schedules without a pipeline, two partitions with equal stages) are listed once.
 """
 
 import dataclasses
@@ -14,17 +14,18 @@ from dataclasses import dataclass
 
 from config.messages import UserError
 from config.schema import GROUPS, Config, Layout, Run
-from config.validation import check
+from config.validation import check_any_length
 from planner import layouts
 from planner.hardware import Machine
 from planner.layouts import Rejected
 from planner.step_time import Prediction
 from schedules import partition
 
-# The axes beside tp and pp: those that ranking.rank tries by itself, and those it is asked for.
-INNER = ("micro_batch_size", "recompute")
-OUTER = ("zero", "sequence_parallel", "schedule", "partition")
-# What a run's speed at its full batch does not depend on.
+# The axes beside tp and pp: those that layouts.rank varies by itself, and those varied around it.
+INNER_AXES = ("micro_batch_size", "recompute")
+OUTER_AXES = ("zero", "sequence_parallel", "schedule", "partition")
+AXES = ("tp", "pp", *INNER_AXES, *OUTER_AXES)
+# Options that do not change a run's speed at its full batch.
 FULL_BATCH = {
     "steps": None,
     "train_samples": None,
@@ -32,11 +33,12 @@ FULL_BATCH = {
     "batch_schedule": None,
 }
 PARTITIONS = ("balanced", "blocks", "layers")
+RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One run that could be made: checked, with what the planner expects of it."""
+    """One possible run, checked, and the planner's prediction of it."""
 
     config: Config
     prediction: Prediction
@@ -49,7 +51,7 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """The same for two runs that differ at most in length, data and folder."""
+        """Equal for two runs that differ at most in length, data and folder."""
         return key(self.config)
 
     @property
@@ -59,28 +61,29 @@ class Candidate:
 
 
 def key(config: Config) -> str:
-    """What identifies a run's speed: its options that are not at their defaults.
+    """Hash of the options on which a run's speed depends: all but length, data and folder.
 
-    Without its length, data and folder. An option that is added to train.py later changes nothing.
+    Only options that differ from their defaults are hashed, so a key stays valid when train.py
+    gets a new option.
     """
     training = dataclasses.replace(config.training, **FULL_BATCH)
     place = Run(device=config.run.device, backend=config.run.backend)
     same = Config(config.model, config.layout, training, run=place)
-    return hashlib.sha256(" ".join(words(same)).encode()).hexdigest()[:12]
+    return hashlib.sha256(" ".join(to_cli_args(same)).encode()).hexdigest()[:12]
 
 
 def label(layout: Layout) -> str:
-    """Such as `tp2 pp4 dp1 mbs4 full zero1 sp`: what is as always is left out."""
-    words = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
-    words += [layout.recompute] * (layout.recompute != "none")
-    words += [f"zero{layout.zero}"] * (layout.dp > 1)
-    words += ["sp"] * layout.sequence_parallel
-    words += [layout.schedule] * (layout.pp > 1 and layout.schedule != "1f1b")
-    words += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
-    return " ".join(words)
+    """Such as `tp2 pp4 dp1 mbs4 full zero1 sp`; options at their defaults are left out."""
+    parts = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
+    parts += [layout.recompute] * (layout.recompute != "none")
+    parts += [f"zero{layout.zero}"] * (layout.dp > 1)
+    parts += ["sp"] * layout.sequence_parallel
+    parts += [layout.schedule] * (layout.pp > 1 and layout.schedule != "1f1b")
+    parts += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
+    return " ".join(parts)
 
 
-def words(config: Config) -> list[str]:
+def to_cli_args(config: Config) -> list[str]:
     """The arguments that make train.py run `config`: every option that is not at its default."""
     found = []
     for group, cls in GROUPS.items():
@@ -107,43 +110,65 @@ def candidates(
 ) -> tuple[list[Candidate], list[Rejected]]:
     """All runs of `config`'s model on that many ranks, fastest predicted first; and the rest.
 
-    `given` lists the values to try of tp, pp or an axis; of the others all are tried. Raises
-    UserError if the model itself is impossible.
+    `given` lists the values to try of dp or one of AXES; of the other axes all values are tried.
+    Layout options that are no axis keep `config`'s values. Raises UserError if the model itself is
+    impossible.
     """
-    inner = {name: given[name] for name in ("tp", "pp", *INNER) if name in given}
+    fixed = _not_searched(config.layout)
+    fixed |= {name: given[name] for name in ("tp", "pp", *INNER_AXES) if name in given}
     seen: set[tuple] = set()
     found, rejected = [], {}
 
-    def wanted(layout: Layout) -> bool:
-        same = _in_effect(config, layout)
-        new = same not in seen
-        seen.add(same)
-        return new
+    def reject(entry: Rejected) -> None:
+        rejected.setdefault((*sorted(entry.layout.items()), entry.reason), entry)
 
-    for values in itertools.product(*(given.get(axis) or choices(axis) for axis in OUTER)):
-        fixed = inner | dict(zip(OUTER, values, strict=True))
-        ranked, refused = layouts.rank(config.model, config.training, machine, ranks, fixed, wanted)
+    def wanted(layout: Layout) -> bool:
+        if layout.dp not in given.get("dp", [layout.dp]):
+            reject(_other_dp(layout, given["dp"][0], ranks))
+            return False
+        program = _program(config, layout)
+        if program in seen:
+            return False
+        seen.add(program)
+        return True
+
+    for values in itertools.product(*(given.get(axis) or choices(axis) for axis in OUTER_AXES)):
+        outer = dict(zip(OUTER_AXES, values, strict=True))
+        ranked, refused = layouts.rank(
+            config.model, config.training, machine, ranks, fixed | outer, wanted
+        )
         for entry in ranked:
-            candidate = _checked(config, entry)
-            if isinstance(candidate, Candidate):
-                found.append(candidate)
-            else:
-                refused.append(candidate)
+            try:
+                found.append(_checked(config, entry))
+            except UserError as error:
+                refused.append(Rejected(_named(entry.layout), str(error)))
         for entry in refused:
-            rejected.setdefault((*sorted(entry.layout.items()), entry.reason), entry)
+            reject(entry)
     return sorted(found, key=lambda c: c.prediction.seconds), list(rejected.values())
 
 
-def _checked(config: Config, entry: layouts.Ranked) -> Candidate | Rejected:
-    """The layout as a run, if train.py would take it and every batch of its ramp-up."""
-    layout, training = entry.layout, config.training
+def _not_searched(layout: Layout) -> dict[str, object]:
+    """The options of a layout that are no axis of the search."""
+    names = [field.name for field in dataclasses.fields(Layout)]
+    return {name: getattr(layout, name) for name in names if name not in (*AXES, "dp")}
+
+
+def _named(layout: Layout) -> dict[str, int | str]:
+    return {name: getattr(layout, name) for name in ("tp", "pp", "dp", *INNER_AXES, *OUTER_AXES)}
+
+
+def _other_dp(layout: Layout, dp: int, ranks: int) -> Rejected:
+    """The rejection of one tp and pp that leave another dp than the given one."""
+    tp, pp = layout.tp, layout.pp
+    reason = f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks"
+    return Rejected({"tp": tp, "pp": pp}, reason)
+
+
+def _checked(config: Config, entry: layouts.Ranked) -> Candidate:
+    """The layout as a run; UserError if train.py rejects it or a batch of its ramp-up."""
+    layout = entry.layout
     run = dataclasses.replace(config, layout=layout)
-    length = dataclasses.replace(training, steps=training.steps or 1, train_samples=None)
-    try:
-        check(dataclasses.replace(run, training=length), layout.tp * layout.pp * layout.dp)
-    except UserError as error:
-        names = ("tp", "pp", "dp", *INNER, *OUTER)
-        return Rejected({name: getattr(layout, name) for name in names}, str(error))
+    check_any_length(run, layout.tp * layout.pp * layout.dp)
     return Candidate(run, entry.prediction)
 
 
@@ -155,11 +180,11 @@ def choices(axis: str) -> list:
         return [False, True]
     field = next(f for f in dataclasses.fields(Layout) if f.name == axis)
     values = list(field.metadata["choices"])
-    # The default first: of two layouts that are the same in effect, its name is kept.
+    # The default first: of two layouts that run the same program, the first is kept.
     return sorted(values, key=lambda value: value != field.default)
 
 
-def _in_effect(config: Config, layout: Layout) -> tuple:
+def _program(config: Config, layout: Layout) -> tuple:
     """Equal for two layouts that run the same program."""
     several = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
@@ -171,4 +196,17 @@ def _in_effect(config: Config, layout: Layout) -> tuple:
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if layout.pp > 1 and several else None,
         tuple(partition.blocks_per_stage(config.model, layout)),
+    )
+
+
+def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
+    """Whether a layout surely needs at least the memory of another one.
+
+    That is certain only if they differ in nothing but micro-batch size and recomputation.
+    """
+    a, b = candidate.config.layout, other.config.layout
+    same = dataclasses.replace(a, micro_batch_size=b.micro_batch_size, recompute=b.recompute) == b
+    kept = RECOMPUTE_BY_MEMORY.index
+    return (
+        same and kept(a.recompute) >= kept(b.recompute) and a.micro_batch_size >= b.micro_batch_size
     )

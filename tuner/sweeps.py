@@ -1,9 +1,9 @@
-"""Sweeps along one axis, the largest model that trains, the fewest ranks that hold one.
+"""Sweeps along one axis, the largest model that trains, the fewest ranks that train one.
 
-    runs, rejected = sweep("heads", config, machine, ranks=8, values=[])
-    largest(config, machine, ranks, attempt)       # attempt(candidate) -> whether it trained
+    runs, rejected = sweep("heads", config, machine, ranks=8, given={}, values=[])
+    largest_model(config, machine, ranks, given, attempt)  # attempt(candidate) -> whether it ran
 
-A sweep changes one thing and keeps the rest: the layout is the given one, or the planner's best.
+A sweep changes one option and keeps the others: the layout is the given one, or the planner's best.
 """
 
 import dataclasses
@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from config.command_line import reshape
 from config.messages import UserError
 from config.model_stats import parameters
-from config.schema import Config, ModelShape, Training
-from config.validation import check
+from config.schema import Config, Layout, Training
+from config.validation import check_any_length
 from planner import hardware, layouts
 from planner.layouts import Rejected
 from planner.step_time import predict
 from tuner import search_space
-from tuner.search_space import Candidate
+from tuner.search_space import INNER_AXES, OUTER_AXES, Candidate
 
 SWEEPS = (
     "topology",
@@ -32,47 +33,69 @@ SWEEPS = (
     "precision",
     "optimizer",
 )
-AXES = {"micro-batch": "micro_batch_size", "recompute": "recompute", "zero": "zero"}
+LAYOUT_SWEEPS = {"micro-batch": "micro_batch_size", "recompute": "recompute", "zero": "zero"}
 HEAD_SIZES = range(16, 257)
-LARGEST_STEP = 64  # of the ladder of model sizes: a model some 10^12 parameters larger
+LARGEST_STEP = 64  # of the sizes that `largest_model` tries: some 5000 times the parameters
+
+
+def tried_values(texts: list[str]) -> dict[str, list]:
+    """The values of each --try AXIS=V,V by axis; UserError for an unknown axis or value."""
+    known = [*search_space.AXES, *(name.replace("-", "_") for name in SWEEPS)]
+    found: dict[str, list] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        name = name.replace("-", "_")
+        if name not in known or not values:
+            axes = ", ".join(search_space.AXES)
+            raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, not {text!r}")
+        found[name] = [_tried_value(name, value) for value in values.split(",")]
+    return found
+
+
+def _tried_value(name: str, text: str) -> bool | int | str:
+    """One value of an axis, in the type of its option."""
+    if text in ("true", "false"):
+        return text == "true"
+    value = int(text) if text.isdigit() else text
+    field = {f.name: f for f in dataclasses.fields(Layout)}.get(name)
+    if field and field.metadata["choices"] and value not in field.metadata["choices"]:
+        choices = ", ".join(map(str, field.metadata["choices"]))
+        raise UserError(f"--try {name}: {text} is not one of {choices}")
+    return value
 
 
 def sweep(
     name: str, config: Config, machine: hardware.Machine, ranks: int, given: dict, values: list
 ) -> tuple[list[Candidate], list[Rejected]]:
-    """The runs of one sweep in order, and those of its values that cannot be, with reasons.
+    """The runs of one sweep in order, and its values that cannot run, with reasons.
 
-    `given` are layout fields that are held; `values` replace the sweep's own. UserError if a
-    value cannot be understood.
+    `given` are layout fields that are held; `values` replace the sweep's own. UserError if no
+    layout can run.
     """
     if name == "topology":
-        held = {
-            axis: [getattr(config.layout, axis)]
-            for axis in (*search_space.INNER, *search_space.OUTER)
-        }
+        held = {axis: [getattr(config.layout, axis)] for axis in (*INNER_AXES, *OUTER_AXES)}
         return search_space.candidates(config, machine, ranks, held | given)
-    layout = _layout(config, machine, ranks, given, AXES.get(name))
+    layout = _layout(config, machine, ranks, given, LAYOUT_SWEEPS.get(name))
     base = replace(config, layout=layout)
     runs, rejected = [], []
-    for value in values or _values(name, base):
+    for value in values or _default_values(name, base):
         try:
-            runs.append(candidate(_changed(name, base, value), machine))
+            runs.append(_candidate(_changed(name, base, value), machine))
         except UserError as error:
             rejected.append(Rejected({name: value}, str(error)))
     return runs, rejected
 
 
-def candidate(config: Config, machine: hardware.Machine) -> Candidate:
-    """A run whose layout has its dp, checked and predicted; UserError if it cannot be."""
-    layout, training = config.layout, config.training
-    length = replace(training, steps=training.steps or 1, train_samples=None)
-    check(replace(config, training=length), layout.tp * layout.pp * layout.dp)
-    return Candidate(config, predict(config.model, layout, training, machine))
+def _candidate(config: Config, machine: hardware.Machine) -> Candidate:
+    """A run whose layout has its dp, checked and predicted; UserError if it cannot run."""
+    layout = config.layout
+    check_any_length(config, layout.tp * layout.pp * layout.dp)
+    return Candidate(config, predict(config.model, layout, config.training, machine))
 
 
-def _layout(config: Config, machine, ranks: int, given: dict, free: str | None):
-    """The layout to hold: the given fields, and for the rest what the planner ranks first."""
-    axes = [axis for axis in (*search_space.INNER, *search_space.OUTER) if axis != free]
+def _layout(config: Config, machine, ranks: int, given: dict, swept: str | None) -> Layout:
+    """The layout of a sweep: the given fields, and for the others what the planner ranks first."""
+    axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
     held = {axis: [getattr(config.layout, axis)] for axis in axes} | given
     found, rejected = search_space.candidates(config, machine, ranks, held)
     if not found:
@@ -81,8 +104,8 @@ def _layout(config: Config, machine, ranks: int, given: dict, free: str | None):
     return found[0].config.layout
 
 
-def _values(name: str, config: Config) -> list:
-    """What a sweep tries if nothing is said."""
+def _default_values(name: str, config: Config) -> list:
+    """What a sweep tries if no values are given."""
     model, batch, tp = config.model, config.training.global_batch_size, config.layout.tp
     if name == "micro-batch":
         return list(layouts.MICRO_BATCHES)
@@ -103,40 +126,30 @@ def _values(name: str, config: Config) -> list:
 
 
 def _changed(name: str, config: Config, value) -> Config:
-    """The run with the one thing changed."""
-    if name in AXES:
-        return replace(config, layout=replace(config.layout, **{AXES[name]: value}))
+    """The run with one option changed."""
+    if name in LAYOUT_SWEEPS:
+        return replace(config, layout=replace(config.layout, **{LAYOUT_SWEEPS[name]: value}))
     if name == "global-batch":
         return replace(config, training=replace(config.training, global_batch_size=value))
     if name in ("heads", "hidden"):
-        return replace(config, model=resized(config.model, **{name: value}))
+        return replace(config, model=reshape(config.model, {name: value}))
     return replace(config, training=replace(config.training, **{name: value}))
 
 
-def resized(model: ModelShape, **changes: int) -> ModelShape:
-    """The shape with other sizes; what followed from the old ones follows from the new."""
-    derived = {}
-    if model.kv_heads == model.heads:
-        derived["kv_heads"] = None
-    if model.ffn_hidden == model.default_ffn():
-        derived["ffn_hidden"] = None
-    return replace(model, **(derived | changes))
-
-
 # ------------------------------------------------------------------------------------------------
-# How large, how few: by real runs
+# The largest model, the fewest ranks: by bisection with real runs
 # ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a bisection found: the last run that trained, and the first that did not."""
+    """What a bisection found: the last run that trained, and the next one, which did not."""
 
     best: Candidate | None
-    beyond: Candidate | None
+    failed: Candidate | None
 
 
-def largest(
+def largest_model(
     config: Config,
     machine: hardware.Machine,
     ranks: int,
@@ -150,7 +163,7 @@ def largest(
     low, high, step = -1, None, 0  # the largest that trained, the smallest that did not
     tried: dict[int, Candidate] = {}
     while high is None or high - low > 1:
-        tried[step] = lean(scaled(config, step), machine, ranks, given)
+        tried[step] = least_memory(scaled(config, step), machine, ranks, given)
         if attempt(tried[step]):
             low = step
         else:
@@ -175,7 +188,7 @@ def scaled(config: Config, step: int) -> Config:
     return replace(config, model=replace(model, **changes))
 
 
-def fewest(
+def fewest_ranks(
     config: Config,
     machine: hardware.Machine,
     ranks: int,
@@ -187,8 +200,8 @@ def fewest(
     runs = []
     for count in counts:
         try:
-            runs.append(lean(config, machine, count, given))
-        except UserError:  # this many cannot be laid out at all, so they cannot hold it
+            runs.append(least_memory(config, machine, count, given))
+        except UserError:  # no layout of this many ranks is possible
             continue
     low, high = -1, len(runs)  # runs[low] did not train, runs[high] did
     while high - low > 1:
@@ -201,15 +214,16 @@ def fewest(
     return Bound(best, runs[low] if low >= 0 else None)
 
 
-def lean(config: Config, machine: hardware.Machine, ranks: int, given: dict) -> Candidate:
+def least_memory(config: Config, machine: hardware.Machine, ranks: int, given: dict) -> Candidate:
     """The layout that is predicted to need the least memory on its fullest rank.
 
-    The planner's memory is not believed here, only compared: runs decide what fits.
+    Predictions are compared with each other only, not with the machine's memory: runs decide
+    what fits. UserError if no layout is possible.
     """
-    roomy = replace(machine, memory=math.inf)
-    held = {axis: [getattr(config.layout, axis)] for axis in search_space.OUTER}
+    unlimited = replace(machine, memory=math.inf)
+    held = {axis: [getattr(config.layout, axis)] for axis in OUTER_AXES}
     smallest = {"micro_batch_size": [1]} | held | given
-    found, rejected = search_space.candidates(config, roomy, ranks, smallest)
+    found, rejected = search_space.candidates(config, unlimited, ranks, smallest)
     if not found:
         size = parameters(config.model) / 1e6
         reason = rejected[0].reason if rejected else "there is none"

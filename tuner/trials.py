@@ -1,10 +1,11 @@
-"""One trial: train.py on its own ranks for a few steps, under a time limit; and where it is kept.
+"""One trial: train.py on its own ranks for a few steps, under a time limit; and the file of trials.
 
-    trial = run(candidate, Runner(launch="mpirun -n {ranks}", folder="runs/tune"))
-    Store("runs/tune/trials.jsonl").add(trial)
+    trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
+    TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
-Whatever happens is a result with its reason: ok, rejected by train.py itself, out of memory, hang
-(over the limit), crash, divergence. When `run` returns, none of its processes is left here.
+Every outcome is a result with its reason: ok, rejected by train.py itself, out of memory, hang
+(over the limit), crash, divergence. When `run` returns, none of its processes on this machine is
+left.
 """
 
 import json
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,16 @@ from typing import Any
 import psutil
 
 from config.messages import UserError
+from config.schema import Config
 from tuner import search_space
+from tuner.search import LEAST_NOISE
 
 PROGRAM = str(Path(__file__).resolve().parent.parent / "train.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
-MARK = "TRINE_TRIAL"  # set for every process of a trial, so that none can hide
-SECONDS_TO_OBEY = 5.0  # between asking a trial to end and killing it
+TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
-# What a program out of memory says: torch on GPUs and CPUs, Python, C++, the C library, launchers.
+# Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
 OUT_OF_MEMORY = (
     "out of memory",
     "OutOfMemoryError",
@@ -45,7 +49,7 @@ OUT_OF_MEMORY = (
 
 @dataclass(frozen=True)
 class Trial:
-    """What one run gave. Seconds are of the timed steps; bytes are of each stage's fullest rank."""
+    """One run and its figures: seconds of the timed steps, bytes of each stage's fullest rank."""
 
     key: str
     label: str
@@ -76,29 +80,31 @@ class Trial:
 
     @property
     def spread(self) -> float:
-        """Slowest less fastest timed step, as a share of the median."""
+        """Slowest minus fastest timed step, as a share of the median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: one line of trials.jsonl."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How trials are run: launcher, steps, limits, and the folder that holds them."""
+    """How trials are run: launcher, steps, time limit, and the folder of their output."""
 
-    launch: str  # `{ranks}` stands for their number
+    launch: str  # `{ranks}` is replaced by their number
     folder: Path
-    timed: int = 3
-    limit: float = 600.0  # seconds
+    timed: int = 3  # steps that are measured, after WARM_UP
+    time_limit: float = 600.0  # seconds
     program: str = PROGRAM
 
     def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
         """The whole command line of a trial that writes into `out`."""
-        return [
-            *self.start(candidate.ranks),
-            *search_space.words(self.shortened(candidate.config, out)),
-        ]
+        config = self.trial_config(candidate.config, out)
+        return [*self.launch_command(candidate.ranks), *search_space.to_cli_args(config)]
 
-    def start(self, ranks: int) -> list[str]:
-        """Launcher, interpreter and program; UserError if the launcher has no place for ranks."""
+    def launch_command(self, ranks: int) -> list[str]:
+        """Launcher, interpreter and program; UserError if the launcher has no {ranks}."""
         if "{ranks}" not in self.launch:
             raise UserError(
                 f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
@@ -106,8 +112,8 @@ class Runner:
         words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
         return [*words, *([] if _starts_python(words) else [sys.executable]), self.program]
 
-    def shortened(self, config, out: Path):
-        """The run that measures `config`: a few steps, nothing saved or evaluated."""
+    def trial_config(self, config: Config, out: Path) -> Config:
+        """The run that measures `config`: a few steps, nothing is saved or evaluated."""
         steps = WARM_UP + self.timed
         training = replace(config.training, **(search_space.FULL_BATCH | {"steps": steps}))
         data = replace(config.data, eval_every=0, eval_samples=0)
@@ -120,30 +126,35 @@ class Runner:
 
 
 def _starts_python(words: list[str]) -> bool:
-    """Whether a launcher is itself a Python that takes the program: torchrun, forkrun.py."""
+    """Whether a launcher starts Python for the program itself, as torchrun and forkrun.py do."""
     return any(Path(word).name == "torchrun" or word.endswith(".py") for word in words)
 
 
 def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str = "") -> Trial:
-    """Measure one candidate; kills all that it started, also when interrupted."""
+    """Measure one candidate; kills all processes that it started, also when interrupted.
+
+    Raises UserError if the launcher cannot be started.
+    """
     out = runner.folder / f"{number:04d}-{candidate.label.replace(' ', '-')}"
     out.mkdir(parents=True, exist_ok=True)
     command = runner.command(candidate, out)
     started, began = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
-    status, log = _execute(command, out / "output.txt", f"{os.getpid()}-{number}", runner.limit)
+    trial_id = f"{os.getpid()}-{number}"
+    exit_status, log = _execute(command, out / "output.txt", trial_id, runner.time_limit)
     wall = time.monotonic() - began
-    verdict, reason, rows = judge(status, log, out, WARM_UP + runner.timed, runner.limit)
-    facts = _read_facts(out / "run.json")
-    timed = [row["seconds"] for row in rows[WARM_UP:]] if verdict == "ok" else []
+    steps = WARM_UP + runner.timed
+    status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
+    facts = _read_run_json(out / "run.json")
+    timed = [row["seconds"] for row in rows[WARM_UP:]] if status == "ok" else []
     trial = Trial(
         key=candidate.key,
         label=candidate.label,
         ranks=candidate.ranks,
-        status=verdict,
+        status=status,
         reason=reason,
         seconds=timed,
         predicted=candidate.prediction.seconds,
-        config=json.loads(json.dumps(candidate.config.as_dict())),  # as it will be read
+        config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
         formula=facts.get("flops_formula", ""),
         cluster={k: v for k, v in facts.get("cluster", {}).items() if k != "places"},
         versions=facts.get("versions", {}),
@@ -153,17 +164,17 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         wall=wall,
         tag=tag,
     )
-    return replace(trial, **_figures(rows[-1], trial.median)) if timed else trial
+    return replace(trial, **_rates(rows[-1], trial.median)) if timed else trial
 
 
-def _figures(row: dict[str, Any], median: float) -> dict[str, Any]:
-    """What the last row says, its rates taken to the median step."""
-    share = row["seconds"] / median
+def _rates(row: dict[str, Any], median: float) -> dict[str, Any]:
+    """Memory, loss and rates of the last row, the rates scaled to the median step."""
+    scale = row["seconds"] / median
     return {
         "peak_memory": row.get("peak_memory_bytes_per_stage", [row["peak_memory_bytes"]]),
-        "tflops_model": row["tflops_model"] * share,
-        "tflops_hardware": row["tflops_hardware"] * share,
-        "tokens_per_second": row["tokens_per_second"] * share,
+        "tflops_model": row["tflops_model"] * scale,
+        "tflops_hardware": row["tflops_hardware"] * scale,
+        "tokens_per_second": row["tokens_per_second"] * scale,
         "loss": row["loss"],
     }
 
@@ -173,9 +184,11 @@ def _figures(row: dict[str, Any], median: float) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------
 
 
-def _execute(command: list[str], log: Path, mark: str, limit: float) -> tuple[int | None, str]:
-    """Run to the end or the limit (then the status is None); the log's end is returned with it."""
-    environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1"}
+def _execute(
+    command: list[str], log: Path, trial_id: str, time_limit: float
+) -> tuple[int | None, str]:
+    """Exit status (None: over the time limit) and the last 64 KiB of the output."""
+    environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     status = None
     with open(log, "wb") as output:
         try:
@@ -190,39 +203,40 @@ def _execute(command: list[str], log: Path, mark: str, limit: float) -> tuple[in
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
         try:
-            status = process.wait(limit)
+            status = process.wait(time_limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            _end(process, mark)
+            _terminate(process, trial_id)
     return status, log.read_bytes()[-65536:].decode(errors="replace")
 
 
-def _end(process: subprocess.Popen, mark: str) -> None:
-    """End what is left of a trial: first politely, so that srun tells its nodes, then by force.
+def _terminate(process: subprocess.Popen, trial_id: str) -> None:
+    """End what is left of a trial: SIGTERM first, so that srun ends its ranks on other nodes.
 
-    Launchers put ranks into sessions of their own, and orphans have other parents: so all
-    processes that carry the trial's mark count, whoever started them.
+    Launchers put ranks into sessions of their own, and orphans get other parents: processes are
+    found by the environment variable of the trial.
     """
-    for kill in (signal.SIGTERM, signal.SIGKILL):
-        left = marked(mark)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = processes_of(trial_id)
         if not left and process.poll() is not None:
             return
         for one in left:
             try:
-                one.send_signal(kill)
+                one.send_signal(number)
             except psutil.NoSuchProcess:
                 continue
-        psutil.wait_procs(left, timeout=SECONDS_TO_OBEY)
+        psutil.wait_procs(left, timeout=GRACE_SECONDS)
     process.wait()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The living processes of this machine and user that were started with that mark."""
+def processes_of(trial_id: str) -> list[psutil.Process]:
+    """The running processes of this machine and user that belong to that trial."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            own = process.environ().get(TRIAL_VARIABLE) == trial_id
+            if own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -230,51 +244,52 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 # ------------------------------------------------------------------------------------------------
-# What a trial's files say
+# Outcome of a trial, from its exit status, output and files
 # ------------------------------------------------------------------------------------------------
 
 
-def judge(
-    status: int | None, log: str, out: Path, steps: int, limit: float
+def classify(
+    exit_status: int | None, log: str, out: Path, steps: int, time_limit: float
 ) -> tuple[str, str, list[dict[str, Any]]]:
-    """Verdict, reason and rows of a trial that ended with `status` (None: over the limit)."""
-    rows = read_rows(out / "metrics.jsonl")
-    odd = [row for row in rows if not math.isfinite(row["loss"])]
-    if odd:
-        reason = f"the loss is {odd[0]['loss']} at step {odd[0]['iteration']}"
+    """Status, reason and rows of a trial that ended with `exit_status` (None: over the limit)."""
+    rows = read_metrics(out / "metrics.jsonl")
+    diverged = [row for row in rows if not math.isfinite(row["loss"])]
+    if diverged:
+        reason = f"the loss is {diverged[0]['loss']} at step {diverged[0]['iteration']}"
         return "diverged", reason, rows
-    if status is None:
+    if exit_status is None:
         done = f"after step {len(rows)} of {steps}" if rows else "before the first step"
-        return "hang", f"not done within {limit:g} s: stopped {done}", rows
-    if status == 0 and len(rows) == steps:
+        return "hang", f"not done within {time_limit:g} s: stopped {done}", rows
+    if exit_status == 0 and len(rows) == steps:
         return "ok", "", rows
-    if status == 0:
+    if exit_status == 0:
         return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
-    memory = [line for line in log.splitlines() if any(word in line for word in OUT_OF_MEMORY)]
+    memory = [line for line in log.splitlines() if any(text in line for text in OUT_OF_MEMORY)]
     if memory:
         return "oom", memory[-1].strip()[:300], rows
-    if _was_killed(status, log):
+    if _was_killed(exit_status, log):
         return "oom", "killed from outside, as the kernel does when memory runs out", rows
-    if status == 2 and _last(log, "error: "):
-        return "rejected", _last(log, "error: ").removeprefix("error: "), rows
-    told = _last(log, "Error") or _last(log, ": DEAD: ") or _last(log) or "no output"
-    return "crash", f"status {status}: {told}", rows
+    if exit_status == 2 and _last_line(log, "error: "):
+        return "rejected", _last_line(log, "error: ").removeprefix("error: "), rows
+    causes = (_last_line(log, text) for text in ("Error", ": DEAD: ", ""))
+    cause = next((line for line in causes if line), "no output")
+    return "crash", f"status {exit_status}: {cause}", rows
 
 
-def _was_killed(status: int, log: str) -> bool:
-    """Whether SIGKILL ended it: as Popen, a shell or MPICH's mpirun (the bare 9) tell it."""
-    told = status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    return told or (status == signal.SIGKILL and "(signal 9)" in log)
+def _was_killed(exit_status: int, log: str) -> bool:
+    """Whether SIGKILL ended it, as Popen, a shell or MPICH's mpirun (the bare 9) report it."""
+    reported = exit_status in (-signal.SIGKILL, 128 + signal.SIGKILL)
+    return reported or (exit_status == signal.SIGKILL and "(signal 9)" in log)
 
 
-def _last(log: str, containing: str = "") -> str:
-    """The log's last line that is not empty and contains a word."""
+def _last_line(log: str, containing: str) -> str:
+    """The log's last line that is not empty and contains a text; empty if there is none."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and containing in line]
     return lines[-1][:300] if lines else ""
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of steps in a metrics.jsonl; the last line may be torn, and is then left out."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of steps in a metrics.jsonl; a last line that is incomplete is left out."""
     if not path.exists():
         return []
     found = []
@@ -285,32 +300,33 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_run_json(path: Path) -> dict[str, Any]:
+    """What train.py wrote about its run; empty if it ended before it had."""
     try:
         return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):  # it ended before the file was written
+    except (FileNotFoundError, json.JSONDecodeError):
         return {}
 
 
 # ------------------------------------------------------------------------------------------------
-# The store
+# The file of trials
 # ------------------------------------------------------------------------------------------------
 
 
-class Store:
+class TrialStore:
     """Trials in a file of JSON lines: each is on the disk before the next one starts."""
 
     def __init__(self, path: Path):
-        """Reads what is there; raises UserError if that is not a file of trials."""
+        """Read the trials of an existing file; raises UserError if it is not a file of trials."""
         self.path = path
         self.trials = list(_read_trials(path)) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(self, trial: Trial) -> None:
-        """Append one trial, durably."""
+        """Append one trial and wait until it is on the disk."""
         self.trials.append(trial)
         with open(self.path, "a") as file:
-            file.write(json.dumps(asdict(trial)) + "\n")
+            file.write(json.dumps(trial.to_dict()) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -319,12 +335,53 @@ class Store:
         return [trial for trial in self.trials if trial.key == key]
 
 
-def _read_trials(path: Path):
+def _read_trials(path: Path) -> Iterator[Trial]:
     lines = path.read_text().split("\n")
-    if lines[-1]:  # the machine stopped in the middle of a line: cut it off before appending
+    if lines[-1]:  # interrupted in the middle of a line: remove it before appending
         path.write_text("".join(line + "\n" for line in lines[:-1]))
     for number, line in enumerate(lines[:-1], start=1):
         try:
             yield Trial(**json.loads(line))
         except (json.JSONDecodeError, TypeError) as error:
             raise UserError(f"{path}, line {number}, is no trial: {error}") from None
+
+
+# ------------------------------------------------------------------------------------------------
+# How much repeated trials of one layout vary
+# ------------------------------------------------------------------------------------------------
+
+
+def _medians_by_layout(trials: list[Trial]) -> list[list[float]]:
+    """The medians of the trials that ran, of each layout, oldest first."""
+    groups: dict[str, list[float]] = {}
+    for trial in trials:
+        if trial.status == "ok":
+            groups.setdefault(trial.key, []).append(trial.median)
+    return list(groups.values())
+
+
+def noise(trials: list[Trial]) -> float:
+    """Standard deviation of the logarithm of one trial's median, from 0.01 to 0.3.
+
+    Pooled over the layouts that were measured more than once, and over a prior estimate from the
+    steps within each trial, which counts as much as three repeats.
+    """
+    ran = [t for t in trials if t.status == "ok"]
+    repeated = [list(map(math.log, g)) for g in _medians_by_layout(trials) if len(g) > 1]
+    degrees = sum(len(g) - 1 for g in repeated)
+    squares = sum((len(g) - 1) * statistics.variance(g) for g in repeated)
+    # Three normal values have a range of 1.7 deviations on average, and their median has a
+    # deviation of 0.67 of one: 0.67 / 1.7 = 0.4.
+    prior = statistics.median([0.4 * t.spread for t in ran]) if ran else LEAST_NOISE
+    weight = 3
+    variance = (weight * prior**2 + squares) / (weight + degrees)
+    return min(0.3, max(LEAST_NOISE, math.sqrt(variance)))
+
+
+def drift(trials: list[Trial]) -> list[float]:
+    """Seconds over those of its first trial, of the layout measured most often.
+
+    Empty if none was repeated.
+    """
+    longest = max(_medians_by_layout(trials), key=len, default=[])
+    return [seconds / longest[0] for seconds in longest] if len(longest) > 1 else []

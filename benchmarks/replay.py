@@ -1,9 +1,10 @@
-"""The same search with measured rows in place of runs: how many it needs, and what it gives away.
+"""The tuner's search with measured rows in place of runs: how many it needs, how well it chooses.
 
-    print("\\n".join(report("rows.csv", "tables.csv", gain=0.01)))
+    cases, predicted = load("rows.csv")
+    print("\\n".join(lines([replay("all rows", cases, predicted)])))
 
-A table is a choice between rows: the same purpose, several layouts. They are compared by seconds
-per sample. Beside the search stand random order and trying all.
+A decision table is a choice between rows: the same purpose, several layouts. They are compared by
+seconds per sample. Random order and trying all rows are the baselines.
 """
 
 import math
@@ -21,15 +22,18 @@ from tuner.search import Point, Search, features
 
 @dataclass(frozen=True)
 class Replay:
-    """One table's search: what was measured, in order, and how good the best of it is."""
+    """One table's search: what was measured, in order, and how good the best of it is.
+
+    Regret is the seconds of the best measured row over those of the best row of all, minus 1.
+    """
 
     table: str
     rows: int
     order: list[str]  # ids of the rows that were measured
     found_at: int | None  # the number of the measurement that found the best row
-    regret_after: list[float]  # best so far over the best of all, less 1, after each measurement
+    regret_after: list[float]  # after each measurement
     random: float  # measurements that random order needs for the best row, on average
-    random_regret: float  # after as many as the search took, on average
+    random_regret: float  # of random order after as many measurements, on average
 
     def within(self, share: float) -> int | None:
         """The number of the measurement after which the regret is at most `share`."""
@@ -40,48 +44,55 @@ class Replay:
         return self.regret_after[min(count, len(self.regret_after)) - 1]
 
 
-def predictions(cases: list[Case], given: list[dict[str, str]]) -> dict[str, float]:
-    """Seconds as the planner has them, by row; as the row says, if it has `predicted_sec`."""
-    said = {row["row_id"]: row.get("predicted_sec") for row in given}
+def read_cases(path: str) -> tuple[list[dict[str, str]], list[Case]]:
+    """The rows of a file and the runs that they describe; UserError if it is no table of rows."""
+    rows = published_rows.read(path)
+    return rows, published_rows.cases(rows)
+
+
+def load(path: str) -> tuple[list[Case], dict[str, float]]:
+    """The runs of a file of rows, and the predicted seconds of each by row id.
+
+    A row's own `predicted_sec` is taken if it has one, else the planner's prediction. Raises
+    UserError if the file is not a table of rows.
+    """
+    rows, cases = read_cases(path)
+    given = {row["row_id"]: row.get("predicted_sec") for row in rows}
     machines = {name: hardware.load(name) for name in {c.machine for c in cases}}
-    found = {}
+    predicted = {}
     for case in cases:
-        if said.get(case.id):
-            found[case.id] = float(said[case.id])
+        if given.get(case.id):
+            predicted[case.id] = float(given[case.id])
             continue
         machine = case.on(machines[case.machine])
-        found[case.id] = predict(case.model, case.layout, case.training, machine).seconds
-    return found
+        predicted[case.id] = predict(case.model, case.layout, case.training, machine).seconds
+    return cases, predicted
 
 
 def replay(
     name: str,
     cases: list[Case],
     predicted: dict[str, float],
-    gain: float = 0.01,
+    min_gain: float = 0.01,
     noise: float = 0,
     trial: Callable[[Case], float] | None = None,
     most: int | None = None,
 ) -> Replay:
     """Search among the rows of one table; rows without seconds are runs that failed.
 
-    `trial` gives the seconds of one run of a row, where they vary around the row's by `noise`
-    (standard deviation of the logarithm): the contenders then run once more, as in tune.py. At
-    most `most` runs take place.
+    `trial` gives the seconds of one run of a row, which vary around the row's by `noise` (standard
+    deviation of the logarithm): the contenders then run once more, as in tuner/session.py. At most
+    `most` runs take place.
     """
     real = [_per_sample(case, case.seconds) for case in cases]
-    points = [
-        Point(
-            c.id, _per_sample(c, predicted[c.id]), features(Config(c.model, c.layout, c.training))
-        )
-        for c in cases
-    ]
-    search, order, regrets = Search(points, gain, noise=noise), [], []
+    search = Search([_point(case, predicted[case.id]) for case in cases], min_gain, noise=noise)
+    order: list[str] = []
+    regrets: list[float] = []
     best = min(seconds for seconds in real if seconds)
 
     def measure(index: int) -> None:
         case = cases[index]
-        search.tell(index, _per_sample(case, trial(case)) if trial else real[index])
+        search.add(index, _per_sample(case, trial(case)) if trial else real[index])
         order.append(case.id)
         regrets.append(math.inf if search.best is None else real[search.best] / best - 1)
 
@@ -101,6 +112,11 @@ def replay(
     )
 
 
+def _point(case: Case, seconds: float) -> Point:
+    config = Config(case.model, case.layout, case.training)
+    return Point(case.id, _per_sample(case, seconds), features(config))
+
+
 def _per_sample(case: Case, seconds: float | None) -> float | None:
     return seconds / case.training.global_batch_size if seconds else None
 
@@ -116,35 +132,26 @@ def random_regret(real: list[float], count: int) -> float:
     return mean / order[0] - 1
 
 
-def replay_all(
+def replay_tables(
     tables: dict[str, list[str]],
     cases: list[Case],
     predicted: dict[str, float],
-    gain: float = 0.01,
-    noise: float = 0,
+    min_gain: float = 0.01,
 ) -> list[Replay]:
-    """Every table that has rows; UserError if none has."""
+    """One search for each table that has rows; UserError if none has."""
     by_id = {case.id: case for case in cases}
     found = []
     for name, ids in tables.items():
         own = [by_id[i] for i in ids if i in by_id]
         if any(case.seconds for case in own):
-            found.append(replay(name, own, predicted, gain, noise))
+            found.append(replay(name, own, predicted, min_gain))
     if not found:
         raise UserError("the tables name none of the rows")
     return found
 
 
-def report(path: str, tables: str | None, gain: float = 0.01) -> list[str]:
-    """Replay a file of rows, all of them as one choice if no tables are given; Markdown lines."""
-    given = published_rows.read(path)
-    cases = published_rows.cases(given)
-    choices = published_rows.read_tables(tables) if tables else {"all rows": [c.id for c in cases]}
-    return lines(replay_all(choices, cases, predictions(cases, given), gain))
-
-
 def lines(found: list[Replay]) -> list[str]:
-    """One row a table, and what they come to, in Markdown."""
+    """One row for each table, and their summary, in Markdown."""
     text = [
         "| table | rows | measured | best found at | regret % after 1, 2, 3, all | "
         "random: best at, regret % after as many |",

@@ -1,0 +1,273 @@
+"""One use of the tuner: reads what is asked, measures it, writes the report.
+
+    Session(options, ["--model", "gpt2-124m", ...]).run()      # options: the flags of tune.py
+
+A search among layouts stops when it is decided (search.py) or when the budget is spent; a sweep
+measures every value; a bound is found by bisection. Trials that are stored already are not run
+again.
+"""
+
+import argparse
+import dataclasses
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from config import command_line
+from config.messages import UserError
+from config.schema import Config, Layout
+from planner import hardware, published_rows
+from planner.layouts import Rejected
+from tuner import html_report, result_tables, search_space, sweeps, trials
+from tuner.progress import Budget, ProgressView
+from tuner.result_tables import SearchResult
+from tuner.search import Point, Search, features
+from tuner.search_space import Candidate
+from tuner.trials import Runner, Trial, TrialStore
+
+TOP = 5  # layouts that are printed at the end
+DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
+
+
+class Session:
+    """What is asked, what is measured, and where the report is written."""
+
+    def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
+        """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
+        for name in ("launch", "ranks"):
+            if not getattr(options, name):
+                raise UserError(f"give --{name}: see python tune.py --help")
+        if options.ranks < 1 or options.timed < 1 or options.time_limit <= 0:
+            raise UserError("--ranks, --timed and --time-limit must be above 0")
+        self.options, self.train_arguments = options, train_arguments
+        request = self._request()
+        self.config = request.config
+        self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
+        self.tried = sweeps.tried_values(options.tried)
+        self.held = self._held(request.given)
+        self.out = Path(self.config.run.out)
+        folder = self.out / "trials"
+        self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
+        self.runner.launch_command(options.ranks)  # a UserError if it has no {ranks}
+        self.store = TrialStore(self.out / "trials.jsonl")
+        self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
+        self.rejected: list[Rejected] = []
+        self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
+        self.ending = "every layout has been measured"
+        self.view = ProgressView(options.ranks, self.budget)
+
+    def _request(self, *more: str) -> command_line.Request:
+        """The run asked for, by flag and by file, with its own folder if none is given."""
+        return command_line.parse_request(
+            [*more, *self.train_arguments], defaults=lambda given: {"out": "runs/tune"}
+        )
+
+    def _held(self, given: frozenset[str]) -> dict[str, list]:
+        """The values of each layout axis that is held; --try replaces what was given otherwise."""
+        axes = {"dp", *search_space.AXES}
+        held = {name: [getattr(self.config.layout, name)] for name in axes & given}
+        names = {field.name for field in dataclasses.fields(Layout)}
+        return held | {name: values for name, values in self.tried.items() if name in names}
+
+    def run(self) -> None:
+        """Measure what is asked, then write the report, also after Ctrl-C."""
+        interrupted = False
+        try:
+            with self.view:
+                self._measure()
+        except KeyboardInterrupt:
+            interrupted = True
+            self.ending = "stopped by Ctrl-C; run the same command again to continue"
+        print(f"\n{self.ending}")
+        print("\n".join(write_report(self.result(), self.out)))
+        if interrupted:
+            sys.exit(130)
+
+    def result(self) -> SearchResult:
+        """Everything that the report contains."""
+        own = [t for t in self.store.trials if t.key in self.wanted]
+        return SearchResult(
+            trials=own,
+            candidates=list(self.wanted.values()),
+            rejected=self.rejected,
+            machine=self.machine,
+            ending=self.ending,
+            drift=trials.drift(own),
+            command=self.command,
+            tokens=self.options.tokens,
+            title=self._title(),
+        )
+
+    def command(self, candidate: Candidate) -> list[str]:
+        """What to type to train on that layout, into a folder beside the trials'."""
+        config = candidate.config
+        run = dataclasses.replace(config.run, out=str(self.out / "train"))
+        training = config.training
+        if training.steps is None and training.train_samples is None:
+            steps = DEFAULT_STEPS
+            if self.options.tokens:
+                tokens = training.global_batch_size * config.model.seq_length
+                steps = math.ceil(self.options.tokens / tokens)
+            training = dataclasses.replace(training, steps=steps)
+        config = dataclasses.replace(config, training=training, run=run)
+        *start, _ = self.runner.launch_command(candidate.ranks)
+        names = ["python" if word == sys.executable else word for word in start]
+        return [*names, "train.py", *search_space.to_cli_args(config)]
+
+    def _title(self) -> str:
+        options = self.options
+        subject = "the fastest layout"
+        if options.sweep:
+            subject = f"sweep of {options.sweep}"
+        elif options.max_params:
+            subject = "the largest model"
+        elif options.min_ranks:
+            subject = "fewest ranks"
+        return f"{subject} on {options.ranks} ranks"
+
+    # -- what is measured -------------------------------------------------------------------
+
+    def _measure(self) -> None:
+        options = self.options
+        if options.sweep:
+            values = self.tried.get(options.sweep.replace("-", "_"), [])
+            runs, self.rejected = sweeps.sweep(
+                options.sweep, self.config, self.machine, options.ranks, self.held, values
+            )
+            self._measure_all(runs, "sweep")
+        elif options.max_params or options.min_ranks:
+            self._bisect()
+        else:
+            for config in self._models():
+                self._search(config)
+
+    def _models(self) -> list[Config]:
+        """The run asked for, or one for each of --models."""
+        named = [self._request("--model", name).config for name in self.options.models]
+        return named or [self.config]
+
+    def _search(self, config: Config) -> None:
+        ranks = self.options.ranks
+        found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
+        self.rejected += rejected
+        for entry in rejected:
+            self.view.print("rejected " + result_tables.rejection_line(entry))
+        if not found:
+            raise UserError(f"no layout can run on {ranks} ranks: see the reasons above")
+        self.view.print(f"{len(found)} layouts can run, {len(rejected)} cannot")
+        if self.options.all:
+            self._measure_all(found, "all")
+            return
+        search = Search([point(c) for c in found], self.options.gain / 100)
+        self.wanted |= {c.key: c for c in found}
+        for index, candidate in enumerate(found):
+            for trial in self.store.of(candidate.key):
+                self._add(search, found, index, trial)
+        if not self._decide(search, found):
+            self.ending = self.budget.ending
+            return
+        self._confirm(search, found)
+        self.ending = (
+            f"no other layout is likely to be {self.options.gain:g} % faster "
+            f"(chance of each at most {search.max_chance:.0%})"
+        )
+
+    def _decide(self, search: Search, found: list[Candidate]) -> bool:
+        """Measure until no other layout is likely to be faster; False if the budget ends it."""
+        every, count = self.options.reference_every, 0
+        while (index := search.next()) is not None:
+            if self.budget.spent(self.store.trials):
+                return False
+            self._add(search, found, index, self._trial(found[index]))
+            count += 1
+            if every and count % every == 0:
+                self._measure_reference(search, found)
+        return True
+
+    def _confirm(self, search: Search, found: list[Candidate]) -> None:
+        """Measure once more the layouts of which noise alone may decide which is the fastest."""
+        for index in search.contenders():
+            if not self.budget.spent(self.store.trials):
+                self._add(search, found, index, self._trial(found[index], "confirm"))
+
+    def _add(self, search: Search, found: list[Candidate], index: int, trial: Trial) -> None:
+        """Add one trial to a search; out of memory also rules out layouts that need more of it."""
+        search.add(index, trial.median if trial.status == "ok" else None)
+        if trial.status == "oom":
+            for other in search.untried:
+                if search_space.needs_more_memory(found[other], found[index]):
+                    search.add(other, None)
+                    reason = f"needs more memory than {trial.label}, which ran out of it"
+                    self.rejected.append(Rejected({"layout": found[other].label}, reason))
+        search.noise = trials.noise([t for i in search.measured for t in self._trials(found[i])])
+
+    def _trials(self, candidate: Candidate) -> list[Trial]:
+        return self.store.of(candidate.key)
+
+    def _measure_reference(self, search: Search, found: list[Candidate]) -> None:
+        """Measure the first layout that ran once more, to see whether the machine has changed."""
+        index = next(iter(search.measured), None)
+        if index is not None and not self.budget.spent(self.store.trials):
+            self._add(search, found, index, self._trial(found[index], "reference"))
+
+    def _measure_all(self, runs: list[Candidate], tag: str) -> None:
+        """Measure all that have no trial yet, in order; with --all, the first one repeatedly."""
+        self.wanted |= {c.key: c for c in runs}
+        every = self.options.reference_every if tag == "all" else 0
+        for number, candidate in enumerate(runs, start=1):
+            if self._trials(candidate):
+                continue
+            if self.budget.spent(self.store.trials):
+                self.ending = self.budget.ending
+                return
+            self._trial(candidate, tag)
+            if every and number % every == 0:
+                self._trial(runs[0], "reference")
+
+    def _bisect(self) -> None:
+        def attempt(candidate: Candidate) -> bool:
+            self.wanted[candidate.key] = candidate
+            known = self._trials(candidate)
+            return (known[-1] if known else self._trial(candidate)).status == "ok"
+
+        find = sweeps.largest_model if self.options.max_params else sweeps.fewest_ranks
+        bound = find(self.config, self.machine, self.options.ranks, self.held, attempt)
+        self.ending = result_tables.bound_sentence(bound.best, bound.failed)
+
+    def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
+        """Run one trial, store it, show it."""
+        self.view.trial_started(candidate)
+        trial = trials.run(candidate, self.runner, len(self.store.trials), tag)
+        self.store.add(trial)
+        self.view.trial_finished(trial)
+        return trial
+
+
+def point(candidate: Candidate) -> Point:
+    """A candidate as a point of the search."""
+    return Point(candidate.label, candidate.prediction.seconds, features(candidate.config))
+
+
+def write_report(result: SearchResult, out: Path) -> list[str]:
+    """Write table.md, results.csv and report.html into `out`; the lines to print about them.
+
+    Every row is checked as by `plan.py check` first; contradictions are added to its notes.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    ranked, failed = result_tables.layout_results(result)
+    found = ranked + failed
+    rows = [result_tables.csv_row(one, number, result) for number, one in enumerate(found, start=1)]
+    for finding in published_rows.check(rows) if rows else []:
+        number = int(finding.row_id.removeprefix(result_tables.ROW_ID))
+        found[number - 1].notes.append(f"check: {finding.text}")
+    summary = result_tables.summary(result, ranked)
+    table = result_tables.markdown(result, ranked, failed, summary)
+    (out / "table.md").write_text("\n".join(table) + "\n")
+    (out / "results.csv").write_text(result_tables.csv_text(rows, found))
+    (out / "report.html").write_text(html_report.html(result, ranked, failed, summary))
+    lines = [result_tables.top_line(one) for one in ranked[:TOP]] + ["", *summary]
+    if ranked:
+        command = shlex.join(result.command(ranked[0].candidate))
+        lines += ["", "to train on the fastest:", f"    {command}"]
+    return [*lines, "", f"written: {out}/table.md, {out}/results.csv, {out}/report.html"]
