@@ -324,7 +324,7 @@ def test_results_pass_the_planners_check(finished):
         assert "check:" not in file.read()
 
 
-def test_a_row_that_cannot_be_says_so(finished, tmp_path):
+def test_a_contradictory_row_is_found(finished):
     out, _ = finished
     with open(out / "results.csv", newline="") as file:
         table = list(csv.DictReader(file))
@@ -377,12 +377,12 @@ def test_charts_are_coloured_by_the_page_and_change_no_setting():
     values = [0.27, 0.3, 0.9]
     names = ["<a>", "b", "c"]
     drawn = {
-        charts.scatter([1.0, 2.0, 4.0], values, names, "GB", "seconds"),
-        charts.predicted_against_measured([0.1, 0.2, 0.5], values, names),
+        charts.scatter([1.0, 2.0, 4.0], values, names, ("GB", "seconds")),
+        charts.scatter([0.1, 0.2, 0.5], values, names, ("x", "y"), same_scale=True),
         charts.heat_map({(1, 1): 0.3, (2, 1): 0.4, (2, 4): 1234.0}),
     }
     assert dict(matplotlib.rcParams) == before
-    assert charts.scatter([1.0, 2.0, 4.0], values, names, "GB", "seconds") in drawn
+    assert charts.scatter([1.0, 2.0, 4.0], values, names, ("GB", "seconds")) in drawn
     for chart in drawn:
         colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", chart))
         assert {colour for colour in colours if colour != "none"} <= {

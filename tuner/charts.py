@@ -1,6 +1,6 @@
 """Charts of a search as SVG text for a web page: drawn by matplotlib, coloured by the page.
 
-    svg = scatter(memory, seconds, names, "GB", "seconds")
+    svg = scatter(memory, seconds, names, ("GB", "seconds"))
 
 Colours are placeholders that become CSS variables of the page (--ink, --faint, --line, --mark,
 --good), so that one drawing serves its dark and light form. The same data give the same text.
@@ -45,37 +45,32 @@ SETTINGS = {
 
 
 def scatter(
-    xs: Sequence[float], ys: Sequence[float], names: Sequence[str], x_title: str, y_title: str
+    xs: Sequence[float],
+    ys: Sequence[float],
+    names: Sequence[str],
+    titles: tuple[str, str],
+    same_scale: bool = False,
 ) -> str:
     """Points over a linear x and a logarithmic y axis, with their names as tooltips.
 
-    The first point is the fastest layout and is marked.
+    `titles` are those of the x and y axes. The first point is the fastest layout and is marked.
+    same_scale: two logarithmic axes of the same range, with the line on which x equals y.
     """
 
     def draw(axes: "Axes") -> None:
         _points(axes, xs, ys)
-        _logarithmic(axes, "y", ys)
-        axes.margins(x=0.08)
-        axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-        axes.set(xlabel=x_title, ylabel=y_title)
+        axes.set(xlabel=titles[0], ylabel=titles[1])
+        _logarithmic(axes, "y", [*xs, *ys] if same_scale else ys)
+        if same_scale:
+            _logarithmic(axes, "x", [*xs, *ys])
+            axes.plot(axes.get_xlim(), axes.get_xlim(), "--", color=COLORS["faint"], lw=1, zorder=1)
+        else:
+            axes.margins(x=0.08)
+            axes.ticklabel_format(axis="x", style="plain", useOffset=False)
 
-    return _svg(draw, f"{y_title} over {x_title}", _tooltips(names, xs, ys))
-
-
-def predicted_against_measured(
-    predicted: Sequence[float], measured: Sequence[float], names: Sequence[str]
-) -> str:
-    """Seconds on two logarithmic axes of the same range, with the line on which both are equal."""
-    both = [*predicted, *measured]
-
-    def draw(axes: "Axes") -> None:
-        _points(axes, predicted, measured)
-        _logarithmic(axes, "x", both)
-        _logarithmic(axes, "y", both)
-        axes.plot(axes.get_xlim(), axes.get_xlim(), "--", color=COLORS["faint"], lw=1, zorder=1)
-        axes.set(xlabel="predicted seconds", ylabel="measured seconds")
-
-    return _svg(draw, "measured over predicted seconds", _tooltips(names, predicted, measured))
+    texts = (f"{name}: {x:.4g}, {y:.4g}" for name, x, y in zip(names, xs, ys, strict=True))
+    tooltips = {f"point-{index}": text for index, text in enumerate(texts)}
+    return _svg(draw, f"{titles[1]} over {titles[0]}", tooltips)
 
 
 def heat_map(cells: dict[tuple[int, int], float]) -> str:
@@ -110,7 +105,7 @@ def short_number(value: float) -> str:
 
 
 def _points(axes: "Axes", xs: Sequence[float], ys: Sequence[float]) -> None:
-    """One mark for each point, the first one last, above the others; named for its tooltip."""
+    """One mark for each point, the first one above the others, with an id for its tooltip."""
     for index in reversed(range(len(xs))):
         best = index == 0
         axes.plot(
@@ -124,12 +119,6 @@ def _points(axes: "Axes", xs: Sequence[float], ys: Sequence[float]) -> None:
             gid=f"point-{index}",
             clip_on=False,
         )
-
-
-def _tooltips(names: Sequence[str], xs: Sequence[float], ys: Sequence[float]) -> dict[str, str]:
-    """The text of every point by the id of its mark."""
-    texts = (f"{name}: {x:.4g}, {y:.4g}" for name, x, y in zip(names, xs, ys, strict=True))
-    return {f"point-{index}": text for index, text in enumerate(texts)}
 
 
 def _logarithmic(axes: "Axes", name: str, values: Sequence[float]) -> None:

@@ -86,10 +86,10 @@ def _figures(ranked: list[LayoutResult]) -> list[str]:
     predicted = [one.predicted for one in ranked]
     drawings = {
         "Seconds an iteration against memory": charts.scatter(
-            memory, seconds, names, "GB on the fullest rank", "seconds"
+            memory, seconds, names, ("GB on the fullest rank", "seconds")
         ),
-        "Predicted against measured seconds": charts.predicted_against_measured(
-            predicted, seconds, names
+        "Predicted against measured seconds": charts.scatter(
+            predicted, seconds, names, ("predicted seconds", "measured seconds"), same_scale=True
         ),
     }
     cells: dict[tuple[int, int], float] = {}

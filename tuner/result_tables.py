@@ -153,7 +153,9 @@ def summary(result: SearchResult, ranked: list[LayoutResult]) -> list[str]:
 HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
 
 
-def markdown(result: SearchResult, ranked, failed, lines: list[str]) -> list[str]:
+def markdown(
+    result: SearchResult, ranked: list[LayoutResult], failed: list[LayoutResult], lines: list[str]
+) -> list[str]:
     """The table of layouts, fastest first and failed ones last, and what was rejected."""
     text = [f"# Tuning: {result.title}", "", *lines, "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]

@@ -168,7 +168,9 @@ class Search:
         )
         return self._log_predicted + mean, np.sqrt(variance)
 
-    def _regression(self, scale: float, known: list[int], errors, noise):
+    def _regression(
+        self, scale: float, known: list[int], errors: np.ndarray, noise: np.ndarray
+    ) -> tuple[float, np.ndarray, np.ndarray]:
         """Log evidence, and mean and variance of the planner's log error, at one error scale."""
         covariance = COMMON_FACTOR**2 + scale**2 * (
             self._linear_kernel + RESIDUAL**2 * self._near_kernel

@@ -51,36 +51,27 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Equal for two runs that differ at most in length, data and folder."""
-        return key(self.config)
+        """Hash of the options on which a run's speed depends: all but length, data and folder.
+
+        Only options that differ from their defaults are hashed, so a key stays valid when train.py
+        gets a new option.
+        """
+        training = dataclasses.replace(self.config.training, **FULL_BATCH)
+        place = Run(device=self.config.run.device, backend=self.config.run.backend)
+        same = Config(self.config.model, self.config.layout, training, run=place)
+        return hashlib.sha256(" ".join(to_cli_args(same)).encode()).hexdigest()[:12]
 
     @property
     def label(self) -> str:
-        """The layout in a few words, for people."""
-        return label(self.config.layout)
-
-
-def key(config: Config) -> str:
-    """Hash of the options on which a run's speed depends: all but length, data and folder.
-
-    Only options that differ from their defaults are hashed, so a key stays valid when train.py
-    gets a new option.
-    """
-    training = dataclasses.replace(config.training, **FULL_BATCH)
-    place = Run(device=config.run.device, backend=config.run.backend)
-    same = Config(config.model, config.layout, training, run=place)
-    return hashlib.sha256(" ".join(to_cli_args(same)).encode()).hexdigest()[:12]
-
-
-def label(layout: Layout) -> str:
-    """Such as `tp2 pp4 dp1 mbs4 full zero1 sp`; options at their defaults are left out."""
-    parts = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
-    parts += [layout.recompute] * (layout.recompute != "none")
-    parts += [f"zero{layout.zero}"] * (layout.dp > 1)
-    parts += ["sp"] * layout.sequence_parallel
-    parts += [layout.schedule] * (layout.pp > 1 and layout.schedule != "1f1b")
-    parts += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
-    return " ".join(parts)
+        """Such as `tp2 pp4 dp1 mbs4 full zero1 sp`; options at their defaults are left out."""
+        layout = self.config.layout
+        parts = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
+        parts += [layout.recompute] * (layout.recompute != "none")
+        parts += [f"zero{layout.zero}"] * (layout.dp > 1)
+        parts += ["sp"] * layout.sequence_parallel
+        parts += [layout.schedule] * (layout.pp > 1 and layout.schedule != "1f1b")
+        parts += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
+        return " ".join(parts)
 
 
 def to_cli_args(config: Config) -> list[str]:

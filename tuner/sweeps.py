@@ -93,7 +93,9 @@ def _candidate(config: Config, machine: hardware.Machine) -> Candidate:
     return Candidate(config, predict(config.model, layout, config.training, machine))
 
 
-def _layout(config: Config, machine, ranks: int, given: dict, swept: str | None) -> Layout:
+def _layout(
+    config: Config, machine: hardware.Machine, ranks: int, given: dict, swept: str | None
+) -> Layout:
     """The layout of a sweep: the given fields, and for the others what the planner ranks first."""
     axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
     held = {axis: [getattr(config.layout, axis)] for axis in axes} | given
