@@ -17,7 +17,7 @@ LAUNCH = f"{sys.executable} {ROOT}/tests/planting_launcher.py {{ranks}}"
 @pytest.mark.slow
 def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
     words = "--layers 2 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 4 --hidden 64"
-    words += " --positions rotary --device cpu --timed 3 --time-limit 30 --tp 2 --sweep hidden"
+    words += " --positions rotary --device cpu --timed 3 --time-limit 45 --tp 2 --sweep hidden"
     # With hidden 32768 the first weight has 6 GB on each of the two ranks: see planting_launcher.
     words += " --try hidden=32,48,64,80,96,128,32768"
     command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--ranks", "2"]
