@@ -7,6 +7,7 @@ the mesh is an object that is passed.
 """
 
 import json
+import math
 import sys
 
 import torch
@@ -60,17 +61,21 @@ def weights(state: trainer.TrainState) -> dict[str, float]:
     weights in [-1, 1] that depend on their places. Collective over all ranks.
     """
     mesh, sums = state.factory.mesh, {}
-    for p in state.stages.parameters():
-        spec = p.spec
-        if spec.copy or mesh.dp.rank > 0 or (spec.dim is None and mesh.tp.rank > 0):
+    for shard in state.optimizer.owned():
+        spec = shard.spec
+        if spec.copy or shard.copy > 0:
             continue
-        places = torch.arange(torch.Size(spec.shape).numel()).view(spec.shape)
-        if spec.dim is not None:
-            places = places.narrow(spec.dim, spec.start, spec.stop - spec.start)
-        local = p.detach().double()
-        if spec.dim is not None:
-            local = local.narrow(spec.dim, 0, spec.stop - spec.start)
-        sums[spec.name] = (local * torch.cos(places.double())).sum().item()
+        places = torch.full(shard.shape, -1.0, dtype=torch.float64)
+        whole = torch.arange(math.prod(spec.shape), dtype=torch.float64).view(spec.shape)
+        if spec.dim is None:
+            places.copy_(whole)
+        else:
+            rows = spec.stop - spec.start
+            places.narrow(spec.dim, 0, rows).copy_(whole.narrow(spec.dim, spec.start, rows))
+        own = places.flatten()[shard.start : shard.stop]
+        values = shard.read("weights", shard.start, shard.stop).double().cpu()
+        total = (values * torch.cos(own))[own >= 0].sum().item()
+        sums[spec.name] = sums.get(spec.name, 0.0) + total
     if mesh.size == 1:
         return sums
     every = [None] * mesh.size

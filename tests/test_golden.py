@@ -163,8 +163,9 @@ def test_the_runs_differ_where_they_should():
     expected = single_rank(json.dumps(base))
     for change in ({"seed": 5}, {"tied": False}, {"lr": 1.001e-3}, {"global_batch_size": 8}):
         other = single_rank(json.dumps(base | change))
-        assert distance(other, expected) > 1e-9, change
-        assert weight_difference(other["weights"], expected["weights"]) > 1e-9, change
+        assert relative_difference(other["losses"], expected["losses"]) > 1e-9, change
+        common = {name: value for name, value in expected["weights"].items() if "head." not in name}
+        assert weight_difference(other["weights"], common) > 1e-9, change
 
 
 @pytest.mark.parametrize("where", ["losses", "norms", "weights"])
