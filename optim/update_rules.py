@@ -14,6 +14,8 @@ that another rule leaves out, "blocks" for 8-bit AdamW, "matrices" for Adafactor
 import importlib.util
 import logging
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,30 +57,23 @@ def interchangeable(optimizer: str) -> str:
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
-class UpdateRule:
-    """What zero.py uses of a rule: update, and its state to read and to write.
-
-    kernel: what runs. steps: updates so far.
-    """
+class UpdateRule(Protocol):
+    """What zero.py uses of a rule. kernel: what runs. steps: updates so far."""
 
     kernel: str
     steps: int
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
         """One step on all master tensors, by gradients of their shapes and type."""
-        raise NotImplementedError
 
     def state_bytes(self) -> int:
-        """Bytes of the state that is there now, masters not counted."""
-        raise NotImplementedError
+        """Bytes of the state that exists now, masters not counted."""
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
-        raise NotImplementedError
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
         """Set elements from `start` on of a state tensor of master `index`."""
-        raise NotImplementedError
 
 
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> UpdateRule:
@@ -107,23 +102,24 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 # ------------------------------------------------------------------------------------------------
 
 
-class _Kind:
-    """One state tensor of torch's, as a checkpoint sees it: one element for every weight."""
+class _StateTensor(NamedTuple):
+    """A state tensor of torch's: its key, and its shape if that is not the master's."""
 
-    def __init__(self, key: str, shape: Callable[[Tensor], tuple[int, ...]] | None = None):
-        """`key` in the optimizer's state; its shape from the master's, default: the same."""
-        self.key, self.shape = key, shape or (lambda master: tuple(master.shape))
-
-
-class _Library:
-    """An optimizer class of a library, and what a checkpoint keeps of its state."""
-
-    def __init__(self, kernel: str, make, kinds: Callable[[Tensor], dict[str, _Kind | None]]):
-        """`kinds` of a master: by the checkpoint's name, None for what this master has not."""
-        self.kernel, self.make, self.kinds = kernel, make, kinds
+    key: str
+    shape: tuple[int, ...] | None = None
 
 
-class _TorchOptimizerRule(UpdateRule):
+class _Library(NamedTuple):
+    """An optimizer class, and what a checkpoint keeps of a master's state, by the checkpoint's
+    name: one element for every weight, None for what this master has not.
+    """
+
+    kernel: str
+    make: Callable[..., torch.optim.Optimizer]
+    kinds: Callable[[Tensor], dict[str, _StateTensor | None]]
+
+
+class _TorchOptimizerRule:
     """Runs a library's optimizer, and makes its state before the first step, to load into."""
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
@@ -132,7 +128,7 @@ class _TorchOptimizerRule(UpdateRule):
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """As Rule.update, by the library's own step."""
+        """As UpdateRule.update, by the library's own step."""
         self.steps += 1
         if self.optimizer is None:
             return
@@ -160,7 +156,7 @@ class _TorchOptimizerRule(UpdateRule):
         return tensor.expand(self.masters[index].shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """As Rule.write; state that is one number a row or a column takes it from `values`."""
+        """As UpdateRule.write; state of one number a row or a column takes it from `values`."""
         tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
             return
@@ -179,21 +175,17 @@ class _TorchOptimizerRule(UpdateRule):
         kinds, state = self.library.kinds(master), self.optimizer.state[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            for one in kinds.values():
-                if one is not None:
-                    state[one.key] = master.new_zeros(one.shape(master))
+            for one in filter(None, kinds.values()):
+                state[one.key] = master.new_zeros(one.shape or master.shape)
         return None if kinds[kind] is None else state[kinds[kind].key]
 
 
-def _moments(master: Tensor) -> dict[str, _Kind | None]:
-    return {kind: _Kind(kind) for kind in ("exp_avg", "exp_avg_sq")}
+def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
+    return {kind: _StateTensor(kind) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def _adamw() -> _Library:
-    def make(masters, **options):
-        return torch.optim.AdamW(masters, fused=True, **options)
-
-    return _Library("torch.optim.AdamW, fused", make, _moments)
+    return _Library("torch.optim.AdamW, fused", partial(torch.optim.AdamW, fused=True), _moments)
 
 
 def _apex() -> _Library:
@@ -205,10 +197,7 @@ def _apex() -> _Library:
         )
     from apex.optimizers import FusedAdam
 
-    def make(masters, **options):
-        return FusedAdam(masters, adam_w_mode=True, **options)
-
-    return _Library("NVIDIA apex FusedAdam", make, _moments)
+    return _Library("NVIDIA apex FusedAdam", partial(FusedAdam, adam_w_mode=True), _moments)
 
 
 def _has_fused_adam() -> bool:
@@ -219,33 +208,24 @@ def _has_fused_adam() -> bool:
 
 
 def _sgd(momentum: float) -> _Library:
-    def make(masters, **options):
-        return torch.optim.SGD(masters, momentum=momentum, **options)
-
-    kind = _Kind("momentum_buffer") if momentum else None
-    return _Library("torch.optim.SGD", make, lambda master: {"momentum_buffer": kind})
+    kinds = {"momentum_buffer": _StateTensor("momentum_buffer") if momentum else None}
+    make = partial(torch.optim.SGD, momentum=momentum)
+    return _Library("torch.optim.SGD", make, lambda master: kinds)
 
 
 def _adafactor() -> _Library:
-    def kinds(master: Tensor) -> dict[str, _Kind | None]:
+    def kinds(master: Tensor) -> dict[str, _StateTensor | None]:
         if master.dim() < 2:
-            return {"row_var": _Kind("variance"), "col_var": None}
-        rows, columns = master.shape
-        return {
-            "row_var": _Kind("row_var", lambda m: (rows, 1)),
-            "col_var": _Kind("col_var", lambda m: (1, columns)),
-        }
+            return {"row_var": _StateTensor("variance"), "col_var": None}
+        shapes = {"row_var": (master.shape[0], 1), "col_var": (1, master.shape[1])}
+        return {kind: _StateTensor(kind, shape) for kind, shape in shapes.items()}
 
     return _Library("torch.optim.Adafactor", torch.optim.Adafactor, kinds)
 
 
 def _muon() -> _Library:
-    def make(masters, **options):
-        return torch.optim.Muon(
-            masters, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw", **options
-        )
-
-    kinds = {"exp_avg": _Kind("momentum_buffer"), "exp_avg_sq": None}
+    make = partial(torch.optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+    kinds = {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
     return _Library("torch.optim.Muon on the blocks' matrices", make, lambda master: kinds)
 
 
@@ -254,7 +234,7 @@ def _muon() -> _Library:
 # ------------------------------------------------------------------------------------------------
 
 
-class _Adam8bit(UpdateRule):
+class _Adam8bit:
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
     Masters are flat, of a multiple of BLOCK elements. The codes of the signed map are made
@@ -288,26 +268,16 @@ class _Adam8bit(UpdateRule):
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """As Rule.update, by bitsandbytes' blockwise kernel."""
+        """As UpdateRule.update, by bitsandbytes' blockwise kernel."""
         self.steps += 1
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
+            codes = [of_kind[i] for of_kind in self.codes.values()]
+            scales = [of_kind[i] for of_kind in self.scales.values()]
+            unused = (0.0, 0.0)  # beta3 and alpha belong to another optimizer
+            numbers = (*self.betas, *unused, self.eps, self.steps, lr)
+            states = (*self.maps.values(), *scales)
             self.library.optimizer_update_8bit_blockwise(
-                "adam",
-                gradient,
-                master,
-                self.codes["exp_avg"][i],
-                self.codes["exp_avg_sq"][i],
-                *self.betas,
-                0.0,  # beta3 and alpha belong to another optimizer
-                0.0,
-                self.eps,
-                self.steps,
-                lr,
-                self.maps["exp_avg"],
-                self.maps["exp_avg_sq"],
-                self.scales["exp_avg"][i],
-                self.scales["exp_avg_sq"][i],
-                weight_decay=self.weight_decay,
+                "adam", gradient, master, *codes, *numbers, *states, weight_decay=self.weight_decay
             )
 
     def state_bytes(self) -> int:
@@ -324,7 +294,7 @@ class _Adam8bit(UpdateRule):
         return values[start - first * BLOCK :][: stop - start]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """As Rule.write; ValueError if `start` is not the start of a block."""
+        """As UpdateRule.write; ValueError if `start` is not the start of a block."""
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
