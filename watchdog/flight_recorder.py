@@ -242,10 +242,8 @@ class FlightRecorder:
 
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet."""
-        for operation, _, last in list(self._on_stream):
-            if not last.query():
-                return operation
-        return None
+        waits = list(self._on_stream)
+        return next((operation for operation, _, last in waits if not last.query()), None)
 
     # -- for the watchdog's thread ----------------------------------------------------------
 

@@ -27,11 +27,6 @@ SHOWN_FRAMES = 6
 SHOWN_LINES = 24  # of waits, and of places
 
 
-# ------------------------------------------------------------------------------------------------
-# Text
-# ------------------------------------------------------------------------------------------------
-
-
 def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
     """The report as text for people. case: see monitor.py; out: the run's --out."""
     culprits, graph = case["culprits"], WaitGraph(ranks)
@@ -217,11 +212,6 @@ def _short(frame: str) -> str:
     """A frame with the file's name in place of its path."""
     path, _, rest = frame.partition(":")
     return f"{os.path.basename(path)}:{rest}"
-
-
-# ------------------------------------------------------------------------------------------------
-# Files
-# ------------------------------------------------------------------------------------------------
 
 
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:

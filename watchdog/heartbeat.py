@@ -244,11 +244,6 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-# ------------------------------------------------------------------------------------------------
-# Processes
-# ------------------------------------------------------------------------------------------------
-
-
 def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
     """Every thread's Python stack but that one's, innermost frame first; the main thread first."""
     frames = sys._current_frames()

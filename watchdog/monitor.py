@@ -109,18 +109,14 @@ class Monitor:
 
     def __init__(self, listener: socket.socket, job: dict[str, Any]):
         """job: size, node, out, limit (seconds or None) and password, from start_monitor."""
-        self.listener, self.size, self.node, self.out = (
-            listener,
-            job["size"],
-            job["node"],
-            job["out"],
-        )
-        self.given_limit, self.password = job["limit"], job["password"]
+        self.listener, self.size, self.node = listener, job["size"], job["node"]
+        self.out, self.given_limit, self.password = job["out"], job["limit"], job["password"]
         self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
         self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
         self.dead: list[int] = []  # in order of their deaths
         self.failures: list[tuple[int, float]] = []
+        self.first: Rank | None = None  # that failed, once it has been told to print its error
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.began = self.checked = time.monotonic()
@@ -257,6 +253,8 @@ class Monitor:
             rank.state, rank.error = "failed", message["failed"]
             rank.mistake = message["mistake"]
             self.failures.append((rank.rank, now))
+            if self.first is not None:
+                self._send(rank, {"first": False})
         elif "ending" in message or "goodbye" in message:
             rank.state, self.ending = "left", message.get("ending", self.ending)
             self.left.add(rank.rank)
@@ -356,15 +354,13 @@ class Monitor:
 
     def _let_print(self, first: Rank) -> None:
         """Let the first rank that failed print its error and end; the others print nothing."""
+        self.first = first
         for rank in self.ranks.values():
             if rank.state == "failed":
                 self._send(rank, {"first": rank is first})
         until = time.monotonic() + PRINT_TIMEOUT
         while self._connected(first) and time.monotonic() < until:
-            known = len(self.failures)
             self._receive()
-            for number, _ in self.failures[known:]:
-                self._send(self.ranks[number], {"first": False})
 
     def _report(self, case: dict[str, Any], ranks: Ranks) -> None:
         """Print and write in a thread, because the job must end even if the file system hangs."""
