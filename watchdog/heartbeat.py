@@ -1,4 +1,4 @@
-"""Each rank's connection to the monitor: it sends heartbeats, and ends the rank when told to.
+"""Each rank's connection to the monitor: it sends heartbeats, and ends the rank on its order.
 
     rank 0      starts the monitor, a process of its own (monitor.py); all ranks get its address
     every rank  two connections to it and one thread that sends a heartbeat every second
@@ -44,7 +44,7 @@ FILES_PER_RANK, OTHER_FILES = 2, 32  # that the monitor has open: connections, a
 EXIT_WAIT_SECONDS = 10.0
 ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
-REARM_FRACTION = 0.25  # of the timer's time: older, it is set anew
+REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed
 
 
 def start_monitor(
@@ -169,8 +169,8 @@ class Watchdog:
         self._unanswered += 1
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
-        # If the lock is held, no heartbeat sets the timer anew, and it writes the stacks. It is
-        # not set at each heartbeat: that ends a thread and starts one, most of a heartbeat's cost.
+        # If the lock is held, no heartbeat re-arms the timer, and it writes the stacks. Re-arming
+        # ends a thread and starts one, most of the cost of a heartbeat: not done in each.
         if now - self._armed > REARM_FRACTION * self._dump_after:
             faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now

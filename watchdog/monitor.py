@@ -116,7 +116,7 @@ class Monitor:
         self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
         self.dead: list[int] = []  # in order of their deaths
         self.failures: list[tuple[int, float]] = []
-        self.first: Rank | None = None  # that failed, once it has been told to print its error
+        self.first: Rank | None = None  # that failed, once it may print its error
         self.left: set[int] = set()  # ranks that said goodbye
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.began = self.checked = time.monotonic()
