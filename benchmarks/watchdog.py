@@ -70,8 +70,8 @@ class Pausable(Watchdog):
 class Watch:
     """The records, this rank's watchdog and, on rank 0, the monitor; all on or all off."""
 
-    def __init__(self, context: Context, pieces: trainer.TrainState, out: str):
-        self.mesh, self.recorder, self.null = pieces.factory.mesh, context.recorder, NullRecorder()
+    def __init__(self, context: Context, state: trainer.TrainState, out: str):
+        self.mesh, self.recorder, self.null = state.factory.mesh, context.recorder, NullRecorder()
         self.monitor = None
         self.group_logs = [(group, group.group_log) for group in self.mesh.groups.values()]
         if context.rank == 0:
@@ -97,14 +97,14 @@ class Watch:
         return int(fields[0]) / 1e9
 
 
-def block(pieces: trainer.TrainState, samples, first: int) -> tuple[float, float]:
+def block(state: trainer.TrainState, samples, first: int) -> tuple[float, float]:
     """Wall and processor seconds a step over one block; all ranks begin at the same time."""
-    mesh = pieces.factory.mesh
+    mesh = state.factory.mesh
     mesh.world.all_reduce(torch.zeros(1)).wait()
     wall, processor = time.perf_counter(), time.process_time()
     for step in range(first, first + BLOCK):
         mesh.recorder.begin_step(step)
-        trainer.step(pieces, samples, 4 * step, 1e-4)
+        trainer.step(state, samples, 4 * step, 1e-4)
         mesh.recorder.end_step()
     return (time.perf_counter() - wall) / BLOCK, (time.process_time() - processor) / BLOCK
 
@@ -112,19 +112,19 @@ def block(pieces: trainer.TrainState, samples, first: int) -> tuple[float, float
 def alternate(context: Context, words: list[str], out: str) -> tuple[float, int, float]:
     """Print the row of one layout; returns seconds and records a step, and the monitor's cores."""
     config = validation.check(parse([*SHAPE.split(), *words]), context.size)
-    pieces = trainer.build(config, context)
+    state = trainer.build(config, context)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
-    watch = Watch(context, pieces, out)
-    block(pieces, samples, 0)
+    watch = Watch(context, state, out)
+    block(state, samples, 0)
     before = context.recorder.progress
-    block(pieces, samples, BLOCK)
+    block(state, samples, BLOCK)
     records = (context.recorder.progress - before) // BLOCK
     time.sleep(1.0)  # until the monitor has started
     times, spent, number = {True: [], False: []}, watch.monitor_seconds(), 2
     for i in range(ROUNDS):
         for on in (i % 2 == 0, i % 2 == 1):
             watch.switch(on)
-            times[on].append(block(pieces, samples, BLOCK * number))
+            times[on].append(block(state, samples, BLOCK * number))
             number += 1
     spent = watch.monitor_seconds() - spent
     watch.switch(True)

@@ -3,8 +3,8 @@
     python tests/kill_worker.py FOLDER KILLS SEED
 
 Ranks are forked from this process after its imports, which take most of a start: each is a process
-that runs trainer.main as torchrun would have started it. Prints one JSON object; raises RuntimeError
-if a visible checkpoint is not whole or a resumed run differs.
+that runs trainer.main as torchrun would have started it. Prints one JSON object; RuntimeError if a
+visible checkpoint is not whole or a resumed run differs.
 """
 
 import json

@@ -431,8 +431,10 @@ def calls_to_find_a_hang(size: int) -> int:
         calls += event in ("call", "c_call")
 
     sys.setprofile(count)
-    case = watched._find_hang(1000.0)
-    sys.setprofile(None)
+    try:
+        case = watched._find_hang(1000.0)
+    finally:
+        sys.setprofile(None)
     assert case["kind"] == "hang"
     return calls
 
