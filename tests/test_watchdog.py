@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import fault_worker
 import pytest
@@ -55,7 +56,8 @@ def test_operations_are_numbered_per_group_and_per_peer():
 
 
 def test_a_wait_is_recorded_while_it_lasts_and_its_time_is_kept(monkeypatch):
-    monkeypatch.setattr(flight_recorder.time, "monotonic", lambda: Work.now)
+    clock = SimpleNamespace(monotonic=lambda: Work.now)
+    monkeypatch.setattr(flight_recorder, "time", clock)
     recorder = FlightRecorder()
     recorder.begin_step(7)
     recorder.at("F", 3)
