@@ -1,10 +1,11 @@
-"""Every fault on every axis, again and again: is the job gone in time, is its rank named?
+"""Every fault on every axis, many times: does the job end in time, is the right rank named?
 
-    python benchmarks/faults.py [ROUNDS] [WORKERS]        prints the table; a miss ends it
+    python benchmarks/faults.py [ROUNDS] [WORKERS]        prints the table
 
 Jobs are those of tests/fault_worker.py: real runs of 2 and 4 ranks with one fault, started without
-a launcher, so that the watchdog alone ends them. Layout and culprit are drawn for each round; the
-axis is one on which the culprit has peers. WORKERS such programs run side by side.
+a launcher, so that only the watchdog ends them. Layout and culprit are drawn at random for each
+round; the axis is one on which the culprit has peers. WORKERS such programs run side by side. Exit
+status 1 if a rank was not named correctly or a job did not end in time.
 """
 
 import json
@@ -29,10 +30,11 @@ LAYOUTS = {
     "dp": (("", 2), ("--tp 2", 4), ("--pp 2", 4), ("", 4)),
 }
 SEED = 20261120
+SECONDS_WITHOUT_HANG = 10.0  # in which a job must end that does not hang (else fault_worker.LIMIT)
 
 
 def draw(rounds: int) -> list[dict]:
-    """The jobs: every fault once a round, on the axes in turn; layout and culprit by chance."""
+    """The jobs: every fault once a round, on one axis a round; layout and culprit at random."""
     chance, jobs = random.Random(SEED), []
     for number in range(rounds):
         axis = list(LAYOUTS)[number % len(LAYOUTS)]
@@ -47,7 +49,7 @@ def draw(rounds: int) -> list[dict]:
 
 
 def run(jobs: list[dict], workers: int) -> list[dict]:
-    """The results of all jobs, each worker doing its share one after the other."""
+    """The results of all jobs; each worker runs its share one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         programs = []
         for number in range(workers):
@@ -61,17 +63,17 @@ def run(jobs: list[dict], workers: int) -> list[dict]:
         statuses = [program.wait() for program in programs]
         if any(statuses):
             raise RuntimeError(f"the workers ended with {statuses}")
-        told = "".join(path.read_text() for path in sorted(Path(folder).glob("*/results")))
-    return [json.loads(line) for line in told.splitlines()]
+        lines = "".join(path.read_text() for path in sorted(Path(folder).glob("*/results")))
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def table(results: list[dict]) -> str:
-    """A row per fault and axis: rounds, culprits among ranks 0 and others, named, seconds."""
+    """A row per fault and axis: rounds, how often rank 0 was the culprit, named, seconds."""
     cells = defaultdict(list)
     for result in results:
         cells[result["fault"], result["axis"]].append(result)
     lines = [
-        "| fault | axis | rounds | of rank 0 | named rightly | job gone after, s: median, most |",
+        "| fault | axis | rounds | of rank 0 | named | job ended after, s: median, most |",
         "| --- | --- | --: | --: | --: | --- |",
     ]
     order = FAULTS + LESS_OFTEN
@@ -86,8 +88,16 @@ def table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def check(result: dict) -> None:
+    """RuntimeError if the job did not end as it must, or not in time."""
+    fault_worker.check(result)
+    limit = fault_worker.LIMIT if result["kind"] == "hang" else SECONDS_WITHOUT_HANG
+    if result["seconds"] > limit:
+        raise RuntimeError(f"not in {limit:g} s: {json.dumps(result, indent=1)}")
+
+
 def main() -> None:
-    """Run ROUNDS of each fault on each axis; ends non-zero if one was not named right."""
+    """Run ROUNDS rounds, print the table, and exit with the failures if there are any."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
     workers = int(sys.argv[2]) if len(sys.argv) > 2 else 3
     results = run(draw(rounds), workers)
@@ -95,10 +105,10 @@ def main() -> None:
     missed = []
     for result in results:
         try:
-            fault_worker.check(result)
+            check(result)
         except RuntimeError as error:
             missed.append(str(error))
-    print(f"{len(results) - len(missed)} of {len(results)} as they should be")
+    print(f"{len(results) - len(missed)} of {len(results)} as expected")
     if missed:
         sys.exit("\n".join(missed))
 

@@ -303,7 +303,7 @@ class Checkpointer:
     def _write(self, save: _Save, parts, runs: dict[str, Iterable[np.ndarray]]) -> None:
         """Write this rank's file and tell rank 0; rank 0 completes the checkpoint."""
         key = f"save/{save.progress.iteration}"
-        self.recorder.aside_at("writes its shard")
+        self.recorder.background_at("writes its shard")
         try:
             try:
                 told = self._write_own(save, parts, runs)
@@ -314,8 +314,8 @@ class Checkpointer:
                     told["error"] += f", {free / 1e6:.1f} MB are left"
             self.board.tell(key, told)
             if self.first:
-                told = self.board.collect(key, self.recorder.aside_at)
-                self.recorder.aside_at("completes the checkpoint")
+                told = self.board.collect(key, self.recorder.background_at)
+                self.recorder.background_at("completes the checkpoint")
                 self._complete(save, told)
         except (OSError, TimeoutError) as error:
             shutil.rmtree(save.hidden, ignore_errors=True)
@@ -323,7 +323,7 @@ class Checkpointer:
         except BaseException as error:  # handed to the main thread, which raises it
             save.bug = error
         save.seconds = time.perf_counter() - save.began
-        self.recorder.aside_at(None)
+        self.recorder.background_at(None)
 
     def _write_own(self, save: _Save, parts, runs) -> dict[str, Any] | None:
         """Write this rank's file; what rank 0 must know of it, None if there is nothing."""
@@ -349,7 +349,7 @@ class Checkpointer:
         """The same elements in runs of RECORDED_ELEMENTS: a long write is not taken for a hang."""
         for run in runs:
             for start in range(0, len(run), RECORDED_ELEMENTS):
-                self.recorder.aside_at("writes its shard")
+                self.recorder.background_at("writes its shard")
                 yield run[start : start + RECORDED_ELEMENTS]
 
     def _complete(self, save: _Save, told: list[dict[str, Any] | None]) -> None:

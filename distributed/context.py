@@ -5,7 +5,6 @@
     with cluster.failing_loudly():        # an exception on one rank ends all ranks, non-zero
         ...
     cluster.stop()
-    python cluster.py explain OUT         # once more, who was the cause of a hang in that run
 
 torch and mpi4py are imported in the functions that need them, so that a user's mistake is
 answered before the seconds these imports take.
@@ -29,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from config.messages import Parser, UserError, exit_with
+from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed.launch import Launch, Local, cores_asked_for, find_local, job_nodes, node_name
 from distributed.placement import (
@@ -42,7 +41,6 @@ from distributed.placement import (
     share_of_cores,
 )
 from watchdog.flight_recorder import FlightRecorder
-from watchdog.hang_report import explain
 from watchdog.heartbeat import Watchdog, start_monitor
 
 # The last resort, of torch's own: long before it, the watchdog has said who is missing and why.
@@ -449,24 +447,3 @@ def _device_name(device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device)
-
-
-# ------------------------------------------------------------------------------------------------
-# The command line
-# ------------------------------------------------------------------------------------------------
-
-
-def run_command(arguments: list[str]) -> None:
-    """explain OUT: print the report of a hang or a death once more; raises UserError."""
-    parser = Parser(description="What became of a run.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("explain", help="who was the cause of a hang or a death")
-    command.add_argument("out", metavar="DIR", help="the run's --out folder")
-    print(explain(parser.parse_args(arguments).out))
-
-
-if __name__ == "__main__":
-    try:
-        run_command(sys.argv[1:])
-    except UserError as mistake:
-        exit_with(mistake)

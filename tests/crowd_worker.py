@@ -1,12 +1,12 @@
-"""A monitor and a crowd: hundreds of ranks that only beat, all spoken for by this one process.
+"""A monitor and hundreds of ranks that only send heartbeats, all of them in this process.
 
     python tests/crowd_worker.py FOLDER RANKS      prints one JSON object
 
-What the monitor does for a large job does not need one: its ranks are connections that send what
-watchdog.Watchdog sends, in a layout of tp 4, pp 8 and as many replicas as there are. They beat for
-a while; then one of them stays in the data loader, all others in a collective of the world that it
-has not entered. Told are the cores that the monitor took while all went well, whom it named, and
-how long after the hang the ranks were told to end (--hang-timeout is 3 s here).
+To load the monitor as a large job does, connections are enough that send what heartbeat.Watchdog
+sends, in a layout of tp 4, pp 8 and as many replicas as there are. After a while one rank stays in
+the data loader and all others in a collective of the world that it has not entered. The result has
+the cores that the monitor used before that, the rank that it named, and the seconds from the hang
+to the order to end (--hang-timeout is 3 s here).
 """
 
 import json
@@ -20,28 +20,28 @@ from pathlib import Path
 
 from config.schema import Layout, coordinates
 from watchdog.flight_recorder import RING, FlightRecorder, Operation
-from watchdog.heartbeat import RECORDS_IN_A_BEAT, Memory, start_monitor, start_of
+from watchdog.heartbeat import BEAT_RECORDS, MemoryReader, encode, start_monitor, start_time
 
 TP, PP = 4, 8
 LIMIT = 3.0  # --hang-timeout
-SECONDS_WELL, SECONDS_AT_MOST = 5.0, 90.0
+MEASURED_SECONDS, MAX_SECONDS = 5.0, 90.0
 FRAMES = ["/home/user/trine/train.py:100 in step: loss = pipeline.train(batches)"] * 20
 
 
 class Work:
-    """A handle."""
+    """A handle of an operation that has ended."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
 
 class Rank:
-    """One of the crowd: its records and its two connections."""
+    """One rank: its records and its two connections."""
 
     def __init__(self, rank: int, size: int, address: tuple[str, int, str]):
-        host, port, token = address
+        host, port, password = address
         self.rank, self.recorder, self.received = rank, FlightRecorder(), b""
-        stage = size // PP  # ranks of one
+        stage = size // PP  # ranks of a stage
         axes = Layout(tp=TP, pp=PP, dp=stage // TP).axes
         tp, pp, dp = (coordinates(rank, axes)[axis] for axis in ("tp", "pp", "dp"))
         pipeline = tuple(range(rank % stage, size, stage))
@@ -58,75 +58,72 @@ class Rank:
         self.operation("world").wait()
         process = {
             "pid": os.getpid(),
-            "started": start_of(os.getpid()),
+            "started": start_time(os.getpid()),
             "node": f"n{1 + rank // 8}",
         }
         self.stacks = socket.create_connection((host, port))
-        self.stacks.sendall(line({"stacks": rank, "token": token}))
-        self.talk = socket.create_connection((host, port))
-        self.talk.sendall(line({"hello": rank, "token": token, **process}))
-        told = {"groups": self.recorder.groups(), "coordinates": self.recorder.coordinates}
-        self.talk.sendall(line(told))
+        self.stacks.sendall(encode({"stacks": rank, "password": password}))
+        self.messages = socket.create_connection((host, port))
+        self.messages.sendall(encode({"rank": rank, "password": password, **process}))
+        groups = {"groups": self.recorder.groups(), "coordinates": self.recorder.coordinates}
+        self.messages.sendall(encode(groups))
 
     def operation(self, role: str) -> Operation:
-        """The next collective of one of its groups, under way."""
+        """The next collective of one of its groups, started."""
         return self.group_logs[role].enter("all_reduce", 4096).under_way(Work())
 
-    def beat(self, used: dict[str, int]) -> None:
+    def beat(self, memory: dict[str, int]) -> None:
         """As Watchdog._beat."""
-        snapshot = self.recorder.snapshot(RECORDS_IN_A_BEAT)
-        self.talk.sendall(line({"beat": snapshot, "memory": used, "sent": time.monotonic()}))
+        snapshot = self.recorder.snapshot(BEAT_RECORDS)
+        message = {"beat": snapshot, "memory": memory, "sent": time.monotonic()}
+        self.messages.sendall(encode(message))
 
     def listen(self) -> list[dict]:
-        """What the monitor has said."""
-        *lines, self.received = (self.received + self.talk.recv(1 << 16)).split(b"\n")
+        """The monitor's messages."""
+        *lines, self.received = (self.received + self.messages.recv(1 << 16)).split(b"\n")
         return [json.loads(one) for one in lines]
 
-    def look(self, used: dict[str, int]) -> None:
-        """As Watchdog._tell_all."""
+    def send_status(self, memory: dict[str, int]) -> None:
+        """As Watchdog._send_status."""
         status = {"snapshot": self.recorder.snapshot(RING), "stacks": {"main": FRAMES}}
-        self.talk.sendall(line({"status": status | {"memory": used, "processes": {}}}))
+        self.messages.sendall(encode({"status": status | {"memory": memory, "processes": {}}}))
 
     def close(self) -> None:
         """As a process that ends."""
-        self.talk.close()
+        self.messages.close()
         self.stacks.close()
 
 
-def line(message: dict) -> bytes:
-    return json.dumps(message).encode() + b"\n"
-
-
 def processor_seconds(pid: int) -> float:
-    """What a process has taken so far."""
+    """Processor time of a process so far."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 class Crowd:
-    """All ranks, and the time they live in."""
+    """All ranks and their monitor."""
 
     def __init__(self, size: int, out: Path):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         address, self.monitor = start_monitor("127.0.0.1", "n0", size, str(out), LIMIT)
         self.ranks = [Rank(rank, size, address) for rank in range(size)]
-        self.used, self.selector = Memory().read(), selectors.DefaultSelector()
+        self.memory, self.selector = MemoryReader().read(), selectors.DefaultSelector()
         for rank in self.ranks:
-            self.selector.register(rank.talk, selectors.EVENT_READ, rank)
+            self.selector.register(rank.messages, selectors.EVENT_READ, rank)
 
-    def live(self, seconds: float, moving: bool) -> bool:
-        """Beat and answer until told to end (then True), or for so long."""
+    def run(self, seconds: float, moving: bool) -> bool:
+        """Send heartbeats and answers for so long; True as soon as the monitor says to end."""
         until, due = time.monotonic() + seconds, 0.0
         while time.monotonic() < until:
             if time.monotonic() >= due:
                 due = time.monotonic() + 1.0
                 for rank in self.ranks:
                     rank.recorder.progress += moving
-                    rank.beat(self.used)
+                    rank.beat(self.memory)
             for key, _ in self.selector.select(0.05):
                 for message in key.data.listen():
-                    if "look" in message:
-                        key.data.look(self.used)
+                    if "inspect" in message:
+                        key.data.send_status(self.memory)
                     if "end" in message:
                         return True
         return False
@@ -143,21 +140,20 @@ class Crowd:
 def main() -> None:
     out, size = Path(sys.argv[1]), int(sys.argv[2])
     crowd, culprit = Crowd(size, out), size // 3
-    crowd.live(2.0, moving=True)
-    taken, began = processor_seconds(crowd.monitor.pid), time.monotonic()
-    crowd.live(SECONDS_WELL, moving=True)
-    seconds_well = time.monotonic() - began
-    taken = processor_seconds(crowd.monitor.pid) - taken
+    crowd.run(2.0, moving=True)
+    before, began = processor_seconds(crowd.monitor.pid), time.monotonic()
+    crowd.run(MEASURED_SECONDS, moving=True)
+    cores = (processor_seconds(crowd.monitor.pid) - before) / (time.monotonic() - began)
     crowd.hang(culprit)
     began = time.monotonic()
-    ended = crowd.live(SECONDS_AT_MOST, moving=False)
+    ended = crowd.run(MAX_SECONDS, moving=False)
     seconds = time.monotonic() - began
     for rank in crowd.ranks:
         rank.close()
-    status, case = crowd.monitor.wait(60), out / "hang/case.json"
-    told = json.loads(case.read_text()) if case.exists() else {}
-    result = {"ranks": size, "cores": round(taken / seconds_well, 3), "status": status}
-    result |= {"ended": ended, "culprit": culprit, "named": told.get("culprits")}
+    status, path = crowd.monitor.wait(60), out / "hang/case.json"
+    case = json.loads(path.read_text()) if path.exists() else {}
+    result = {"ranks": size, "cores": round(cores, 3), "status": status}
+    result |= {"ended": ended, "culprit": culprit, "named": case.get("culprits")}
     result |= {"seconds": round(seconds, 1), "files": len(list(out.glob("hang/rank_*.json")))}
     print(json.dumps(result))
 

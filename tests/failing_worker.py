@@ -1,4 +1,4 @@
-"""A rank that fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
+"""One of several ranks fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
 
 import resource
 import sys

@@ -1,10 +1,10 @@
-"""Starts two ranks again and again, kills one at a random moment, and looks at what is left.
+"""Starts two ranks many times, kills one at a random moment, and checks the checkpoints.
 
     python tests/kill_worker.py FOLDER KILLS SEED
 
-Ranks are forked from this process after its imports, which are most of a start: each is a process
-of its own that runs trainer.main as torchrun would have started it, and SIGKILL is SIGKILL. Prints
-one JSON object with what happened; a broken promise ends it with an error.
+Ranks are forked from this process after its imports, which take most of a start: each is a process
+that runs trainer.main as torchrun would have started it. Prints one JSON object; RuntimeError if a
+visible checkpoint is not whole or a resumed run differs.
 """
 
 import json
@@ -27,7 +27,7 @@ SHAPE = (
     "--layers 1 --hidden 32 --heads 4 --seq-length 8 --vocab-size 31 --global-batch-size 4 "
     "--lr 1e-3 --lr-schedule constant --device cpu"
 )
-SECONDS_TO_START = 60.0
+START_TIMEOUT = 60.0
 
 
 def launch(folder: Path, words: list[str], ranks: int = RANKS) -> list[int]:
@@ -42,30 +42,30 @@ def launch(folder: Path, words: list[str], ranks: int = RANKS) -> list[int]:
 
 
 def free_port() -> int:
-    """A port below those that the system gives to whoever connects: nobody takes it meanwhile."""
+    """A port below the ephemeral range, so that no outgoing connection takes it before its use."""
     while True:
         port = random.randrange(10_000, 30_000)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
-            except OSError:  # somebody listens there
+            except OSError:  # in use
                 continue
         return port
 
 
-def be_torchruns(rank: int, ranks: int, port: int) -> None:
-    """Set the variables that torchrun would have set."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({key: str(value) for key, value in places.items()})
+def set_torchrun_variables(rank: int, ranks: int, port: int) -> None:
+    """Set the environment variables that torchrun would have set."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    values |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({key: str(value) for key, value in values.items()})
 
 
 def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) -> None:
-    """What a forked process does: a rank of train.py; never returns."""
+    """A forked process: a rank of train.py; never returns."""
     output = os.open(folder / f"rank{rank}.log", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    be_torchruns(rank, ranks, port)
+    set_torchrun_variables(rank, ranks, port)
     status = 1
     try:
         config = validation.check(parse(words), ranks)
@@ -77,8 +77,8 @@ def be_rank(rank: int, ranks: int, port: int, folder: Path, words: list[str]) ->
 
 
 def wait_for_first_row(metrics: Path, since: int, ids: list[int]) -> None:
-    """Until this run has written a row; RuntimeError if a rank ended before, or it takes long."""
-    limit = time.monotonic() + SECONDS_TO_START
+    """Wait for a row of this run; RuntimeError if a rank ends before, or after START_TIMEOUT."""
+    limit = time.monotonic() + START_TIMEOUT
     while not has_row(metrics, since):
         ended = [rank for rank, i in enumerate(ids) if os.waitpid(i, os.WNOHANG)[0]]
         if ended or time.monotonic() > limit:
@@ -87,7 +87,7 @@ def wait_for_first_row(metrics: Path, since: int, ids: list[int]) -> None:
 
 
 def has_row(metrics: Path, since: int) -> bool:
-    """Whether the file has been written since; a run that starts moves an earlier one's aside."""
+    """Whether the file has been written since; a run that starts renames an earlier run's file."""
     try:
         found = metrics.stat()
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def logs(folder: Path) -> str:
 
 
 def kill(ids: list[int], victim: int, delay: float) -> None:
-    """SIGKILL a rank, and a little later what is left, as a launcher does."""
+    """SIGKILL a rank, and after `delay` seconds the others, as a launcher does."""
     os.kill(ids[victim], signal.SIGKILL)
     time.sleep(delay)
     for i in ids:
@@ -128,15 +128,15 @@ def rows(folder: Path) -> list[list[dict]]:
 
 
 def visible(folder: Path) -> int:
-    """The newest visible step while ranks are at work."""
+    """The newest visible step while ranks run."""
     return max(
         map(file_format.step_of, file_format.list_checkpoints(str(folder / "checkpoints"))),
         default=0,
     )
 
 
-def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dict:
-    """Kill runs at random moments; how often a save was under way, and the last step reached."""
+def kill_repeatedly(folder: Path, kills: int, chance: random.Random) -> dict:
+    """Kill runs at random moments; how many during a save, and the last step reached."""
     saving = ["--save-every", "1", "--keep-last", "3", "--resume", "auto", "--steps", "1000000"]
     words = [*SHAPE.split(), "--out", str(folder), *saving]
     during_save, resumed, last = 0, [], 0
@@ -146,7 +146,7 @@ def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dic
         try:
             wait_for_first_row(folder / "metrics.jsonl", since, ids)
         except BaseException:
-            for i in ids:  # a test that fails must not leave its ranks at work
+            for i in ids:  # a failing test must not leave its ranks running
                 os.kill(i, signal.SIGKILL)
             raise
         time.sleep(chance.uniform(0.0, 0.3))
@@ -164,7 +164,7 @@ def kill_again_and_again(folder: Path, kills: int, chance: random.Random) -> dic
 
 
 def finish(folder: Path, words: list[str]) -> None:
-    """A run to its end, whose ranks must end with status 0."""
+    """Run to the end; RuntimeError if a rank ends with another status than 0."""
     folder.mkdir(exist_ok=True)
     ids = launch(folder, words)
     statuses = [os.waitpid(i, 0)[1] for i in ids]
@@ -176,7 +176,7 @@ def main() -> None:
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     killed, straight = folder / "killed", folder / "straight"
     killed.mkdir()
-    result = kill_again_and_again(killed, kills, random.Random(seed))
+    result = kill_repeatedly(killed, kills, random.Random(seed))
     total = result["last"] + 5
     words = [*SHAPE.split(), "--steps", str(total)]
     finish(killed, [*words, "--out", str(killed), "--save-every", str(total), "--resume", "auto"])

@@ -1,6 +1,6 @@
 """train.py with a pause in every step: `python THIS SECONDS ARGUMENTS...`.
 
-For tests of time limits: a run of known length that costs little.
+For tests of time limits: a run of known length that takes little processor time.
 """
 
 import sys
@@ -15,11 +15,11 @@ from distributed.stop_conditions import listen
 
 def main() -> None:
     signals, launch, pause = listen(), discover(), float(sys.argv[1])
-    own = trainer.step
+    step = trainer.step
 
     def paced(*arguments):
         time.sleep(pause)
-        return own(*arguments)
+        return step(*arguments)
 
     trainer.step = paced
     trainer.main(validation.check(parse(sys.argv[2:]), launch.size), launch, signals)

@@ -1,8 +1,10 @@
-"""Who hangs or died, and why: every rank is watched, and the whole job ends with a report.
+"""Finds the rank that hangs or died, and ends the whole job with a report.
 
-flight_recorder  what each rank does and did last; used by the groups of `distributed`
+flight_recorder  what each rank does and did last; written by the groups of `distributed`
 heartbeat        each rank's connection to the monitor; started by distributed.context
-monitor          the process that watches all ranks (python -m watchdog.monitor)
-wait_graph       who waits for whom, and where the waits end
-hang_report      the report in words, and its files
+monitor          the process that watches all ranks; started by heartbeat
+wait_graph       which rank waits for which, and where the chains of waits end
+hang_report      the report as text and as files (python -m watchdog.hang_report OUT)
+
+From outside: FlightRecorder, GroupLog, Watchdog, start_monitor.
 """

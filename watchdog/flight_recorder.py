@@ -1,16 +1,16 @@
-"""What a rank does and did last: the records from which a hang is explained and a step is drawn.
+"""What a rank does and did last: the records that explain a hang and from which a step is drawn.
 
-    recorder = Recorder()                            one per rank; cluster.start makes it
+    recorder = FlightRecorder()                      one per rank, made by distributed.context
     recorder.begin_step(7)
     recorder.at("F", 3)                              now: the forward of micro-batch 3
-    book = recorder.book("tp", (4, 5))               one per group, kept by collectives.Group
-    operation = book.enter("all_reduce", 4096)       before the call, for the call itself may hang
+    group_log = recorder.group_log("tp", (4, 5))     one per group, kept by collectives.Group
+    operation = group_log.enter("all_reduce", 4096)  before the call, because the call may hang
     operation.under_way(handle).wait()
 
-Operations of a group are numbered on each rank, so ranks can be compared: who never entered the
-one that the others wait in? Only the thread that trains writes here; the watchdog's thread reads.
-There are no locks: a record is an object put into a ring, and a number that is one off for a
-microsecond harms nobody. benchmarks/watchdog.py has what it costs.
+Each rank numbers the operations of a group, so ranks can be compared: the one that never entered
+the operation in which the others wait has a lower count. The training thread writes, the watchdog's
+thread reads, without locks: a count that is out of date by a microsecond does no harm.
+benchmarks/watchdog.py measures the cost.
 """
 
 import statistics
@@ -21,14 +21,16 @@ from contextlib import contextmanager
 from typing import Any
 
 RING = 256  # records kept
-STEPS = 101  # durations of steps kept, for their median
+STEPS = 101  # step durations kept, for their median
 DEVICE_WAITS = 4096  # waits on a GPU's stream kept until they are timed
 
 
 class Operation:
-    """One collective or message: entered, perhaps waited for, done. It is its own handle.
+    """One collective or message of this rank: entered, perhaps waited for, ended.
 
-    `number` counts the group's collectives, or the messages to or from that one `peer`, from 1.
+    It takes the place of torch's handle: `wait` waits for that one and records the time. `number`
+    counts the collectives of the group, or the messages to or from one `peer`, from 1; `bytes` is
+    the size on this rank; `entered`, `waited_since` and `ended` are times of time.monotonic().
     """
 
     __slots__ = (
@@ -47,27 +49,21 @@ class Operation:
     def __init__(
         self, group_log: "GroupLog", kind: str, number: int, size: int, peer: int | None = None
     ):
-        self.group_log, self.kind, self.number, self.bytes, self.peer = (
-            group_log,
-            kind,
-            number,
-            size,
-            peer,
-        )
         recorder = group_log.recorder
-        self.place = recorder.place
+        self.group_log, self.kind, self.number = group_log, kind, number
+        self.bytes, self.peer, self.place = size, peer, recorder.place
         self.entered, self.waited_since, self.ended = time.monotonic(), None, None
         self.handle = None
         recorder.ring.append(self)
         recorder.progress += 1
 
     def under_way(self, handle) -> "Operation":
-        """Take the handle of what was started; returns itself."""
+        """Keep the handle of the started operation; returns itself."""
         self.handle = handle
         return self
 
     def wait(self) -> None:
-        """Wait for the handle, on record; a second call has nothing to wait for."""
+        """Wait for the handle and record it; a second call returns at once."""
         if self.handle is None:
             return
         recorder = self.group_log.recorder
@@ -87,12 +83,12 @@ class Operation:
 
     def name(self) -> str:
         """`all_reduce 12 of tp`, or `receive 3 of forward from 1`, by position in the group."""
-        side = (
-            "" if self.peer is None else f" {'to' if self.kind == 'send' else 'from'} {self.peer}"
-        )
-        return f"{self.kind} {self.number} of {self.group_log.role}{side}"
+        name = f"{self.kind} {self.number} of {self.group_log.role}"
+        if self.peer is None:
+            return name
+        return f"{name} {'to' if self.kind == 'send' else 'from'} {self.peer}"
 
-    def told(self, now: float) -> dict[str, Any]:
+    def to_dict(self, now: float) -> dict[str, Any]:
         """The record as plain values; times as seconds before `now`."""
         return {
             "kind": self.kind,
@@ -102,78 +98,77 @@ class Operation:
             "bytes": self.bytes,
             "peer": None if self.peer is None else self.group_log.ranks[self.peer],
             "place": self.place,
-            "seconds": _before(self.entered, now),
-            "waiting": _before(self.waited_since, now),
-            "ended": _before(self.ended, now),
+            "seconds": _seconds_before(now, self.entered),
+            "waiting": _seconds_before(now, self.waited_since),
+            "ended": _seconds_before(now, self.ended),
         }
 
 
-def _before(moment: float | None, now: float) -> float | None:
-    return None if moment is None else round(now - moment, 3)
-
-
 class GroupLog:
-    """The operations of one group as this rank has entered them, counted."""
+    """Counts the operations of one group that this rank has entered."""
 
     def __init__(self, recorder: "FlightRecorder", role: str, ranks: tuple[int, ...]):
         self.recorder, self.role, self.ranks = recorder, role, ranks
-        self.entered = 0
-        self.sent: dict[int, int] = {}  # by position in the group
+        self.entered = 0  # collectives
+        self.sent: dict[int, int] = {}  # messages, by position in the group
         self.received: dict[int, int] = {}
 
     def enter(self, kind: str, size: int) -> Operation:
-        """A collective of `size` bytes on this rank is about to start."""
+        """Record a collective of `size` bytes on this rank, before it starts."""
         self.entered += 1
         return Operation(self, kind, self.entered, size)
 
     def enter_send(self, size: int, to: int) -> Operation:
-        """A message to the group's rank `to` is about to leave."""
+        """Record a message of `size` bytes to the group's rank `to`, before it starts."""
         number = self.sent[to] = self.sent.get(to, 0) + 1
         return Operation(self, "send", number, size, to)
 
     def enter_receive(self, size: int, source: int) -> Operation:
-        """A message from the group's rank `source` is about to be asked for."""
+        """Record a message of `size` bytes from the group's rank `source`, before it starts."""
         number = self.received[source] = self.received.get(source, 0) + 1
         return Operation(self, "receive", number, size, source)
 
 
 class FlightRecorder:
-    """The records of one rank, and where it stands now.
+    """The records of one rank: its last operations and actions, and what it does now.
 
-    `new_event` makes a timing CUDA event where waits are those of a stream (nccl), else None.
+    new_event: makes a timing CUDA event where a wait makes the stream wait and not the host
+    (nccl); None where the host waits (gloo). place: phase, step, action, micro-batch. coordinates:
+    position of this rank on the axes of the mesh, such as {"tp": 0, "pp": 1, "dp": 0}; the mesh
+    sets it. progress: grows with every record; a rank whose progress does not grow may hang.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
         self.ring: deque = deque(maxlen=RING)
         self.group_logs: list[GroupLog] = []
-        self.coordinates: dict[str, int] = {}  # of this rank in the mesh: tp, pp, dp
-        self.place = ("start", 0, "start", None)  # phase, step, action, micro-batch
-        self.since = time.monotonic()
-        self.progress = 0  # grows with every record; standing still is what a hang looks like
+        self.coordinates: dict[str, int] = {}
+        self.place = ("start", 0, "start", None)
+        self.since = time.monotonic()  # when it came to that place
+        self.progress = 0
         self.waiting: Operation | None = None
         self.waited = 0.0  # seconds in waits since `take_waited`
-        self.aside: dict[str, Any] | None = None  # what the checkpoint's thread does
-        self.aside_progress = 0
-        self.joined: dict[str, Any] | None = None  # a wait that is no operation
+        self.background: dict[str, Any] | None = None  # what the checkpoint's thread does
+        self.background_progress = 0  # that thread's own count: two threads never write one
+        self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque = deque(maxlen=STEPS)
         self.steps_done = 0
-        self.spans: list[tuple] | None = None  # while a step is drawn (steptrace.py)
+        self.spans: list[tuple] | None = None  # while a step is drawn (telemetry/step_trace.py)
         self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
         self.new_event, self._events, self._on_stream = new_event, [], deque(maxlen=DEVICE_WAITS)
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
-        """The book of a group; groups of the same ranks and role share one."""
+        """The log of a group; groups of the same ranks and role share one."""
         for group_log in self.group_logs:
             if (group_log.role, group_log.ranks) == (role, ranks):
                 return group_log
         self.group_logs.append(GroupLog(self, role, ranks))
         return self.group_logs[-1]
 
-    # -- where it stands --------------------------------------------------------------------
+    # -- what the rank does now -------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
         """A training step begins."""
-        self.take_waited()  # what was waited between steps belongs to none
+        self.take_waited()  # discards the waits between steps
         self._move(("train", step, "begin", None))
         self._step_began = self.since
 
@@ -183,7 +178,7 @@ class FlightRecorder:
         self.steps_done += 1
 
     def enter(self, phase: str) -> None:
-        """What is not a training step begins: evaluate, save, load, end."""
+        """A phase other than a training step begins: evaluate, save, load, end."""
         self._move((phase, self.place[1], phase, None))
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
@@ -201,27 +196,28 @@ class FlightRecorder:
         self.progress += 1
 
     @contextmanager
-    def waiting_for(self, what: str, ranks: Sequence[int] = ()):
-        """A wait that is no operation of a group: `store` (for `ranks`), `device` or `writer`.
+    def waiting_for(self, kind: str, ranks: Sequence[int] = ()):
+        """A wait that is not an Operation: `store` (for `ranks`), `device` or `writer`.
 
-        An exception leaves it standing: that is where the rank failed.
+        Not cleared by an exception, so that the report shows in which wait the rank failed.
         """
-        self.joined = {"kind": what, "ranks": list(ranks), "began": time.monotonic()}
+        self.other_wait = {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
         yield
-        self.joined = None
+        self.other_wait = None
         self.progress += 1
 
-    def aside_at(self, what: str | None, ranks: Sequence[int] = ()) -> None:
-        """The checkpoint's thread goes on: it writes, waits for `ranks`, or has ended (None)."""
-        self.aside = what and {"kind": what, "ranks": list(ranks), "began": time.monotonic()}
-        self.aside_progress += 1
+    def background_at(self, kind: str | None, ranks: Sequence[int] = ()) -> None:
+        """What the checkpoint's thread does from now on, or waits for (`ranks`); None: ended."""
+        self.background = kind and {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
+        self.background_progress += 1
 
     # -- time in waits ----------------------------------------------------------------------
 
     def take_waited(self) -> float:
-        """Seconds spent in waits since the last call; on nccl, seconds that the stream spent.
+        """Seconds in waits since the last call: of the host, or on nccl of the device's stream.
 
-        Of a stream's waits those count that have passed: call it after the step's last `values`.
+        A stream's wait counts when the stream has passed it: call this after the step's last
+        `values`, which waits for the device.
         """
         waited, self.waited = self.waited, 0.0
         if self.new_event is None:
@@ -234,9 +230,9 @@ class FlightRecorder:
         return waited
 
     def wait_on_stream(self, operation: Operation) -> None:
-        """The handle's wait between two events: the host goes on, the stream waits.
+        """Wait for the handle between two events: the stream waits, the host goes on.
 
-        Until the second has passed, the device has not: that is how a hang is seen from here.
+        The device has passed the operation when it has passed the second event.
         """
         first, last = (self._events.pop() if self._events else self.new_event() for _ in range(2))
         first.record()
@@ -246,36 +242,33 @@ class FlightRecorder:
 
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet."""
-        for operation, _, last in list(self._on_stream):
-            if not last.query():
-                return operation
-        return None
+        waits = list(self._on_stream)
+        return next((operation for operation, _, last in waits if not last.query()), None)
 
-    # -- what is told -----------------------------------------------------------------------
+    # -- for the watchdog's thread ----------------------------------------------------------
 
     def snapshot(self, records: int) -> dict[str, Any]:
-        """Where the rank stands and its last records, as plain values; for the other thread."""
+        """What the rank does now and its last `records` records, as plain values."""
         now = time.monotonic()
         phase, step, action, micro_batch = self.place
-        waiting = self.waiting
-        device = self.device_waits_for()
-        joined, aside = self.joined, self.aside
-        if waiting is None and (joined is None or joined["kind"] == "device"):
-            waiting = device  # the host may stand anywhere behind it: its queue is full, say
+        waiting, device = self.waiting, self.device_waits_for()
+        other, background = self.other_wait, self.background
+        if waiting is None and (other is None or other["kind"] == "device"):
+            waiting = device  # the host may be at any later place, its launch queue full
         return {
             "phase": phase,
             "step": step,
             "action": action,
             "micro_batch": micro_batch,
-            "since": _before(self.since, now),
-            "progress": self.progress + self.aside_progress,
+            "since": _seconds_before(now, self.since),
+            "progress": self.progress + self.background_progress,
             "steps_done": self.steps_done,
             "median_step": statistics.median(self.steps) if self.steps else 0.0,
-            "wait": waiting.told(now) if waiting else _told(joined, now),
-            "device": device.told(now) if device else None,
-            "aside": _told(aside, now),
-            "counts": [(b.entered, b.sent, b.received) for b in list(self.group_logs)],
-            "last": [_told_record(r, now) for r in list(self.ring)[-records:]],
+            "wait": waiting.to_dict(now) if waiting else _wait_to_dict(other, now),
+            "device": device.to_dict(now) if device else None,
+            "background": _wait_to_dict(background, now),
+            "counts": [(g.entered, g.sent, g.received) for g in list(self.group_logs)],
+            "last": [_record_to_dict(r, now) for r in list(self.ring)[-records:]],
         }
 
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -283,14 +276,27 @@ class FlightRecorder:
         return [(group_log.role, group_log.ranks) for group_log in list(self.group_logs)]
 
 
-def _told(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
+def describe_place(snapshot: dict[str, Any]) -> str:
+    """What a snapshot's rank does: `step 7, F of micro-batch 3`."""
+    action, phase, batch = snapshot["action"], snapshot["phase"], snapshot["micro_batch"]
+    parts = [f"step {snapshot['step']}"] if snapshot["step"] else []
+    parts += [phase] if phase not in ("train", action) else []
+    return ", ".join([*parts, action if batch is None else f"{action} of micro-batch {batch}"])
+
+
+def _seconds_before(now: float, moment: float | None) -> float | None:
+    return None if moment is None else round(now - moment, 3)
+
+
+def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
     if not wait:
         return None
-    return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": _before(wait["began"], now)}
+    seconds = _seconds_before(now, wait["began"])
+    return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": seconds}
 
 
-def _told_record(record, now: float) -> dict[str, Any]:
+def _record_to_dict(record, now: float) -> dict[str, Any]:
     if isinstance(record, Operation):
-        return record.told(now)
+        return record.to_dict(now)
     place, moment = record
-    return {"place": place, "seconds": _before(moment, now)}
+    return {"place": place, "seconds": _seconds_before(now, moment)}

@@ -1,14 +1,14 @@
-"""The report of a hang or a death: told from records alone, again at any time.
+"""The report of a hang or a death: its text and its files.
 
-    python cluster.py explain OUT          prints the report of OUT/hang once more
+    python -m watchdog.hang_report OUT         prints the report in OUT/hang again
 
-The monitor writes, and this reads:
+The monitor writes, with `format_report` and `write_files`:
 
+    OUT/hang/report.txt         the report as it was printed
+    OUT/hang/rank_00003.json    one rank: what it did, its last records, its groups, its stacks
     OUT/hang/case.json          what was seen: a hang, a death, a failure; when; the culprits
-    OUT/hang/report.txt         what was printed
-    OUT/hang/rank_00003.json    one rank: where it stood, its last records, its groups, its stacks
 
-Who is the cause is found in waits.py.
+wait_graph.py finds the culprits.
 """
 
 import functools
@@ -16,35 +16,32 @@ import json
 import os
 from typing import Any
 
-from config.messages import UserError, number_ranges
-from watchdog.heartbeat import standing
-from watchdog.wait_graph import Ranks, Waits
+from config.messages import Parser, UserError, exit_with, number_ranges
+from watchdog.flight_recorder import describe_place
+from watchdog.wait_graph import Ranks, WaitGraph
 
 _ranges = functools.partial(number_ranges, between=", ")
+_RULE = "=" * 80  # the first and the last line
+SHOWN_CULPRITS = 8
 SHOWN_FRAMES = 6
 SHOWN_LINES = 24  # of waits, and of places
 
 
-# ------------------------------------------------------------------------------------------------
-# The report
-# ------------------------------------------------------------------------------------------------
-
-
-def tell(case: dict[str, Any], ranks: Ranks, out: str) -> str:
-    """The report, for people to read."""
-    found, waits = case["culprits"], Waits(ranks)
-    lines = ["", "=" * 80, _headline(case, ranks)]
-    for rank in found[:8]:
+def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
+    """The report as text for people. case: see monitor.py; out: the run's --out."""
+    culprits, graph = case["culprits"], WaitGraph(ranks)
+    lines = ["", _RULE, _headline(case, ranks)]
+    for rank in culprits[:SHOWN_CULPRITS]:
         if rank in ranks:
-            lines += _portrait(ranks[rank], waits)
-    if len(found) > 8:
-        lines.append(f"and {len(found) - 8} more: ranks {_ranges(found)}")
-    if not found:
-        lines += _nobody(waits)
-    lines += _shortened(mismatches(waits))
-    lines += ["who waits for whom:", *_lines_of_waits(waits)]
-    lines += ["where they stand:", *_places(ranks)]
-    lines += [f"stacks and records of every rank: {out}/hang/rank_*.json", "=" * 80]
+            lines += _describe_rank(ranks[rank], graph)
+    if len(culprits) > SHOWN_CULPRITS:
+        lines.append(f"and {len(culprits) - SHOWN_CULPRITS} more: ranks {_ranges(culprits)}")
+    if not culprits:
+        lines.append(_describe_no_culprit(graph))
+    lines += _shortened(mismatches(graph))
+    lines += ["who waits for whom:", *_describe_waits(graph)]
+    lines += ["where the ranks are:", *_describe_places(ranks)]
+    lines += [f"stacks and records of every rank: {out}/hang/rank_*.json", _RULE]
     return "\n".join(lines)
 
 
@@ -52,81 +49,89 @@ def _headline(case: dict[str, Any], ranks: Ranks) -> str:
     when = case["time"]
     if case["kind"] == "missing":
         return (
-            f"{when}: ranks {_ranges(case['missing'])} of {case['size']} never came to the "
-            f"watchdog in {case['limit']:.0f} s: look at their output"
+            f"{when}: ranks {_ranges(case['missing'])} of {case['size']} did not connect to the "
+            f"watchdog in {case['limit']:.0f} s: see their output"
         )
     if case["kind"] == "failed":
         return f"{when}: rank {case['first']} failed first, with the exception below"
     if case["kind"] == "dead":
         also = [rank for rank in case["gone"] if rank != case["first"]]
-        rest = f"; ranks {_ranges(also)} went after it" if also else ""
+        rest = f"; ranks {_ranges(also)} ended after it" if also else ""
         return (
-            f"{when}: DEAD: {_name(ranks[case['first']])} ended without a word: killed (by the "
-            f"out-of-memory killer, the scheduler, a hand), crashed, or os._exit{rest}"
+            f"{when}: DEAD: {_name(ranks[case['first']])} ended without a goodbye: killed (by the "
+            f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
         )
-    still = ranks[case["still"]]
+    still = ranks[case["still"]]["still"]
     return (
-        f"{when}: HANG: rank {case['still']} has made no progress for {still['still']:.1f} s, "
+        f"{when}: HANG: rank {case['still']} has made no progress for {still:.1f} s, "
         f"the limit is {case['limit']:.1f} s (--hang-timeout)"
     )
 
 
-def _portrait(rank: dict[str, Any], waits: Waits) -> list[str]:
-    """One culprit: who, where, what it did, and what of it is missed."""
+def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
+    """One culprit: its name, what others wait for, its state, its activity, its stacks."""
     lines = [f"CULPRIT: {_name(rank)}"]
-    if missed := waits.missed(rank["rank"]):
-        number, wait = missed
+    if found := graph.waiter_for(rank["rank"]):
+        number, wait = found
         lines.append(f"  never entered {_operation(wait)}, in which rank {number} waits")
     if rank["error"]:
         lines += ["  " + line for line in rank["error"].rstrip().splitlines()]
     if rank["process"]:
         lines.append(f"  its process is {rank['process']}")
     if rank["state"] == "silent":
-        lines.append(f"  it does not answer; it was last heard {rank['heard']:.1f} s ago")
+        lines.append(f"  it does not answer; its last message came {rank['heard']:.1f} s ago")
     if rank["snapshot"] is None:
-        return lines + ["  it had not yet said where it stood"]
-    snapshot = rank["snapshot"]
-    it = "it is" if rank["state"] == "answered" else "when last heard it was"
-    lines.append(f"  {it} in {standing(snapshot)}, without progress for {rank['still']:.1f} s")
-    if snapshot["aside"]:
-        aside = snapshot["aside"]
-        lines.append(f"  its checkpoint's thread: {aside['kind']}, for {aside['seconds']:.1f} s")
-    if snapshot["wait"] and snapshot["wait"]["kind"] != "device":
-        lines.append(f"  {it} waiting in {_operation(snapshot['wait'])}")
-    if snapshot["device"]:
-        lines.append(f"  its GPU has not passed {_operation(snapshot['device'])}")
-    done = [r for r in snapshot["last"] if "kind" in r]
-    if done and not (snapshot["wait"] and "role" in snapshot["wait"]):
-        lines.append(f"  its last operation: {_operation(done[-1])}, {_age(done[-1])}")
+        return lines + ["  it had not sent a heartbeat yet"]
+    lines += _describe_activity(rank)
     if rank["memory"]:
         used, free = rank["memory"]["resident"] / 1e9, rank["memory"]["available"] / 1e9
         lines.append(f"  memory: {used:.2f} GB resident, {free:.2f} GB available on its node")
     for name, frames in rank["stacks"].items():
-        if name == "main" or snapshot["aside"]:
+        if name == "main" or rank["snapshot"]["background"]:
             lines.append(f"  its {name} thread is at" if name != "main" else "  it is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
     if not rank["stacks"] and rank["raw"]:
-        lines += ["  its stack, taken without its help:"]
+        lines += ["  its stack, written by faulthandler:"]
         lines += [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
     return lines
 
 
-def _nobody(waits: Waits) -> list[str]:
-    free = [number for number in waits.of if not waits.blockers(number)]
-    if free:
-        operation = _operation(waits.of[free[0]])
-        return [
-            f"NO CULPRIT AMONG THE RANKS: every rank has entered {operation}, in which "
-            f"{_ranges(free)} wait: look at the network or the devices between them"
-        ]
-    return [f"NO CULPRIT: ranks {_ranges(waits.of)} wait for one another in a circle"]
+def _describe_activity(rank: dict[str, Any]) -> list[str]:
+    """What a rank does, by its last snapshot."""
+    snapshot = rank["snapshot"]
+    it_is = "it is" if rank["state"] == "answered" else "at its last message it was"
+    lines = [f"  {it_is} in {describe_place(snapshot)}, without progress for {rank['still']:.1f} s"]
+    if background := snapshot["background"]:
+        seconds = background["seconds"]
+        lines.append(f"  its checkpoint's thread: {background['kind']}, for {seconds:.1f} s")
+    wait = snapshot["wait"]
+    if wait and wait["kind"] != "device":
+        lines.append(f"  {it_is} waiting in {_operation(wait)}")
+    if snapshot["device"]:
+        lines.append(f"  its GPU has not passed {_operation(snapshot['device'])}")
+    operations = [record for record in snapshot["last"] if "kind" in record]
+    if operations and not (wait and "role" in wait):
+        last = operations[-1]
+        lines.append(f"  its last operation: {_operation(last)}, {_progress(last)}")
+    return lines
 
 
-def mismatches(waits: Waits) -> list[str]:
-    """Pairs of ranks that wait in the same number of one group, but in different operations."""
+def _describe_no_culprit(graph: WaitGraph) -> str:
+    unblocked = [number for number in graph.waits if not graph.blockers(number)]
+    if unblocked:
+        return (
+            "NO CULPRIT AMONG THE RANKS: every rank has entered "
+            f"{_operation(graph.waits[unblocked[0]])}, in which {_ranges(unblocked)} wait: look at "
+            "the network or the devices between them"
+        )
+    return f"NO CULPRIT: ranks {_ranges(graph.waits)} wait for one another in a cycle"
+
+
+def mismatches(graph: WaitGraph) -> list[str]:
+    """A line for each rank whose collective differs from the one of the same number and group."""
     found: dict[tuple, tuple[int, dict]] = {}
     lines = []
-    for number, wait in waits.of.items():
+    for number, wait in graph.waits.items():
         if "role" not in wait or wait["peer"] is not None:
             continue
         key = (wait["role"], tuple(wait["ranks"]), wait["number"])
@@ -139,20 +144,20 @@ def mismatches(waits: Waits) -> list[str]:
     return lines
 
 
-def _lines_of_waits(waits: Waits) -> list[str]:
-    """A line for all ranks that wait in the same operation for the same ranks; most first."""
+def _describe_waits(graph: WaitGraph) -> list[str]:
+    """A line for all ranks that wait in the same operation for the same ranks; most ranks first."""
     same: dict[tuple[str, tuple], list[int]] = {}
-    for number, wait in waits.of.items():
-        same.setdefault((_operation(wait), tuple(waits.blockers(number))), []).append(number)
+    for number, wait in graph.waits.items():
+        same.setdefault((_operation(wait), tuple(graph.blockers(number))), []).append(number)
     lines = []
     for (operation, others), members in sorted(same.items(), key=lambda item: -len(item[1])):
         whom = f"for {_ranges(others)}" if others else "though all have entered it"
         lines.append(f"  {_ranges(members)} in {operation}: {whom}")
-    return _shortened(lines) or ["  nobody is known to wait"]
+    return _shortened(lines) or ["  no rank is known to wait"]
 
 
-def _places(ranks: Ranks) -> list[str]:
-    """Ranks grouped by where they stand, the rarest place first: the odd one out is on top."""
+def _describe_places(ranks: Ranks) -> list[str]:
+    """Ranks grouped by where they are, the smallest group first: exceptions are on top."""
     places: dict[str, list[int]] = {}
     for number, rank in ranks.items():
         places.setdefault(_place(rank), []).append(number)
@@ -168,23 +173,20 @@ def _shortened(lines: list[str]) -> list[str]:
 
 def _place(rank: dict[str, Any]) -> str:
     if rank["snapshot"] is None:
-        return f"{rank['state']}, before its first word"
+        return f"{rank['state']}, before its first heartbeat"
     state = "" if rank["state"] == "answered" else f"{rank['state']}, was in "
-    line = state + standing(rank["snapshot"])
+    line = state + describe_place(rank["snapshot"])
     if rank["error"]:
         return f"{line} | {rank['error'].rstrip().splitlines()[-1][:100]}"
     frames = [_short(frame) for frame in rank["stacks"].get("main", [])]
-    own = [f for f in frames if not f.startswith(("records.py", "collectives.py"))]
-    return line + "".join(f" | {frame}" for frame in own[:1])
+    callers = [f for f in frames if not f.startswith(("flight_recorder.py", "collectives.py"))]
+    return line + "".join(f" | {frame}" for frame in callers[:1])
 
 
 def _name(rank: dict[str, Any]) -> str:
     axes = ", ".join(f"{axis} {place}" for axis, place in rank["coordinates"].items())
-    return (
-        f"rank {rank['rank']}"
-        + f" ({axes})" * bool(axes)
-        + f" on {rank['node']}, pid {rank['pid']}"
-    )
+    place = f" ({axes})" if axes else ""
+    return f"rank {rank['rank']}{place} on {rank['node']}, pid {rank['pid']}"
 
 
 def _size(wait: dict[str, Any]) -> str:
@@ -192,35 +194,30 @@ def _size(wait: dict[str, Any]) -> str:
 
 
 def _operation(wait: dict[str, Any]) -> str:
-    """An operation or another wait, in words."""
+    """An operation, or a wait that is not one, in words."""
     if "role" not in wait:
-        return f"{wait['kind']}" + f" (for {_ranges(wait['ranks'])})" * bool(wait["ranks"])
+        return f"{wait['kind']} (for {_ranges(wait['ranks'])})" if wait["ranks"] else wait["kind"]
     side = {"send": "to", "receive": "from"}.get(wait["kind"])
     peer = f" {side} {wait['peer']}" if side else f" (ranks {_ranges(wait['ranks'])})"
     return f"{wait['kind']} {wait['number']} of {wait['role']}{peer}, {wait['bytes']:,} bytes"
 
 
-def _age(record: dict[str, Any]) -> str:
+def _progress(record: dict[str, Any]) -> str:
     if record["ended"] is not None:
         return f"done {record['ended']:.1f} s before"
     return f"not done, begun {record['seconds']:.1f} s before"
 
 
 def _short(frame: str) -> str:
-    """A frame with its file's name in place of the path."""
+    """A frame with the file's name in place of its path."""
     path, _, rest = frame.partition(":")
     return f"{os.path.basename(path)}:{rest}"
 
 
-# ------------------------------------------------------------------------------------------------
-# Files
-# ------------------------------------------------------------------------------------------------
+def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
+    """Write the files of a case, the report first in case the rest cannot be written.
 
-
-def write(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
-    """Write the files of a case, what people read first, in case the rest cannot be written.
-
-    An earlier case's folder is kept as hang.1, hang.2, ...
+    The folder of an earlier case is renamed to hang.1, hang.2, ... Raises OSError.
     """
     if os.path.exists(folder):
         number = 1
@@ -230,8 +227,8 @@ def write(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
     os.makedirs(folder)
     _write(folder, "report.txt", report + "\n")
     for number, rank in ranks.items():
-        _write(folder, f"rank_{number:05d}.json", _by_lines(rank, depth=3))
-    _write(folder, "case.json", _by_lines(case, depth=1))
+        _write(folder, f"rank_{number:05d}.json", _to_json(rank, depth=3))
+    _write(folder, "case.json", _to_json(case, depth=1))
 
 
 def _write(folder: str, name: str, text: str) -> None:
@@ -239,41 +236,44 @@ def _write(folder: str, name: str, text: str) -> None:
         file.write(text)
 
 
-def _by_lines(value: Any, depth: int) -> str:
-    """As JSON, with line breaks down to that depth: a line for each record, each frame of a stack.
+def _to_json(value: Any, depth: int) -> str:
+    """JSON with line breaks down to that depth: one line per record and per frame of a stack.
 
-    json's own indentation goes down to the last number, and takes ten times as long.
+    json's own indentation breaks lines down to the last number and takes ten times as long.
     """
     if depth == 0 or not value or not isinstance(value, dict | list | tuple):
         return json.dumps(value)
     if isinstance(value, dict):
-        items = (f"{json.dumps(key)}: {_by_lines(v, depth - 1)}" for key, v in value.items())
+        items = (f"{json.dumps(key)}: {_to_json(v, depth - 1)}" for key, v in value.items())
         return "{\n" + ",\n".join(items) + "\n}"
-    return "[\n" + ",\n".join(_by_lines(v, depth - 1) for v in value) + "\n]"
+    return "[\n" + ",\n".join(_to_json(v, depth - 1) for v in value) + "\n]"
 
 
-def read(folder: str) -> tuple[dict[str, Any], Ranks]:
-    """The case in OUT/hang; raises OSError."""
-    with open(os.path.join(folder, "case.json")) as file:
-        case = json.load(file)
-    ranks = {}
-    for name in sorted(os.listdir(folder)):
-        if name.startswith("rank_"):
-            with open(os.path.join(folder, name)) as file:
-                ranks[int(name[5:10])] = json.load(file)
-    return case, ranks
-
-
-def explain(out: str) -> str:
-    """The newest report of a run's folder once more; UserError if there is none."""
+def read_report(out: str) -> str:
+    """The newest report in a run's folder; UserError if there is none or it is not whole."""
     folder = out if os.path.basename(os.path.normpath(out)) == "hang" else os.path.join(out, "hang")
-    report = os.path.join(folder, "report.txt")
+    path = os.path.join(folder, "report.txt")
     try:
-        if os.path.exists(report) and not os.path.exists(os.path.join(folder, "case.json")):
-            with open(report) as file:  # the job ended before all its records were written
-                return file.read()
-        return tell(*read(folder), out)
+        with open(path) as file:
+            report = file.read()
     except OSError as error:
-        raise UserError(
-            f"no report of a hang in {out}: {error.filename}: {error.strerror}"
-        ) from None
+        raise UserError(f"no report of a hang in {out}: {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if report.count(f"{_RULE}\n") < 2 or not report.endswith(f"{_RULE}\n"):
+        raise UserError(f"{path} is cut short or damaged: it does not end with a line of =")
+    return report
+
+
+def main() -> None:
+    """Print the report of a hang or a death again; raises UserError."""
+    parser = Parser("hang_report", description="Print the report of a hang or a death again.")
+    parser.add_argument("out", metavar="OUT", help="the run's --out folder")
+    print(read_report(parser.parse_args().out), end="")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as mistake:
+        exit_with(mistake)

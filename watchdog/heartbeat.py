@@ -1,14 +1,15 @@
-"""Each rank's end of the watchdog: tells the monitor how it goes, and ends when told to.
+"""Each rank's connection to the monitor: it sends heartbeats, and ends the rank on its order.
 
-    rank 0      starts the monitor, a process of its own (monitor.py), and tells all its address
-    every rank  two connections to it and one thread: a beat every second, with where it stands
-    monitor     sees a dead rank by its closed connection, a hang by beats without progress;
-                asks all for their stacks, says who is the cause, ends the job
+    rank 0      starts the monitor, a process of its own (monitor.py); all ranks get its address
+    every rank  two connections to it and one thread that sends a heartbeat every second
+    monitor     sees a dead rank by its closed connection and a hang by heartbeats without progress;
+                asks all ranks for their stacks, reports the cause, ends the job
 
-The thread runs while the main thread is inside a collective, for waits release Python's lock. A
-rank whose lock is held, by a loop in C say, sends no beats; its stack comes all the same, written
-into the second connection by faulthandler, which needs no lock. A stopped process sends nothing:
-that is what gives it away. Nothing here uses torch, its store, or a collective.
+The thread runs while the main thread is inside a collective, because waits release Python's lock
+(the GIL). A rank whose lock is held, by a loop in C for example, sends no heartbeats; its stack is
+written into the second connection by faulthandler, which does not need the lock. A stopped process
+sends nothing, and the monitor reads its state from the kernel. Nothing here uses torch, its store
+or a collective.
 """
 
 import contextlib
@@ -29,46 +30,43 @@ from pathlib import Path
 from typing import Any
 
 from config.messages import UserError
-from watchdog.flight_recorder import RING, FlightRecorder
+from watchdog.flight_recorder import RING, FlightRecorder, describe_place
 
-ROOT = Path(__file__).resolve().parent.parent  # from which the monitor imports its modules
-BEAT = 1.0  # seconds between beats
-RECORDS_IN_A_BEAT = 4
-# A monitor that has not answered so many beats is lost, and its node with it.
-UNANSWERED_BEATS = 30
-SECONDS_TO_CONNECT = 60.0
-CONNECTIONS, OTHER_FILES = 2, 32  # of the monitor: for each rank, and for itself
-# A rank that failed because another did waits so long to be ended, so that the cause comes first.
-SECONDS_TO_BE_ENDED = 10.0
-# A rank that MPI cannot end by then leaves without it.
-SECONDS_TO_ABORT = 5.0
+ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
+# Not `-m watchdog.monitor`: that does not look into the current folder under PYTHONSAFEPATH.
+MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
+BEAT_SECONDS = 1.0  # between heartbeats
+BEAT_RECORDS = 4  # of the recorder, in a heartbeat
+MAX_UNANSWERED = 30  # heartbeats; then the monitor or its node is considered lost
+CONNECT_TIMEOUT = 60.0
+FILES_PER_RANK, OTHER_FILES = 2, 32  # that the monitor has open: connections, and its own
+# A rank that failed after another one waits so long to be ended, so that the first is printed.
+EXIT_WAIT_SECONDS = 10.0
+ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
-# The timer that writes a silent rank's stack is put off when that part of it has passed.
-SILENCE_PASSED = 0.25
+REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed
 
 
 def start_monitor(
     host: str, node: str, size: int, out: str, limit: float | None
 ) -> tuple[tuple[str, int, str], subprocess.Popen]:
-    """Start the monitor of a job on this node: its address and password, and the process.
+    """Start the monitor of a job on this node; returns (host, port, password) and the process.
 
-    It is in a session of its own, so that what kills this rank leaves it to tell the tale. Raises
-    UserError if it may not have so many files open as it has connections.
+    limit: --hang-timeout in seconds. The process gets a session of its own, so that it survives
+    this rank. Raises UserError if it may not open as many files as it has connections.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = CONNECTIONS * size + OTHER_FILES
+    needed = FILES_PER_RANK * size + OTHER_FILES
     if most != resource.RLIM_INFINITY and most < needed:
         raise UserError(
             f"the watchdog needs {needed:,} open files on {node} for {size:,} ranks, and the limit "
             f"there is {most:,} (ulimit -Hn): have it raised, or train with --no-watchdog"
         )
     listener = socket.create_server((host, 0), backlog=max(128, size))
-    token = os.urandom(8).hex()
-    number = listener.fileno()
-    facts = {"size": size, "out": os.path.abspath(out), "limit": limit, "token": token}
-    facts["node"] = node
+    password, number = os.urandom(8).hex(), listener.fileno()
+    job = {"size": size, "out": os.path.abspath(out), "limit": limit}
     process = subprocess.Popen(
-        [sys.executable, "-m", "watchdog.monitor", str(number)],
+        [sys.executable, "-c", MONITOR, str(number)],
         cwd=ROOT,
         pass_fds=[number],
         stdin=subprocess.PIPE,
@@ -76,9 +74,9 @@ def start_monitor(
         start_new_session=True,
         text=True,
     )
-    process.stdin.write(json.dumps(facts))
+    process.stdin.write(json.dumps(job | {"password": password, "node": node}))
     process.stdin.close()
-    address = (host, listener.getsockname()[1], token)
+    address = (host, listener.getsockname()[1], password)
     listener.close()
     return address, process
 
@@ -96,56 +94,58 @@ class Watchdog:
     ):
         """Raises OSError if the monitor cannot be reached."""
         self.recorder, self.rank, self.node, self.end = recorder, rank, node, end
-        host, port, token = address
+        host, port, password = address
         self._lock, self._closing = threading.Lock(), False
-        self._first: bool | None = None
-        self._answered = threading.Event()
-        self._unanswered, self._silence, self._received = 0, 60.0, b""
+        self._first: bool | None = None  # whether this rank is the first that failed
+        self._answered = threading.Event()  # ... the monitor has said so
+        self._unanswered, self._received = 0, b""
         self._groups: list = []
-        self._memory, self._armed = Memory(), -3600.0  # when it was set to write a silent stack
-        # Between the clock of the records and the monitor's: known best by the shortest answer.
+        self._memory = MemoryReader()
+        self._dump_after, self._armed = 60.0, -3600.0  # faulthandler's timer, and when it was set
+        # From the clock of the records to the monitor's; the fastest answer gives the best value.
         self.clock_offset, self.clock_error = time.time() - time.monotonic(), 3600.0
-        self._stacks = socket.create_connection((host, port), SECONDS_TO_CONNECT)
-        self._stacks.sendall(_line({"stacks": rank, "token": token}))
+        self._stacks = socket.create_connection((host, port), CONNECT_TIMEOUT)
+        self._stacks.sendall(encode({"stacks": rank, "password": password}))
         self._stacks.settimeout(None)  # faulthandler writes to it as to a file
-        self._socket = socket.create_connection((host, port), SECONDS_TO_CONNECT)
-        pid, started = os.getpid(), start_of(os.getpid())
-        self._send({"hello": rank, "node": node, "pid": pid, "started": started, "token": token})
+        self._socket = socket.create_connection((host, port), CONNECT_TIMEOUT)
+        process = {"pid": os.getpid(), "started": start_time(os.getpid()), "node": node}
+        self._send({"rank": rank, "password": password, **process})
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
     # -- for the main thread ----------------------------------------------------------------
 
     def fail(self, text: str, mistake: bool) -> bool:
-        """Tell that this rank fails; whether it is the first, and so the one to say why.
+        """Report that this rank fails; True if it is the first, which prints the error.
 
-        One that is not is ended meanwhile, if all goes well.
+        mistake: of the user, not of the program. Another rank than the first is normally ended
+        before this returns.
         """
         try:
             self._send({"failed": text, "mistake": mistake})
         except OSError:
             return True
-        self._answered.wait(SECONDS_TO_BE_ENDED)
+        self._answered.wait(EXIT_WAIT_SECONDS)
         if self._first is None:
             return True
         if not self._first:
-            time.sleep(SECONDS_TO_BE_ENDED)
+            time.sleep(EXIT_WAIT_SECONDS)
         return self._first
 
     def end_job(self, status: int) -> None:
-        """Tell that this rank ends the job on purpose: the others are to end too, unexamined."""
+        """Report that this rank ends the job on purpose: the others end too, without a report."""
         if not self._closing:
             with contextlib.suppress(OSError):  # without a monitor the launcher ends the others
                 self._send({"ending": status})
 
     def close(self) -> None:
-        """Leave in order: from now on nobody misses this rank."""
+        """Say goodbye: from now on the end of this rank is not a death."""
         if self._closing:
             return
         self._closing = True
         faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # the monitor is gone: there is nobody left to tell
-            self._send({"bye": True})
+        with contextlib.suppress(OSError):  # the monitor has ended: there is nothing to leave
+            self._send({"goodbye": True})
             self._socket.shutdown(socket.SHUT_WR)
 
     # -- the thread -------------------------------------------------------------------------
@@ -154,25 +154,25 @@ class Watchdog:
         while not self._closing:
             try:
                 self._beat()
-                self._listen(BEAT)
+                self._listen(BEAT_SECONDS)
             except OSError as error:
                 self._lost(str(error))
-            if self._unanswered > UNANSWERED_BEATS:
-                self._lost(f"it has not answered {UNANSWERED_BEATS} beats")
+            if self._unanswered > MAX_UNANSWERED:
+                self._lost(f"no answer to {MAX_UNANSWERED} heartbeats")
 
     def _beat(self) -> None:
         groups = self.recorder.groups()
         if len(groups) != len(self._groups):
             self._groups = groups
             self._send({"groups": groups, "coordinates": self.recorder.coordinates})
-        snapshot = self.recorder.snapshot(RECORDS_IN_A_BEAT)
+        snapshot = self.recorder.snapshot(BEAT_RECORDS)
         self._unanswered += 1
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
-        # If no beat comes to put it off, the lock is held: then this writes without it. Not put
-        # off at each beat: a thread ends and another begins, which costs more than all else here.
-        if now - self._armed > SILENCE_PASSED * self._silence:
-            faulthandler.dump_traceback_later(self._silence, file=self._stacks.fileno())
+        # If the lock is held, no heartbeat re-arms the timer, and it writes the stacks. Re-arming
+        # ends a thread and starts one, most of the cost of a heartbeat: not done in each.
+        if now - self._armed > REARM_FRACTION * self._dump_after:
+            faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
@@ -186,115 +186,105 @@ class Watchdog:
                 raise OSError("it closed the connection")
             *lines, self._received = (self._received + data).split(b"\n")
             for line in lines:
-                self._answer(json.loads(line))
+                self._handle(json.loads(line))
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         self._unanswered, now = 0, time.monotonic()
-        if "heard" in message:
-            self._silence = message["silence"]
-            if (now - message["heard"]) / 2 < self.clock_error:
-                self.clock_error = (now - message["heard"]) / 2
-                self.clock_offset = message["clock"] - (now + message["heard"]) / 2
+        if "echo" in message:
+            self._dump_after = message["dump_after"]
+            if (now - message["echo"]) / 2 < self.clock_error:
+                self.clock_error = (now - message["echo"]) / 2
+                self.clock_offset = message["clock"] - (now + message["echo"]) / 2
         elif "first" in message:
             self._first = message["first"]
             self._answered.set()
-        elif "look" in message:
-            self._tell_all(message["look"])
+        elif "inspect" in message:
+            self._send_status(message["inspect"])
         elif "end" in message:
             for pid, started in message["kill"]:
-                kill(pid, started)
-            self._leave(message["end"])
+                kill_process(pid, started)
+            self._end(message["end"])
 
-    def _tell_all(self, look: dict[str, tuple[int, int]]) -> None:
-        """Stacks and records, and how silent processes of this node are doing."""
+    def _send_status(self, processes: dict[str, tuple[int, int]]) -> None:
+        """Stacks and records, and the state of the silent ranks' processes on this node."""
         status = {
             "snapshot": self.recorder.snapshot(RING),
-            "stacks": stacks(self._thread),
+            "stacks": thread_stacks(self._thread),
             "memory": self._memory.read(),
-            "processes": {rank: process_state(*process) for rank, process in look.items()},
+            "processes": {rank: process_state(*process) for rank, process in processes.items()},
         }
         self._send({"status": status})
 
     def _lost(self, why: str) -> None:
-        """Without the monitor nobody would see a hang: its node is gone, or somebody killed it."""
+        """End: without the monitor no hang would be seen. It was killed, or its node is down."""
         if self._closing:
             return
         print(
-            f"rank {self.rank} on {self.node}: the watchdog's monitor is lost ({why}), so the node "
-            f"of rank 0 may be gone; this rank was in {standing(self.recorder.snapshot(0))}",
+            f"rank {self.rank} on {self.node}: lost the connection to the watchdog's monitor "
+            f"({why}), so the node of rank 0 may be down; this rank was in "
+            f"{describe_place(self.recorder.snapshot(0))}",
             file=sys.stderr,
             flush=True,
         )
-        self._leave(1)
+        self._end(1)
 
-    def _leave(self, status: int) -> None:
-        """End, by faulthandler if the orderly way takes long: it needs no lock."""
+    def _end(self, status: int) -> None:
+        """End the process; if `end` takes long, faulthandler does, which does not need the lock."""
         with open(os.devnull, "w") as nowhere:
-            faulthandler.dump_traceback_later(SECONDS_TO_ABORT, exit=True, file=nowhere)
+            faulthandler.dump_traceback_later(ABORT_TIMEOUT, exit=True, file=nowhere)
             self.end(status)
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._lock:
-            self._socket.sendall(_line(message))
+            self._socket.sendall(encode(message))
 
 
-def _line(message: dict[str, Any]) -> bytes:
+def encode(message: dict[str, Any]) -> bytes:
+    """A message between ranks and monitor: a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
-def standing(snapshot: dict[str, Any]) -> str:
-    """Where a snapshot stands, in words: `step 7, F of micro-batch 3`."""
-    action, phase = snapshot["action"], snapshot["phase"]
-    words = [f"step {snapshot['step']}"] if snapshot["step"] else []
-    words += [phase] if phase not in ("train", action) else []
-    batch = snapshot["micro_batch"]
-    return ", ".join([*words, action if batch is None else f"{action} of micro-batch {batch}"])
-
-
-# ------------------------------------------------------------------------------------------------
-# What a process can tell of itself and of its neighbours
-# ------------------------------------------------------------------------------------------------
-
-
-def stacks(but: threading.Thread) -> dict[str, list[str]]:
+def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
     """Every thread's Python stack but that one's, innermost frame first; the main thread first."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    told = {}
+    names = {thread.ident: thread.name for thread in threading.enumerate()} | {main: "main"}
+    stacks = {}
     for ident in sorted(frames, key=lambda ident: ident != main):
-        if ident == but.ident:
-            continue
-        stack = traceback.extract_stack(frames[ident])[-FRAMES:]
-        name = "main" if ident == main else names.get(ident, f"thread {ident}")
-        told[name] = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(stack)]
-    return told
+        if ident != skip.ident:
+            stack = traceback.extract_stack(frames[ident])[-FRAMES:]
+            lines = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in reversed(stack)]
+            stacks[names.get(ident, f"thread {ident}")] = lines
+    return stacks
 
 
-class Memory:
-    """Reads the memory of this process and its node, from files kept open: a fifth of the time."""
+class MemoryReader:
+    """Reads the memory of this process and its node; open files make that five times as fast."""
 
     def __init__(self):
-        self._own, self._all = (
+        self._own, self._node = (
             os.open(path, os.O_RDONLY) for path in ("/proc/self/statm", "/proc/meminfo")
         )
 
     def read(self) -> dict[str, int]:
         """Bytes: resident of this process, and available on its node."""
         pages = int(os.pread(self._own, 100, 0).split()[1])
-        told = os.pread(self._all, 200, 0).split()  # MemTotal: n kB MemFree: n kB MemAvailable: ...
-        available = 1024 * int(told[7]) if told[6:7] == [b"MemAvailable:"] else 0
+        words = os.pread(self._node, 200, 0).split()  # MemTotal: n kB MemFree: n kB MemAvailable:
+        available = 1024 * int(words[7]) if words[6:7] == [b"MemAvailable:"] else 0
         return {"resident": pages * os.sysconf("SC_PAGE_SIZE"), "available": available}
 
 
-def start_of(pid: int) -> int | None:
-    """When a process began, in ticks since boot: with its id it names it for good. None if gone."""
+def start_time(pid: int) -> int | None:
+    """When a process began, in ticks since boot, which tells it from a later one of the same id.
+
+    None if there is no such process.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def process_state(pid: int, started: int) -> str:
-    """What the node's kernel says of a process: running, asleep, stopped, ..., or gone."""
+    """The kernel's state of a process: running, asleep, stopped, ..., or gone."""
     fields = _stat(pid)
     if not fields or int(fields[19]) != started:
         return "gone"
@@ -304,17 +294,15 @@ def process_state(pid: int, started: int) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat behind the name, the state first; None if there is no such."""
+    """The fields of /proc/PID/stat after the name, the state first; None: no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
 
 
-def kill(pid: int, started: int) -> None:
-    """SIGKILL that very process if it is still there."""
-    if start_of(pid) == started:
-        try:
+def kill_process(pid: int, started: int) -> None:
+    """SIGKILL that process if it still runs."""
+    if start_time(pid) == started:
+        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return  # it went by itself in between

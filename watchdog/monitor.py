@@ -1,14 +1,15 @@
-"""The watchdog's monitor: one process beside rank 0, which hears all ranks and ends a stuck job.
+"""The watchdog's monitor: one process beside rank 0 that watches all ranks and ends a stuck job.
 
-watchdog.start_monitor starts it, with the listening socket's descriptor as its only argument and
-its facts on stdin. It has no torch and does nothing but listen:
+heartbeat.start_monitor starts it, with the listening socket's descriptor as its only argument and
+the facts of the job on stdin. It has no torch. It ends the job when
 
-    a connection closes without a bye     that rank is dead; the first to close is the cause
-    a rank says that it fails             the first one is told to say why, the others to be quiet
-    no progress for too long              a hang, unless all who stand still wait for one who moves
+    a connection closes without a goodbye   that rank is dead; the first one is the cause
+    a rank reports that it fails            the first one prints its error, the others do not
+    no progress for too long                a hang, unless all stalled ranks wait for a moving one
 
-Then it asks all ranks for stacks and records, prints who is the cause (explain.py), writes all of
-it into OUT/hang, tells the ranks to end, and kills those of its node that do not.
+It asks all ranks for stacks and records, prints the cause and writes OUT/hang (hang_report.py),
+tells the ranks to end, and kills those that do not. A *case* is what it saw: {"kind": "dead",
+"failed", "hang" or "missing", ...}, later with its time and its culprits.
 """
 
 import contextlib
@@ -25,26 +26,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from watchdog import hang_report
-from watchdog.heartbeat import kill, process_state
-from watchdog.wait_graph import Waits, culprits
+from watchdog.heartbeat import encode, kill_process, process_state
+from watchdog.wait_graph import Ranks, WaitGraph, find_culprits
 
-# The default of --hang-timeout: at least this, and so many median steps.
-LEAST_SECONDS, MEDIAN_STEPS = 300.0, 10.0
-# Reading data and checkpoints and the first steps of a run may take that many times as long, and
-# so many seconds at least.
-PATIENCE_AT_START, SECONDS_AT_START, SETTLED_STEPS = 4.0, 120.0, 2
-TURN = 0.25  # seconds between looks at the clock
-SECONDS_FOR_THE_FIRST = 60.0  # until rank 0 comes
-SECONDS_FOR_ALL = 900.0  # until the last rank comes
-# Who fails because another is dead may be heard before the death is seen: on a busy machine a
-# killed process takes its time to close one connection after the other.
-SECONDS_TO_SETTLE = 1.0
-SECONDS_TO_TELL = 4.0  # for stacks and records, since the last one that came
-SECONDS_TO_WRITE = 10.0  # to print and write; a file system may be what hangs
-SECONDS_TO_END = 8.0
-SECONDS_FOR_LAST_WORDS = 1.0
-HELD_UP_SECONDS = 2.0
-RAW_BYTES = 1 << 16  # of what faulthandler writes, the newest
+# The default of --hang-timeout: at least so many seconds, and so many median steps.
+MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
+# Until a rank has done so many steps, data and checkpoints are read and kernels built: the limit
+# is multiplied by that factor, and is so many seconds at least.
+STARTUP_STEPS, STARTUP_FACTOR, STARTUP_SECONDS = 2, 4.0, 120.0
+POLL_SECONDS = 0.25  # between checks
+FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # to connect
+# A failure that a death caused may arrive before the death is seen: a busy machine takes time to
+# close the connections of a killed process.
+FAILURE_DELAY = 1.0
+GOODBYE_TIMEOUT = 1.0  # from a closed connection for stacks to the goodbye on the other one
+PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
+STATUS_TIMEOUT = 4.0  # for stacks and records, since the last that came
+WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
+EXIT_TIMEOUT = 8.0  # for the ranks to end
+SUSPENDED_SECONDS = 2.0  # between two checks: this process was suspended
+QUIET_SECONDS = 3.0  # without a heartbeat: the state of the rank's process is read too
+RAW_BYTES = 1 << 16  # kept of what faulthandler writes, the newest
 
 
 @dataclass
@@ -52,30 +54,29 @@ class Rank:
     """What the monitor knows of one rank."""
 
     rank: int
+    heard: float  # time of the last message
+    moved: float  # time at which its progress last grew
     node: str = ""
     pid: int = 0
     started: int = 0
-    connection: socket.socket | None = None
+    connection: socket.socket | None = None  # for messages
     groups: list = field(default_factory=list)
     coordinates: dict[str, int] = field(default_factory=dict)
     snapshot: dict[str, Any] | None = None
     memory: dict[str, int] | None = None
-    heard: float = 0.0
-    moved: float = 0.0  # when its progress last grew
     state: str = "alive"  # or failed, left, gone
     error: str | None = None
     mistake: bool = False
-    status: dict[str, Any] | None = None  # what it told when asked
+    status: dict[str, Any] | None = None  # its answer to `inspect`
     process: str | None = None
     raw: bytes = b""  # what faulthandler wrote
     received: bytes = b""
 
-    def told(self, now: float) -> dict[str, Any]:
-        """As plain values, for explain.py and the files."""
-        answered = self.status or {}
-        state = self.state
+    def to_dict(self, now: float) -> dict[str, Any]:
+        """As plain values, for the report and its files; times as seconds before `now`."""
+        status, state = self.status or {}, self.state
         if state == "alive":
-            state = "answered" if self.status else "silent"
+            state = "answered" if status else "silent"
         return {
             "rank": self.rank,
             "node": self.node,
@@ -86,171 +87,162 @@ class Rank:
             "error": self.error,
             "heard": round(now - self.heard, 3),
             "still": round(now - self.moved, 3),
-            "memory": answered.get("memory") or self.memory,
+            "memory": status.get("memory") or self.memory,
             "groups": self.groups,
-            "snapshot": answered.get("snapshot") or self.snapshot,
-            "stacks": answered.get("stacks") or {},
+            "snapshot": status.get("snapshot") or self.snapshot,
+            "stacks": status.get("stacks") or {},
             "raw": self.raw.decode(errors="replace"),
         }
 
 
-class Monitor:
-    """Hears the ranks of one job until all have left, or until it has ended them."""
+@dataclass
+class Connection:
+    """A socket, what comes on it (messages or stacks), and of which rank."""
 
-    def __init__(self, listener: socket.socket, facts: dict[str, Any]):
-        self.listener, self.size, self.out = listener, facts["size"], facts["out"]
-        self.asked_limit, self.token = facts["limit"], facts["token"]
+    sock: socket.socket
+    kind: str = "unknown"  # until the first line; then messages, stacks or rejected
+    rank: Rank | None = None
+
+
+class Monitor:
+    """Watches the ranks of one job until all have left, or until it has ended them."""
+
+    def __init__(self, listener: socket.socket, job: dict[str, Any]):
+        """job: size, node, out, limit (seconds or None) and password, from start_monitor."""
+        self.listener, self.size, self.node = listener, job["size"], job["node"]
+        self.out, self.given_limit, self.password = job["out"], job["limit"], job["password"]
+        self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
-        self.gone: list[tuple[int, float]] = []  # in the order in which they went, and when
-        self.closed: list[tuple[int, float]] = []  # to be looked at: dead, or left in order?
-        self.ending: int | None = None  # the status with which a rank ends the job on purpose
+        self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
+        self.dead: list[int] = []  # in order of their deaths
         self.failures: list[tuple[int, float]] = []
-        self.left: set[int] = set()  # ranks that left in order
-        self.limit = self.asked_limit or LEAST_SECONDS  # seconds without progress that are a hang
-        self.began = self.looked = time.monotonic()
-        self.node = facts["node"]
+        self.first: Rank | None = None  # that failed, once it may print its error
+        self.left: set[int] = set()  # ranks that said goodbye
+        self.ending: int | None = None  # the status with which a rank ends the job on purpose
+        self.began = self.checked = time.monotonic()
         self.poll = select.epoll()
-        self.sockets: dict[int, socket.socket] = {}
-        self.owner: dict[int, tuple[str, int]] = {}  # by descriptor: talk or stacks, and the rank
+        self.connections: dict[int, Connection] = {}  # by descriptor
         listener.setblocking(False)
         self.poll.register(listener.fileno(), select.EPOLLIN)
 
     def run(self) -> None:
-        """Until the job is over, one way or the other."""
+        """Return when the job is over."""
         before = time.monotonic()
         while True:
-            self._turn(TURN)
+            self._receive()
             now = time.monotonic()
-            self._forgive(now - before)
+            self._extend_deadlines(now - before)
             before = now
-            if not self.ranks and now - self.began > SECONDS_FOR_THE_FIRST:
+            if not self.ranks and now - self.began > FIRST_RANK_TIMEOUT:
                 return
             if self.ranks and len(self.left) == len(self.ranks):
                 return
             if self.ending is not None:
-                self._end(self.ending, [])
+                self._end_ranks(self.ending, [])
                 return
-            case = self._judge(now)
-            if case:
+            if case := self._find_case(now):
                 self._close(case)
                 return
 
-    def _forgive(self, seconds: float) -> None:
-        """If this process was held up, so were the others, perhaps: a suspended job, or a machine.
-        What it has not heard meanwhile counts against nobody.
+    def _extend_deadlines(self, seconds: float) -> None:
+        """If this process was suspended for so long, so was perhaps the job or the machine: the
+        time counts against no rank.
         """
-        if seconds > HELD_UP_SECONDS:
+        if seconds > SUSPENDED_SECONDS:
             for rank in self.ranks.values():
                 rank.heard += seconds
                 rank.moved += seconds
 
-    # -- hearing ----------------------------------------------------------------------------
+    # -- messages ---------------------------------------------------------------------------
 
-    def _turn(self, seconds: float) -> None:
-        """Take in what has come. epoll tells of descriptors in the order in which they stirred,
-        and the connections for stacks stir when their rank ends: who ended first comes first.
+    def _receive(self) -> None:
+        """Handle what arrives within POLL_SECONDS. epoll gives descriptors in the order of their
+        events, and a connection for stacks has one when its rank ends: the first death is first.
         """
-        events = self.poll.poll(seconds)
-        numbers = [number for number, _ in events]
-        for number in sorted(numbers, key=lambda n: self.owner.get(n, ("", 0))[0] != "stacks"):
+        numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
+        for number in sorted(numbers, key=lambda number: not self._for_stacks(number)):
             if number == self.listener.fileno():
                 self._accept()
-            elif number in self.sockets:
+            elif number in self.connections:
                 self._read(number)
-        self._bury()
+        self._mark_dead()
+
+    def _for_stacks(self, number: int) -> bool:
+        return number in self.connections and self.connections[number].kind == "stacks"
 
     def _accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # it has been closed already
             return
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.sockets[connection.fileno()] = connection
-        self.owner[connection.fileno()] = ("unknown", -1)
+        self.connections[connection.fileno()] = Connection(connection)
         self.poll.register(connection.fileno(), select.EPOLLIN)
 
-    def _receive(self, number: int) -> tuple[bytes, bool]:
-        """What has come on a connection, and whether it has closed."""
-        parts = []
-        while True:
-            try:
-                data = self.sockets[number].recv(1 << 20)
-            except BlockingIOError:
-                return b"".join(parts), False
-            except OSError:
-                data = b""
-            if not data:
-                return b"".join(parts), True
-            parts.append(data)
-
     def _read(self, number: int) -> None:
-        data, closed = self._receive(number)
-        if self.owner[number][0] == "unknown" and data:
-            data = self._introduce(number, data)
-        kind, who = self.owner[number]
-        if kind == "stacks":
-            self.ranks[who].raw = (self.ranks[who].raw + data)[-RAW_BYTES:]
-        elif kind == "talk":
-            rank = self.ranks[who]
+        connection = self.connections[number]
+        data, closed = _receive_all(connection.sock)
+        if connection.kind == "unknown" and data:
+            data = self._identify(connection, data)
+        rank = connection.rank
+        if connection.kind == "stacks":
+            rank.raw = (rank.raw + data)[-RAW_BYTES:]
+        elif connection.kind == "messages":
             *lines, rank.received = (rank.received + data).split(b"\n")
             for line in lines:
-                self._hear(rank, json.loads(line))
-        if closed or kind == "stranger":
+                self._handle(rank, json.loads(line))
+        if closed or connection.kind == "rejected":
             self.poll.unregister(number)
-            self.sockets.pop(number).close()
-            self.owner.pop(number)
-            if kind == "stacks":
-                self.closed.append((who, time.monotonic()))
+            self.connections.pop(number).sock.close()
+            if connection.kind == "stacks":
+                self.closed.append((rank, time.monotonic()))
 
-    def _bury(self) -> None:
-        """Ranks whose connection has closed are dead, unless their last words say otherwise."""
-        now, waiting = time.monotonic(), []
-        for who, when in self.closed:
-            rank = self.ranks[who]
-            if rank.connection is None and now - when < SECONDS_FOR_LAST_WORDS:
-                waiting.append((who, when))  # its other connection has not been read yet
-                continue
-            if rank.connection is not None and rank.connection.fileno() in self.sockets:
-                self._read(rank.connection.fileno())
-            if rank.state == "alive":
-                rank.state = "gone"
-                self.gone.append((who, when))
-        self.closed = waiting
-
-    def _introduce(self, number: int, data: bytes) -> bytes:
-        """Whose connection it is, by its first line. Returns the rest."""
+    def _identify(self, connection: Connection, data: bytes) -> bytes:
+        """Take rank and kind from a connection's first line; returns the data after it."""
         first, _, rest = data.partition(b"\n")
         try:
             message = json.loads(first)
-            right = message["token"] == self.token
+            known = message["password"] == self.password
         except (ValueError, KeyError, TypeError):
-            right = False
-        if not right:
-            self.owner[number] = ("stranger", -1)
-        elif "stacks" in message:
-            self.owner[number] = ("stacks", self._rank(message["stacks"]).rank)
-        else:
-            rank = self._rank(message["hello"])
+            known = False
+        if not known:
+            connection.kind = "rejected"
+            return rest
+        connection.kind = "stacks" if "stacks" in message else "messages"
+        number, now = message.get("stacks", message.get("rank")), time.monotonic()
+        rank = connection.rank = self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
+        if connection.kind == "messages":
             rank.node, rank.pid, rank.started = message["node"], message["pid"], message["started"]
-            rank.connection = self.sockets[number]
-            self.owner[number] = ("talk", rank.rank)
+            rank.connection = connection.sock
         return rest
 
-    def _rank(self, number: int) -> Rank:
-        now = time.monotonic()
-        return self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
+    def _mark_dead(self) -> None:
+        """Ranks whose connection for stacks has closed are dead, unless they said goodbye."""
+        now, waiting = time.monotonic(), []
+        for rank, when in self.closed:
+            if rank.connection is None and now - when < GOODBYE_TIMEOUT:
+                waiting.append((rank, when))  # its other connection has not been read yet
+                continue
+            if self._connected(rank):
+                self._read(rank.connection.fileno())
+            if rank.state == "alive":
+                rank.state = "gone"
+                self.dead.append(rank.rank)
+        self.closed = waiting
 
-    def _hear(self, rank: Rank, message: dict[str, Any]) -> None:
+    def _connected(self, rank: Rank) -> bool:
+        return rank.connection is not None and rank.connection.fileno() in self.connections
+
+    def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
         rank.heard = now = time.monotonic()
         if "beat" in message:
             snapshot = message["beat"]
             if rank.snapshot is None or snapshot["progress"] != rank.snapshot["progress"]:
                 rank.moved = now
             rank.snapshot, rank.memory = snapshot, message["memory"]
-            silence = max(2.0, self.limit / 2)
-            answer = {"heard": message["sent"], "clock": time.time(), "silence": silence}
-            self._send(rank, answer)
+            answer = {"echo": message["sent"], "clock": time.time()}
+            self._send(rank, answer | {"dump_after": max(2.0, self.limit / 2)})
         elif "groups" in message:
             rank.groups, rank.coordinates = message["groups"], message["coordinates"]
         elif "status" in message:
@@ -261,162 +253,171 @@ class Monitor:
             rank.state, rank.error = "failed", message["failed"]
             rank.mistake = message["mistake"]
             self.failures.append((rank.rank, now))
-        elif "ending" in message or "bye" in message:
+            if self.first is not None:
+                self._send(rank, {"first": False})
+        elif "ending" in message or "goodbye" in message:
             rank.state, self.ending = "left", message.get("ending", self.ending)
             self.left.add(rank.rank)
 
     def _send(self, rank: Rank, message: dict[str, Any]) -> None:
-        """Without waiting: a rank that does not read, or is gone, must hold nobody up."""
-        if rank.connection is None:
-            return
-        with contextlib.suppress(OSError):
-            rank.connection.send(json.dumps(message).encode() + b"\n")
+        """Send without waiting: a rank that does not read, or is dead, must not block this."""
+        if rank.connection is not None:
+            with contextlib.suppress(OSError):
+                rank.connection.send(encode(message))
 
-    # -- judging ----------------------------------------------------------------------------
+    # -- the decision -----------------------------------------------------------------------
 
-    def _judge(self, now: float) -> dict[str, Any] | None:
-        """The case to close, if there is one."""
-        if self.gone:
-            return {"kind": "dead", "first": self.gone[0][0]}
+    def _find_case(self, now: float) -> dict[str, Any] | None:
+        """The case for which the job must end, if there is one."""
+        if self.dead:
+            return {"kind": "dead", "first": self.dead[0]}
         if self.failures:
             rank, when = self.failures[0]
-            if now - when < SECONDS_TO_SETTLE:
-                return None
-            return {"kind": "failed", "first": rank}
-        if len(self.ranks) < self.size and now - self.began > SECONDS_FOR_ALL:
+            return {"kind": "failed", "first": rank} if now - when >= FAILURE_DELAY else None
+        if len(self.ranks) < self.size and now - self.began > ALL_RANKS_TIMEOUT:
             missing = sorted(set(range(self.size)) - set(self.ranks))
-            return {"kind": "missing", "missing": missing, "limit": SECONDS_FOR_ALL}
-        if now - self.looked < TURN:  # turns are as many as the beats of a thousand ranks
+            return {"kind": "missing", "missing": missing, "limit": ALL_RANKS_TIMEOUT}
+        if now - self.checked < POLL_SECONDS:  # a thousand ranks send that many messages
             return None
-        self.looked = now
-        return self._judge_hang(now)
+        self.checked = now
+        return self._find_hang(now)
 
-    def _judge_hang(self, now: float) -> dict[str, Any] | None:
-        """A hang, if somebody stands still for too long and whoever he waits for does too."""
-        if not self.asked_limit:
+    def _find_hang(self, now: float) -> dict[str, Any] | None:
+        """A hang: a rank is stalled, and so are the ranks at the ends of its chains of waits."""
+        if not self.given_limit:
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
-            self.limit = max(LEAST_SECONDS, MEDIAN_STEPS * max(steps, default=0.0))
+            self.limit = max(MIN_HANG_TIMEOUT, MEDIAN_STEPS * max(steps, default=0.0))
         alive = [rank for rank in self.ranks.values() if rank.state == "alive"]
-        late = [rank for rank in alive if now - rank.moved > self._limit_of(rank)]
-        if not late:
+        stalled = [rank for rank in alive if now - rank.moved > self._limit_of(rank)]
+        if not stalled:
             return None
-        told = self._told(now)
-        for rank in alive:  # nobody has been asked yet
+        ranks = self._describe_ranks(now)
+        for rank in alive:  # none has been asked yet
             quiet = now - rank.heard > self._limit_of(rank) / 2
-            told[rank.rank]["state"] = "silent" if quiet else "answered"
-        ends = [self.ranks[end] for end in Waits(told).ends(rank.rank for rank in late)]
-        if ends and all(now - end.moved < self._limit_of(end) for end in ends):
+            ranks[rank.rank]["state"] = "silent" if quiet else "answered"
+        ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
+        if ends and all(
+            now - self.ranks[end].moved < self._limit_of(self.ranks[end]) for end in ends
+        ):
             return None
-        slowest = min(late, key=lambda rank: rank.moved)
+        slowest = min(stalled, key=lambda rank: rank.moved)
         return {"kind": "hang", "still": slowest.rank, "limit": self._limit_of(slowest)}
 
     def _limit_of(self, rank: Rank) -> float:
-        """The limit for one rank: its first steps may take longer."""
-        if rank.snapshot and rank.snapshot["steps_done"] >= SETTLED_STEPS:
+        """The limit in seconds for one rank: longer until it has done its first steps."""
+        if rank.snapshot and rank.snapshot["steps_done"] >= STARTUP_STEPS:
             return self.limit
-        return max(self.limit * PATIENCE_AT_START, SECONDS_AT_START)
+        return max(self.limit * STARTUP_FACTOR, STARTUP_SECONDS)
 
-    def _told(self, now: float) -> dict[int, dict[str, Any]]:
-        return {number: self.ranks[number].told(now) for number in sorted(self.ranks)}
+    def _describe_ranks(self, now: float) -> Ranks:
+        return {number: self.ranks[number].to_dict(now) for number in sorted(self.ranks)}
 
-    # -- closing ----------------------------------------------------------------------------
+    # -- the end of the job -----------------------------------------------------------------
 
     def _close(self, case: dict[str, Any]) -> None:
-        """Gather, tell, write, end."""
-        if case["kind"] == "failed":
-            self._let_it_speak(case["first"])
+        """Ask the ranks, report, end the job."""
+        failed = case["kind"] == "failed"
+        if failed:
+            self._let_print(self.ranks[case["first"]])
         else:
-            self._gather()
-        now = time.monotonic()
-        told = self._told(now)
-        case |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "size": self.size}
-        case["gone"] = [rank for rank, _ in self.gone]
-        first = self.ranks.get(case.get("first", -1))
-        mistake = case["kind"] == "failed" and first is not None and first.mistake
+            self._inspect_ranks()
+        ranks = self._describe_ranks(time.monotonic())
+        case |= {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "size": self.size,
+            "gone": list(self.dead),
+        }
+        mistake = failed and self.ranks[case["first"]].mistake
         if not mistake:
-            case["culprits"] = culprits(case, Waits(told))
-            self._report(case, told)
-        deaf = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
-        self._end(2 if mistake else 1, deaf if case["kind"] != "failed" else [])
+            case["culprits"] = find_culprits(case, WaitGraph(ranks))
+            self._report(case, ranks)
+        silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
+        self._end_ranks(2 if mistake else 1, [] if failed else silent)
 
-    def _gather(self) -> None:
-        """Ask all ranks for stacks and records, and for how the silent ones' processes do."""
+    def _inspect_ranks(self) -> None:
+        """Ask all ranks for stacks and records, and for the states of quiet ranks' processes."""
         now = time.monotonic()
-        alive = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
-        quiet = [rank for rank in alive if now - rank.heard > 3.0]
-        for rank in alive:
-            look = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
-            self._send(rank, {"look": look})
-        until, silent = now + SECONDS_TO_TELL, len(alive)
-        while silent and time.monotonic() < until:
-            self._turn(TURN)
-            left = sum(not r.status and r.state not in ("gone", "left") for r in alive)
-            if left < silent:  # a thousand ranks may tell more than can be read in that time
-                until, silent = time.monotonic() + SECONDS_TO_TELL, left
-        for rank in alive:
+        asked = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
+        quiet = [rank for rank in asked if now - rank.heard > QUIET_SECONDS]
+        for rank in asked:
+            processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
+            self._send(rank, {"inspect": processes})
+        until, missing = now + STATUS_TIMEOUT, len(asked)
+        while missing and time.monotonic() < until:
+            self._receive()
+            left = sum(not r.status and r.state not in ("gone", "left") for r in asked)
+            if left < missing:  # a thousand ranks may send more than can be read in that time
+                until, missing = time.monotonic() + STATUS_TIMEOUT, left
+        for rank in asked:
             if rank.status is None and rank.state == "alive" and rank.node == self.node:
                 rank.process = process_state(rank.pid, rank.started)
 
-    def _let_it_speak(self, first: int) -> None:
-        """The first rank to fail says why and ends the job; the others are quiet."""
+    def _let_print(self, first: Rank) -> None:
+        """Let the first rank that failed print its error and end; the others print nothing."""
+        self.first = first
         for rank in self.ranks.values():
             if rank.state == "failed":
-                self._send(rank, {"first": rank.rank == first})
-        until = time.monotonic() + 2.0
-        while self.ranks[first].state != "gone" and time.monotonic() < until:
-            known = len(self.failures)
-            self._turn(TURN)
-            for number, _ in self.failures[known:]:
-                self._send(self.ranks[number], {"first": False})
-            if self.ranks[first].connection.fileno() not in self.sockets:
-                return
+                self._send(rank, {"first": rank is first})
+        until = time.monotonic() + PRINT_TIMEOUT
+        while self._connected(first) and time.monotonic() < until:
+            self._receive()
 
-    def _report(self, case: dict[str, Any], told: dict[int, dict[str, Any]]) -> None:
-        """Print and write, by a thread: whatever hangs there, the job must end all the same."""
+    def _report(self, case: dict[str, Any], ranks: Ranks) -> None:
+        """Print and write in a thread, because the job must end even if the file system hangs."""
 
         def write() -> None:
-            report = hang_report.tell(case, told, self.out)
-            if case["kind"] != "failed":  # else the rank itself has said why
+            report = hang_report.format_report(case, ranks, self.out)
+            if case["kind"] != "failed":  # then the rank itself has printed its error
                 print(report, file=sys.stderr, flush=True)
             try:
-                hang_report.write(os.path.join(self.out, "hang"), case, told, report)
+                hang_report.write_files(os.path.join(self.out, "hang"), case, ranks, report)
             except OSError as error:
                 print(f"the watchdog cannot write its files: {error}", file=sys.stderr, flush=True)
 
         thread = threading.Thread(target=write, daemon=True)
         thread.start()
-        thread.join(SECONDS_TO_WRITE)
+        thread.join(WRITE_TIMEOUT)
         if thread.is_alive():
-            text = f"the watchdog could not write {self.out}/hang in {SECONDS_TO_WRITE:.0f} s"
+            text = f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s"
             print(text, file=sys.stderr, flush=True)
 
-    def _end(self, status: int, deaf: list[Rank]) -> None:
-        """Tell the ranks to end, and to kill those of their node that cannot hear."""
+    def _end_ranks(self, status: int, unresponsive: list[Rank]) -> None:
+        """Tell the ranks to end, and to kill the unresponsive ones of their node."""
         for rank in self.ranks.values():
-            if rank.connection is not None and rank.state != "left":
-                dead = [(r.pid, r.started) for r in deaf if r.node == rank.node and r is not rank]
-                self._send(rank, {"end": status, "kill": dead})
-        until = time.monotonic() + SECONDS_TO_END
-        while self.sockets and time.monotonic() < until:
-            self._turn(TURN)
+            if rank.state != "left":
+                others = [r for r in unresponsive if r.node == rank.node and r is not rank]
+                self._send(rank, {"end": status, "kill": [(r.pid, r.started) for r in others]})
+        until = time.monotonic() + EXIT_TIMEOUT
+        while self.connections and time.monotonic() < until:
+            self._receive()
         for rank in self.ranks.values():
             if rank.node == self.node:
-                kill(rank.pid, rank.started)
+                kill_process(rank.pid, rank.started)
+
+
+def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
+    """What has arrived on a connection, and whether the other side has closed it."""
+    parts = []
+    while True:
+        try:
+            data = connection.recv(1 << 20)
+        except BlockingIOError:
+            return b"".join(parts), False
+        except OSError:
+            data = b""
+        if not data:
+            return b"".join(parts), True
+        parts.append(data)
 
 
 def main() -> None:
-    """Watch the ranks that come to the socket given by number; about the run, standard input."""
+    """Watch a job. Argument: the listening socket's descriptor; stdin: the facts of the job."""
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # Slurm sends them to all processes of a step
-    with contextlib.suppress(OSError):  # not to rank 0's cores alone: to all that the job has
+    with contextlib.suppress(OSError):  # not only rank 0's cores: all that the job has
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two connections a rank
-    facts = json.load(sys.stdin)
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    Monitor(listener, facts).run()
-    os._exit(0)  # a thread that hangs in writing must not keep the process
-
-
-if __name__ == "__main__":
-    main()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    job = json.load(sys.stdin)
+    Monitor(socket.socket(fileno=int(sys.argv[1])), job).run()
+    os._exit(0)  # does not wait for a thread that hangs in writing

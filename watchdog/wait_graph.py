@@ -1,70 +1,70 @@
-"""Who waits for whom, and where the waits end: the cause of a hang, from the ranks' records.
+"""Which rank waits for which, and where the chains of waits end: the cause of a hang.
 
-    waits = Waits(ranks)           of every rank, what monitor.Rank.told says of it
-    waits.blockers(3)              the ranks for which rank 3 waits
-    culprits(case, waits)          the odd ones out
+    graph = WaitGraph(ranks)             of every rank, the values of monitor.Rank.to_dict
+    graph.blockers(3)                    the ranks for which rank 3 waits
+    find_culprits(case, graph)           the ranks that caused the hang
 
-A rank waits in an operation with a number. Who of that group has not entered the operation of that
-number is waited for; that rank may itself wait, on another axis, and so on. Where the waits end is
-the odd one out. All is worked out once for all ranks: in a collective of a thousand, a thousand
-wait, and for each a thousand would have to be asked.
+A rank waits in an operation with a number, for the members of the group that have not entered the
+operation of that number. Each of these may itself wait, on another axis of the mesh, and so on; a
+rank at the end of such a chain does not wait and is the cause. What ranks share is computed once
+for all of them: in a collective of a thousand ranks, each of a thousand waits for the same ranks.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-Ranks = dict[int, dict[str, Any]]  # as monitor.Rank.told gives them
+Ranks = dict[int, dict[str, Any]]  # monitor.Rank.to_dict of each
 
 
-class Waits:
-    """The waits of all ranks that can tell of one, by rank, and what each rank has entered."""
+class WaitGraph:
+    """The waits of all ranks that have answered or failed, and what each has entered."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.of: dict[int, dict[str, Any]] = {}  # the wait of each rank that is in one
+        self.waits: dict[int, dict[str, Any]] = {}  # of each rank that waits
         # By role and members of a group and rank: [collectives, {position: sent}, {..: received}].
         self.counts: dict[tuple, dict[int, list]] = {}
-        self._behind: dict[tuple, list[int]] = {}  # by collective, so that it is found once
+        self._missing: dict[tuple, list[int]] = {}  # by collective
         for number, rank in ranks.items():
             if rank["state"] not in ("answered", "failed") or rank["snapshot"] is None:
                 continue
-            for (role, members), counted in zip(rank["groups"], rank["snapshot"]["counts"]):
-                self.counts.setdefault((role, tuple(members)), {})[number] = counted
-            if wait := _wait(rank["snapshot"]):
-                self.of[number] = wait
+            for (role, members), counts in zip(rank["groups"], rank["snapshot"]["counts"]):
+                self.counts.setdefault((role, tuple(members)), {})[number] = counts
+            if wait := _wait_of(rank["snapshot"]):
+                self.waits[number] = wait
 
     def blockers(self, rank: int) -> list[int]:
-        """The ranks for which a rank waits: they have not entered what it waits in, or are silent.
+        """The ranks for which a rank waits: they have not entered its operation, or are silent.
 
-        Empty if it waits for nobody, or if all have entered.
+        Empty if the rank does not wait, or if all have entered.
         """
-        wait = self.of.get(rank)
+        wait = self.waits.get(rank)
         if wait is None:
             return []
         if "role" not in wait:
             return [other for other in wait["ranks"] if other != rank and other in self.ranks]
         group, peer = (wait["role"], tuple(wait["ranks"])), wait["peer"]
         if peer is None:
-            return [other for other in self._late(group, wait["number"]) if other != rank]
-        counted = self.counts.get(group, {}).get(peer)
+            return [other for other in self._not_entered(group, wait["number"]) if other != rank]
+        counts = self.counts.get(group, {}).get(peer)
         known = peer in self.ranks and peer != rank
-        return [peer] * (known and _exchanged(counted, rank, wait) < wait["number"])
+        return [peer] if known and _matching(counts, rank, wait) < wait["number"] else []
 
-    def _late(self, group: tuple[str, tuple], number: int) -> list[int]:
-        """The known members that have not entered a collective, so far as is known."""
-        if (group, number) not in self._behind:
+    def _not_entered(self, group: tuple[str, tuple], number: int) -> list[int]:
+        """The known members that have not entered that collective, silent ones included."""
+        if (group, number) not in self._missing:
             counts = self.counts.get(group, {})
-            self._behind[group, number] = [
+            self._missing[group, number] = [
                 other
                 for other in group[1]
                 if other in self.ranks and counts.get(other, [0])[0] < number
             ]
-        return self._behind[group, number]
+        return self._missing[group, number]
 
-    def ends(self, start: Iterable[int]) -> list[int]:
-        """The ranks at which the waits of `start` end: those who wait for nobody themselves.
+    def chain_ends(self, start: Iterable[int]) -> list[int]:
+        """The ranks at the ends of the chains of waits from `start`: those that do not wait.
 
-        One that waits although all have entered is no end: then the fault lies between the ranks.
+        A rank that waits although all have entered is not one: the fault is between the ranks.
         """
         seen, queue = set(), list(start)
         while queue:
@@ -72,43 +72,43 @@ class Waits:
             if rank not in seen:
                 seen.add(rank)
                 queue += [other for other in self.blockers(rank) if other not in seen]
-        return sorted(seen - set(self.of))
+        return sorted(seen - set(self.waits))
 
-    def missed(self, culprit: int) -> tuple[int, dict[str, Any]] | None:
-        """A rank that waits for that one, and its wait: of several, the one of fewest ranks."""
+    def waiter_for(self, culprit: int) -> tuple[int, dict[str, Any]] | None:
+        """A rank that waits for that one, and its wait: the one in the smallest group."""
         waits = [
             (len(wait["ranks"]), number, wait)
-            for number, wait in self.of.items()
+            for number, wait in self.waits.items()
             if "role" in wait and culprit in self.blockers(number)
         ]
         return min(waits, key=lambda found: found[:2])[1:] if waits else None
 
 
-def _wait(snapshot: dict[str, Any]) -> dict[str, Any] | None:
-    """What a rank waits in, or failed in; None if not in a wait for other ranks."""
+def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
+    """What a rank waits in, or failed in; None if it does not wait for other ranks."""
     wait = snapshot["wait"]
     if wait and wait["kind"] == "writer":
-        wait = snapshot["aside"]  # it waits for its own thread, which may wait for others
+        wait = snapshot["background"]  # its checkpoint's thread, which may wait for others
     return wait if wait and wait["ranks"] else None
 
 
-def _exchanged(counted: list | None, rank: int, wait: dict[str, Any]) -> int:
-    """How many messages like the one that `rank` waits for the counted rank has begun with it."""
-    if counted is None:
+def _matching(counts: list | None, rank: int, wait: dict[str, Any]) -> int:
+    """How many of the other halves of `rank`'s messages the counted rank has entered."""
+    if counts is None:
         return 0
-    _, sent, received = counted
+    _, sent, received = counts
     position = str(list(wait["ranks"]).index(rank))
-    sides = {str(k): v for k, v in (sent if wait["kind"] == "receive" else received).items()}
-    return sides.get(position, 0)
+    numbers = {str(k): v for k, v in (sent if wait["kind"] == "receive" else received).items()}
+    return numbers.get(position, 0)
 
 
-def culprits(case: dict[str, Any], waits: Waits) -> list[int]:
-    """The cause, most likely first; empty if the waits end nowhere."""
+def find_culprits(case: dict[str, Any], graph: WaitGraph) -> list[int]:
+    """The ranks that caused a case, most likely first; empty if no chain of waits ends."""
     if "first" in case:
         return [case["first"]]
     if case["kind"] == "missing":
         return case["missing"]
-    still = {number: rank["still"] for number, rank in waits.ranks.items()}
-    late = {number for number in still if still[number] >= case["limit"] / 2}
-    ends = [number for number in waits.ends(late) if number in late]
+    still = {number: rank["still"] for number, rank in graph.ranks.items()}
+    stalled = {number for number in still if still[number] >= case["limit"] / 2}
+    ends = [number for number in graph.chain_ends(stalled) if number in stalled]
     return sorted(ends, key=lambda number: -still[number])
