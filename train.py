@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
         config = check(parse(arguments, __doc__), launch.size)
         check_kill_switch(config.run)
     except UserError as mistake:
-        exit_with(mistake, launch.rank == 0, launch.patience)
+        exit_with(mistake, launch.rank == 0, launch.exit_delay)
     prepare(config.run)
     import trainer
 

@@ -24,7 +24,13 @@ from distributed import preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
-from distributed.stop_conditions import STOPPED_EARLY, Signals, StopConditions, listen
+from distributed.stop_conditions import (
+    STOPPED_EARLY,
+    RequestedAction,
+    Signals,
+    StopConditions,
+    listen,
+)
 from model import Stage, attention_kernel
 from parallel import ParamFactory
 from pipeline import Pipeline
@@ -33,10 +39,11 @@ from telemetry import memory_report, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
 from telemetry.replica_check import unequal_replicas
-from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP, StepStats
+from telemetry.step_stats import StepStats
 from telemetry.step_trace import StepTrace
 from zero import Optimizer, StepResult
 
+GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -205,23 +212,23 @@ class Trainer:
         False if a stop condition or a signal ended it before; all is saved then. UserError if
         training has diverged.
         """
-        if self.done.iteration < self.total and self._largest_wish() == SAVE_AND_STOP:
+        if self.done.iteration < self.total and self._largest_request() == SAVE_AND_STOP:
             return self._stop_early()
         for iteration in range(self.done.iteration + 1, self.total + 1):
             last, evaluates = iteration == self.total, self._evaluates(iteration)
-            wish = self._advance(iteration, evaluates)
+            action = self._advance(iteration, evaluates)
             if self.losses.diverged:
                 give_up(self.losses, self.done, self.checkpoints)
-            if evaluates and (last or wish < SAVE_AND_STOP):  # a stop does not wait for it
-                wish = max(wish, self._validate(iteration))
+            if evaluates and (last or action < SAVE_AND_STOP):  # a stop does not wait for it
+                action = max(action, self._validate(iteration))
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
                 self.recorder.enter("check replicas")
                 check_replicas(self.state, iteration)
-            if wish == SAVE_AND_STOP and not last:
+            if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
             if last or not self.losses.bad:  # else --keep-last might delete the last good state
-                self.checkpoints.after_step(self.done, last, asked=wish == SAVE)
+                self.checkpoints.after_step(self.done, last, asked=action == SAVE)
             if not self.checkpoints.saving:
                 self.conditions.saved()
         if self.splits.test:
@@ -237,7 +244,7 @@ class Trainer:
         return bool(self.splits.validation and due)
 
     def _advance(self, iteration: int, evaluates: bool) -> float:
-        """Train on the next global batch, or pass it over; what all ranks wish then."""
+        """Train on the next global batch, or pass it over; the action requested then."""
         begin, untrained = self.done.consumed_samples, self.done.skipped_samples
         batch = self.config.batches.batch(begin)
         if self.config.passes_over(begin, batch):
@@ -258,31 +265,34 @@ class Trainer:
             self.log.note(line)
         self.log.step(iteration, begin + batch, batch, lr, result, everyone)
         self.losses.step(self.done, batch, result)
-        return max(rank.wish for rank in everyone)
+        return max(rank.requested_action for rank in everyone)
 
     def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
         """Every rank's statistics of the step: the one exchange between steps."""
         waiting = self.recorder.take_waited()
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
-        own = step_stats.measure(self.device, seconds, waiting, self.conditions.wish(ahead))
+        action = self.conditions.requested_action(ahead)
+        own = step_stats.measure(self.device, seconds, waiting, action)
         self.recorder.at("vitals")
         everyone = step_stats.exchange(own, self.world, self.device)
         self.recorder.end_step()
         return everyone
 
     def _validate(self, iteration: int) -> float:
-        """Evaluate on the validation split; what all ranks wish afterwards."""
+        """Evaluate on the validation split; the action requested afterwards."""
         began = time.perf_counter()
         loss = evaluate(self.state, self.splits.validation)
         self.log.evaluation("validation", iteration, self.done.consumed_samples, loss)
         self.seconds_to_evaluate = time.perf_counter() - began
-        return self._largest_wish()
+        return self._largest_request()
 
-    def _largest_wish(self) -> float:
+    def _largest_request(self) -> float:
         """What is to be done at a boundary that is no step's end; collective over all ranks."""
-        own = step_stats.measure(self.device, 0.0, wish=self.conditions.wish())
-        return max(rank.wish for rank in step_stats.exchange(own, self.world, self.device))
+        action = self.conditions.requested_action()
+        own = step_stats.measure(self.device, 0.0, requested_action=action)
+        everyone = step_stats.exchange(own, self.world, self.device)
+        return max(rank.requested_action for rank in everyone)
 
     def _stop_early(self) -> bool:
         """Save, and say who asked for the stop; False, for the run is not finished.

@@ -424,7 +424,7 @@ def main() -> None:
         placed(layout, launch.size)
         host = HostWorld(launch, layout) if given.host else None
     except UserError as mistake:
-        exit_with(mistake, launch.rank == 0, launch.patience)
+        exit_with(mistake, launch.rank == 0, launch.exit_delay)
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
     world = host or TorchWorld(launch, Run(device=given.device), layout)

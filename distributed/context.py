@@ -1,23 +1,21 @@
-"""Who am I: rank, node, device; how ranks meet, and how a job ends when one fails.
+"""This process among all ranks: made by `start`, passed as an argument; how a job ends.
 
     launch = discover()                   # launch.py, before torch
-    cluster = start(launch, config.run)   # ranks meet, devices and threads are set
-    with cluster.failing_loudly():        # an exception on one rank ends all ranks, non-zero
+    prepare(config.run)                   # before torch is imported
+    context = start(launch, config.run)   # ranks meet (rendezvous.py), the watchdog starts
+    with context.failing_loudly():        # an exception on one rank ends all ranks, non-zero
         ...
-    cluster.stop()
+    context.stop()
 
 torch and mpi4py are imported in the functions that need them, so that a user's mistake is
-answered before the seconds these imports take.
+reported before the seconds that these imports take.
 """
 
 import atexit
 import contextlib
 import dataclasses
-import faulthandler
 import functools
-import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -30,34 +28,24 @@ import psutil
 
 from config.messages import UserError, exit_with
 from config.schema import Run
-from distributed.launch import Launch, Local, cores_asked_for, find_local, job_nodes, node_name
-from distributed.placement import (
-    Place,
-    allowed_cores,
-    check_gpus,
-    choose_gpu,
-    keep_to,
-    physical_cores,
-    share_of_cores,
-)
+from distributed.launch import Launch, job_nodes
+from distributed.placement import Place
+from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, host_address, meet
+from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
-# The last resort, of torch's own: long before it, the watchdog has said who is missing and why.
-COLLECTIVE_TIMEOUT = timedelta(hours=4)
-# Before the ranks have met nothing else watches them.
-MEETING_TIMEOUT = timedelta(minutes=30)
-# mpirun carries what was printed to its own output, unless an abort overtakes it.
-SECONDS_FOR_THE_LAST_WORD = 0.5
-SECONDS_FOR_THE_MONITOR_TO_END = 5.0
-# Rank 0 brings the launcher a status: under srun it stays this much longer than the others, under
-# mpirun it ends them, and they wait for that so long.
-SECONDS_FOR_THE_OTHERS_TO_GO = 1.0
+# For mpirun to pass on what was printed, before it is ended.
+SECONDS_TO_FLUSH = 0.5
+SECONDS_FOR_MONITOR_TO_END = 5.0
+# Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
+# under mpirun it ends them, and they wait for that at most so long.
+SECONDS_AFTER_OTHERS = 1.0
 SECONDS_TO_BE_ENDED = 30.0
 
 
 def prepare(run: Run) -> None:
-    """Set what CUDA, cuBLAS and NCCL read when they are loaded; to be called before torch is."""
+    """Set the variables that CUDA, cuBLAS and NCCL read when loaded, before torch is imported."""
     if run.blocking:
         os.environ |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
     if run.deterministic:
@@ -66,7 +54,7 @@ def prepare(run: Run) -> None:
 
 @dataclass
 class Context:
-    """This process among all: made by `start`, passed to whoever needs it."""
+    """This process among all ranks, made by `start`."""
 
     launch: Launch
     rank: int
@@ -80,7 +68,7 @@ class Context:
     threads: int
     store: Any = None  # torch's key-value store, shared by all ranks
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
-    blocking: bool = False  # every collective is waited for where it starts
+    blocking: bool = False  # wait for every collective where it starts
     watchdog: Watchdog | None = None
     _monitor: Any = None  # its process, on rank 0
     _groups: dict = field(default_factory=dict)
@@ -96,9 +84,9 @@ class Context:
         return job_nodes()
 
     def process_group(self, ranks: tuple[int, ...], role: str) -> Any:
-        """torch's process group of these ranks; every rank must ask for every group, in order.
+        """torch's process group of these ranks; collective over all ranks, in one order.
 
-        Groups of the same ranks and role are made once: meshes of several layouts can share them.
+        Groups of the same ranks and role are made once: meshes of several layouts share them.
         """
         import torch.distributed as dist
 
@@ -107,13 +95,13 @@ class Context:
         return self._groups[ranks, role]
 
     def clock(self) -> tuple[float, float]:
-        """Seconds to add to time.monotonic() for a time common to all ranks, and their error."""
+        """Seconds to add to time.monotonic() for a clock common to all ranks, and their error."""
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error
         return time.time() - time.monotonic(), 0.0
 
     def describe(self) -> dict[str, Any]:
-        """What run.json keeps about where the run took place."""
+        """Where the run takes place, for run.json."""
         return {
             "launcher": self.launch.launcher,
             "ranks": self.size,
@@ -135,9 +123,9 @@ class Context:
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """Leave in order: nobody closes its connections while another still uses them.
+        """End in order: a rank closes its connections when no other uses them; collective.
 
-        A status that is not 0 becomes the whole job's, and this does not return.
+        A status other than 0 becomes the whole job's, and this does not return.
         """
         self.recorder.enter("end")
         if self.size > 1:
@@ -147,25 +135,25 @@ class Context:
             dist.destroy_process_group()
         if self.watchdog:
             self.watchdog.close()
-        if self._monitor:  # it ends when all have left it
+        if self._monitor:  # it ends when all ranks have deregistered
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(SECONDS_FOR_THE_MONITOR_TO_END)
+                self._monitor.wait(SECONDS_FOR_MONITOR_TO_END)
         if status:
-            self._leave(status)
+            self._exit_job(status)
 
-    def _leave(self, status: int) -> None:
-        """Bring the status to the launcher; the ranks have nothing left to do.
+    def _exit_job(self, status: int) -> None:
+        """Exit such that the launcher reports this status.
 
-        When a rank ends with another status than 0, launchers kill the rest and may answer with
-        the kill's status. Under srun rank 0 alone has ours, and goes last. MPICH's mpirun keeps to
-        the one that MPI_Abort names, of all ways to end.
+        When a rank exits with a status other than 0, launchers kill the others and may report the
+        kill's status. Under srun therefore only rank 0 exits with ours, after the others. MPICH's
+        mpirun reports exactly the status that MPI_Abort is given.
         """
         sys.stdout.flush()
         sys.stderr.flush()
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: no word of an abort
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
             self.end_all_ranks(status)
         if self.launch.mpi:
             from mpi4py import MPI
@@ -173,12 +161,14 @@ class Context:
             MPI.Finalize()
             if self.rank != 0:
                 os._exit(0)
-            time.sleep(SECONDS_FOR_THE_OTHERS_TO_GO)
+            time.sleep(SECONDS_AFTER_OTHERS)
         os._exit(status)
 
     def _fail(self, error: BaseException) -> None:
-        """Say why, unless another rank was first or is dead: then the monitor has ended this one
-        before it comes to the last line, for what failed here is what followed from that.
+        """Report the error and end the job.
+
+        If another rank failed first or is dead, this error is a consequence: the monitor ends this
+        process before the last line.
         """
         mistake = isinstance(error, UserError)
         trace = "".join(traceback.format_exception(error))
@@ -186,13 +176,13 @@ class Context:
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
             text = f"error: {error}" if mistake else where + trace
             print(text, file=sys.stderr, flush=True)
-            time.sleep(SECONDS_FOR_THE_LAST_WORD if self.size > 1 else 0.0)
+            time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(2 if mistake else 1)
 
     def end_all_ranks(self, status: int) -> None:
-        """End every rank at once, from any thread; without MPI this one, and the monitor and the
-        launcher end the others.
+        """End every rank at once, from any thread; without MPI this process, and the monitor and
+        the launcher end the others.
         """
         if self.watchdog:
             self.watchdog.end_job(status)
@@ -209,221 +199,51 @@ class Context:
 
 
 def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) -> Context:
-    """Meet the other ranks, choose device, cores and backend; collective over all ranks.
+    """Meet the other ranks and start the watchdog; collective over all ranks.
 
-    A rank that has not met all others by then prints where it waits and leaves with status 1. If
-    launcher and MPI disagree, or the device or backend asked for is not there, the first rank
-    of each node says so and every rank that sees it leaves with status 2.
+    Errors end the process as `rendezvous.meet` says; a watchdog that cannot be started does too.
     """
-    node, local = node_name(), None
-    limit = meet_within.total_seconds()
-    faulthandler.dump_traceback_later(limit, exit=True, file=2)  # also inside of MPI
-    try:
-        local = find_local(launch)
-        device, backend = _choose_device(run, launch, local, node)
-        cores, threads = _take_cores(run, local)
-        store = _store(launch, local)
-    except UserError as mistake:
-        speaks = (local.rank if local else launch.rank) == 0
-        exit_with(mistake, speaks, launch.patience)
-    own = Place(node, local.rank, str(device), _gpu_id(device), cores, cores_asked_for())
-    places = _tell_all(store, launch, own)
-    faulthandler.cancel_dump_traceback_later()
-    if backend == "nccl":
-        try:
-            check_gpus(places)  # each rank finds the same
-        except UserError as mistake:
-            exit_with(mistake, launch.rank == 0, launch.patience)
-    _start_groups(store, launch, device, backend)
+    meeting = meet(launch, run, meet_within)
     context = Context(
         launch,
         launch.rank,
         launch.size,
-        local.rank,
-        local.size,
-        node,
-        places,
-        device,
-        backend,
-        threads,
-        store and _prefixed(store, "trine"),
-        recorder=_recorder(backend),
+        meeting.local.rank,
+        meeting.local.size,
+        meeting.node,
+        meeting.places,
+        meeting.device,
+        meeting.backend,
+        meeting.threads,
+        meeting.store,
+        recorder=_recorder(meeting.backend),
         blocking=run.blocking,
     )
     if run.deterministic:
         _make_deterministic()
     if run.watchdog:
-        _watch(context, run, local)
+        _start_watchdog(context, run, host_address(meeting.local))
     return context
 
 
-def _choose_device(run: Run, launch: Launch, local: Local, node: str):
-    """The rank's torch.device, and nccl, gloo or none."""
-    import torch
-
-    available = torch.cuda.is_available()
-    if run.device == "cuda" and not available:
-        raise UserError("--device cuda: torch sees no CUDA device on this node")
-    on_gpu = available and run.device != "cpu"
-    backend = run.backend if run.backend != "auto" else "nccl" if on_gpu else "gloo"
-    if backend == "nccl" and not on_gpu:
-        raise UserError("--backend nccl needs --device cuda; CPUs use gloo")
-    if launch.size == 1:
-        backend = "none"
-    if not on_gpu:
-        return torch.device("cpu"), backend
-    visible = torch.cuda.device_count()
-    gpu = choose_gpu(local.rank, local.size, visible, node, sharing=backend != "nccl")
-    device = torch.device("cuda", gpu)
-    torch.cuda.set_device(device)
-    return device, backend
-
-
-def _gpu_id(device) -> str | None:
-    if device.type != "cuda":
-        return None
-    import torch
-
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
-    """Keep to this rank's cores, and use as many threads, unless OMP_NUM_THREADS decides.
-
-    What Slurm or a cgroup gave is divided among the ranks that were given the same, if there is a
-    core for each.
-    """
-    import torch
-
-    cores = allowed_cores()
-    physical = physical_cores(cores)
-    own = share_of_cores(physical, local.sharing, local.place_among_sharing)
-    if own is not None and run.bind_cores and local.sharing > 1:
-        keep_to(own)
-        cores = own
-    asked = os.environ.get("OMP_NUM_THREADS")
-    threads = int(asked) if asked else max(1, len(physical) // local.sharing)
-    torch.set_num_threads(threads)
-    return cores, threads
-
-
-def _store(launch: Launch, local: Local):
-    """The key-value store that all ranks share, or None for a single process."""
-    if launch.size == 1:
-        return None
-    if launch.mpi:
-        return _store_over_mpi(launch, local)
-    import torch.distributed as dist
-
-    try:
-        return next(dist.rendezvous("env://"))[0]
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise UserError(
-            f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
-            f"job on this node: give torchrun another --master-port, or --standalone on one node"
-        ) from None
-
-
-def _prefixed(store, name: str):
-    import torch.distributed as dist
-
-    return dist.PrefixStore(name, store)
-
-
-def _tell_all(store, launch: Launch, own: Place) -> list[Place]:
-    """The place of every rank: rank 0 collects them, so that nobody asks the store for each."""
-    if store is None:
-        return [own]
-    store = _prefixed(store, "places")
-    store.set(str(launch.rank), json.dumps(dataclasses.asdict(own)))
-    if launch.rank == 0:
-        everyone = [json.loads(store.get(str(rank))) for rank in range(launch.size)]
-        store.set("all", json.dumps(everyone))
-    places = json.loads(store.get("all"))
-    return [Place(**place | {"cores": tuple(place["cores"])}) for place in places]
-
-
-def _start_groups(store, launch: Launch, device, backend: str) -> None:
-    """Start torch.distributed."""
-    if store is None:
-        return
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        backend,
-        store=_prefixed(store, "groups"),
-        rank=launch.rank,
-        world_size=launch.size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if backend == "nccl" else None,
-    )
-
-
-def _store_over_mpi(launch: Launch, local: Local):
-    """A store on rank 0 at a port the system chose, told to the others by MPI: no two jobs meet."""
-    import torch.distributed as dist
-    from mpi4py import MPI
-
-    world, address, store = MPI.COMM_WORLD, None, None
-    if launch.rank == 0:
-        host = "127.0.0.1" if local.one_node else _reachable_address()
-        store = dist.TCPStore(host, 0, is_master=True, timeout=MEETING_TIMEOUT)
-        address = (host, store.port)
-    host, port = world.bcast(address)
-    if launch.rank != 0:
-        store = dist.TCPStore(host, port, is_master=False, timeout=MEETING_TIMEOUT)
-    _keep_mpi_going(world, store)
-    return store
-
-
-def _keep_mpi_going(world, store) -> None:
-    """Until every rank has the address: over libfabric, what was sent moves while its sender is in
-    MPI, and rank 0 would wait in the store for ranks that wait for its broadcast.
-    """
-    store.add("met", 1)
-    pause = 0.001
-    while store.add("met", 0) < world.size:
-        world.Iprobe()
-        time.sleep(pause)
-        pause = min(2 * pause, 0.1)  # hundreds of ranks ask the one store
-
-
-def _reachable_address() -> str:
-    """This node's address as other nodes see it: never the loopback some /etc/hosts give."""
-    address = socket.gethostbyname(socket.gethostname())
-    if not address.startswith("127."):
-        return address
-    for cards in psutil.net_if_addrs().values():
-        for card in cards:
-            if card.family == socket.AF_INET and not card.address.startswith("127."):
-                return card.address
-    return address
-
-
-def _watch(context: Context, run: Run, local: Local) -> None:
-    """Connect to the monitor, which rank 0 starts first; from here on nothing waits for ever."""
+def _start_watchdog(context: Context, run: Run, host: str) -> None:
+    """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
     address, mistake = None, None
     if context.rank == 0:
-        host = "127.0.0.1" if local.one_node else _reachable_address()
         try:
             address, context._monitor = start_monitor(
                 host, context.node, context.size, run.out, run.hang_timeout
             )
         except UserError as error:
             mistake = str(error)
-    if context.store is not None:
-        if context.rank == 0:
-            context.store.set("monitor", json.dumps([address, mistake]))
-        address, mistake = json.loads(context.store.get("monitor"))
+    exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
+    address, mistake = exchange.agree([address, mistake], lambda values: values[0])
     if mistake:
-        exit_with(UserError(mistake), context.rank == 0, context.launch.patience)
+        exit_with(UserError(mistake), context.rank == 0, context.launch.exit_delay)
     context.watchdog = Watchdog(
         context.recorder, tuple(address), context.rank, context.node, context.end_all_ranks
     )
-    atexit.register(context.watchdog.close)  # sys.exit leaves in order too
+    atexit.register(context.watchdog.close)  # sys.exit deregisters from the monitor too
 
 
 def _recorder(backend: str) -> FlightRecorder:

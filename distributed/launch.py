@@ -1,12 +1,12 @@
 """How this process was started: by which launcher, as which rank of how many, on which node.
 
     launch = discover()                # from the launcher's variables alone, before torch
-    oddity = check_launch(launch)      # UserError for what cannot work
-    local = find_local(launch)         # asks MPI where there is one
+    warning = check_launch(launch)     # UserError for what cannot work
+    local = find_local(launch)         # from MPI, where there is one
 
-Order of trust: torchrun's variables, MPI (mpirun or srun), a Slurm step of several tasks, else a
-single process. What the launcher says and what MPI says must agree: a job that silently becomes
-four lonely jobs overwriting one another is the classic accident. Each way into it has a sentence.
+In this order: torchrun's variables, those of MPI's mpirun, a Slurm step of several tasks, else a
+single process. Launcher and MPI must agree on rank and size: otherwise a job of four ranks silently
+becomes four jobs of one rank that overwrite one another. Each way to get there has its own message.
 """
 
 import os
@@ -27,17 +27,17 @@ class Launch:
     mpi: bool = False
 
     @property
-    def patience(self) -> float:
-        """Seconds that ranks which have the same mistake to tell give the one that tells it.
+    def exit_delay(self) -> float:
+        """Seconds that ranks wait before they exit for an error that another rank reports.
 
-        They start seconds apart where many read their modules from one disk, and launchers end all
-        when the first leaves; but MPICH's mpirun waits for each.
+        Launchers end all ranks when the first exits, and ranks start seconds apart where many
+        read their modules from one disk; but MPICH's mpirun waits for each.
         """
         return 1.0 if self.launcher == "mpirun" else 10.0
 
 
 def discover(environment: dict[str, str] | None = None) -> Launch:
-    """Which launcher started this process, with which rank out of how many."""
+    """The launcher that started this process, its rank and the number of ranks."""
     env = os.environ if environment is None else environment
 
     def launch(name: str, rank: str, size: str, mpi: bool) -> Launch:
@@ -49,7 +49,7 @@ def discover(environment: dict[str, str] | None = None) -> Launch:
         name = "mpirun of Open MPI"
         return launch(name, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-    # In a Slurm job MPICH's mpirun starts its own helpers by srun: their step is not ours.
+    # In a Slurm job MPICH's mpirun starts its helper processes with srun: that step is not ours.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
         return launch("mpirun", "PMI_RANK", "PMI_SIZE", mpi=True)
     if in_step and _slurm_tasks(env) > 1:
@@ -59,9 +59,10 @@ def discover(environment: dict[str, str] | None = None) -> Launch:
 
 
 def check_launch(launch: Launch, environment: dict[str, str] | None = None) -> str | None:
-    """What is odd about how this process was started, in a sentence; UserError if it cannot work.
+    """A warning about how this process was started, or None; UserError if it cannot work.
 
-    From the launchers' variables alone; what only MPI or the other ranks know comes in `start`.
+    From the launchers' variables alone; `find_local` and `rendezvous.meet` check what needs MPI
+    or the other ranks.
     """
     env = os.environ if environment is None else environment
     if launch.launcher == "torchrun":
@@ -94,22 +95,22 @@ def _slurm_tasks(env: dict[str, str]) -> int:
 
 @dataclass(frozen=True)
 class Local:
-    """This rank among those of its node, and among those of them that may use the same cores."""
+    """This rank among those of its node, and among those with the same allowed cores."""
 
     rank: int
     size: int
-    one_node: bool
-    sharing: int
+    one_node: bool  # all ranks of the job are on this node
+    sharing: int  # ranks of the node that are allowed the same cores
     place_among_sharing: int
 
 
 def node_name() -> str:
-    """The name by which Slurm knows this node, for --exclude; elsewhere the host's."""
+    """Slurm's name of this node, which --exclude takes; the host's name without Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def job_nodes() -> int | None:
-    """How many nodes the Slurm job holds, if this process is in one."""
+    """The number of nodes of the Slurm job, if this process is in one."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     return int(nodes) if nodes else None
 
@@ -134,7 +135,7 @@ def _local_by_mpi(launch: Launch) -> Local:
     try:
         import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=True)  # first see which MPI it is
+        mpi4py.rc(initialize=False, finalize=True)  # check which MPI it is before MPI_Init
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -143,20 +144,21 @@ def _local_by_mpi(launch: Launch) -> Local:
             f"run scripts/setup.sh with the mpirun first on PATH that is to start the job"
         ) from None
     library = " ".join(MPI.Get_library_version().split()[:3]).strip(",")
-    # MPICH ends the process by itself when it finds that Open MPI has started it.
+    # MPICH's MPI_Init ends the process if Open MPI's mpirun started it: check before.
     if launch.launcher == "mpirun of Open MPI" and "Open MPI" not in library:
         raise UserError(
-            f"{launch.launcher} started {launch.size} tasks; {_way_out(launch, library)}"
+            f"{launch.launcher} started {launch.size} tasks; {_right_launcher(launch, library)}"
         )
     if not MPI.Is_initialized():
         if launch.launcher == "srun":
-            _keep_addresses_short(MPI.Get_library_version())
+            _prefer_libfabric(MPI.Get_library_version())
         MPI.Init_thread()
     world = MPI.COMM_WORLD
     if (world.size, world.rank) != (launch.size, launch.rank):
         raise UserError(
-            f"{launch.launcher} started {launch.size} tasks and calls this one {launch.rank}, but "
-            f"MPI ({library}) says rank {world.rank} of {world.size}; {_way_out(launch, library)}"
+            f"{launch.launcher} started {launch.size} tasks and numbered this one {launch.rank}, "
+            f"but MPI ({library}) reports rank {world.rank} of {world.size}; "
+            f"{_right_launcher(launch, library)}"
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     cores = allowed_cores()
@@ -165,25 +167,25 @@ def _local_by_mpi(launch: Launch) -> Local:
     return Local(node.rank, node.size, one_node, len(sharing), sharing.index(node.rank))
 
 
-def _keep_addresses_short(library: str) -> None:
-    """Let an MPICH that has both UCX and libfabric meet over libfabric, unless told otherwise.
+def _prefer_libfabric(library: str) -> None:
+    """Make an MPICH with both UCX and libfabric use libfabric, unless the variable is set.
 
-    Over UCX it hands Slurm its 4 KiB address buffer whole, the unused part with whatever the memory
-    held. A line of that longer than 1,023 bytes breaks the pmi2 plugin (22.05) and MPI_Init hangs:
-    seen once in some hundred starts. Over libfabric it is one line of 65 bytes.
+    Over UCX it passes Slurm its whole address buffer of 4 KiB, of which the unused part is not
+    initialised. If that has a line longer than 1,023 bytes, the pmi2 plugin (22.05) fails and
+    MPI_Init hangs: once in some hundred starts. Over libfabric an address is one line of 65 bytes.
     """
     device = next((line for line in library.splitlines() if "MPICH Device" in line), "")
     if {"ucx", "ofi"} <= set(device.replace(":", " ").replace(",", " ").split()):
         os.environ.setdefault("MPIR_CVAR_CH4_NETMOD", "ofi")
 
 
-def _way_out(launch: Launch, library: str) -> str:
-    """How ranks of that MPI library are to be started."""
+def _right_launcher(launch: Launch, library: str) -> str:
+    """How to start ranks of that MPI library."""
     name, kind = ("Open MPI", "pmix") if "Open MPI" in library else ("MPICH", "pmi2")
     if launch.launcher.startswith("mpirun"):
         return f"mpi4py has loaded {name}: start the ranks with {name}'s own mpirun"
     now = os.environ.get("SLURM_MPI_TYPE", "none")
     return (
-        f"mpi4py has loaded {name}, whose ranks find one another under `srun --mpi={kind}` (now: "
-        f"{now}; `srun --mpi=list` shows what this Slurm has) or with {name}'s own mpirun"
+        f"mpi4py has loaded {name}: start the ranks with `srun --mpi={kind}` (now: {now}; `srun "
+        f"--mpi=list` shows what this Slurm has) or with {name}'s own mpirun"
     )

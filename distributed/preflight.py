@@ -1,11 +1,11 @@
-"""Looks at every node before the first step: seconds that find what costs a night later.
+"""Fast checks of every node before step 1: faults that would otherwise end the run hours later.
 
-    introduce(config, cluster)                     # before anything large is built
-    check_room(config, cluster, needed, say)       # when a checkpoint's bytes are known
+    introduce(config, context)                     # before anything large is built
+    check_room(config, context, needed, say)       # when a checkpoint's bytes are known
 
-Every rank must answer, hold the same code and versions, agree on the time, allocate memory and
-multiply; every group of the layout must all-reduce. Ranks answer through torch's store, with a time
-limit, so that a node that is silent is named and can be left out, however it fails.
+Every rank must answer, have the code, the versions and the time of the others, allocate memory and
+multiply; every group of the layout must all-reduce. Values go through torch's store with a time
+limit: a node that does not answer is named, whatever the reason, and can be left out.
 """
 
 import hashlib
@@ -15,9 +15,8 @@ import shutil
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,89 +29,70 @@ from config.schema import Config
 from distributed import placement
 from distributed.context import Context
 from distributed.mesh import ROLES, Mesh
+from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-# A rank that has not answered by then is taken for lost: imports on a slow disk are behind it.
+# A rank that has not answered by then is considered lost; slow imports are done before.
 SECONDS_TO_ANSWER = 60.0
-# Clocks further apart than this confuse whoever reads logs of several nodes.
+# Clocks further apart than this make the logs of several nodes hard to compare.
 SECONDS_OF_CLOCKS = 2.0
-# Edge of the square GEMM, its repetitions, and how much slower than the median is worth a word. On
-# CPUs other processes share the cores.
+# Edge of the square GEMM, its repetitions, and from how many times slower than the median on a rank
+# is reported. On CPUs other processes share the cores.
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_REPEATS = 5
 SLOW = {"cuda": 1.1, "cpu": 2.0}
-# Of a GPU's free memory, allocated and given back at once.
+# Of a GPU's free memory: allocated and freed at once.
 SHARE_TO_ALLOCATE = 0.9
 
 
-def wanted(config: Config, context: Context) -> bool:
-    """Whether to look at all: unless --preflight or --no-preflight says, above one node."""
+def enabled(config: Config, context: Context) -> bool:
+    """--preflight or --no-preflight; without either, whether there are several nodes."""
     if config.run.preflight is not None:
         return config.run.preflight
     return len(set(context.nodes)) > 1
 
 
-class RollCall:
-    """Questions that every rank answers, through the store and no collective."""
+class Peers:
+    """All ranks: their values, within a time limit, and how messages name them."""
 
     def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
+        """seconds: after which a silent rank is considered lost."""
         self.context, self.seconds = context, seconds
-        # A connection of its own: another thread may wait on the first one.
-        self.store = context.store.clone() if context.store is not None else None
-        # Roll calls are made in the same order everywhere, and must not read one another's.
-        self._name = (
-            f"preflight/{self.store.add(f'preflights/{context.rank}', 1)}" if self.store else ""
+        # A connection of its own: another thread may wait on the context's.
+        store = context.store.clone() if context.store is not None else None
+        self._exchange = StoreExchange(
+            store, context.rank, context.size, "preflight", context.recorder, seconds
         )
 
-    def ask(self, what: str, answer: Any) -> list[Any]:
-        """Every rank's answer, in rank order; UserError that names who gave none in time."""
-        if self.store is None:
-            return [answer]
-        key, rank = f"{self._name}/{what}", self.context.rank
-        self.store.set(f"{key}/{rank}", json.dumps(answer))
-        if rank == 0:
-            self.store.set(f"{key}/all", json.dumps(self._answers(key)))
+    def gather(self, what: str, value: Any) -> list[Any]:
+        """Every rank's value in rank order; UserError, on every rank, that names silent ranks."""
         try:
-            self.store.wait([f"{key}/all"], timedelta(seconds=2 * self.seconds))
-        except torch.distributed.DistError:
-            answers = [None] + [answer] * (self.context.size - 1)
-        else:
-            answers = json.loads(self.store.get(f"{key}/all"))
-        absent = [rank for rank, one in enumerate(answers) if one is None]
-        if absent:
+            return self._exchange.gather(what, value)
+        except NoAnswer as error:
             raise UserError(
-                f"preflight: {self.named(absent)} did not answer in {self.seconds:g} s ({what}); "
-                f"{self.without(absent)}"
-            )
-        return answers
-
-    def _answers(self, key: str) -> list[Any]:
-        limit = time.monotonic() + self.seconds
-        answers: list[Any] = []
-        for rank in range(self.context.size):
-            own = f"{key}/{rank}"
-            while not self.store.check([own]) and time.monotonic() < limit:
-                time.sleep(0.005)
-            answers.append(json.loads(self.store.get(own)) if self.store.check([own]) else None)
-        return answers
+                f"preflight: {self.named(error.ranks)} did not answer in {self.seconds:g} s "
+                f"({what}); {self.without(error.ranks)}"
+            ) from None
 
     def named(self, ranks: list[int]) -> str:
         """Ranks with their nodes: `rank 3 (n2)`, `ranks 4, 5, 6 and 5 more (n3, n4)`."""
-        nodes = sorted({self.context.nodes[rank] for rank in ranks})
         first = ", ".join(map(str, ranks[:3]))
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(nodes)})"
+        return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(self._nodes(ranks))})"
 
     def without(self, ranks: list[int]) -> str:
         """How to start without the nodes of these ranks."""
-        nodes = ",".join(sorted({self.context.nodes[rank] for rank in ranks}))
+        nodes = ",".join(self._nodes(ranks))
         if self.context.job_nodes is not None:
-            return f"to go on without it: --exclude={nodes} for sbatch or srun"
-        return f"to go on without it, leave {nodes} out of mpirun's hosts"
+            return f"to run without it: --exclude={nodes} for sbatch or srun"
+        return f"to run without it, leave {nodes} out of mpirun's hosts"
+
+    def _nodes(self, ranks: list[int]) -> list[str]:
+        return sorted({self.context.nodes[rank] for rank in ranks})
 
 
 def introduce(config: Config, context: Context) -> None:
-    """Show where every rank runs and what is odd about it, and look at the nodes if wanted.
+    """Print where every rank runs, with warnings, and check the nodes if enabled.
 
     Collective over all ranks; UserError, on every rank, for what cannot work.
     """
@@ -125,7 +105,7 @@ def introduce(config: Config, context: Context) -> None:
         say(placement.table(context.places, config.layout))
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
         say(f"note: {sentence}")
-    if wanted(config, context):
+    if enabled(config, context):
         check_nodes(config, context, say)
 
 
@@ -135,17 +115,18 @@ def check_nodes(
     say: Callable[[str], None],
     seconds: float = SECONDS_TO_ANSWER,
 ) -> None:
-    """Answers, versions, clocks, devices and groups; collective over all ranks.
+    """Check answers, versions, clocks, devices and groups; collective over all ranks.
 
-    UserError, on every rank, for what cannot work; `say` tells on rank 0 what is only odd.
+    UserError, on every rank, for what cannot work. say: prints warnings on rank 0. seconds: the
+    limit of each check.
     """
-    began, roll = time.perf_counter(), RollCall(context, seconds)
-    check_versions(roll.ask("start", versions(config)), roll)
-    roll.ask("clocks, begin", True)  # all read theirs within milliseconds
-    apart = check_clocks(roll.ask("clocks", time.time()), roll, say)
-    device = roll.ask("device", try_device(context.device))
-    speeds = check_devices(device, context.device.type, roll, say)
-    check_groups(config, context, roll)
+    began, peers = time.perf_counter(), Peers(context, seconds)
+    check_versions(peers.gather("start", versions(config)), peers)
+    peers.gather("clocks, begin", True)  # then all read their clocks within milliseconds
+    apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
+    device = peers.gather("device", try_device(context.device))
+    speeds = check_devices(device, context.device.type, peers, say)
+    check_groups(config, context, peers)
     say(
         f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, clocks are "
         f"{apart:.3f} s apart, GEMMs run at {speeds}, all groups reduce "
@@ -180,26 +161,26 @@ def versions(config: Config) -> dict[str, str]:
     }
 
 
-def check_versions(of_ranks: list[dict[str, str]], roll: RollCall) -> None:
-    """UserError that names the ranks which differ from most, in what, and both values."""
+def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
+    """UserError if versions differ: which, on which ranks, and both values."""
     for what in of_ranks[0]:
         usual = Counter(own[what] for own in of_ranks).most_common(1)[0][0]
         other = [rank for rank, own in enumerate(of_ranks) if own[what] != usual]
         if other:
             raise UserError(
-                f"preflight: {what}: {of_ranks[other[0]][what]} on {roll.named(other)}, {usual} "
-                f"on the other ranks; make them equal, or: {roll.without(other)}"
+                f"preflight: {what}: {of_ranks[other[0]][what]} on {peers.named(other)}, {usual} "
+                f"on the other ranks; make them equal, or: {peers.without(other)}"
             )
 
 
-def check_clocks(clocks: list[float], roll: RollCall, say: Callable[[str], None]) -> float:
-    """Seconds between the first and the last of the clocks; a word if they are far apart."""
+def check_clocks(clocks: list[float], peers: Peers, say: Callable[[str], None]) -> float:
+    """Seconds between the first and the last clock; warns if they are far apart."""
     middle = statistics.median(clocks)
     far = [rank for rank, clock in enumerate(clocks) if abs(clock - middle) > SECONDS_OF_CLOCKS]
     if far:
         ahead = clocks[far[0]] - middle
         say(
-            f"preflight: the clock of {roll.named(far)} is {abs(ahead):.0f} s "
+            f"preflight: the clock of {peers.named(far)} is {abs(ahead):.0f} s "
             f"{'ahead' if ahead > 0 else 'behind'}"
         )
     return max(clocks) - min(clocks)
@@ -223,10 +204,10 @@ def try_device(device: torch.device) -> dict[str, Any]:
 
 
 def multiply(device: torch.device) -> float:
-    """Best FLOP/s of a few square GEMMs; RuntimeError if a product is not what it must be."""
+    """Best FLOP/s of a few square GEMMs; RuntimeError if a product is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    # Rows of zeros and of ones by ones: whole numbers, exact in any order of sums.
+    # Rows of zeros and rows of ones, times ones: small integers, exact in any order of summation.
     rows = torch.arange(edge, device=device).remainder(2).to(dtype)
     a = rows[:, None].expand(edge, edge).contiguous()
     b = torch.ones_like(a)
@@ -243,23 +224,23 @@ def multiply(device: torch.device) -> float:
 
 
 def check_devices(
-    answers: list[dict[str, Any]], kind: str, roll: RollCall, say: Callable[[str], None]
+    answers: list[dict[str, Any]], kind: str, peers: Peers, say: Callable[[str], None]
 ) -> str:
-    """UserError that names devices which failed; a word on slow ones; the speeds in short."""
+    """The range of speeds as text; UserError if devices failed; warns of slow ones."""
     failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
         raise UserError(
-            f"preflight: the device of {roll.named(failed)} failed: "
-            f"{answers[failed[0]]['error']}; {roll.without(failed)}"
+            f"preflight: the device of {peers.named(failed)} failed: "
+            f"{answers[failed[0]]['error']}; {peers.without(failed)}"
         )
     speeds = [answer["flops"] for answer in answers]
     median = statistics.median(speeds)
     slow = [rank for rank, speed in enumerate(speeds) if median / speed > SLOW[kind]]
     for rank in slow:
         say(
-            f"preflight: {roll.named([rank])} multiplies at {speeds[rank] / 1e12:.3f} TFLOP/s, "
+            f"preflight: {peers.named([rank])} multiplies at {speeds[rank] / 1e12:.3f} TFLOP/s, "
             f"{median / speeds[rank]:.1f} times slower than the median {median / 1e12:.3f}; "
-            f"{roll.without([rank])}"
+            f"{peers.without([rank])}"
         )
     return f"{min(speeds) / 1e12:.3f} to {max(speeds) / 1e12:.3f} TFLOP/s"
 
@@ -269,19 +250,19 @@ def check_devices(
 # ------------------------------------------------------------------------------------------------
 
 
-def check_groups(config: Config, context: Context, roll: RollCall) -> None:
-    """An all-reduce in every group of the layout; UserError that names who does not end one.
+def check_groups(config: Config, context: Context, peers: Peers) -> None:
+    """All-reduce in every group of the layout; UserError with the ranks that do not finish.
 
-    They run in a thread, which is left behind if it hangs: the job ends then.
+    The all-reduces run in a thread; if it hangs, the job ends with it.
     """
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     at, errors, done = [0], [], threading.Event()
 
     def reduce() -> None:
-        """Make the groups and sum ones in each; what goes wrong is left in `errors`."""
+        """Make the groups and sum ones in each; appends a failure to `errors`."""
         try:
             if context.device.type == "cuda":
-                torch.cuda.set_device(context.device)  # each thread has its own
+                torch.cuda.set_device(context.device)  # a setting of each thread
             mesh = Mesh(config.layout.axes, context)
             for at[0], role in enumerate(ROLES, 1):
                 group, total = getattr(mesh, role), torch.ones(1, device=context.device)
@@ -294,16 +275,16 @@ def check_groups(config: Config, context: Context, roll: RollCall) -> None:
         done.set()
 
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
-    done.wait(roll.seconds)
-    answers = roll.ask("groups", {"at": at[0], "error": "".join(errors)})
-    # Who has come least far is who the others wait for, or one of those who do not reach another.
+    done.wait(peers.seconds)
+    answers = peers.gather("groups", {"at": at[0], "error": "".join(errors)})
+    # The ranks that got least far are those that the others wait for, or that cannot connect.
     least = min(answer["at"] for answer in answers)
     if least == len(names):
         return
     stuck = [rank for rank, answer in enumerate(answers) if answer["at"] == least]
-    why = answers[stuck[0]]["error"] or f"not done in {roll.seconds:g} s"
+    why = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
     raise UserError(
-        f"preflight: {names[least]} fails on {roll.named(stuck)}: {why}; {roll.without(stuck)}"
+        f"preflight: {names[least]} fails on {peers.named(stuck)}: {why}; {peers.without(stuck)}"
     )
 
 
@@ -313,37 +294,38 @@ def check_groups(config: Config, context: Context, roll: RollCall) -> None:
 
 
 def check_room(config: Config, context: Context, needed: int, say: Callable[[str], None]) -> None:
-    """Whether memory and disk hold checkpoints of rank 0's `needed` bytes; collective over all.
+    """Check that memory and disk have room for a checkpoint; collective over all ranks.
 
-    UserError with both numbers if not one can be saved although saves are asked for.
+    needed: bytes, rank 0's counts. UserError with both numbers if the run is to save and cannot.
     """
-    if not wanted(config, context):
+    if not enabled(config, context):
         return
-    run, roll = config.run, RollCall(context)
+    run, peers = config.run, Peers(context)
     own = {"memory": available_memory(), "disk": free_disk(run.out), "needed": needed}
-    answers = roll.ask("room", own)
+    answers = peers.gather("room", own)
     needed = answers[0]["needed"]
     saves = run.save_every or run.save_every_minutes
     if saves and run.async_save:
-        _check_memory(answers, needed, roll)
+        _check_memory(answers, needed, peers)
     disk = min(range(len(answers)), key=lambda rank: answers[rank]["disk"])
     free = answers[disk]["disk"]
     if needed > free:
         sentence = (
             f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
-            f"free where {run.out} is, seen from {roll.named([disk])}"
+            f"free where {run.out} is, seen from {peers.named([disk])}"
         )
         if saves:
             raise UserError(sentence)
         say(f"{sentence}: a run that is stopped early could not be saved")
 
 
-def _check_memory(answers: list[dict[str, int]], needed: int, roll: RollCall) -> None:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, node in enumerate(roll.context.nodes):
-        ranks_of.setdefault(node, []).append(rank)
+def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> None:
+    """UserError if a node has no memory for its ranks' copies of a checkpoint."""
+    ranks_of = defaultdict(list)
+    for rank, node in enumerate(peers.context.nodes):
+        ranks_of[node].append(rank)
     for node, ranks in ranks_of.items():
-        copy = needed * len(ranks) / roll.context.size
+        copy = needed * len(ranks) / peers.context.size
         memory = min(answers[rank]["memory"] for rank in ranks)
         if copy > memory:
             raise UserError(
@@ -353,7 +335,7 @@ def _check_memory(answers: list[dict[str, int]], needed: int, roll: RollCall) ->
 
 
 def free_disk(folder: str) -> int:
-    """Bytes free where that folder is, or will be."""
+    """Free bytes of the file system where that folder is or will be."""
     path = Path(folder).resolve()
     while not path.exists():
         path = path.parent
@@ -361,7 +343,7 @@ def free_disk(folder: str) -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process may still take, under the limits of its cgroups."""
+    """Bytes of host memory that this process can still allocate, within its cgroups' limits."""
     available = psutil.virtual_memory().available
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,16 +1,17 @@
-"""What may end or save a run early: signals, a time limit, files; each rank's wish at a step's end.
+"""What ends or saves a run early: signals, a time limit, files.
 
-    signals = listen()                               # first thing, before the seconds of imports
-    switches = Switches(config.run, signals, first=rank == 0)
-    wish = switches.wish(ahead)                      # goes with the vitals; the largest is done
+    signals = listen()                               # first of all, before slow imports
+    conditions = StopConditions(config.run, signals, first=rank == 0)
+    action = conditions.requested_action(ahead)      # exchanged with step_stats; the largest counts
 
     SIGTERM, SIGUSR1          save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
 
-Whichever rank sees one, all obey at the same step boundary. A run that stops so ends with status 75
-(EX_TEMPFAIL of sysexits.h: try again later), for the script that started it to queue it again. The
-same signal a second time ends all ranks at once, without a save. SIGTERM after SIGUSR1 does not:
-it is how Slurm says that the limit it warned of is reached, and the save may still be done in time.
+A signal or file seen by any rank takes effect on all ranks at the same step boundary. A run stopped
+in this way ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later), and the script that
+started it can queue it again. The same signal a second time ends all ranks at once, without a save.
+SIGTERM after SIGUSR1 does not: Slurm sends it at the time limit that SIGUSR1 announced, when the
+save can still finish in time.
 
 Which signals reach the ranks (tried with MPICH 5, Open MPI 5, Slurm 22.05, torch 2.13):
 
@@ -22,6 +23,7 @@ Which signals reach the ranks (tried with MPICH 5, Open MPI 5, Slurm 22.05, torc
     torchrun            kills it        every rank; 30 s later they are killed
 """
 
+import enum
 import os
 import signal
 import socket
@@ -37,18 +39,26 @@ from config.messages import UserError
 from config.schema import Run
 
 STOPPED_EARLY = 75
-HEEDED = (signal.SIGTERM, signal.SIGUSR1)
-# Launchers may deliver one signal twice, by two ways; a person's second one comes later.
+HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+# A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
-# The next step is expected to take as long as the slowest of so many.
+# The next step is expected to take as long as the slowest of this many last ones.
 STEPS_REMEMBERED = 20
 
 
-class Signals:
-    """The signals that this process has received; `end` ends all ranks with a status, at once.
+class RequestedAction(enum.IntEnum):
+    """What a rank requests at a step boundary; the largest request of all ranks is carried out."""
 
-    A thread reads them from a pipe that the interpreter writes to at the moment they arrive: the
-    main thread may be deep in a collective that no longer ends.
+    GO_ON = 0
+    SAVE = 1
+    SAVE_AND_STOP = 2
+
+
+class Signals:
+    """The signals that this process has received; `end(status)` ends all ranks at once.
+
+    A thread reads them from a pipe that the interpreter writes as they arrive: the main thread may
+    be inside a collective that never returns.
     """
 
     def __init__(self, end: Callable[[int], None] = os._exit):
@@ -57,27 +67,27 @@ class Signals:
         self._since: dict[signal.Signals, float] = {}
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        self._woke = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._heeded = {
-            number: signal.signal(number, lambda number, frame: None) for number in HEEDED
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous = {
+            number: signal.signal(number, lambda number, frame: None) for number in HANDLED
         }
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
     def close(self) -> None:
-        """Leave signals to whoever had them before; only in the main thread."""
-        for number, handler in self._heeded.items():
+        """Restore the previous handlers; only in the main thread."""
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._woke)
+        signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
 
     def _read(self) -> None:
         while received := self._reader.recv(1):
             number = signal.Signals(received[0])
-            if number in HEEDED:
-                self._heed(number)
+            if number in HANDLED:
+                self._handle(number)
         self._reader.close()
 
-    def _heed(self, number: signal.Signals) -> None:
+    def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         self.first = self.first or number
         if now - self._since.setdefault(number, now) >= SECONDS_OF_ONE_SIGNAL:
@@ -87,42 +97,40 @@ class Signals:
 
 
 def listen() -> Signals:
-    """Heed SIGTERM and SIGUSR1 from here on; only in the main thread."""
+    """Handle SIGTERM and SIGUSR1 from here on; only in the main thread."""
     return Signals()
 
 
 def check_kill_switch(run: Run) -> None:
-    """UserError if the file of --kill-switch is there before the run has begun."""
+    """UserError if the file of --kill-switch exists before the run begins."""
     if run.kill_switch and os.path.exists(run.kill_switch):
         raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
 
 
 class StopConditions:
-    """One rank's view of what may end or save the run; only the first rank looks for files."""
+    """One rank's requests to end or save the run; only the first rank looks for files."""
 
     def __init__(self, run: Run, signals: Signals, first: bool):
         self.run, self.signals, self.first = run, signals, first
-        self.reason: str | None = None  # of this rank's wish to stop
+        self.reason: str | None = None  # why this rank requests a stop
         self._began = psutil.Process().create_time()
         self._boundary: float | None = None
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._saving = False
 
-    def wish(self, ahead: float = 0.0) -> float:
-        """What this rank wishes at this step boundary: one of vitals' GO_ON, SAVE, SAVE_AND_STOP.
+    def requested_action(self, ahead: float = 0.0) -> RequestedAction:
+        """What this rank requests at this step boundary.
 
-        `ahead`: the seconds that what follows this boundary, the next step aside, and a save take.
+        ahead: seconds to expect until the next boundary besides the step: evaluation and a save.
         """
-        from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP
-
         self._time_step()
         self.reason = self.reason or self._reason_to_stop(ahead)
         if self.reason:
-            return SAVE_AND_STOP
-        return SAVE if self._save_wanted() else GO_ON
+            return RequestedAction.SAVE_AND_STOP
+        return RequestedAction.SAVE if self._save_requested() else RequestedAction.GO_ON
 
     def saved(self) -> None:
-        """The save that a switch asked for has ended: its file may go."""
+        """Remove the file of --save-switch: the save that it requested is complete."""
         if not self._saving:
             return
         self._saving = False
@@ -145,8 +153,8 @@ class StopConditions:
             return f"--exit-after-minutes {self.run.exit_after_minutes:g}"
         return None
 
-    def _save_wanted(self) -> bool:
-        """Whether the file of --save-switch is there, once for each time it appears."""
+    def _save_requested(self) -> bool:
+        """Whether the file of --save-switch has appeared; True once for each time."""
         if not self.first or self._saving or not self.run.save_switch:
             return False
         self._saving = os.path.exists(self.run.save_switch)

@@ -1,12 +1,12 @@
 """Small values between ranks, through torch's key-value store and no collective.
 
-    exchange = StoreExchange(context, "checkpoints")
+    exchange = StoreExchange(context.store, context.rank, context.size, "checkpoints")
     everyone = exchange.gather("room", {"disk": 10**12})   # of every rank, in rank order
-    newest = exchange.agree(step, max)                     # what rank 0 makes of all values
-    exchange.tell("trace", spans)                          # leave a value for rank 0,
-    spans = exchange.collect("trace")                      # which takes all of them
+    newest = exchange.agree(step, max)                     # rank 0 combines all values
+    exchange.tell("trace", spans)                          # leave a value for rank 0;
+    spans = exchange.collect("trace")                      # on rank 0: every rank's value
 
-A rank that is lost holds up the others for a limited time only, and is then named (`NoAnswer`).
+No call waits longer than a time limit; `NoAnswer` then names the ranks that were silent.
 """
 
 import json
@@ -17,19 +17,20 @@ from typing import Any
 
 from watchdog.flight_recorder import FlightRecorder
 
-# Seconds between two looks for a value that is not there yet.
+# Seconds between two looks of rank 0 for a value that is not there yet.
 PAUSE = 0.005
-# A rank that has told nothing by then is taken for lost; a save on a slow disk takes minutes.
+# A rank that has sent nothing by then is considered lost; a save on a slow disk takes minutes.
 SECONDS_TO_ANSWER = 3600.0
 
 
 class NoAnswer(TimeoutError):
-    """Ranks that told nothing in time; `ranks` has their numbers."""
+    """`ranks` sent no value within the time limit."""
 
     def __init__(self, ranks: list[int], seconds: float):
         self.ranks = ranks
-        name = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
-        super().__init__(f"{name} told nothing in {seconds / 60:g} minutes")
+        names = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+        limit = f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
+        super().__init__(f"{names} did not answer within {limit}")
 
 
 class _LocalStore(dict):
@@ -52,8 +53,9 @@ class _LocalStore(dict):
 class StoreExchange:
     """JSON values that ranks leave for one another under keys of one name.
 
-    Every rank makes its exchanges in the same order: two of one name do not read one another's
-    values. recorder: where the waits of the calling thread are recorded; None: nowhere.
+    Every rank makes its exchanges in the same order, so that two of one name do not read one
+    another's values. A thread that waits keeps the store's connection busy: one that must not
+    wait for it takes a connection of its own (`store.clone()`).
     """
 
     def __init__(
@@ -65,7 +67,11 @@ class StoreExchange:
         recorder: FlightRecorder | None = None,
         seconds: float = SECONDS_TO_ANSWER,
     ):
-        """`store`: torch's, None in a world of one. `seconds`: until a rank is taken for lost."""
+        """No communication with other ranks yet.
+
+        store: torch's, or None in a world of one. recorder: where waits of the calling thread are
+        recorded; None: nowhere. seconds: after which a silent rank is considered lost.
+        """
         self.store = _LocalStore() if store is None else store
         self.rank, self.size, self.seconds = rank, size, seconds
         self.recorder = recorder or FlightRecorder()
@@ -75,45 +81,51 @@ class StoreExchange:
     def gather(self, key: str, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank; every rank must call.
 
-        Raises NoAnswer, on every rank, that names the silent ones.
+        `key` names the question in the store. Raises NoAnswer, on every rank, with the ranks that
+        were silent.
         """
         return self.agree(value, lambda values: values, key)
 
     def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
-        """`combine` of every rank's value, made on rank 0; every rank must call."""
+        """`combine` of every rank's value in rank order, computed on rank 0; every rank must call.
+
+        Raises NoAnswer as `gather` does.
+        """
         self._agreed += 1
         key = f"{key}/{self._agreed}"
-        answer = f"{self._name}/{key}/answer"
         self.tell(key, value)
+        result_key = f"{self._name}/{key}/result"
         if self.rank == 0:
             try:
-                told = {"value": combine(self.collect(key))}
-            except NoAnswer as missing:
-                told = {"missing": missing.ranks}
-            self.store.set(answer, json.dumps(told))
+                result = {"value": combine(self.collect(key))}
+            except NoAnswer as error:
+                result = {"silent": error.ranks}
+            self.store.set(result_key, json.dumps(result))
         with self.recorder.waiting_for("store", (0,)):
-            self._wait_for_rank_0(answer)
-        told = json.loads(self.store.get(answer))
-        if "missing" in told:
-            raise NoAnswer(told["missing"], self.seconds)
-        return told["value"]
+            self._wait_for_rank_0(result_key)
+        result = json.loads(self.store.get(result_key))
+        if "silent" in result:
+            raise NoAnswer(result["silent"], self.seconds)
+        return result["value"]
 
     def _wait_for_rank_0(self, key: str) -> None:
-        """Return when the key is there; NoAnswer if rank 0, which may itself wait, takes too long.
+        """Return when the key is there; NoAnswer after twice the limit that rank 0 itself has, or
+        when rank 0, which holds the store, is gone.
 
-        torch's store wakes its clients by itself: hundreds of ranks do not ask it over and over.
+        The store wakes its clients: hundreds of ranks do not poll it.
         """
         if self.size == 1:
             return
         import torch.distributed as dist
 
+        began = time.monotonic()
         try:
             self.store.wait([key], timedelta(seconds=2 * self.seconds))
         except dist.DistError as error:
-            raise NoAnswer([0], 2 * self.seconds) from error
+            raise NoAnswer([0], round(time.monotonic() - began, 1)) from error
 
     def tell(self, key: str, value: Any) -> None:
-        """Leave this rank's value for rank 0."""
+        """Leave this rank's value for rank 0, which must collect it before the key's next use."""
         self.store.set(f"{self._name}/{key}/{self.rank}", json.dumps(value))
 
     def collect(
@@ -121,27 +133,30 @@ class StoreExchange:
     ) -> list[Any]:
         """Every rank's value in rank order; on rank 0, from any thread.
 
-        `record`: where a thread other than the main one notes for whom it waits. Raises NoAnswer.
+        record: called with ("store", ranks) before each wait, for a thread whose waits `recorder`
+        must not hold. Raises NoAnswer.
         """
         limit = time.monotonic() + self.seconds
         keys = [f"{self._name}/{key}/{rank}" for rank in range(self.size)]
-        missing = []
-        for rank, own in enumerate(keys):
+        silent = []
+        for rank, key_of_rank in enumerate(keys):
             if record:
                 record("store", (rank,))
-                told = self._appears(own, limit)
+                arrived = self._arrives(key_of_rank, limit)
             else:
                 with self.recorder.waiting_for("store", (rank,)):
-                    told = self._appears(own, limit)
-            missing += [] if told else [rank]
-        if missing:
-            raise NoAnswer(missing, self.seconds)
-        values = [json.loads(self.store.get(own)) for own in keys]
-        for own in keys:
-            self.store.delete_key(own)
+                    arrived = self._arrives(key_of_rank, limit)
+            if not arrived:
+                silent.append(rank)
+        if silent:
+            raise NoAnswer(silent, self.seconds)
+        values = [json.loads(self.store.get(key_of_rank)) for key_of_rank in keys]
+        for key_of_rank in keys:
+            self.store.delete_key(key_of_rank)
         return values
 
-    def _appears(self, key: str, limit: float) -> bool:
+    def _arrives(self, key: str, limit: float) -> bool:
+        """Whether the key is there before the limit of the monotonic clock."""
         while not self.store.check([key]):
             if time.monotonic() > limit:
                 return False

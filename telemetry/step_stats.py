@@ -1,9 +1,9 @@
-"""What every rank tells all others at the end of a step: memory, seconds, wishes; one all-gather.
+"""Every rank's memory, seconds and requested action at the end of a step; names slow ranks.
 
-    vitals = measure(device, seconds=..., waiting=..., wish=GO_ON)
-    everyone = exchange(vitals, mesh.world)       # of every rank, in rank order, equal everywhere
+    own = measure(device, seconds=..., waiting=..., requested_action=RequestedAction.GO_ON)
+    everyone = exchange(own, mesh.world, device)   # of every rank, in rank order
 
-All that ranks must agree on between steps goes this way, so that a step has one such exchange.
+All values that ranks must agree on between steps go through this one all-gather.
 """
 
 import resource
@@ -15,36 +15,37 @@ import torch
 
 from config.schema import Config, Layout, coordinates, rows_along
 from distributed.collectives import Group
-
-# What a rank wishes to happen at this step boundary; the largest wish of all is done.
-GO_ON, SAVE, SAVE_AND_STOP = 0.0, 1.0, 2.0
+from distributed.stop_conditions import RequestedAction
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One rank's end of a step: bytes, seconds, wish."""
+    """One rank at the end of a step."""
 
-    peak: float  # most bytes so far: allocated on a GPU, resident on a CPU
+    peak: float  # largest number of bytes so far: allocated on a GPU, resident on a CPU
     reserved: float  # bytes now: reserved by the allocator on a GPU, resident on a CPU
     seconds: float  # the step's wall time
-    waiting: float  # those of them in which this rank waited for others
-    wish: float
+    waiting: float  # the part of `seconds` in which this rank waited for others
+    requested_action: float  # a RequestedAction
 
 
 def measure(
-    device: torch.device, seconds: float, waiting: float = 0.0, wish: float = GO_ON
+    device: torch.device,
+    seconds: float,
+    waiting: float = 0.0,
+    requested_action: RequestedAction = RequestedAction.GO_ON,
 ) -> StepStats:
-    """This rank's vitals now."""
+    """This rank's memory now, with the seconds and the action given."""
     if device.type == "cuda":
         peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = psutil.Process().memory_info().rss
-    return StepStats(float(peak), float(now), seconds, waiting, wish)
+    return StepStats(float(peak), float(now), seconds, waiting, float(requested_action))
 
 
 def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepStats]:
-    """Every rank's vitals, in rank order; collective over the world."""
+    """Every rank's stats, in rank order and equal on every rank; collective over the world."""
     if world.size == 1:
         return [own]
     row = torch.tensor(astuple(own), dtype=torch.float64, device=device)
@@ -55,11 +56,11 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
 
 
 class StragglerCheck:
-    """Names ranks that compute much longer than their peers: the other ranks of their stage.
+    """Names ranks that compute much longer than the other ranks of their pipeline stage.
 
-    Computing is a step's time without the waits for others. On gloo those are timed by the host;
-    on nccl by events on the stream, so a collective's own duration counts as waiting. A stage of
-    one rank has no peers, and nothing is said of it.
+    Computing is a step's wall time without waiting. On gloo the host times the waits; on nccl
+    events on the stream do, so that a collective's own duration counts as waiting. The rank of a
+    stage of one has nothing to be compared with.
     """
 
     def __init__(self, config: Config, nodes: list[str]):
@@ -69,7 +70,7 @@ class StragglerCheck:
         self.steps = 0
 
     def add(self, everyone: list[StepStats]) -> list[str]:
-        """Count a step; every so many, a sentence for each rank that was slow in them."""
+        """Count a step; every --check-speed-every steps, a sentence for each slow rank."""
         if not self.every:
             return []
         for rank, stats in enumerate(everyone):

@@ -1,6 +1,7 @@
-"""Ranks that plant one fault after another and let pre-flight find it: `mpirun -n 4 python THIS`.
+"""Ranks that plant one fault after another for pre-flight to find: `mpirun -n 4 python THIS OUT`.
 
-Rank 0 prints a line `FAULT: what was said`. The last fault is a rank that does not answer.
+Rank 0 prints a line `FAULT: messages` for each. The last two are a rank that does not answer in
+time and one that does not enter the collectives.
 """
 
 import sys
@@ -21,7 +22,7 @@ OWN = {name: getattr(preflight, name) for name in ("versions", "try_device", "ch
 
 
 def plant(fault: str, context) -> None:
-    """Make this rank's part of the fault; everything else is as it should be."""
+    """This rank's part of the fault; undoes the fault before it."""
     for name, function in OWN.items():
         setattr(preflight, name, function)
     if context.rank == CULPRIT and fault == "torch":
@@ -37,7 +38,7 @@ def plant(fault: str, context) -> None:
 
 
 def look(fault: str, config, context, seconds: float) -> None:
-    """Run the checks and say on rank 0 what they said."""
+    """Run the checks; rank 0 prints their messages."""
     said = []
     plant(fault, context)
     try:
@@ -49,7 +50,7 @@ def look(fault: str, config, context, seconds: float) -> None:
 
 
 def room(name: str, config, context, needed: int) -> None:
-    """The same for memory and disk."""
+    """Check memory and disk; rank 0 prints the messages."""
     said = []
     try:
         preflight.check_room(config, context, needed, said.append)
@@ -64,7 +65,7 @@ def main() -> None:
     launch = discover()
     config = validation.check(parse([*words.split(), "--out", sys.argv[1]]), launch.size)
     context = start(launch, config.run)
-    # Two nodes, as far as messages go.
+    # For the messages, two nodes.
     context.places = [Place("a" if r < 2 else "b", r % 2, "cpu", None, (0,)) for r in range(4)]
     saving = validation.check(
         parse([*words.split(), "--out", sys.argv[1], "--save-every", "1"]), launch.size
@@ -79,7 +80,7 @@ def main() -> None:
         preflight.available_memory = lambda: 10**9
         room("no memory", saving, context, 4 * 10**9)
         torch.distributed.barrier()
-        if context.rank == CULPRIT:  # it comes back when the others have given it up
+        if context.rank == CULPRIT:  # longer than the others wait
             time.sleep(9.0)
         look("absent", config, context, 5.0)
         hang_in_groups(config, context)
@@ -87,15 +88,15 @@ def main() -> None:
 
 
 def hang_in_groups(config, context) -> None:
-    """One rank answers, but does not enter the groups' collectives."""
+    """One rank answers, but does not make its groups."""
     plant("nothing", context)
     if context.rank == CULPRIT:
         preflight.Mesh = lambda *arguments: time.sleep(9.0)
     torch.distributed.barrier()
     look("hang", config, context, 5.0)
     if context.rank != 0:
-        time.sleep(30.0)  # rank 0 may still be speaking, and it ends all
-    time.sleep(1.0)  # mpirun carries its words before an abort can overtake them
+        time.sleep(30.0)  # until rank 0, which may still be printing, ends all
+    time.sleep(1.0)  # mpirun passes on what was printed before the abort
     context.end_all_ranks(3)
 
 

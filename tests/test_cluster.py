@@ -1,10 +1,9 @@
-"""Launchers, disagreements, and how a job ends when one rank fails."""
+"""How a job starts under each launcher, wrong launches, and how it ends when one rank fails."""
 
 import re
 import shutil
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -24,9 +23,13 @@ from config.messages import UserError
 from distributed.launch import Launch, check_launch, discover
 
 WORKER = "tests/failing_worker.py"
-# As train.py begins, without the seconds that torch takes.
-BEGIN = "from cluster import start; from config import Run; from launch import discover"
-START = [sys.executable, "-c", f"{BEGIN}; start(discover(), Run())"]
+# The start of a run alone.
+START = [
+    sys.executable,
+    "-c",
+    "from config.schema import Run; from distributed.context import start; "
+    "from distributed.launch import discover; start(discover(), Run())",
+]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ START = [sys.executable, "-c", f"{BEGIN}; start(discover(), Run())"]
             {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"},
             Launch("srun", 3, 4, mpi=True),
         ),
-        # MPICH's mpirun in a Slurm job starts a helper on each node by srun.
+        # In a Slurm job MPICH's mpirun starts a helper process on each node with srun.
         (
             {
                 "SLURM_STEP_ID": "0",
@@ -58,7 +61,7 @@ START = [sys.executable, "-c", f"{BEGIN}; start(discover(), Run())"]
             },
             Launch("mpirun", 2, 4, mpi=True),
         ),
-        # Inside salloc or an sbatch script, plain python is one process, whatever the job asked.
+        # Inside salloc or an sbatch script plain python is one process, however many tasks.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Launch("python")),
         (
             {
@@ -76,21 +79,21 @@ def test_the_launcher_is_read_from_its_variables(environment, expected):
 
 
 def test_launcher_and_mpi_must_agree():
-    """What `srun` without PMI does: every process believes that it is alone."""
+    """srun without PMI: every process is rank 0 of 1."""
     words = "--layers 1 --hidden 8 --heads 1 --vocab-size 16 --steps 1 --out runs/never"
     command = [sys.executable, "train.py", *words.split()]
     outcome = start(
         command, SLURM_STEP_ID="0", SLURM_PROCID="0", SLURM_NTASKS="4", OMP_NUM_THREADS="1"
     )
     assert outcome.status == 2
-    assert "srun started 4 tasks and calls this one 0, but MPI" in outcome.err
-    assert "says rank 0 of 1" in outcome.err
+    assert "srun started 4 tasks and numbered this one 0, but MPI" in outcome.err
+    assert "reports rank 0 of 1" in outcome.err
     assert "Traceback" not in outcome.err
     assert not (ROOT / "runs/never").exists()
 
 
 # ------------------------------------------------------------------------------------------------
-# Mis-launches, each with its own sentence
+# Wrong launches, each with its own message
 # ------------------------------------------------------------------------------------------------
 
 
@@ -107,8 +110,8 @@ def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
     outcome = start([*mpi_command(2), *START], timeout=60, **OPENMPI_LIBRARY)
     check_refused(
         outcome,
-        "mpirun started 2 tasks and calls this one 0, but MPI (Open MPI v5",
-        "says rank 0 of 1; mpi4py has loaded Open MPI: start the ranks with Open MPI's own mpirun",
+        "mpirun started 2 tasks and numbered this one 0, but MPI (Open MPI v5",
+        "reports rank 0 of 1; mpi4py has loaded Open MPI: start the ranks with Open MPI's own",
     )
     outcome = start([*openmpi_command(2), *START], timeout=60)
     check_refused(
@@ -117,29 +120,29 @@ def test_mpirun_of_another_mpi_than_mpi4py_has_loaded(openmpi):
     )
 
 
-def test_srun_whose_ranks_do_not_find_one_another(slurm, openmpi):
-    """Each of the ways into four lonely runs."""
+def test_srun_with_the_wrong_pmi(slurm, openmpi):
+    """Both ways to get four runs of one rank each."""
     outcome = start([*srun_command(4, "--mpi=none"), *START], timeout=60)
     check_refused(
         outcome,
-        "srun started 4 tasks and calls this one 0, but MPI (MPICH Version:",
-        "says rank 0 of 1; mpi4py has loaded MPICH, whose ranks find one another under "
+        "srun started 4 tasks and numbered this one 0, but MPI (MPICH Version:",
+        "reports rank 0 of 1; mpi4py has loaded MPICH: start the ranks with "
         "`srun --mpi=pmi2` (now: none;",
     )
     outcome = start([*srun_command(4), *START], timeout=60, **OPENMPI_LIBRARY)
     check_refused(
         outcome,
-        "srun started 4 tasks and calls this one 0, but MPI (Open MPI v5",
-        "whose ranks find one another under `srun --mpi=pmix` (now: pmi2;",
+        "srun started 4 tasks and numbered this one 0, but MPI (Open MPI v5",
+        "start the ranks with `srun --mpi=pmix` (now: pmi2;",
     )
 
 
-def test_no_mpi_for_mpi4py():
+def test_mpi4py_without_an_mpi_library():
     outcome = start([*mpi_command(2), *START], timeout=60, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
 
 
-def test_torchruns_that_do_not_know_one_another():
+def test_torchruns_without_a_common_rendezvous():
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
     launch = discover(env)
     assert check_launch(launch, env) is None
@@ -176,7 +179,7 @@ def test_a_port_that_is_in_use():
 
 
 @pytest.mark.slow
-def test_odd_placements_are_noted(slurm, tmp_path):
+def test_slow_placements_give_warnings(slurm, tmp_path):
     """Unequal nodes, and cores that srun did not inherit from the job."""
     words = "--layers 1 --hidden 8 --heads 1 --vocab-size 16 --pp 3 --steps 1 --device cpu"
     command = [*srun_command(3), "env", "SLURM_CPUS_PER_TASK=2", sys.executable, "train.py"]
@@ -188,12 +191,12 @@ def test_odd_placements_are_noted(slurm, tmp_path):
 
 @pytest.mark.slow
 def test_mpirun_in_a_slurm_job(slurm):
-    """mpirun starts its helpers by srun: what it says of the ranks holds, not what Slurm does."""
+    """mpirun starts its helper processes with srun: its own variables count, not Slurm's."""
     mpirun = shutil.which(mpi_command(1)[0])
     command = ["salloc", "--quiet", "-N2", "-n4", mpirun, "-n", "4", sys.executable]
     outcome = start([*command, WORKER, "port", "1"], timeout=120)
     assert outcome.status == 0, outcome.err
-    assert ranks_heard(outcome, "of 4 mpirun") == [0, 1, 2, 3]
+    assert ranks_in(outcome, "of 4 mpirun") == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -201,19 +204,18 @@ def test_mpirun_in_a_slurm_job(slurm):
 # ------------------------------------------------------------------------------------------------
 
 
-def ranks_heard(outcome, rest: str) -> list[int]:
-    """Which ranks a worker's lines come from: launchers may carry a line's end after the next."""
+def ranks_in(outcome, rest: str) -> list[int]:
+    """The ranks whose lines are in the output; launchers may join parts of lines."""
     return sorted(int(rank) for rank in re.findall(rf"rank (\d+) {rest}", outcome.out))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_one_failing_rank_ends_all(culprit):
-    """The traceback comes once, with rank and node; the others do not hang in their collective."""
-    began = time.monotonic()
+    """The traceback is printed once, with rank and node; no process is left in a collective."""
     outcome = mpirun(3, WORKER, "raise", str(culprit), timeout=90)
-    assert outcome.status != 0
-    assert time.monotonic() - began < 60
+    assert outcome.status not in (0, 75)
+    assert ranks_in(outcome, "of 3") == []  # nobody finished the collective
     assert outcome.err.count("Traceback") == 1
     assert outcome.err.count("ValueError: planted") == 1
     assert f"rank {culprit} of 3 on " in outcome.err
@@ -221,7 +223,7 @@ def test_one_failing_rank_ends_all(culprit):
 
 
 @pytest.mark.slow
-def test_a_mistake_that_all_ranks_find_is_told_once():
+def test_a_mistake_that_all_ranks_find_is_printed_once():
     outcome = mpirun(3, WORKER, "mistake", "0", timeout=90)
     assert outcome.status == 2
     assert outcome.err.count("error: planted: 3 does not divide 4") == 1
@@ -229,7 +231,7 @@ def test_a_mistake_that_all_ranks_find_is_told_once():
 
 
 @pytest.mark.slow
-def test_a_monitor_that_may_not_have_a_connection_to_every_rank():
+def test_a_monitor_with_too_few_open_files():
     outcome = mpirun(2, WORKER, "files", "0")
     assert outcome.status == 2, outcome.err
     lines = [line for line in outcome.err.splitlines() if line.startswith("error")]
@@ -239,13 +241,13 @@ def test_a_monitor_that_may_not_have_a_connection_to_every_rank():
 
 
 @pytest.mark.slow
-def test_two_jobs_on_one_node_do_not_meet():
+def test_two_jobs_on_one_node_stay_apart():
     with ThreadPoolExecutor(2) as pool:
         jobs = [pool.submit(mpirun, 2, WORKER, "port", "1", timeout=120) for _ in range(2)]
     for job in jobs:
         outcome = job.result()
         assert outcome.status == 0, outcome.err
-        assert ranks_heard(outcome, "of 2 mpirun") == [0, 1]
+        assert ranks_in(outcome, "of 2 mpirun") == [0, 1]
 
 
 @pytest.mark.slow
@@ -253,26 +255,27 @@ def test_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     outcome = start([*command, "--nproc-per-node", "2", WORKER, "none", "9"], timeout=120)
     assert outcome.status == 0, outcome.err
-    assert ranks_heard(outcome, "of 2 torchrun") == [0, 1]
+    assert ranks_in(outcome, "of 2 torchrun") == [0, 1]
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes_is_not_waited_for_for_ever():
+def test_the_wait_for_a_rank_that_does_not_start_is_limited():
     """MPI_Init holds Python's lock: no thread of Python could end this wait."""
-    began = time.monotonic()
     outcome = mpirun(2, WORKER, "absent", "1", timeout=90)
-    assert outcome.status != 0
-    assert time.monotonic() - began < 40
+    assert outcome.status not in (0, 75)
+    assert ranks_in(outcome, "of 2") == []
     assert "Timeout (0:00:08)!" in outcome.err
     assert re.search(r'launch.py", line \d+ in _local_by_mpi', outcome.err)
 
 
-def test_a_mistake_before_the_start_is_told_once_and_quickly():
-    """Found before torch is imported: no rank has met another yet."""
-    began = time.monotonic()
+def test_a_mistake_is_printed_once_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
     words = "--layers 2 --hidden 8 --heads 2 --steps 1 --tp 3"
-    outcome = mpirun(4, "train.py", *words.split())
+    outcome = mpirun(4, "train.py", *words.split(), PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert outcome.status == 2
     assert outcome.err.count("error: tp(3) * pp(1) * dp(?) does not divide 4 ranks") == 1
     assert "Traceback" not in outcome.err
-    assert time.monotonic() - began < 5
+    planted = mpirun(
+        1, "train.py", *words.replace("3", "1").split(), PYTHONPATH=f"{tmp_path}:{ROOT}"
+    )
+    assert "torch was imported" in planted.err  # a run without a mistake does import it

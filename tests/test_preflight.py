@@ -1,17 +1,17 @@
-"""Each fault that pre-flight is there for, planted on one rank of four."""
+"""Each fault that the pre-flight checks find, planted on one rank of four."""
 
 import pytest
 from ranks import mpirun
 
 from config.command_line import parse
 from distributed.placement import Place
-from distributed.preflight import RollCall, wanted
+from distributed.preflight import Peers, enabled
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
     "torch": [
         "UserError preflight: torch: 1.13.1 on rank 2 (b), ",
-        " on the other ranks; make them equal, or: to go on without it, leave b out of mpirun's",
+        " on the other ranks; make them equal, or: to run without it, leave b out of mpirun's",
     ],
     "broken": ["UserError preflight: the device of rank 2 (b) failed: CUDA error: uncorrectable"],
     "slow": ["rank 2 (b) multiplies at 1.000 TFLOP/s, 5.0 times slower than the median 5.000"],
@@ -39,10 +39,10 @@ def test_each_fault_is_named(tmp_path):
     assert "UserError" not in said["nothing"] + said["slow"] + said["clock"]
 
 
-class OneCluster:
-    """As much of a cluster as the messages need."""
+class FakeContext:
+    """As much of a Context as the messages need."""
 
-    rank, size, store = 0, 3, None
+    rank, size, store, recorder = 0, 3, None, None
     nodes = ("n1", "n2", "n2")
     places = tuple(Place(node, 0, "cpu", None, (0,)) for node in nodes)
 
@@ -51,18 +51,18 @@ class OneCluster:
 
 
 def test_a_node_can_be_left_out():
-    """In the words of the launcher at hand."""
-    in_slurm, by_hand = RollCall(OneCluster(2)), RollCall(OneCluster(None))
+    """By the options of the launcher that started the job."""
+    in_slurm, by_hand = Peers(FakeContext(2)), Peers(FakeContext(None))
     assert in_slurm.named([1, 2]) == "ranks 1, 2 (n2)"
     assert "--exclude=n2 for sbatch or srun" in in_slurm.without([1, 2])
     assert "leave n2 out of mpirun's hosts" in by_hand.without([1])
 
 
-def test_it_is_wanted_above_one_node():
+def test_enabled_above_one_node():
     words = ["--layers", "1", "--hidden", "8", "--heads", "2"]
-    two, one = OneCluster(2), OneCluster(2)
+    two, one = FakeContext(2), FakeContext(2)
     one.nodes = ("n1",) * 3
-    assert wanted(parse(words), two)
-    assert not wanted(parse(words), one)
-    assert wanted(parse([*words, "--preflight"]), one)
-    assert not wanted(parse([*words, "--no-preflight"]), two)
+    assert enabled(parse(words), two)
+    assert not enabled(parse(words), one)
+    assert enabled(parse([*words, "--preflight"]), one)
+    assert not enabled(parse([*words, "--no-preflight"]), two)

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm: training over two nodes, and a time limit that costs nothing."""
+"""Jobs of a real Slurm: training over two nodes, and a time limit at which no step is lost."""
 
 import json
 import shlex
@@ -14,8 +14,8 @@ from config.command_line import parse
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
-# Slurm looks at limits every 30 s, and signals between 29 and 59 s after the start. The run takes
-# longer than that; its last second, and the KillWait after it, are enough to save.
+# Slurm checks limits every 30 s: the signal comes between 29 and 59 s after the start. The run is
+# longer; the limit's last second and KillWait are enough to save.
 STEPS, PAUSE = 130, 0.45
 
 BATCH = """#!/usr/bin/env bash
@@ -32,7 +32,7 @@ ranks tests/paced_worker.py {pause} {words} --steps {steps} --out {out} --resume
 
 @pytest.mark.slow
 def test_srun_trains_over_two_nodes(tmp_path, slurm):
-    """Pre-flight looks at the nodes, and the table shows where each rank is."""
+    """Pre-flight checks the nodes, and the table shows where each rank is."""
     command = [*srun_command(4), sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
     with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
         assert job.status() == 0, job.text
@@ -53,7 +53,7 @@ def test_srun_trains_over_two_nodes(tmp_path, slurm):
 
 @pytest.mark.slow
 def test_a_time_limit_loses_nothing(tmp_path, slurm):
-    """The signal comes, all is saved, the job leaves with 75, is requeued, and goes on."""
+    """On the signal the run saves and exits with 75; the job is requeued and resumes."""
     out, straight = tmp_path / "job", tmp_path / "straight"
     out.mkdir()
     batch = tmp_path / "limit.slurm"
@@ -61,19 +61,19 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     batch.write_text(BATCH.format(out=out, pause=PAUSE, words=words, steps=STEPS))
     subprocess.run(["sbatch", str(batch)], cwd=ROOT, check=True)
     limit = time.monotonic() + 400
-    while not list(out.glob("metrics.jsonl*")):  # two starts at once would take twice as long
-        assert time.monotonic() < limit, said(out)
+    while not list(out.glob("metrics.jsonl*")):  # two starts at the same time would be slow
+        assert time.monotonic() < limit, output(out)
         time.sleep(0.5)
     outcome = mpirun(2, "train.py", *WORDS, "--steps", str(STEPS), "--out", str(straight))
     assert outcome.status == 0, outcome.err
     while subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout:
-        assert time.monotonic() < limit, said(out)
+        assert time.monotonic() < limit, output(out)
         time.sleep(0.5)
-    endings = [line for line in said(out).splitlines() if "status" in line and "start" in line]
-    assert len(endings) > 1, said(out)
+    endings = [line for line in output(out).splitlines() if "status" in line and "start" in line]
+    assert len(endings) > 1, output(out)
     for number, line in enumerate(endings):
         last = number == len(endings) - 1
-        assert f"start {number}: status {0 if last else 75}" in line, said(out)
+        assert f"start {number}: status {0 if last else 75}" in line, output(out)
     starts = [read(path) for path in sorted(out.glob("metrics.jsonl.*"))] + [
         read(out / "metrics.jsonl")
     ]
@@ -81,23 +81,23 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     losses = [row["loss"] for rows in starts for row in rows]
     assert losses == [row["loss"] for row in read(straight / "metrics.jsonl")]
     logs = sorted(path.name.split(".")[1] for path in (out / "logs").iterdir())
-    assert logs == ["0", "1"]  # by the node's number: both have this host's name
-    print(f"{len(endings)} starts, of {[len(rows) for rows in starts]} steps, bitwise one curve")
+    assert logs == ["0", "1"]  # by node number: both nodes have this host's name
+    print(f"{len(endings)} starts, of {[len(rows) for rows in starts]} steps, bitwise one run")
 
 
 def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def said(out) -> str:
-    """What the batch file and the ranks have said."""
+def output(out) -> str:
+    """The output of the batch file and of the ranks."""
     paths = [out / "batch.txt", *sorted((out / "logs").glob("*"))]
     return "\n".join(path.read_text()[-3000:] for path in paths if path.exists())
 
 
 @pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])
-def test_batch_files_ask_for_what_their_run_needs(name):
-    """bash reads them, and their command line fits the number of ranks that they ask for."""
+def test_batch_files_request_what_their_run_needs(name):
+    """bash parses them, and their command line fits the number of ranks that they request."""
     path = ROOT / "scripts" / f"{name}.slurm"
     assert start(["bash", "-n", str(path)]).status == 0
     text = path.read_text()

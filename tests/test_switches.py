@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -25,12 +26,12 @@ from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import validation
 from config.schema import Run
-from distributed.stop_conditions import StopConditions
-from telemetry.step_stats import GO_ON, SAVE, SAVE_AND_STOP
+from distributed.stop_conditions import RequestedAction, StopConditions
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"train.py {SHAPE} --device cpu --steps 100000 --lr-schedule constant".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 
 
 def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
@@ -39,13 +40,13 @@ def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
 
 
 def saved_steps(out) -> list[int]:
-    """Steps of the checkpoints in a run's folder, each of whose files is as it was written."""
+    """Steps of the checkpoints in a run's folder; checks the contents of all their files."""
     folders = file_format.list_checkpoints(str(out / "checkpoints"))
     return [check_files(folder, contents=True)["step"] for folder in folders]
 
 
 def check_stopped(job: Job, reason: str) -> int:
-    """The run said why, saved its last step, and nothing after it; that step."""
+    """The run printed why it stopped and saved its last step; that step."""
     last = job.rows[-1]["iteration"]
     assert f"stopped by {reason} on rank " in job.text, job.text[-4000:]
     assert f"after iteration {last} of 100000; all is saved" in job.text
@@ -91,7 +92,7 @@ def test_save_switch_saves_and_goes_on_and_a_signal_stops_and_the_next_run_resum
 
 @pytest.mark.slow
 def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_path):
-    """In a step that takes minutes, of which the first signal must wait for the end."""
+    """In a step of minutes, at whose end the first signal would take effect."""
     with run(mpi_command(2), tmp_path, "--tp", "2", "--save-every", "1") as job:
         job.wait_for(lambda: "saved " in job.text)
         job.send(signal.SIGTERM)
@@ -103,14 +104,14 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
         time.sleep(1.0)
         ranks = psutil.Process(job.process.pid).children(recursive=True)
         job.send(signal.SIGTERM)
-        time.sleep(1.5)
+        time.sleep(1.5)  # more than SECONDS_OF_ONE_SIGNAL
         assert job.process.poll() is None
-        began = time.monotonic()
         job.send(signal.SIGTERM)
         assert job.status() not in (0, 75)
-        assert time.monotonic() - began < 5
         assert "SIGTERM for the second time: ending at once, without a save" in job.text
-        assert psutil.wait_procs(ranks, timeout=5)[1] == []
+        assert "stopped by" not in job.text.partition("resumed from")[2]
+        assert psutil.wait_procs(ranks, timeout=30)[1] == []
+    assert job.rows == []  # the step did not end
     assert saved_steps(tmp_path) == before
 
 
@@ -131,7 +132,7 @@ def test_open_mpi(tmp_path, openmpi):
 
 @pytest.mark.slow
 def test_srun(tmp_path, slurm):
-    """srun hands SIGUSR1 on; scancel sends SIGTERM to the ranks, as the time limit does."""
+    """srun forwards SIGUSR1; scancel sends SIGTERM to the ranks, as the time limit does."""
     with run(srun_command(2), tmp_path / "usr1", "--tp", "2") as job:
         job.wait_for(lambda: len(job.rows) > 1)
         job.send(signal.SIGUSR1)
@@ -146,7 +147,7 @@ def test_srun(tmp_path, slurm):
 
 
 @pytest.mark.slow
-def test_torchrun_saves_on_sigterm_but_has_a_status_of_its_own(tmp_path):
+def test_torchrun_saves_on_sigterm_but_exits_with_its_own_status(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*torchrun, *WORDS, "--out", str(tmp_path), "--tp", "2"]
     with Job(command, tmp_path, **ONE_THREAD) as job:
@@ -166,11 +167,9 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
         job.send(signal.SIGUSR1)
         assert job.status() == 75
         assert [row["iteration"] for row in job.rows] == [1, 2, 3, 3]
-    # A run that saves weights alone saves all when it stops: it is to be resumed.
-    began = time.monotonic()
+    # A run that saves weights only saves everything when it stops, so that it can be resumed.
     with run([], tmp_path, "--resume", "auto", "--exit-after-minutes", "0.25") as job:
         assert job.status() == 75
-        assert 5 < time.monotonic() - began < 15 + 2  # it looks ahead; leaving takes a moment
         assert job.rows[0]["iteration"] == 4
         check_stopped(job, "--exit-after-minutes 0.25")
 
@@ -187,16 +186,18 @@ def checkpointer(out, said: list[str], **extra) -> Checkpointer:
 
 
 def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch):
-    put, said = file_format._put, []
-    monkeypatch.setattr(file_format, "_put", lambda *a: (time.sleep(0.2), put(*a))[1])
+    """The first save is held until the second has been asked for."""
+    put, said, released = file_format._put, [], threading.Event()
+    monkeypatch.setattr(file_format, "_put", lambda *a: (released.wait(30), put(*a))[1])
     checkpoints = checkpointer(tmp_path, said, save_every=1, save_weights_only=True)
     checkpoints.after_step(Progress(1, 8))
     assert checkpoints.saving
+    threading.Timer(0.5, released.set).start()
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
     with file_format.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
         assert len(index.kinds) == 3
-    # What is in place already is not written again, unless it is not in place.
+    # A checkpoint that exists is not written again; one that was removed is.
     count = len(said)
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert len(said) == count
@@ -205,7 +206,7 @@ def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch
     assert saved_steps(tmp_path) == [2, 1]
 
 
-def test_a_stop_that_cannot_be_saved_is_none(tmp_path, monkeypatch):
+def test_a_stop_that_cannot_be_saved(tmp_path, monkeypatch):
     said = []
     checkpoints = checkpointer(tmp_path, said)
     monkeypatch.setattr(save.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
@@ -214,39 +215,41 @@ def test_a_stop_that_cannot_be_saved_is_none(tmp_path, monkeypatch):
     assert "training goes on" not in said[-1]
 
 
-def test_the_time_limit_looks_ahead(monkeypatch):
-    """The slowest of the last steps, and what the caller knows to come, must still fit."""
+def test_the_time_limit_includes_the_next_step(monkeypatch):
+    """The slowest of the last steps, and the seconds that the caller expects, must still fit."""
     now = [0.0]
     began = psutil.Process().create_time()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: began + now[0])
-    switches = StopConditions(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
-    wishes = {}
+    conditions = StopConditions(
+        Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False
+    )
+    actions = []
     for moment in (0, 5, 15, 20, 39, 40):  # the slowest step takes 19 s
         now[0] = float(moment)
-        wishes[moment] = switches.wish(ahead=0.0)
-    assert list(wishes.values()) == [GO_ON] * 6
+        actions.append(conditions.requested_action(ahead=0.0))
+    assert actions == [GO_ON] * 6
     now[0] = 41.5
-    assert switches.wish(ahead=0.0) == SAVE_AND_STOP
-    assert switches.reason == "--exit-after-minutes 1"
+    assert conditions.requested_action(ahead=0.0) == SAVE_AND_STOP
+    assert conditions.reason == "--exit-after-minutes 1"
     again = StopConditions(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
     now[0] = 30.0
-    assert again.wish(ahead=29.0) == GO_ON
-    assert again.wish(ahead=31.0) == SAVE_AND_STOP
+    assert again.requested_action(ahead=29.0) == GO_ON
+    assert again.requested_action(ahead=31.0) == SAVE_AND_STOP
 
 
-def test_a_save_is_asked_for_once_each_time_the_file_appears(tmp_path):
+def test_one_save_is_requested_each_time_the_file_appears(tmp_path):
     file = tmp_path / "save"
     run, signals = Run(save_switch=str(file)), SimpleNamespace(first=None)
     first, other = (
         StopConditions(run, signals, first=True),
         StopConditions(run, signals, first=False),
     )
-    assert first.wish() == GO_ON
+    assert first.requested_action() == GO_ON
     file.touch()
-    assert (first.wish(), other.wish()) == (SAVE, GO_ON)
-    assert first.wish() == GO_ON  # it is on its way
+    assert (first.requested_action(), other.requested_action()) == (SAVE, GO_ON)
+    assert first.requested_action() == GO_ON  # the save has been requested
     first.saved()
     assert not file.exists()
     file.touch()
-    assert first.wish() == SAVE
+    assert first.requested_action() == SAVE

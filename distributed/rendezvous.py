@@ -1,0 +1,245 @@
+"""How ranks meet: device and cores, a store that all share, everyone's place, process groups.
+
+    meeting = meet(launch, config.run)        # collective over all ranks
+
+Over MPI, rank 0 opens the store at a port that the system chooses, and broadcasts the address;
+under torchrun, torch's own rendezvous gives the store. torch and mpi4py are imported in the
+functions that need them, so that a user's mistake is reported before the seconds that these
+imports take.
+"""
+
+import dataclasses
+import faulthandler
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+
+from config.messages import UserError, exit_with
+from config.schema import Run
+from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
+from distributed.placement import (
+    Place,
+    allowed_cores,
+    check_gpus,
+    choose_gpu,
+    keep_to,
+    physical_cores,
+    share_of_cores,
+)
+from distributed.store import StoreExchange
+
+# torch's own limit, the last resort: the watchdog reports a hang long before it.
+COLLECTIVE_TIMEOUT = timedelta(hours=4)
+# Until all ranks have met: the watchdog does not run yet.
+MEETING_TIMEOUT = timedelta(minutes=30)
+# Between two looks for ranks that do not have the store's address yet, in seconds.
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank knows when all have met."""
+
+    node: str
+    local: Local
+    places: list[Place]  # of every rank
+    device: Any  # torch.device
+    backend: str  # nccl, gloo, or none for a single process
+    threads: int
+    store: Any  # torch's key-value store, shared by all ranks; None for a single process
+
+
+def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeting:
+    """Choose device, cores and backend, and meet the other ranks; collective over all ranks.
+
+    A rank that has not met all others in time prints where it waits and exits with status 1. If
+    launcher and MPI disagree, or the device or backend asked for is not there, the first rank of
+    each node prints the error and every rank that sees it exits with status 2.
+    """
+    node, local = node_name(), None
+    # From a thread that needs no Python lock: MPI_Init holds it.
+    faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
+    try:
+        local = find_local(launch)
+        device, backend = _choose_device(run, launch, local, node)
+        cores, threads = _take_cores(run, local)
+        store = _open_store(launch, local)
+    except UserError as mistake:
+        rank_on_node = local.rank if local else launch.rank
+        exit_with(mistake, rank_on_node == 0, launch.exit_delay)
+    own = Place(node, local.rank, str(device), _gpu_id(device), cores, cores_asked_for())
+    places = _gather_places(store, launch, own)
+    faulthandler.cancel_dump_traceback_later()
+    if backend == "nccl":
+        try:
+            check_gpus(places)  # the same result on every rank
+        except UserError as mistake:
+            exit_with(mistake, launch.rank == 0, launch.exit_delay)
+    if store is not None:
+        _start_process_groups(store, launch, device, backend)
+    return Meeting(node, local, places, device, backend, threads, store and _part(store, "trine"))
+
+
+# ------------------------------------------------------------------------------------------------
+# Device and cores
+# ------------------------------------------------------------------------------------------------
+
+
+def _choose_device(run: Run, launch: Launch, local: Local, node: str):
+    """The rank's torch.device, and nccl, gloo or none."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if run.device == "cuda" and not available:
+        raise UserError("--device cuda: torch sees no CUDA device on this node")
+    on_gpu = available and run.device != "cpu"
+    backend = run.backend if run.backend != "auto" else "nccl" if on_gpu else "gloo"
+    if backend == "nccl" and not on_gpu:
+        raise UserError("--backend nccl needs --device cuda; CPUs use gloo")
+    if launch.size == 1:
+        backend = "none"
+    if not on_gpu:
+        return torch.device("cpu"), backend
+    visible = torch.cuda.device_count()
+    gpu = choose_gpu(local.rank, local.size, visible, node, sharing=backend != "nccl")
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device, backend
+
+
+def _gpu_id(device) -> str | None:
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
+    """Bind this process to its share of the cores; those cores, and the number of threads.
+
+    Cores that Slurm or a cgroup allows to several ranks alike are divided among them if there is
+    a core for each. OMP_NUM_THREADS, where set, is the number of threads.
+    """
+    import torch
+
+    cores = allowed_cores()
+    physical = physical_cores(cores)
+    share = share_of_cores(physical, local.sharing, local.place_among_sharing)
+    if share is not None and run.bind_cores and local.sharing > 1:
+        keep_to(share)
+        cores = share
+    requested = os.environ.get("OMP_NUM_THREADS")
+    threads = int(requested) if requested else max(1, len(physical) // local.sharing)
+    torch.set_num_threads(threads)
+    return cores, threads
+
+
+# ------------------------------------------------------------------------------------------------
+# The store
+# ------------------------------------------------------------------------------------------------
+
+
+def _open_store(launch: Launch, local: Local):
+    """The key-value store that all ranks share, or None for a single process; collective.
+
+    UserError if the port of torchrun's rendezvous is in use.
+    """
+    if launch.size == 1:
+        return None
+    if launch.mpi:
+        return _store_over_mpi(launch, local)
+    import torch.distributed as dist
+
+    try:
+        return next(dist.rendezvous("env://"))[0]
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = os.environ.get("MASTER_PORT")
+        raise UserError(
+            f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
+            f"job on this node: give torchrun another --master-port, or --standalone on one node"
+        ) from None
+
+
+def _store_over_mpi(launch: Launch, local: Local):
+    """A store on rank 0, at a port that the system chooses: two jobs never use the same."""
+    import torch.distributed as dist
+    from mpi4py import MPI
+
+    world, address, store = MPI.COMM_WORLD, None, None
+    if launch.rank == 0:
+        host = host_address(local)
+        store = dist.TCPStore(host, 0, is_master=True, timeout=MEETING_TIMEOUT)
+        address = (host, store.port)
+    host, port = world.bcast(address)
+    if launch.rank != 0:
+        store = dist.TCPStore(host, port, is_master=False, timeout=MEETING_TIMEOUT)
+    _progress_mpi_until_all_met(world, store)
+    return store
+
+
+def _progress_mpi_until_all_met(world, store) -> None:
+    """Call MPI until every rank has the address.
+
+    Over libfabric a message moves only while its sender is inside MPI: rank 0 would otherwise wait
+    in the store for ranks that still wait for its broadcast.
+    """
+    store.add("met", 1)
+    pause = FIRST_PAUSE
+    while store.add("met", 0) < world.size:
+        world.Iprobe()
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)  # hundreds of ranks poll one store
+
+
+def host_address(local: Local) -> str:
+    """The address at which the ranks of this job reach this node.
+
+    Across nodes never a loopback address, which some /etc/hosts give for the node's own name.
+    """
+    if local.one_node:
+        return "127.0.0.1"
+    address = socket.gethostbyname(socket.gethostname())
+    if not address.startswith("127."):
+        return address
+    for cards in psutil.net_if_addrs().values():
+        for card in cards:
+            if card.family == socket.AF_INET and not card.address.startswith("127."):
+                return card.address
+    return address
+
+
+def _part(store, name: str):
+    """The part of the store whose keys begin with the name."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(name, store)
+
+
+def _gather_places(store, launch: Launch, own: Place) -> list[Place]:
+    """The place of every rank; collective over all ranks."""
+    seconds = MEETING_TIMEOUT.total_seconds()
+    exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
+    places = exchange.gather("place", dataclasses.asdict(own))
+    return [Place(**place | {"cores": tuple(place["cores"])}) for place in places]
+
+
+def _start_process_groups(store, launch: Launch, device, backend: str) -> None:
+    """Start torch.distributed; collective over all ranks."""
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        backend,
+        store=_part(store, "groups"),
+        rank=launch.rank,
+        world_size=launch.size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if backend == "nccl" else None,
+    )
