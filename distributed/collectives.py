@@ -1,15 +1,16 @@
-"""Groups of ranks and what they do together: reduce, gather, scatter, send.
+"""Groups of ranks and their collectives: reduce, gather, scatter, all-to-all, send, receive.
 
-Everything that crosses ranks while a model trains goes through `Group`, over NCCL on GPUs and
-over gloo on CPUs (or on GPUs that ranks share: then through host memory). Each call returns a
-handle; the result may be used after its `wait()`.
+All data that crosses ranks in a training step goes through `Group`, over NCCL on GPUs and over
+gloo on CPUs (or on GPUs that ranks share: then through host memory). Each call returns a handle;
+the result may be used after its `wait()`.
 
-gloo's rings take one turn of every rank per hop, and cores that ranks share make turns dear. So
-over gloo what is short, or goes to more than two ranks, is one all-to-all and a local sum in rank
-order: one hop, and the same bits on every rank (benchmarks/results/gloo-collectives.md).
+In gloo's rings every rank must be scheduled once per hop, and oversubscribed cores make each hop
+slow. So over gloo a message that is short, or goes to more than two ranks, is one all-to-all and a
+local sum in rank order: one hop, and the same bits on every rank
+(benchmarks/results/gloo-collectives.md).
 
-Every call is on record before it starts and while it is waited for (records.py), if the group was
-given a book; that is how a rank that hangs can be told from those that wait for it.
+A group with a log records every call before it starts and while it is waited for
+(watchdog/flight_recorder.py), so that the rank that causes a hang can be found.
 """
 
 from typing import Protocol
@@ -33,17 +34,17 @@ EXCHANGE_BYTES = 4 * 2**20
 
 
 class Handle(Protocol):
-    """Something under way."""
+    """A communication that has been started."""
 
     def wait(self) -> None:
-        """Return when its result may be used, or what it reads may be overwritten."""
+        """Return when its output may be used and its input overwritten."""
 
 
 class _Done:
-    """The handle of what needed no communication."""
+    """The handle where no communication was needed."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class _Then:
@@ -58,7 +59,7 @@ class _Then:
 
 
 class _Holding:
-    """The handle of a send; keeps the tensor alive until it has left."""
+    """A handle that keeps the tensor being sent alive until the wait."""
 
     def __init__(self, work, tensor: Tensor):
         self.work, self.tensor = work, tensor
@@ -71,9 +72,10 @@ class _Holding:
 class Group:
     """The ranks of one axis as this rank sees them. A group of one communicates nothing.
 
-    `rank` is the position in the group; `ranks` are the members' ranks in the world. On a GPU a
-    handle's `wait()` makes the current stream wait, not the host. `group_log` keeps the records.
-    `blocking` waits for every collective where it starts: slower, and easier to debug.
+    ranks: the members' ranks in the world. rank: this rank's position among them. handle: torch's
+    process group. group_log: records the operations. blocking: wait for every collective where it
+    starts, slower and easier to debug. On a GPU a handle's `wait()` makes the current stream wait,
+    not the host.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class Group:
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of `tensor` along dimension 0, which the size must divide."""
+        """This rank's slice of `tensor` along dimension 0, which the group's size must divide."""
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
@@ -120,6 +122,17 @@ class Group:
             return _Done()
         return self._recorded("all_gather", output, self._all_gather, output, source)
 
+    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+        """Block j of `output` = block `rank` of member j's `source`.
+
+        Both are contiguous and of one shape, cut along dimension 0 into a block for each member;
+        the group's size must divide it. They must not overlap.
+        """
+        if self.size == 1:
+            output.copy_(source)
+            return _Done()
+        return self._recorded("all_to_all", source, self._all_to_all, output, source)
+
     def send(self, tensor: Tensor, to: int) -> Handle:
         """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
@@ -134,13 +147,13 @@ class Group:
         return record.under_way(work) if record else work
 
     def values(self, tensor: Tensor) -> list:
-        """The numbers in `tensor` as lists: where the host waits for the device, on record."""
+        """`tensor.tolist()`, with the host's wait for the device on record."""
         if self.group_log is None or not tensor.is_cuda:
             return tensor.tolist()
         with self.group_log.recorder.waiting_for("device"):
             return tensor.tolist()
 
-    # -- how each is done -------------------------------------------------------------------
+    # -- the operations by backend ----------------------------------------------------------
 
     def _recorded(self, kind: str, message: Tensor, run, *arguments) -> Handle:
         if self.group_log is None:
@@ -156,28 +169,35 @@ class Group:
     def _all_reduce(self, tensor: Tensor, op) -> Handle:
         if not self._gloo:
             return dist.all_reduce(tensor, op, group=self.handle, async_op=True)
-        if not self._one_hop(tensor.nbytes):
-            host = tensor.cpu()  # the tensor itself if it is there already
+        if not self._prefers_one_hop(tensor.nbytes):
+            host = tensor.cpu()  # the tensor itself if it is on the CPU
             work = dist.all_reduce(host, op, group=self.handle, async_op=True)
             return work if host is tensor else _Then(work, lambda: tensor.copy_(host))
-        work, received = self._exchange(self._for_each(tensor))
+        work, received = self._one_hop(self._for_each(tensor))
         reduce = torch.sum if op == SUM else torch.amax
         return _Then(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
-        work, received = self._exchange(source.reshape(self.size, -1))
+        work, received = self._one_hop(source.reshape(self.size, -1))
         return _Then(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _all_gather(output, source, group=self.handle, async_op=True)
-        if not self._one_hop(source.nbytes) and not source.is_cuda:
+        if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
             parts = list(output.view(self.size, -1).unbind())
             return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
-        work, received = self._exchange(self._for_each(source))
+        work, received = self._one_hop(self._for_each(source))
         return _Then(work, lambda: output.copy_(received.view_as(output)))
+
+    def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+        sent = source.cpu() if self._gloo else source  # the source itself if it is on the CPU
+        received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
+        work = dist.all_to_all_single(received, sent, group=self.handle, async_op=True)
+        work = _Holding(work, sent)
+        return work if received is output else _Then(work, lambda: output.copy_(received))
 
     def _receive(self, tensor: Tensor, source: int) -> Handle:
         if self._gloo and tensor.is_cuda:
@@ -186,7 +206,7 @@ class Group:
             return _Then(work, lambda: tensor.copy_(host))
         return dist.irecv(tensor, self.ranks[source], group=self.handle)
 
-    def _one_hop(self, message: int) -> bool:
+    def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member beats gloo's rings."""
         sent = message * (self.size - 1)
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
@@ -195,9 +215,8 @@ class Group:
         """One copy of `tensor` for every member: (size, elements)."""
         return tensor.reshape(1, -1).expand(self.size, -1)
 
-    def _exchange(self, rows: Tensor):
-        """Row i goes to member i; the handle and what arrives, whose row j is member j's."""
-        leaving = rows.cpu().contiguous()
-        received = torch.empty_like(leaving)
-        work = dist.all_to_all_single(received, leaving, group=self.handle, async_op=True)
-        return _Holding(work, leaving), received
+    def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
+        """Send row i to member i; the handle, and on the CPU the rows received: row j is j's."""
+        sent = rows.cpu().contiguous()
+        received = torch.empty_like(sent)
+        return self._all_to_all(received, sent), received

@@ -1,10 +1,10 @@
-"""Where ranks run: node, cores and GPU of each, and what is wrong with how they were placed.
+"""Where ranks run: node, cores and GPU of each, and warnings about how they were placed.
 
-    mine = share_of_cores(physical_cores(allowed), ranks=4, index=1)
+    share = share_of_cores(physical_cores(allowed), ranks=4, index=1)
     gpu = choose_gpu(local_rank=1, local_size=4, visible=4, node="n1", sharing=False)
-    for sentence in oddities(places, layout, job_nodes=2): ...
+    for sentence in placement_warnings(places, layout, job_nodes=2): ...
 
-Facts come in as arguments, so that a cluster can be tried on a machine without one.
+All facts are arguments, so that a cluster can be tested on a machine without one.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ import psutil
 from config.messages import UserError, number_ranges
 from config.schema import Layout, coordinates, rows_along
 
-# More rows than this and the table has one for each node.
+# With more ranks than this the table has a row for each node instead.
 RANKS_IN_FULL = 64
 
 
@@ -27,8 +27,8 @@ class Place:
     node: str
     local_rank: int  # among the ranks on its node
     device: str  # cpu, or cuda:3
-    gpu: str | None  # what no two GPUs of the world share, None on a CPU
-    cores: tuple[int, ...]  # on which it may run
+    gpu: str | None  # unique among all GPUs of the job; None on a CPU
+    cores: tuple[int, ...]  # the logical CPUs on which it may run
     asked_cores: int | None = None  # --cpus-per-task of the Slurm job
 
 
@@ -38,7 +38,7 @@ class Place:
 
 
 def allowed_cores() -> tuple[int, ...]:
-    """The logical CPUs that Slurm, a cgroup or taskset leave to this process."""
+    """The logical CPUs that Slurm, a cgroup or taskset allow this process."""
     process = psutil.Process()
     if not hasattr(process, "cpu_affinity"):  # macOS
         return tuple(range(psutil.cpu_count() or 1))
@@ -46,22 +46,22 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Logical CPUs that are threads of one core, together; cores in the machine's order."""
+    """For each core, in the machine's order, those of the logical CPUs that are its threads."""
     groups: dict[int, list[int]] = {}
     for cpu in logical:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
             first = int(path.read_text().replace("-", ",").split(",")[0])
-        except OSError:  # a kernel that does not say: each CPU for itself
+        except OSError:  # the kernel has no such file: a core for each CPU
             first = cpu
         groups.setdefault(first, []).append(cpu)
     return [tuple(groups[first]) for first in sorted(groups)]
 
 
 def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tuple[int, ...] | None:
-    """The logical CPUs of the `index`-th of `ranks` that share these cores; None if they are fewer.
+    """The logical CPUs for the `index`-th of `ranks` that share these cores; None if cores < ranks.
 
-    Neighbours: GPUs are numbered along the sockets as well.
+    Adjacent cores, so that a rank stays on one socket: GPUs are numbered by socket as well.
     """
     if ranks > len(cores):
         return None
@@ -70,7 +70,7 @@ def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tupl
 
 
 def keep_to(cores: tuple[int, ...]) -> None:
-    """Run on these logical CPUs only, from here on, with every thread that is started."""
+    """Bind this process, and threads that it starts later, to these logical CPUs."""
     process = psutil.Process()
     if hasattr(process, "cpu_affinity"):
         process.cpu_affinity(list(cores))
@@ -84,11 +84,12 @@ def keep_to(cores: tuple[int, ...]) -> None:
 def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
     """The index of a rank's GPU among those it sees.
 
-    A launcher that gives each rank a GPU of its own (--gpus-per-task) shows it that one alone.
-    `sharing`: several ranks may use one GPU. UserError if there are fewer GPUs than ranks.
+    visible: GPUs that this rank sees; one alone if the launcher gives each rank its own
+    (--gpus-per-task). sharing: several ranks may use one GPU. UserError if there are fewer GPUs
+    than ranks.
     """
     if visible == 1:
-        return 0  # that it is no other rank's as well is seen when all have told theirs
+        return 0  # `check_gpus` finds ranks that see the same one
     if local_size > visible and not sharing:
         raise UserError(
             f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
@@ -115,16 +116,16 @@ def check_gpus(places: list[Place]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
-# What is told at the start
+# Warnings and the table at the start
 # ------------------------------------------------------------------------------------------------
 
 
 def placement_warnings(
     places: list[Place], layout: Layout, job_nodes: int | None = None
 ) -> list[str]:
-    """A sentence for each thing about the placement that makes a run slower than it need be.
+    """A sentence for each property of the placement that makes the run slower.
 
-    `job_nodes`: how many nodes the Slurm job holds.
+    job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
     found = [_unequal_nodes(places), _unused_nodes(places, job_nodes)]
     found += [_split_tensor_group(places, layout), _cores_not_inherited(places)]
@@ -154,9 +155,9 @@ def _split_tensor_group(places: list[Place], layout: Layout) -> str | None:
         nodes = sorted({places[rank].node for rank in ranks})
         if len(nodes) > 1:
             return (
-                f"tensor-parallel ranks {ranks[0]} to {ranks[-1]} lie on nodes "
+                f"tensor-parallel ranks {ranks[0]} to {ranks[-1]} are on nodes "
                 f"{', '.join(nodes)}: every layer waits for the network; choose a tp that divides "
-                f"the ranks of a node, and keep neighbours together (srun --distribution=block)"
+                f"the ranks of a node, and place ranks node by node (srun --distribution=block)"
             )
     return None
 
@@ -195,7 +196,7 @@ def _table_of_nodes(places: list[Place]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place.node, []).append(rank)
-    rows = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (each one's place is in run.json)"]
+    rows = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
     for node, own in ranks.items():
         devices = len({places[rank].gpu or rank for rank in own})
         cores = {core for rank in own for core in places[rank].cores}

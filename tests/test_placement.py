@@ -1,4 +1,4 @@
-"""Cores and GPUs of the ranks of a node, and the sentences about how they were placed."""
+"""Cores and GPUs of the ranks of a node, and warnings about how ranks were placed."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_fewer_gpus_than_ranks():
 
 
 def test_two_ranks_on_one_gpu():
-    """Each sees one GPU, and nobody can tell from that alone that it is the same."""
+    """Each sees one GPU; only the identifiers of all ranks show that it is the same."""
     placement.check_gpus(places("aabb", gpus="wxyz"))
     with pytest.raises(UserError, match=r"ranks 2, 3 on node b have the same GPU \(y\), of 2"):
         placement.check_gpus(places("aabb", gpus="wxyy"))
@@ -61,18 +61,18 @@ def test_two_ranks_on_one_gpu():
     [
         (places("aaab"), 1, 2, "unequal numbers of ranks: 3 on a, 1 on b; --ntasks-per-node"),
         (places("aabb"), 1, 3, "the job holds 3 nodes, but its 4 ranks are on 2 of them"),
-        (places("abab"), 2, 2, "tensor-parallel ranks 0 to 1 lie on nodes a, b"),
-        (places("aabb"), 4, 2, "tensor-parallel ranks 0 to 3 lie on nodes a, b"),
+        (places("abab"), 2, 2, "tensor-parallel ranks 0 to 1 are on nodes a, b"),
+        (places("aabb"), 4, 2, "tensor-parallel ranks 0 to 3 are on nodes a, b"),
         (places("aabb", 1, asked=8), 2, 2, "4 ranks, the first is 0 on a, have 1 cores, but"),
     ],
 )
-def test_oddities_have_a_sentence_each(given, tp, job_nodes, sentence):
+def test_each_warning(given, tp, job_nodes, sentence):
     layout = Layout(tp=tp, dp=4 // tp)
     (found,) = placement.placement_warnings(given, layout, job_nodes)
     assert sentence in found
 
 
-def test_nothing_to_say_about_a_good_placement():
+def test_a_good_placement_has_no_warnings():
     given = places("aabb", cores=8, asked=8)
     assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=2) == []
     assert placement.placement_warnings(given, Layout(tp=2, dp=2), job_nodes=None) == []
@@ -86,5 +86,5 @@ def test_table():
     assert many[2].split()[-1] == "40-79"
 
 
-def test_numbers_number_ranges():
+def test_number_ranges():
     assert number_ranges((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
