@@ -1,14 +1,14 @@
-"""Bus bandwidth of collectives, on the world and on the groups of a layout, beside the line rate.
+"""Bus bandwidth of collectives on the world and on the groups of a layout, and the line rate.
 
     mpirun -n 8 python benchmarks/allreduce.py --tp 2 --pp 2
     srun -n 384 python benchmarks/allreduce.py --tp 8 --pp 6 --line-rate 400 --gpu a100-80 --rates
     torchrun --nproc-per-node 8 benchmarks/allreduce.py --pairs
     mpirun -n 8 python benchmarks/allreduce.py --host         # mpi4py's host buffers, no torch
 
-Groups are measured alone (the first of its kind) and all at once, as in training. Trials follow
-one another without a barrier; a trial's time is the mean over the ranks of the slowest group.
-Writes allreduce.csv, allreduce.png, pairs.csv and calibration.toml (for plan.py and tune.py) into
---out. Definitions: bandwidth.py. Ctrl-C prints what there is; a second one ends it at once.
+Groups are measured alone (the first of each kind) and all at once, as in training. There is no
+barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
+allreduce.csv, allreduce.png, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
+Definitions: bandwidth.py. Ctrl-C stops and prints the rows so far; a second one ends at once.
 """
 
 import argparse
@@ -49,7 +49,7 @@ from planner import hardware
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 ITEM = 4  # bytes of an element: fp32
 PAIR_BYTES = 16 * MIB
-FEWEST = 3  # trials, however long they take
+FEWEST = 3  # trials of a row, however long they take
 
 
 # ------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ FEWEST = 3  # trials, however long they take
 
 @dataclass(frozen=True)
 class Plan:
-    """How often and how long: trials, warm-ups, and seconds after which trials become fewer."""
+    """Number of trials and warm-ups; `seconds` of a row beyond which there are fewer trials."""
 
     trials: int
     warm_ups: int
@@ -67,9 +67,8 @@ class Plan:
 
 
 def operation(world, group: str, name: str, elements: int):
-    """A function that does it once, and the share of its time that counts; None if left out.
-
-    p2p sends to the neighbour and back: half of it counts.
+    """A function that runs the operation once, None for a rank without part in it; and the share of
+    its time to report: p2p sends to the neighbour and back, and half of that counts.
     """
     ranks = world.ranks(group)
     mine, count = ranks.index(world.rank), len(ranks)
@@ -121,8 +120,8 @@ def measure(
 
 
 def _trials(world, once, plan: Plan) -> list[float]:
-    """Seconds of each trial at this rank; how many there are is the same on all ranks."""
-    world.gather([0.0])  # everybody is here
+    """Seconds of each trial on this rank; the number of trials is the same on all ranks."""
+    world.gather([0.0])  # a barrier
     first = _time(once)
     longest = max(row[0] for row in world.gather([first]))
     affordable = int(plan.seconds / max(longest, 1e-9))
@@ -141,7 +140,7 @@ def _time(once) -> float:
 
 
 def check_sum(world) -> None:
-    """RuntimeError unless every rank's one adds up: what is timed must be right first."""
+    """RuntimeError unless an all-reduce of ones gives the number of ranks."""
     buffer = world.buffer(world.size)
     buffer += 1
     world.all_reduce("world", buffer)
@@ -150,10 +149,10 @@ def check_sum(world) -> None:
 
 
 def beside_plain_loop(world, size: int, rounds: int = 15) -> tuple[float, float]:
-    """The world's all-reduce as timed here, and in a plain loop of torch's own, in turns.
+    """The world's all-reduce as timed here, and in a plain loop of torch's own, alternating.
 
-    Seconds of each at the first quartile of all its calls: other work on the machine disturbs the
-    slower ones, and not both sides alike.
+    Seconds of each at the first quartile of all its calls: other processes disturb the slower
+    calls, and not both sides equally.
     """
     buffer, ours, plain = world.buffer(size // ITEM), [], []
 
@@ -175,7 +174,7 @@ def beside_plain_loop(world, size: int, rounds: int = 15) -> tuple[float, float]
 
 
 def rates(world, machine: hardware.Machine | None) -> dict[str, float]:
-    """Rates of compute and memory while all ranks are at work: what hardware.calibrate takes."""
+    """Rates of compute and memory while all ranks compute, for hardware.calibrate."""
     torch, cuda = world.torch, world.device.type == "cuda"
     width, dtype = (8192, torch.bfloat16) if cuda else (512, torch.float32)
     left = torch.randn(width, width, device=world.device, dtype=dtype)
@@ -232,7 +231,7 @@ def pair_scan(world, size: int) -> dict[tuple[str, str], float]:
 
 
 def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
-    """Every two of `count`, in rounds in which each takes part once at most (the circle method)."""
+    """All pairs of `count`, in rounds of disjoint pairs (the circle method)."""
     seats = list(range(count)) + [None] * (count % 2)
     half, rounds = len(seats) // 2, []
     for _ in range(len(seats) - 1):
@@ -248,7 +247,7 @@ def rounds_of_pairs(count: int) -> list[list[tuple[int, int]]]:
 
 
 def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
-    """Bits per second of all of a node's adapters, and where that stands; None if nothing says.
+    """Bits per second of all of a node's adapters, and the source of that; None if unknown.
 
     InfiniBand and Omni-Path ports if there are any, else the fastest network card that is up.
     """
@@ -275,7 +274,7 @@ def line_rate(root: Path = Path("/sys/class")) -> tuple[float, str] | None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; UserError if it makes no sense."""
+    """The command line; UserError if options contradict one another."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the layout")
     parser.add_argument("--pp", type=int, default=1, help="its pipeline stages; dp follows")
@@ -291,41 +290,43 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", action="store_true", help="also GEMM and memory rates")
     parser.add_argument("--gpu", help="the planner's machine that the calibration is for")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--line-rate", type=float, help="Gbit/s of a node, in place of looking")
-    parser.add_argument("--out", default="runs/allreduce", help="folder of what is written")
+    parser.add_argument(
+        "--line-rate", type=float, help="Gbit/s of a node, instead of the found one"
+    )
+    parser.add_argument("--out", default="runs/allreduce", help="folder for the files")
     given = parser.parse_args(arguments)
-    odd = [name for name in given.operations if name not in OPERATIONS]
-    if odd:
-        raise UserError(f"--operations are of {', '.join(OPERATIONS)}, not {odd[0]}")
+    unknown = [name for name in given.operations if name not in OPERATIONS]
+    if unknown:
+        raise UserError(f"--operations are of {', '.join(OPERATIONS)}, not {unknown[0]}")
     if given.rates and given.host:
         raise UserError("--rates measures torch's kernels: leave out --host")
     if min(given.min_bytes, given.trials, given.warm_ups, given.tp, given.pp) < 1:
         raise UserError("sizes, trials, warm-ups, tp and pp are at least 1")
     if given.factor < 2 or given.max_bytes < given.min_bytes:
         raise UserError(
-            f"sizes from {given.min_bytes} to {given.max_bytes} by factors of {given.factor}: "
-            "none, or no end"
+            f"no sizes from {given.min_bytes} to {given.max_bytes} by factors of {given.factor}: "
+            "--max-bytes is at least --min-bytes, and --factor at least 2"
         )
     return given
 
 
 class Stop:
-    """Whether somebody pressed Ctrl-C: heeded between two rows, by all ranks together."""
+    """Whether Ctrl-C was pressed; takes effect on all ranks between two rows."""
 
     def __init__(self):
-        self.asked = False
+        self.requested = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._ask)
+            signal.signal(number, self._request)
 
-    def _ask(self, number, frame) -> None:
-        if self.asked:
+    def _request(self, number, frame) -> None:
+        if self.requested:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        self.asked = True
+        self.requested = True
 
     def agreed(self, world) -> bool:
-        """Whether any rank was asked; collective."""
-        return max(row[0] for row in world.gather([float(self.asked)])) > 0
+        """Whether a stop was requested on any rank; collective."""
+        return max(row[0] for row in world.gather([float(self.requested)])) > 0
 
 
 def series_to_run(given, layout: Layout) -> list[tuple[str, bool, str]]:
@@ -341,8 +342,8 @@ def series_to_run(given, layout: Layout) -> list[tuple[str, bool, str]]:
 
 
 def run(given, world) -> tuple[list[Measured], bool]:
-    """All rows, each printed as it comes; and whether it was stopped."""
-    stop, speaks = Stop(), world.rank == 0
+    """All rows, each printed when measured; and whether Ctrl-C stopped it."""
+    stop, prints = Stop(), world.rank == 0
     layout = placed({"tp": given.tp, "pp": given.pp}, world.size)
     rows, measured = group_rows(layout), []
     largest = min(row[0] for row in world.gather([world.free_bytes()]))
@@ -352,7 +353,7 @@ def run(given, world) -> tuple[list[Measured], bool]:
         size *= given.factor
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
-    if speaks:
+    if prints:
         print(HEAD, flush=True)
     for group, together, name in series_to_run(given, layout):
         for size in sizes:
@@ -362,13 +363,13 @@ def run(given, world) -> tuple[list[Measured], bool]:
             if row is None:
                 continue
             measured.append(row)
-            if speaks:
+            if prints:
                 print(line(row, given.line_rate), flush=True)
     return measured, False
 
 
 def conclude(given, world, measured: list[Measured], extra: dict[str, float]) -> None:
-    """Fits, files and plot, by rank 0."""
+    """Print the fits and write files and plot; on rank 0."""
     out = Path(given.out)
     out.mkdir(parents=True, exist_ok=True)
     print("\nalpha: seconds a message; beta: bytes/s of one rank, one way, in long messages")
@@ -418,7 +419,7 @@ def main() -> None:
         if given.host and not launch.mpi:
             raise UserError(f"--host needs mpirun or srun; this was started by {launch.launcher}")
         if launch.size < 2:
-            raise UserError("one rank has nobody to speak to: start this with mpirun or srun")
+            raise UserError("one rank has nothing to exchange: start this with mpirun or srun")
         machine = hardware.load(given.gpu) if given.gpu else None
         layout = {"tp": given.tp, "pp": given.pp}
         placed(layout, launch.size)
@@ -428,26 +429,26 @@ def main() -> None:
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
     world = host or TorchWorld(launch, Run(device=given.device), layout)
-    speaks = world.rank == 0
-    if speaks:
+    prints = world.rank == 0
+    if prints:
         what = ", ".join(f"{k}: {v}" for k, v in world.what.items())
         print(what)
-        told = f"{rate[0] / 1e9:g} Gbit/s ({rate[1]})" if rate else "not known; give --line-rate"
-        print(f"line rate of a node: {told}; a dash: the group does not leave its node\n")
+        known = f"{rate[0] / 1e9:g} Gbit/s ({rate[1]})" if rate else "not known; give --line-rate"
+        print(f"line rate of a node: {known}; a dash: the group is within one node\n")
     extra = rates(world, machine) if given.rates else {}
     measured, stopped = run(given, world)
     if measured and not stopped and not given.host and "all-reduce" in given.operations:
         size = max(row.size for row in measured if row.group == "world")
         ours, plain = beside_plain_loop(world, min(size, 16 * MIB))
-        if speaks:
+        if prints:
             print(
                 f"\nall-reduce of {size_text(min(size, 16 * MIB))} on the world, first quartile: "
                 f"{1e3 * ours:.2f} ms here, {1e3 * plain:.2f} ms in a plain loop of "
-                f"torch.distributed.all_reduce; busbw beside it {100 * (plain / ours - 1):+.1f} %"
+                f"torch.distributed.all_reduce; busbw differs by {100 * (plain / ours - 1):+.1f} %"
             )
     if given.pairs and not stopped:
         scan(given, world)
-    if speaks and measured:
+    if prints and measured:
         conclude(given, world, measured, extra)
     world.stop()
     sys.exit(130 if stopped else 0)

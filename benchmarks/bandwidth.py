@@ -3,7 +3,7 @@
     algbw = S / t        S: bytes of the whole buffer (all-gather, reduce-scatter: of all ranks')
     busbw = algbw x 2 (n-1)/n   all-reduce;  (n-1)/n   reduce-scatter, all-gather;  1   p2p
 
-busbw is what a link carries one way, whatever the number of ranks, so it stands beside a line rate.
+busbw is the rate of one link in one direction, for any number of ranks: comparable to a line rate.
 GB and Gbit are powers of ten. Pure arithmetic; `benchmarks/allreduce.py` measures.
 """
 
@@ -47,7 +47,7 @@ class Measured:
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """busbw over algbw; UserError has no place here: operations are those of OPERATIONS."""
+    """busbw over algbw, for an operation of OPERATIONS."""
     share = (ranks - 1) / ranks
     return {"all-reduce": 2 * share, "reduce-scatter": share, "all-gather": share, "p2p": 1.0}[
         operation
@@ -55,7 +55,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 
 def hops(operation: str, ranks: int) -> int:
-    """Messages one after the other in a ring, each of which costs alpha."""
+    """Sequential messages of a ring, each of which costs alpha."""
     return {"all-reduce": 2 * (ranks - 1), "p2p": 1}.get(operation, ranks - 1)
 
 
@@ -78,7 +78,7 @@ def fit(rows: list[Measured]) -> tuple[float, float]:
         alpha, inverse = (sx * yy - sy * xy) / determinant, (sy * xx - sx * xy) / determinant
     if alpha < 0 or len(rows) == 1:
         alpha, inverse = 0.0, sy / yy
-    if inverse <= 0:  # nothing but latency was seen: the largest size bounds the bandwidth
+    if inverse <= 0:  # only latency was measured: the largest size bounds the bandwidth
         alpha, inverse = sx / xx, 1 / max(row.busbw for row in rows)
     return alpha, 1 / inverse
 
@@ -92,7 +92,7 @@ def by_series(rows: list[Measured]) -> dict[tuple, list[Measured]]:
 
 
 def calibration(rows: list[Measured], per_node: int, nodes: int) -> dict[str, dict[str, float]]:
-    """The [nvlink] and [network] entries that hardware.calibrate takes, as far as they were seen.
+    """The [nvlink] and [network] entries for hardware.calibrate, as far as they were measured.
 
     nvlink: from all-reduces within a node, the tensor groups' if there are any, all at once.
     network: from groups across nodes; `beta` is then of a node, all its groups together.
@@ -108,7 +108,7 @@ def calibration(rows: list[Measured], per_node: int, nodes: int) -> dict[str, di
             sharing = per_node / local
         entry = {"alpha": alpha, "beta": beta * sharing}
         place = "network" if first.crosses else "nvlink"
-        rank = (together, name == "tp", name == "dp")  # the most like training wins
+        rank = (together, name == "tp", name == "dp")  # prefer the one most like training
         if place not in found or rank > found[place][0]:
             found[place] = (rank, entry)
     return {place: entry for place, (_, entry) in found.items()}
@@ -129,7 +129,7 @@ def _number(value: float) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# For people
+# Tables and plot
 # ------------------------------------------------------------------------------------------------
 
 HEAD = (
@@ -166,7 +166,7 @@ def quantiles(seconds: list[float]) -> tuple[float, float]:
 
 
 def size_text(size: int) -> str:
-    """Such as 32 KiB."""
+    """A size as text, such as 32 KiB."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size} {unit}"

@@ -1,9 +1,9 @@
-"""gloo's own collectives beside the all-to-all forms that collectives.py uses on CPUs.
+"""gloo's own collectives compared with the all-to-all forms of distributed/collectives.py.
 
     mpirun -n 4 python benchmarks/gloo_collectives.py      prints the table of one world size
 
-Each form takes turns with the others, round after round; medians of all rounds are quoted. The
-forms are checked against one another before they are timed.
+The two forms alternate; the table has the medians of all rounds. They are compared with one another
+before they are timed.
 """
 
 import statistics
@@ -27,7 +27,7 @@ ROUNDS = {1024: 40, 128 * 1024: 30, 4 * 2**20: 10}
 
 
 def forms(group: Group, elements: int) -> dict[str, tuple]:
-    """By operation: gloo's own form and ours, each a function that leaves its result behind."""
+    """By operation: gloo's own form and ours, each a function without arguments."""
     whole, gathered = torch.randn(elements), torch.empty(elements)
     part = torch.randn(elements // group.size)
     scattered = torch.empty_like(part)
@@ -51,7 +51,7 @@ def forms(group: Group, elements: int) -> dict[str, tuple]:
 
 
 def check(group: Group) -> None:
-    """Both forms of the sum give the same numbers, up to the order of addition."""
+    """RuntimeError unless both all-reduces agree, up to the order of summation."""
     ours = torch.randn(1000)
     native = ours.clone()
     group.all_reduce(ours).wait()
@@ -61,7 +61,7 @@ def check(group: Group) -> None:
 
 
 def milliseconds(run) -> float:
-    """How long `run` takes on this rank, begun together with the others."""
+    """Duration of `run` on this rank, started at the same time on all ranks."""
     dist.barrier()
     began = time.perf_counter()
     run()
@@ -69,7 +69,7 @@ def milliseconds(run) -> float:
 
 
 def main() -> None:
-    """Print the table of both ways for the ranks there are."""
+    """Print the table for this number of ranks."""
     context = start(discover(), Run(device="cpu"))
     with context.failing_loudly():
         group = Mesh(Layout(tp=context.size, dp=1).axes, context).tp
@@ -79,7 +79,7 @@ def main() -> None:
             print("| --: | --- | --: | --: | --: | --: |")
         for elements in SIZES:
             for name, pair in forms(group, elements).items():
-                for run in pair:  # connections and buffers
+                for run in pair:  # makes connections and buffers
                     run()
                 times = [[milliseconds(run) for run in pair] for _ in range(ROUNDS[elements])]
                 native, ours = (statistics.median(column) for column in zip(*times))

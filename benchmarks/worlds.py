@@ -1,20 +1,20 @@
-"""Two ways for ranks to send, for allreduce.py: as the layers do, or mpi4py's host buffers.
+"""Two transports for allreduce.py: the groups that training uses, or mpi4py's host buffers.
 
-Both have the same methods: a named group's collectives that return when they are done, numbers of
-every rank, buffers, and what a rank may allocate.
+Both have the same methods: collectives of a named group that return when they are done, numbers of
+every rank, buffers, and the bytes that a rank may allocate.
 """
 
 import numpy as np
 import psutil
 
 from config.messages import UserError
-from config.schema import Layout, Run
+from config.schema import Layout, Run, rows_along
 from distributed.context import start
 from distributed.launch import Launch, find_local, node_name
 
 
 class TorchWorld:
-    """The ranks over NCCL or gloo, through the very Group that training uses."""
+    """The ranks over NCCL or gloo, through the Group class that training uses."""
 
     def __init__(self, launch: Launch, run: Run, layout: dict[str, int]):
         import torch
@@ -50,39 +50,39 @@ class TorchWorld:
         self._finish(self.groups[group].all_reduce(buffer))
 
     def reduce_scatter(self, group: str, output, source) -> None:
-        """Sum `source` over the group, this rank's share of it into `output`."""
+        """Sum `source` over the group; this rank's slice into `output`."""
         self._finish(self.groups[group].reduce_scatter(output, source))
 
     def all_gather(self, group: str, output, source) -> None:
-        """Every rank's `source`, one after the other, into `output`."""
+        """Every rank's `source`, joined, into `output`."""
         self._finish(self.groups[group].all_gather(output, source))
 
     def send(self, group: str, buffer, to: int) -> None:
-        """Send a buffer to a place in the group."""
+        """Send a buffer to a position in the group."""
         self._finish(self.groups[group].send(buffer, to))
 
     def receive(self, group: str, buffer, source: int) -> None:
-        """Receive a buffer from a place in the group."""
+        """Receive a buffer from a position in the group."""
         self._finish(self.groups[group].receive(buffer, source))
 
     def plain_all_reduce(self, buffer) -> None:
-        """The world's all-reduce as torch has it, without anything of ours."""
+        """torch's own all-reduce over the world, without the Group class."""
         self.torch.distributed.all_reduce(buffer, group=self.groups["world"].handle)
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for the GPU, if it is one."""
+        """Wait for the GPU, if the device is one."""
         if self.device.type == "cuda":
             self.torch.cuda.synchronize(self.device)
 
     def free_bytes(self) -> float:
-        """What this rank may take for buffers."""
+        """Bytes that this rank may allocate for buffers."""
         if self.device.type == "cuda":
             return self.torch.cuda.mem_get_info(self.device)[0] / 3
         return psutil.virtual_memory().available / self.context.local_size / 4
 
     def stop(self) -> None:
-        """Leave together with the others."""
+        """End this rank; collective."""
         self.context.stop()
 
     def _finish(self, handle) -> None:
@@ -130,27 +130,27 @@ class HostWorld:
         self.comms[group].Allreduce(self.mpi.IN_PLACE, buffer)
 
     def reduce_scatter(self, group: str, output, source) -> None:
-        """Sum `source` over the group, this rank's share of it into `output`."""
+        """Sum `source` over the group; this rank's slice into `output`."""
         self.comms[group].Reduce_scatter_block(source, output)
 
     def all_gather(self, group: str, output, source) -> None:
-        """Every rank's `source`, one after the other, into `output`."""
+        """Every rank's `source`, joined, into `output`."""
         self.comms[group].Allgather(source, output)
 
     def send(self, group: str, buffer, to: int) -> None:
-        """Send a buffer to a place in the group."""
+        """Send a buffer to a position in the group."""
         self.comms[group].Send(buffer, to)
 
     def receive(self, group: str, buffer, source: int) -> None:
-        """Receive a buffer from a place in the group."""
+        """Receive a buffer from a position in the group."""
         self.comms[group].Recv(buffer, source)
 
     def free_bytes(self) -> float:
-        """What this rank may take for buffers."""
+        """Bytes that this rank may allocate for buffers."""
         return psutil.virtual_memory().available / self.nodes.count(self.nodes[self.rank]) / 4
 
     def stop(self) -> None:
-        """Leave together with the others."""
+        """End this rank; collective."""
         self.world.Barrier()
 
 
@@ -162,12 +162,7 @@ def placed(layout: dict[str, int], size: int) -> Layout:
     return Layout(tp=tp, pp=pp, dp=size // (tp * pp))
 
 
-def group_rows(layout: Layout) -> dict[str, list[list[int]]]:
-    """The ranks of every group of each kind, as parallel.Mesh has them."""
-    grid = np.arange(layout.pp * layout.dp * layout.tp).reshape(layout.pp, layout.dp, layout.tp)
-    return {
-        "world": grid.reshape(1, -1).tolist(),
-        "tp": grid.reshape(-1, layout.tp).tolist(),
-        "dp": grid.transpose(0, 2, 1).reshape(-1, layout.dp).tolist(),
-        "pp": grid.transpose(2, 1, 0).reshape(-1, layout.pp).tolist(),
-    }
+def group_rows(layout: Layout) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks of every group of each kind, as the mesh has them."""
+    axes = {"world": tuple(layout.axes), "tp": ("tp",), "dp": ("dp",), "pp": ("pp",)}
+    return {name: rows_along(layout.axes, along) for name, along in axes.items()}

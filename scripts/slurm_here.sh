@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command beside a Slurm of two nodes, n1 and n2, that exists on this machine alone:
+# Runs a command with a Slurm of two nodes, n1 and n2, both of them on this machine:
 #
 #     bash scripts/slurm_here.sh bash scripts/test.sh --need-slurm
 #     bash scripts/slurm_here.sh srun --mpi=pmi2 -N2 -n4 .venv/bin/python train.py ...
 #     bash scripts/slurm_here.sh bash                      a shell in which srun and sbatch work
 #
-# Its daemons, ports, key and files are its own and go when the command ends; a Slurm that the
-# machine already has is neither asked nor touched. Needs root; where slurmctld or munged is
-# missing, apt-get installs it. SLURM_HERE_NODES=3 makes three nodes.
+# It has daemons, ports, a key and files of its own, which are removed when the command ends; a Slurm
+# that the machine already has is not used. Needs root; if slurmctld or munged is missing, apt-get
+# installs it. SLURM_HERE_NODES=3 makes three nodes.
 set -euo pipefail
 [ $# -gt 0 ] || { echo "usage: bash scripts/slurm_here.sh COMMAND..." >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "error: slurmd starts tasks for others: it needs root" >&2; exit 2; }
@@ -16,7 +16,7 @@ if ! command -v slurmctld munged >/dev/null; then
     echo "installing slurm-wlm and munge" >&2
     log=$(mktemp)
     export DEBIAN_FRONTEND=noninteractive
-    # The package would start services of its own; here there is nothing to start them with.
+    # The packages want to start services; nothing here can start them.
     { apt-get update && apt-get install -y --no-install-recommends slurm-wlm munge; } \
         >"$log" 2>&1 || { cat "$log" >&2; echo "error: apt-get could not install Slurm" >&2; exit 2; }
     rm "$log"
@@ -27,7 +27,7 @@ chmod 755 "$state"
 nodes=${SLURM_HERE_NODES:-2}
 daemons=()
 stop() {
-    # slurmd leaves running steps alone when it ends: they go first.
+    # slurmd does not end running steps when it ends: cancel them first.
     scancel --quiet --full --signal=KILL --user=root && scancel --quiet --user=root
     for _ in $(seq 100); do
         [ -n "$(squeue --noheader 2>&1)" ] || break
@@ -43,7 +43,7 @@ stop() {
     rm -rf "$state"
 }
 daemon() {
-    setsid "$@" >>"$state/log/output" 2>&1 & # a session of its own: Ctrl-C is for the command
+    setsid "$@" >>"$state/log/output" 2>&1 & # a session of its own: Ctrl-C must reach the command only
     daemons+=($!)
 }
 trap 'status=$?; set +e; stop >/dev/null 2>&1; exit $status' EXIT
@@ -58,7 +58,7 @@ print(*(one.getsockname()[1] for one in sockets))
 PYTHON
 )
 host=$(hostname)
-cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which would heed them
+cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc reads these two
 mkdir "$state/ctld" "$state/log"
 (umask 077 && head -c 1024 /dev/urandom >"$state/munge.key")
 export SLURM_CONF=$state/slurm.conf
@@ -68,9 +68,9 @@ ClusterName=here
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=${ports%% *}
 SlurmUser=root
-# A requeued job waits until its credential has expired: seconds, not a cluster's two minutes.
+# A requeued job waits until its credential expires: 5 s here, two minutes by default.
 AuthInfo=socket=$state/munge.socket,cred_expire=5
-# MPICH names its shared memory by job: what a killed one of an earlier Slurm left is not met again.
+# MPICH names shared memory by job: do not reuse the names of an earlier Slurm's killed jobs.
 FirstJobId=$((RANDOM + 1))
 StateSaveLocation=$state/ctld
 SlurmdSpoolDir=$state/%n
@@ -80,12 +80,12 @@ SlurmctldLogFile=$state/log/slurmctld
 SlurmdLogFile=$state/log/slurmd-%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
-# As many CPUs as there are, whatever sockets, cores and threads they are made of.
+# The number of CPUs below counts, not the sockets, cores and threads of the machine.
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
-# A cluster's usual gap between the signal at the time limit and the one nobody survives.
+# The default: seconds between SIGTERM at the time limit and SIGKILL.
 KillWait=30
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 PartitionName=here Nodes=ALL Default=YES MaxTime=INFINITE

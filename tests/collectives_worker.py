@@ -1,6 +1,6 @@
 """Checks of collectives, layers and replicas on real ranks: `mpirun -n 4 python THIS`.
 
-Prints `ok` and the number of checks on rank 0, or fails loudly.
+Rank 0 prints `ok` and the number of checks; a wrong result is a RuntimeError.
 """
 
 import torch
@@ -23,7 +23,7 @@ def check(condition: bool, what: str) -> None:
 
 
 def everyone(group: Group, make) -> list[torch.Tensor]:
-    """What every member made, computed here without communication."""
+    """What every member makes, computed here without communication."""
     return [make(rank) for rank in range(group.size)]
 
 
@@ -53,8 +53,45 @@ def check_collectives(group: Group, dtype: torch.dtype, elements: int) -> None:
     check(torch.equal(joined, torch.cat(everyone(group, make)) + 1), f"gather in place {dtype}")
 
 
+def check_all_to_all(group: Group, dtype: torch.dtype, elements: int) -> None:
+    """Block j of the output is this rank's block of member j's source: a permutation of blocks."""
+
+    def make(rank: int) -> torch.Tensor:
+        """(size * elements, 2), every number of the world once."""
+        numbers = torch.arange(group.size * elements * 2).view(-1, 2)
+        return (numbers + rank * numbers.numel()).to(dtype)
+
+    expected = torch.cat([group.shard(source) for source in everyone(group, make)])
+    source, output = make(group.rank), torch.full_like(expected, -1)
+    group.all_to_all(output, source).wait()
+    check(torch.equal(output, expected), f"all-to-all {dtype} {elements}")
+    check(torch.equal(source, make(group.rank)), f"all-to-all keeps its source {dtype} {elements}")
+    back = torch.full_like(source, -1)
+    group.all_to_all(back, output).wait()
+    check(torch.equal(back, source), f"all-to-all twice {dtype} {elements}")
+
+
+def check_group_of_one() -> None:
+    """It copies, and communicates nothing."""
+    source, output = torch.arange(6.0).view(3, 2), torch.empty(3, 2)
+    Group().all_to_all(output, source).wait()
+    check(torch.equal(output, source), "all-to-all of one")
+
+
+def check_records(group: Group, context) -> None:
+    """An all-to-all is recorded once, with its bytes, and is done after the wait."""
+    source = torch.zeros(group.size, 5)
+    before = group.group_log.entered
+    handle = group.all_to_all(torch.empty_like(source), source)
+    check(group.group_log.entered == before + 1, "one record")
+    handle.wait()
+    last = [record for record in context.recorder.ring if hasattr(record, "kind")][-1]
+    check((last.kind, last.bytes) == ("all_to_all", source.nbytes), "kind and bytes")
+    check(last.ended is not None, "the record has ended")
+
+
 def check_ring(group: Group) -> None:
-    """Every member sends to the next: messages of one pair arrive in their order."""
+    """Every member sends to the next: messages of one pair arrive in order."""
     following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     sent = [torch.full((5,), 10.0 * group.rank + i) for i in range(3)]
     leaving = [group.send(tensor, following) for tensor in sent]
@@ -67,7 +104,7 @@ def check_ring(group: Group) -> None:
 
 
 def check_loss(group: Group, vocabulary: int) -> None:
-    """The split loss and its gradient against torch's on whole logits; padding must not count."""
+    """The vocabulary-parallel loss and gradient against torch's on whole logits with padding."""
     rows = -(-vocabulary // group.size)
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, rows * group.size, generator=generator, dtype=torch.float64) * 5
@@ -97,7 +134,11 @@ def main() -> None:
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
             for elements in (1, 1000):
                 check_collectives(group, dtype, elements)
+                check_all_to_all(group, dtype, elements)
         check_collectives(group, torch.float32, 400_000)  # beyond EXCHANGE_BYTES
+        check_all_to_all(group, torch.float32, 400_000)
+        check_group_of_one()
+        check_records(group, context)
         check_ring(group)
         for vocabulary in (group.size, 37, 2):  # with 2 words some ranks hold padding alone
             check_loss(group, vocabulary)
