@@ -59,7 +59,7 @@ class _Then:
 
 
 class _Holding:
-    """A handle that keeps the tensor being sent alive until the wait."""
+    """The handle of a communication; keeps the tensor that is sent alive until the wait."""
 
     def __init__(self, work, tensor: Tensor):
         self.work, self.tensor = work, tensor
@@ -216,7 +216,7 @@ class Group:
         return tensor.reshape(1, -1).expand(self.size, -1)
 
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
-        """Send row i to member i; the handle, and on the CPU the rows received: row j is j's."""
+        """Send row i to member i; the handle, and the rows received, on the CPU: row j is j's."""
         sent = rows.cpu().contiguous()
         received = torch.empty_like(sent)
         return self._all_to_all(received, sent), received

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 60.0
 # Clocks further apart than this make the logs of several nodes hard to compare.
 SECONDS_OF_CLOCKS = 2.0
-# Edge of the square GEMM, its repetitions, and from how many times slower than the median on a rank
-# is reported. On CPUs other processes share the cores.
+# Edge of the square GEMM, its repetitions, and how many times slower than the median a rank may be
+# before it is reported. On CPUs other processes share the cores.
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_REPEATS = 5
 SLOW = {"cuda": 1.1, "cpu": 2.0}

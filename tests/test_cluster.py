@@ -215,7 +215,7 @@ def test_one_failing_rank_ends_all(culprit):
     """The traceback is printed once, with rank and node; no process is left in a collective."""
     outcome = mpirun(3, WORKER, "raise", str(culprit), timeout=90)
     assert outcome.status not in (0, 75)
-    assert ranks_in(outcome, "of 3") == []  # nobody finished the collective
+    assert ranks_in(outcome, "of 3") == []  # no rank finished the collective
     assert outcome.err.count("Traceback") == 1
     assert outcome.err.count("ValueError: planted") == 1
     assert f"rank {culprit} of 3 on " in outcome.err

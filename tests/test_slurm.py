@@ -33,7 +33,8 @@ ranks tests/paced_worker.py {pause} {words} --steps {steps} --out {out} --resume
 @pytest.mark.slow
 def test_srun_trains_over_two_nodes(tmp_path, slurm):
     """Pre-flight checks the nodes, and the table shows where each rank is."""
-    command = [*srun_command(4), sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
+    launcher = srun_command(4, "--ntasks-per-node=2")
+    command = [*launcher, sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
     with Job([*command, "--out", str(tmp_path)], tmp_path) as job:
         assert job.status() == 0, job.text
         assert "4 ranks by srun on n1, n2: tp 2 x pp 2 x dp 1" in job.text
@@ -64,7 +65,8 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     while not list(out.glob("metrics.jsonl*")):  # two starts at the same time would be slow
         assert time.monotonic() < limit, output(out)
         time.sleep(0.5)
-    outcome = mpirun(2, "train.py", *WORDS, "--steps", str(STEPS), "--out", str(straight))
+    words = [*WORDS, "--steps", str(STEPS), "--out", str(straight)]
+    outcome = mpirun(2, "train.py", *words, OMP_NUM_THREADS="1")  # as in the batch file
     assert outcome.status == 0, outcome.err
     while subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout:
         assert time.monotonic() < limit, output(out)
