@@ -5,6 +5,7 @@ time and one that does not enter the collectives.
 """
 
 import sys
+import threading
 import time
 
 import torch
@@ -18,6 +19,9 @@ from distributed.launch import discover
 from distributed.placement import Place
 
 CULPRIT = 2
+# Seconds until a rank is considered lost. A connection to the store takes 5 s where the name server
+# does not answer.
+LIMIT = 8.0
 OWN = {name: getattr(preflight, name) for name in ("versions", "try_device", "check_clocks")}
 
 
@@ -80,9 +84,11 @@ def main() -> None:
         preflight.available_memory = lambda: 10**9
         room("no memory", saving, context, 4 * 10**9)
         torch.distributed.barrier()
-        if context.rank == CULPRIT:  # longer than the others wait
-            time.sleep(9.0)
-        look("absent", config, context, 5.0)
+        if context.rank == CULPRIT:
+            context.store.wait(["the others do not wait any more"])
+        look("absent", config, context, LIMIT)
+        if context.rank == 0:
+            context.store.set("the others do not wait any more", "")
         hang_in_groups(config, context)
     context.stop()
 
@@ -91,9 +97,9 @@ def hang_in_groups(config, context) -> None:
     """One rank answers, but does not make its groups."""
     plant("nothing", context)
     if context.rank == CULPRIT:
-        preflight.Mesh = lambda *arguments: time.sleep(9.0)
+        preflight.Mesh = lambda *arguments: threading.Event().wait()
     torch.distributed.barrier()
-    look("hang", config, context, 5.0)
+    look("hang", config, context, LIMIT)
     if context.rank != 0:
         time.sleep(30.0)  # until rank 0, which may still be printing, ends all
     time.sleep(1.0)  # mpirun passes on what was printed before the abort

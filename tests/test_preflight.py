@@ -22,8 +22,8 @@ EXPECTED = {
         "UserError preflight: node a copies 2.000 GB to host memory",
         "1.000 GB are free",
     ],
-    "absent": ["UserError preflight: rank 2 (b) did not answer in 5 s (start)"],
-    "hang": ["making the groups fails on rank 2 (b): not done in 5 s"],
+    "absent": ["UserError preflight: rank 2 (b) did not answer in 8 s (start)"],
+    "hang": ["making the groups fails on rank 2 (b): not done in 8 s"],
 }
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from distributed.store import NoAnswer, StoreExchange
 
-ENOUGH, SHORT = 60.0, 0.5  # seconds until a rank is considered lost
+ENOUGH, SHORT = 60.0, 2.0  # seconds until a rank is considered lost
 
 
 class World:
@@ -71,7 +71,7 @@ def test_a_silent_rank_is_named_on_every_rank(world):
     for error in outcomes:
         assert isinstance(error, NoAnswer)
         assert error.ranks == [1]
-        assert str(error) == "rank 1 did not answer within 0.5 s"
+        assert str(error) == "rank 1 did not answer within 2 s"
     # It comes too late: it learns so at once, and the next question has everyone's answer.
     (late,) = world.run(lambda rank: exchanges[rank].gather("start", rank), ranks=[1])
     assert isinstance(late, NoAnswer)
