@@ -51,7 +51,7 @@ def make(context, folder: str, **extra) -> tuple[trainer.TrainState, Checkpointe
 
 
 def as_dcp(training: trainer.TrainState, mesh) -> dict[str, torch.Tensor]:
-    """A copy of the state for DCP: DTensors over tp, or plain tensors a stage holds whole.
+    """A copy of the state for DCP: DTensors over tp, or plain tensors where a rank has the whole.
 
     A copy, because DCP's stager does not take views of one buffer (torch 2.13).
     """

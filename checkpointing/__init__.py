@@ -3,7 +3,7 @@
 file_format   the HDF5 files: shards, index, reading any part of a tensor
 folders       the folder of a checkpoint: manifest, names, publishing, retention
 writer        writes one save, mostly in the background
-save          `Checkpointer`: saves and loads a run while training goes on
+save          `Checkpointer`: saves and loads a run while training continues
 load          reads a checkpoint under any layout; `Progress` of a run
 hf_export     Hugging Face weights, out and in
 hf_mappings   tensor names and shapes of the Hugging Face families

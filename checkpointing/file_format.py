@@ -7,7 +7,7 @@
 
     h5py.File("step_00001000/index.h5")["weights/blocks.3.mlp.up.weight"][...]
 
-gives the whole matrix without this project; elements that no file holds read as NaN. Nothing in a
+gives the whole matrix without this project; elements that are in no file read as NaN. Nothing in a
 checkpoint depends on the layout: tensors have their global shapes, without padding, and every
 element is stored once. The groups /model, /progress, /optimizer, /data and /run of index.h5 have
 attributes only.
@@ -88,7 +88,7 @@ def as_slices(box: Box) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """What one rank wrote: its file, and which parts of which tensors the file holds.
+    """What one rank wrote: its file, and which parts of which tensors it contains.
 
     tensors: (name, boxes) in the order of the flat arrays. dtypes: by kind, numpy's name of it.
     """

@@ -225,7 +225,7 @@ def _read_json(folder: str, name: str) -> dict:
         raise UserError(f"{path} is not JSON: {error}") from None
 
 
-# Buffers and copies that files of these families may have beside the weights.
+# Buffers and copies that files of these families may contain in addition to the weights.
 _IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
 
 

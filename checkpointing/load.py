@@ -200,8 +200,8 @@ class Loader:
 
     def _check_tensors(self, index: file_format.Index, folder: str) -> None:
         """UserError that lists tensors missing, surplus or of another shape in the checkpoint."""
-        holds = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0
-        own = {spec.name: spec.shape for spec in self.optimizer.specs} if holds else {}
+        reports = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0  # the others have the same
+        own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
         ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
         theirs = index.shapes()
         wrong = [
@@ -217,7 +217,7 @@ class Loader:
         notes += [f"not in this model: {_list_some(surplus)}"] if surplus else []
         if notes and not self.run.load_weights_only:
             raise UserError(
-                f"{folder}: {'; '.join(notes)}; --load-weights-only takes what there is"
+                f"{folder}: {'; '.join(notes)}; --load-weights-only loads what there is"
             )
         if notes:
             self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
@@ -232,8 +232,8 @@ class Loader:
         if sorted(ours) != sorted(theirs) or here != there:
             raise UserError(
                 f"{folder} has the state of {there} ({', '.join(theirs[1:])}), this run's "
-                f"optimizer is {here} ({', '.join(ours[1:])}); --load-weights-only goes on "
-                f"without it"
+                f"optimizer is {here} ({', '.join(ours[1:])}); --load-weights-only "
+                f"loads only the weights"
             )
         return ours
 
@@ -265,7 +265,7 @@ class Loader:
         if here != there:
             self.print_line(
                 f"the samples before {consumed} are not those that the checkpoint was trained "
-                f"on (fingerprint {there} there, {here} here); the run goes on with these"
+                f"on (fingerprint {there} there, {here} here); training continues with these"
             )
         ours = json.loads(json.dumps(dataclasses.asdict(self.config.training)))  # lists, as there
         theirs = json.loads(index.attributes("run")["config"])["training"]

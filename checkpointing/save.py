@@ -1,4 +1,4 @@
-"""Saves a run while its training goes on; every rank has a `Checkpointer`.
+"""Saves a run while training continues; every rank has a `Checkpointer`.
 
     main thread        copy what this rank owns to host memory ........ the pause
     background         write its file, checksum, fsync; report to rank 0

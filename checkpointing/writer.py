@@ -27,7 +27,8 @@ from watchdog.flight_recorder import FlightRecorder
 if TYPE_CHECKING:
     from zero import Optimizer, ParamShard
 
-# Replicas write a tensor that they all hold in equal shares, if it has at least so many elements.
+# A tensor that several replicas have is written in equal shares by all of them if it has at least
+# so many elements, else by the first.
 SPREAD_ELEMENTS = 2**18
 # The flight recorder is updated after so many elements, so that a long write is not a hang.
 RECORDED_ELEMENTS = 2**26

@@ -61,7 +61,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
 
 
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
-    """One job: load if asked to, train and save if asked to, then the steps that are compared."""
+    """One job: load if it resumes, train and save if `before`, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
     state = trainer.build(config, context)
     lines = []

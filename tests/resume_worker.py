@@ -42,10 +42,10 @@ LAYOUTS = [
 SECONDS_TO_END = 30.0
 
 
-def one_round(folder: Path, words: list[str], ranks: int, generator: random.Random) -> float:
+def one_round(folder: Path, options: list[str], ranks: int, generator: random.Random) -> float:
     """Start, kill one rank at a random moment, wait for all: seconds from the kill to the end."""
     since = time.time_ns()
-    ids = kill_worker.launch(folder, words, ranks)
+    ids = kill_worker.launch(folder, options, ranks)
     try:
         kill_worker.wait_for_first_row(folder / "metrics.jsonl", since, ids)
     except BaseException:
@@ -59,7 +59,7 @@ def one_round(folder: Path, words: list[str], ranks: int, generator: random.Rand
     seconds = time.monotonic() - began
     left = fault_worker.end_what_is_left()
     if left or len(statuses) < ranks or not all(statuses.values()):
-        raise RuntimeError(f"{words}: ended with {statuses}, left {left}")
+        raise RuntimeError(f"{options}: ended with {statuses}, left {left}")
     return seconds
 
 
@@ -68,12 +68,10 @@ def run_interrupted(folder: Path, rounds: int, generator: random.Random) -> dict
     layouts, longest, last = [], 0.0, 0
     for _ in range(rounds):
         ranks, layout = generator.choice([one for one in LAYOUTS if one not in layouts[-1:]])
-        options = (
-            f" --micro-batch-size {generator.choice((1, 2))} --zero {generator.choice((0, 1))}"
-        )
-        words = [*SHAPE.split(), *layout.split(), *options.split(), "--out", str(folder)]
-        words += ["--resume", "auto", "--steps", "1000000"]
-        longest = max(longest, one_round(folder, words, ranks, generator))
+        varied = f" --micro-batch-size {generator.choice((1, 2))} --zero {generator.choice((0, 1))}"
+        options = [*SHAPE.split(), *layout.split(), *varied.split(), "--out", str(folder)]
+        options += ["--resume", "auto", "--steps", "1000000"]
+        longest = max(longest, one_round(folder, options, ranks, generator))
         layouts.append((ranks, layout))
         first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
         if first["iteration"] != last + 1:
@@ -91,9 +89,9 @@ def main() -> None:
     rows = [row for run in kill_worker.rows(killed) for row in run]
     total = max(row["iteration"] for row in rows)
     uninterrupted.mkdir()
-    words = [*SHAPE.split(), "--steps", str(total), "--out", str(uninterrupted)]
+    options = [*SHAPE.split(), "--steps", str(total), "--out", str(uninterrupted)]
     if fault_worker.all_gone(
-        kill_worker.launch(uninterrupted, words, 1), time.monotonic() + 300
+        kill_worker.launch(uninterrupted, options, 1), time.monotonic() + 300
     ) != {0: 0}:
         raise RuntimeError(kill_worker.logs(uninterrupted))
     expected = {row["iteration"]: row["loss"] for row in kill_worker.rows(uninterrupted)[0]}

@@ -199,9 +199,9 @@ def test_show_and_verify(tmp_path, capsys):
 
 
 def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
-    for words in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
+    for arguments in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
         done = subprocess.run(
-            [sys.executable, "checkpoint.py", *words], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "checkpoint.py", *arguments], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")

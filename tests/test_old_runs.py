@@ -44,8 +44,8 @@ def key_paths(value, path: str = "") -> set[str]:
 def resumed(tmp_path_factory) -> Path:
     """The folder of a run of one rank that resumes from the old run's step 4."""
     out = tmp_path_factory.mktemp("resumed")
-    words = [*OPTIONS.split(), "--resume", str(OLD), "--out", str(out), "--device", "cpu"]
-    command = [sys.executable, "train.py", *words]
+    options = [*OPTIONS.split(), "--resume", str(OLD), "--out", str(out), "--device", "cpu"]
+    command = [sys.executable, "train.py", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "step_00000004: step 4, 16 samples consumed" in done.stdout
@@ -63,7 +63,18 @@ def test_an_old_checkpoint_verifies_and_shows(capsys):
     assert "weights float32, exp_avg float32, exp_avg_sq float32" in shown
 
 
-def test_an_old_run_goes_on_under_another_layout(resumed):
+def test_show_and_verify_do_not_import_torch():
+    code = "import sys, checkpoint; checkpoint.run_command(sys.argv[1:]); print(*sys.modules)"
+    for name in ("show", "verify"):
+        command = [sys.executable, "-c", code, name, str(OLD)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        modules = done.stdout.splitlines()[-1].split()
+        assert "h5py" in modules
+        assert not {"torch", "safetensors"} & set(modules)
+
+
+def test_an_old_run_continues_under_another_layout(resumed):
     expected = {at: x for at, x in losses_of(rows_of(OLD)).items() if at[0] > 4}
     found = losses_of(rows_of(resumed))
     assert {step for step, _ in expected} == {5, 6}
