@@ -48,14 +48,17 @@ def build_run(config, lines=None):
 
 
 def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progress]:
-    """Losses and gradient norms of so many steps, and the progress after them."""
+    """Losses and gradient norms of so many steps, and the progress after them.
+
+    The norm is None where the step was skipped: with fp16 it is then an infinity or NaN.
+    """
     numbers, config = [], state.config
     for _ in range(count):
         done = progress.consumed_samples
         batch = config.batches.batch(done)
         lr = trainer.learning_rate(config.training, done, config.total_samples, batch)
         result = trainer.step(state, samples, done, lr)
-        numbers.append([result.loss, result.grad_norm])
+        numbers.append([result.loss, None if result.skipped else result.grad_norm])
         progress = Progress(progress.iteration + 1, done + batch)
     return numbers, progress
 

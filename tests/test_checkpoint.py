@@ -124,7 +124,10 @@ def test_save_under_each_layout_and_load_under_each_other(saved, tmp_path):
     for (model, source, target), result in execute(jobs, tmp_path).items():
         expected = first[model, source]["numbers"]
         assert result["progress"]["iteration"] == 5
-        assert np.isfinite(result["numbers"]).all(), (model, source, target, result)
+        losses, norms = zip(*result["numbers"])
+        if "fp16" in target:  # the only one that may skip a step
+            norms = [norm for norm in norms if norm is not None]
+        assert np.isfinite([*losses, *norms]).all(), (model, source, target, result)
         if source == target:
             assert result["numbers"] == expected, (model, source)
             bitwise += 1
@@ -140,8 +143,8 @@ def test_save_under_each_layout_and_load_under_each_other(saved, tmp_path):
 
 
 def relative_difference(numbers: list, expected: list) -> float:
-    """The largest of the losses, which are the first of each pair; NaN if there is one."""
-    found, wanted = np.array(numbers)[:, 0], np.array(expected)[:, 0]
+    """The largest of the losses, the first of each pair; NaN if one of them is NaN."""
+    found, wanted = (np.array([loss for loss, _ in pairs]) for pairs in (numbers, expected))
     assert found.shape == wanted.shape
     return np.max(np.abs(found - wanted) / np.abs(wanted))
 
