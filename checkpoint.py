@@ -1,11 +1,11 @@
-"""Checkpoints that know no layout: what people do with them.
+"""Shows, verifies, exports and imports checkpoints, which do not depend on a layout.
 
-    python checkpoint.py show DIR                            what is in it, and is it complete?
-    python checkpoint.py verify DIR                          read every file, compare checksums
-    python checkpoint.py export --to hf DIR OUT [--dtype bf16]       for transformers
-    python checkpoint.py import --from hf DIR OUT            weights to begin from
+    python checkpoint.py show DIR                                what is in it; are all files there?
+    python checkpoint.py verify DIR                              read every file, compare checksums
+    python checkpoint.py export --to hf DIR OUT [--dtype bf16]   weights for transformers
+    python checkpoint.py import --from hf DIR OUT                weights to begin training with
 
-saving.py and restore.py are the run's side of it; shards.py has the format.
+checkpointing/ has the format, and how a run saves and loads.
 """
 
 import argparse
@@ -16,22 +16,22 @@ import os
 import sys
 from typing import Any
 
-from checkpointing import file_format
+from checkpointing import file_format, folders
 from config.messages import Parser, UserError, exit_with
 
 
 def check_files(folder: str, contents: bool) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; UserError if a file is not as it says.
+    """The manifest of a complete checkpoint; UserError if a file does not match it.
 
-    With `contents`, every file is read; without, only its size is looked at.
+    contents: whether to read every file and compare checksums, or to compare sizes only.
     """
-    manifest = file_format.read_manifest(folder)
+    manifest = folders.read_manifest(folder)
     for name, entry in manifest["files"].items():
         path = os.path.join(folder, name)
         if contents:
-            problem = file_format.find_problem(folder, name, entry)
+            problem = folders.find_problem(folder, name, entry)
         elif not os.path.isfile(path) or os.path.getsize(path) != entry["bytes"]:
-            problem = f"{path} is missing, or has not its {entry['bytes']} bytes"
+            problem = f"{path} is missing, or does not have its {entry['bytes']} bytes"
         else:
             problem = None
         if problem:
@@ -49,8 +49,8 @@ def show(folder: str) -> str:
     ]
     with file_format.Index(folder) as index:
         for group in ("model", "progress", "optimizer", "data", "run"):
-            facts = index.facts(group)
-            lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in facts.items()))
+            values = index.attributes(group)
+            lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
         shapes = index.shapes()
         kinds = ", ".join(f"{kind} {index.dtype(kind)}" for kind in index.kinds)
         total = sum(math.prod(shape) for shape in shapes.values())
@@ -60,28 +60,28 @@ def show(folder: str) -> str:
 
 
 def run_command(arguments: list[str]) -> None:
-    """show, verify, export or import; raises UserError."""
+    """Run show, verify, export or import with these arguments; raises UserError."""
     given = _parser().parse_args(arguments)
     if given.command == "import":
         from checkpointing.hf_export import import_weights
 
         model = import_weights(given.source, given.target)
         flags = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
-        print(f"weights of {given.source} are in {given.target}; to train on from them:")
+        print(f"weights of {given.source} are in {given.target}; to begin training with them:")
         print(f"  --resume {given.target} --load-weights-only {_as_flags(flags)}")
         return
-    folder = file_format.locate(given.source)[0]
+    folder = folders.find_checkpoints(given.source)[0]
     if given.command == "show":
         print(show(folder))
         return
     manifest = check_files(folder, contents=True)
-    print(f"{folder}: all {len(manifest['files'])} files are as they were written")
+    print(f"{folder}: all {len(manifest['files'])} files match their checksums")
     if given.command == "export":
         from checkpointing.hf_export import export_weights
 
         tokenizer = given.tokenizer or _find_tokenizer(folder)
         if tokenizer is None:
-            print("no tokenizer is known of; --tokenizer FILE adds one")
+            print("no tokenizer found; --tokenizer FILE adds one")
         size = given.shard_gb * 1e9
         files = export_weights(folder, given.target, given.dtype, size, tokenizer)
         print(f"{given.target}: {', '.join(files)}")
@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="weights for transformers")
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
-    command.add_argument("--shard-gb", type=float, default=5.0, help="size of a file, 1e9 bytes")
-    command.add_argument("--tokenizer", metavar="FILE", help="default: the one beside the data")
+    command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
+    command.add_argument("--tokenizer", metavar="FILE", help="default: that of the run's data")
     command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
     command.add_argument("target", metavar="OUT", help="a new folder")
     command = commands.add_parser("import", help="weights from transformers")
@@ -108,24 +108,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _find_tokenizer(folder: str) -> str | None:
-    """The tokenizer that prepare_data.py left beside the first corpus of the run."""
+    """The tokenizer that prepare_data.py wrote beside the first corpus of the run."""
     with file_format.Index(folder) as index:
-        config = json.loads(index.facts("run")["config"])
-    for word in config.get("data", {}).get("data", ()):
-        if os.path.exists(f"{word}.tokenizer.json"):
-            return f"{word}.tokenizer.json"
+        config = json.loads(index.attributes("run")["config"])
+    for prefix in config.get("data", {}).get("data", ()):
+        if os.path.exists(f"{prefix}.tokenizer.json"):
+            return f"{prefix}.tokenizer.json"
     return None
 
 
 def _as_flags(values: dict[str, Any]) -> str:
-    words = []
+    flags = []
     for name, value in values.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:
-            words.append(f"--{flag} {value}")
-    return " ".join(words)
+            flags.append(f"--{flag} {value}")
+    return " ".join(flags)
 
 
 if __name__ == "__main__":

@@ -199,7 +199,8 @@ class Trainer:
         self.checkpoints, self.conditions = checkpoints, conditions
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
-        self.trace = StepTrace(config.run, state.factory, checkpoints.board, log.context, log.note)
+        exchange = checkpoints.exchange
+        self.trace = StepTrace(config.run, state.factory, exchange, log.context, log.note)
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.total
@@ -228,7 +229,7 @@ class Trainer:
             if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
             if last or not self.losses.bad:  # else --keep-last might delete the last good state
-                self.checkpoints.after_step(self.done, last, asked=action == SAVE)
+                self.checkpoints.after_step(self.done, last, requested=action == SAVE)
             if not self.checkpoints.saving:
                 self.conditions.saved()
         if self.splits.test:
@@ -299,7 +300,7 @@ class Trainer:
 
         UserError if it could not be saved.
         """
-        reasons = self.checkpoints.board.agree(self.conditions.reason, lambda of_ranks: of_ranks)
+        reasons = self.checkpoints.exchange.gather("stop", self.conditions.reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
         where = f"{reason} on rank {rank} ({self.log.context.nodes[rank]})"
         where += f", after iteration {self.done.iteration} of {self.total}"

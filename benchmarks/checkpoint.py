@@ -1,13 +1,13 @@
-"""Saving and loading beside torch.distributed.checkpoint (DCP): same state, disk and process.
+"""Saving and loading compared with torch.distributed.checkpoint (DCP): same state, disk, process.
 
     mpirun -n 2 python benchmarks/checkpoint.py FOLDER      prints the tables
 
-The state is a model of 46 million parameters with AdamW under tp 2, each tensor-parallel piece a
-DTensor for DCP. Every operation takes turns with the others, round after round; medians of all
-rounds are quoted with the smallest and the largest. Both flush their files to the disk; loads read
-what the system has cached; ours reads and compares all checksums on top. While an asynchronous
-save is under way both ranks go on with products of matrices, and what these took longer than
-without a save counts as the save's cost beside the pause.
+The state is a model of 46 million parameters with AdamW under tp 2; each tensor-parallel shard is
+a DTensor for DCP. All operations run once per round; the tables give medians over the rounds, with
+the smallest and the largest. Both systems flush their files to the disk; loads read from the page
+cache; ours also reads every file to compare checksums. While an asynchronous save is under way both
+ranks compute matrix products, and the time that these take beyond that without a save counts as a
+cost of the save, in addition to the pause.
 """
 
 import functools
@@ -19,7 +19,7 @@ import time
 import warnings
 from pathlib import Path
 
-# Not this folder, which has a memory.py too.
+# Not this folder, whose modules have the names of modules at the root.
 sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
@@ -45,30 +45,30 @@ def make(context, folder: str, **extra) -> tuple[trainer.TrainState, Checkpointe
     """The training of MODEL and its checkpoints in that folder; extra: other options."""
     values = MODEL | {"steps": 1, "out": folder, "save_every": 1} | extra
     config = validation.check(build(values), context.size)
-    pieces = trainer.build(config, context)
-    mesh, quiet = pieces.factory.mesh, lambda line: None
-    return pieces, Checkpointer(config, mesh, pieces.optimizer, context, say=quiet)
+    training = trainer.build(config, context)
+    mesh, optimizer = training.factory.mesh, training.optimizer
+    return training, Checkpointer(config, mesh, optimizer, context, print_line=lambda line: None)
 
 
-def as_dcp(pieces: trainer.TrainState, mesh) -> dict[str, torch.Tensor]:
-    """A copy of the state for DCP: DTensors over tp, or plain tensors a stage holds whole.
+def as_dcp(training: trainer.TrainState, mesh) -> dict[str, torch.Tensor]:
+    """A copy of the state for DCP: DTensors over tp, or plain tensors where a rank has the whole.
 
     A copy, because DCP's stager does not take views of one buffer (torch 2.13).
     """
     state = {}
-    for piece in pieces.optimizer.owned():
-        for kind in ("weights", *pieces.optimizer.state_kinds):
-            tensor = piece.read(kind, piece.start, piece.stop).view(piece.shape).clone()
-            if pieces.factory.mesh.tp.size > 1:
-                dim = piece.spec.dim
+    for shard in training.optimizer.owned():
+        for kind in ("weights", *training.optimizer.state_kinds):
+            tensor = shard.read(kind, shard.start, shard.stop).view(shard.shape).clone()
+            if training.factory.mesh.tp.size > 1:
+                dim = shard.spec.dim
                 place = Replicate() if dim is None else Shard(dim)
                 tensor = DTensor.from_local(tensor, mesh, [place])
-            state[f"{kind}/{piece.spec.name}"] = tensor
+            state[f"{kind}/{shard.spec.name}"] = tensor
     return state
 
 
 def work() -> float:
-    """Seconds of something that a training step is made of."""
+    """Seconds of matrix products, as in a training step."""
     began = time.perf_counter()
     x = torch.ones(384, 384)
     for _ in range(12):
@@ -92,9 +92,10 @@ def timed(run) -> float:
 
 
 def asynchronous(begin, usual: float) -> dict[str, float]:
-    """Begin a save and work until it is complete: pause, slowing of the work, seconds in all.
+    """Begin a save and work until it is complete: seconds of pause, of slower work, in total.
 
-    `begin` returns a function that says whether the save is complete.
+    `begin` returns a function that says whether the save is complete. usual: seconds of `work`
+    without a save.
     """
     dist.barrier()
     began = time.perf_counter()
@@ -120,7 +121,7 @@ def size_of(folder: str) -> int:
 
 
 def fresh(folder: str) -> None:
-    """Remove what an earlier round wrote, and let the disk come to rest."""
+    """Remove what an earlier round wrote, and wait for pending writes."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.makedirs(folder)
@@ -142,17 +143,17 @@ def main() -> None:
 def measure(context, folder: str):
     """Seconds by operation and system, a list of rounds each; bytes by system; parameters."""
     ours, theirs = os.path.join(folder, "ours"), os.path.join(folder, "dcp")
-    pieces, checkpoints = make(context, ours, tp=2, async_save=False)
+    training, checkpoints = make(context, ours, tp=2, async_save=False)
     _, background = make(context, ours, tp=2)
-    background.optimizer = pieces.optimizer
+    background.optimizer = training.optimizer
     other, from_ours = make(context, ours + ".other", pp=2, resume=ours)
     same = make(context, ours + ".same", tp=2, resume=ours)[1]
-    for at, piece in enumerate(pieces.optimizer.owned()):
+    for at, shard in enumerate(training.optimizer.owned()):
         for kind in ("exp_avg", "exp_avg_sq"):
-            torch.manual_seed(at)  # replicas alike; no zeros that a disk could leave out
-            piece.write(kind, piece.start, torch.rand(piece.stop - piece.start))
+            torch.manual_seed(at)  # equal replicas; no zeros, which a disk may not store
+            shard.write(kind, shard.start, torch.rand(shard.stop - shard.start))
     mesh = init_device_mesh("cpu", (2,))
-    state, moved = as_dcp(pieces, mesh), as_dcp(other, mesh)
+    state, moved = as_dcp(training, mesh), as_dcp(other, mesh)
     usual = statistics.median(work() for _ in range(30))
     results: dict[tuple[str, str], list[float]] = {}
     sizes = {}
@@ -186,7 +187,7 @@ def measure(context, folder: str):
         if number:  # the first round is warm-up
             for (operation, system), value in seconds.items():
                 record(operation, system, value)
-    return results, sizes, model_stats.parameters(pieces.config.model)
+    return results, sizes, model_stats.parameters(training.config.model)
 
 
 def report(results, sizes: dict[str, int], parameters: int) -> None:

@@ -22,12 +22,12 @@ import psutil
 
 import data
 import trainer
-from checkpointing.load import Board
 from config import model_stats, validation
 from config import schema as configuration
 from config.command_line import build
 from distributed.context import Context, start
 from distributed.launch import discover
+from distributed.store import StoreExchange
 
 ROUNDS, STEPS = 2, 3
 MODEL = {"layers": 8, "hidden": 512, "heads": 8, "seq_length": 128, "vocab_size": 50257}
@@ -103,13 +103,14 @@ def main() -> None:
     """Measure every setting in turn, and print the table on rank 0."""
     context = start(discover(), configuration.Run())
     with context.failing_loudly():
-        board, every = Board(context), settings()
+        every = settings()
+        exchange = StoreExchange(context.store, context.rank, context.size, "memory")
         results: list[list[tuple[int, int, float]]] = [[] for _ in every]
         samples = data.Synthetic(MODEL["vocab_size"], MODEL["seq_length"], 1234)
         for _ in range(ROUNDS):
             for setting, found in zip(every, results):
                 own = measure(setting, context, samples)
-                largest = board.agree(own, lambda all: [max(values) for values in zip(*all)])
+                largest = exchange.agree(own, lambda all: [max(values) for values in zip(*all)])
                 found.append(tuple(largest))
                 if context.rank == 0:
                     print(setting, found[-1], file=sys.stderr, flush=True)

@@ -1,15 +1,16 @@
-"""Which models of Hugging Face transformers are ours: GPT-2, BLOOM and Llama families.
+"""Which models of Hugging Face transformers are ours: the GPT-2, BLOOM and Llama families.
 
-    rules(model)                 which of their tensors make which of ours, both ways
-    hf_config(model, dtype)      their config.json of our shape
-    model_shape(config, where)   our shape of their config.json
+    rules(model)                 which of their tensors make which of ours, in both directions
+    hf_config(model, dtype)      their config.json for our shape
+    model_shape(config, where)   our shape for their config.json
 
-A model or a config that the other side cannot hold to the letter is refused, with the fields in
-the way: an activation that is only nearly right shows after the upload.
+A model or a config.json that the other side cannot represent exactly is refused, with the fields
+that prevent it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,175 +18,224 @@ from torch import Tensor
 from config.messages import UserError
 from config.schema import ModelShape
 
-# ------------------------------------------------------------------------------------------------
-# Which tensors are which
-# ------------------------------------------------------------------------------------------------
+Convert = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Our tensor `name` and theirs that hold it; `take` makes ours of them, `give` them of ours."""
+    """Our tensor `name`, the names of `theirs` that hold it, and the conversion in each direction.
+
+    to_ours takes their tensors in order; to_theirs returns them in the same order.
+    """
 
     name: str
     theirs: tuple[str, ...]
-    take: Callable[..., Tensor]
-    give: Callable[[Tensor], tuple[Tensor, ...]]
+    to_ours: Callable[..., Tensor]
+    to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def _same(name: str, other: str, kinds: tuple[str, ...] = ("weight", "bias")) -> list[Rule]:
+@dataclass(frozen=True)
+class Family:
+    """The names that transformers has for one family's modules and fields, and what it supports.
+
+    modules: our module -> theirs, * for a block's number. transposed: whether weights of blocks are
+    (in, out). reshaped: rules for the tensors of a block that have another shape there.
+
+    fields: our field -> its names in config.json; the first is written. defaults: values of fields
+    that config.json may lack, by our name; other fields are required. ours: the values that our
+    fields must have. theirs: the values that fields of config.json must have if they are there.
+    """
+
+    architecture: str
+    modules: dict[str, str]
+    reshaped: Callable[[ModelShape, int], list[Rule]]
+    fields: dict[str, tuple[str, ...]]
+    defaults: dict[str, Any]
+    ours: dict[str, tuple]
+    theirs: dict[str, tuple]
+    transposed: bool = False
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors of another shape
+# ------------------------------------------------------------------------------------------------
+
+
+def _gpt2_reshaped(model: ModelShape, block: int) -> list[Rule]:
+    """GPT-2: all queries, then all keys, then all values; the matrix is transposed."""
+    h, a, d = model.hidden, model.heads, model.head_size
+
+    def to_ours(t: Tensor) -> Tensor:  # (h, 3 h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
+        return t.t().reshape(3, a, d, *t.shape[:-1]).transpose(0, 1)
+
+    def to_theirs(t: Tensor) -> Tensor:
+        return t.transpose(0, 1).reshape(3 * h, *t.shape[3:]).t()
+
+    ours, theirs = f"blocks.{block}.attention.qkv", f"transformer.h.{block}.attn.c_attn"
+    return _rules_of_module(ours, theirs, True, to_ours, to_theirs)
+
+
+def _bloom_reshaped(model: ModelShape, block: int) -> list[Rule]:
+    """BLOOM: for each head its query, key and value, as here."""
+    h, a, d = model.hidden, model.heads, model.head_size
+
+    def to_ours(t: Tensor) -> Tensor:  # (3 h, h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
+        return t.reshape(a, 3, d, *t.shape[1:])
+
+    def to_theirs(t: Tensor) -> Tensor:
+        return t.reshape(3 * h, *t.shape[3:])
+
+    theirs = f"transformer.h.{block}.self_attention.query_key_value"
+    return _rules_of_module(f"blocks.{block}.attention.qkv", theirs, True, to_ours, to_theirs)
+
+
+def _llama_reshaped(model: ModelShape, block: int) -> list[Rule]:
+    """Llama: separate matrices for queries, keys and values, and for gate and up."""
+    h, g, d, queries = model.hidden, model.kv_heads, model.head_size, model.heads // model.kv_heads
+    ours, theirs = f"blocks.{block}", f"model.layers.{block}"
     return [
-        Rule(f"{name}.{kind}", (f"{other}.{kind}",), lambda t: t, lambda t: (t,)) for kind in kinds
+        Rule(
+            f"{ours}.attention.qkv.weight",
+            tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"),
+            lambda q, k, v: torch.cat([t.reshape(g, -1, d, h) for t in (q, k, v)], 1),
+            lambda t: tuple(part.reshape(-1, h) for part in t.split([queries, 1, 1], 1)),
+        ),
+        Rule(
+            f"{ours}.mlp.up.weight",
+            tuple(f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up")),
+            lambda gate, up: torch.stack([gate, up]),
+            lambda t: (t[0], t[1]),
+        ),
     ]
 
 
-def _transposed(name: str, other: str) -> list[Rule]:
-    weight = Rule(f"{name}.weight", (f"{other}.weight",), lambda t: t.t(), lambda t: (t.t(),))
-    return [weight, *_same(name, other, ("bias",))]
+def _keep(t: Tensor) -> Tensor:
+    return t
 
 
-def _head(model: ModelShape) -> list[Rule]:
-    return [] if model.tied else _same("head", "lm_head", ("weight",))
-
-
-def _gpt2(model: ModelShape) -> list[Rule]:
-    """GPT-2 keeps matrices transposed, and q, k, v one after the other."""
-    h, a, d = model.hidden, model.heads, model.head_size
-    rules = _same("embedding.tokens", "transformer.wte", ("weight",))
-    rules += _same("embedding.positions", "transformer.wpe", ("weight",))
-    for i in range(model.layers):
-        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-        rules += _same(f"{ours}.attention_norm", f"{theirs}.ln_1")
-        rules += _same(f"{ours}.mlp_norm", f"{theirs}.ln_2")
-        qkv, other = f"{ours}.attention.qkv", f"{theirs}.attn.c_attn"
-        rules += [
-            Rule(
-                f"{qkv}.weight",
-                (f"{other}.weight",),
-                lambda t: t.t().reshape(3, a, d, h).transpose(0, 1),
-                lambda t: (t.transpose(0, 1).reshape(3 * h, h).t(),),
-            ),
-            Rule(
-                f"{qkv}.bias",
-                (f"{other}.bias",),
-                lambda t: t.reshape(3, a, d).transpose(0, 1),
-                lambda t: (t.transpose(0, 1).reshape(3 * h),),
-            ),
-        ]
-        rules += _transposed(f"{ours}.attention.out", f"{theirs}.attn.c_proj")
-        rules += _transposed(f"{ours}.mlp.up", f"{theirs}.mlp.c_fc")
-        rules += _transposed(f"{ours}.mlp.down", f"{theirs}.mlp.c_proj")
-    return rules + _same("head.norm", "transformer.ln_f") + _head(model)
-
-
-def _bloom(model: ModelShape) -> list[Rule]:
-    """BLOOM interleaves q, k, v by head, as here."""
-    h, a, d = model.hidden, model.heads, model.head_size
-    rules = _same("embedding.tokens", "transformer.word_embeddings", ("weight",))
-    rules += _same("embedding.norm", "transformer.word_embeddings_layernorm")
-    for i in range(model.layers):
-        ours, theirs = f"blocks.{i}", f"transformer.h.{i}"
-        rules += _same(f"{ours}.attention_norm", f"{theirs}.input_layernorm")
-        rules += _same(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm")
-        qkv, other = f"{ours}.attention.qkv", f"{theirs}.self_attention.query_key_value"
-        rules += [
-            Rule(
-                f"{qkv}.weight",
-                (f"{other}.weight",),
-                lambda t: t.reshape(a, 3, d, h),
-                lambda t: (t.reshape(3 * h, h),),
-            ),
-            Rule(
-                f"{qkv}.bias",
-                (f"{other}.bias",),
-                lambda t: t.reshape(a, 3, d),
-                lambda t: (t.reshape(3 * h),),
-            ),
-        ]
-        rules += _same(f"{ours}.attention.out", f"{theirs}.self_attention.dense")
-        rules += _same(f"{ours}.mlp.up", f"{theirs}.mlp.dense_h_to_4h")
-        rules += _same(f"{ours}.mlp.down", f"{theirs}.mlp.dense_4h_to_h")
-    return rules + _same("head.norm", "transformer.ln_f") + _head(model)
-
-
-def _llama(model: ModelShape) -> list[Rule]:
-    """Llama has q, k, v and gate, up as matrices of their own."""
-    h, g, d, queries = model.hidden, model.kv_heads, model.head_size, model.heads // model.kv_heads
-
-    def join(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([t.reshape(g, -1, d, h) for t in (q, k, v)], 1)
-
-    def part(t: Tensor) -> tuple[Tensor, ...]:
-        return tuple(p.reshape(-1, h) for p in t.split([queries, 1, 1], 1))
-
-    weight = ("weight",)
-    rules = _same("embedding.tokens", "model.embed_tokens", weight)
-    for i in range(model.layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
-        rules += _same(f"{ours}.attention_norm", f"{theirs}.input_layernorm", weight)
-        rules += _same(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", weight)
-        qkv = tuple(f"{theirs}.self_attn.{n}_proj.weight" for n in "qkv")
-        rules.append(Rule(f"{ours}.attention.qkv.weight", qkv, join, part))
-        rules += _same(f"{ours}.attention.out", f"{theirs}.self_attn.o_proj", weight)
-        up = tuple(f"{theirs}.mlp.{n}_proj.weight" for n in ("gate", "up"))
-        rules.append(
-            Rule(
-                f"{ours}.mlp.up.weight",
-                up,
-                lambda gate, up: torch.stack([gate, up]),
-                lambda t: (t[0], t[1]),
-            )
-        )
-        rules += _same(f"{ours}.mlp.down", f"{theirs}.mlp.down_proj", weight)
-    return rules + _same("head.norm", "model.norm", weight) + _head(model)
-
-
-_RULES = {"gpt2": _gpt2, "bloom": _bloom, "llama": _llama}
-
-
-def rules(model: ModelShape) -> list[Rule]:
-    """The rules of the model's family; UserError if none of the three is its family."""
-    return _RULES[family(model)](model)
+def _rules_of_module(
+    ours: str, theirs: str, bias: bool, to_ours: Convert = _keep, to_theirs: Convert = _keep
+) -> list[Rule]:
+    """One conversion for the weight and, if there is one, the bias of a module."""
+    return [
+        Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",), to_ours, lambda t: (to_theirs(t),))
+        for kind in (("weight", "bias") if bias else ("weight",))
+    ]
 
 
 # ------------------------------------------------------------------------------------------------
-# Which models are which
+# The families
 # ------------------------------------------------------------------------------------------------
 
-
-def _demands(model: ModelShape) -> dict[str, dict[str, tuple]]:
-    """By family, the values that its code in transformers can have, by field."""
-    plain = {"norm": ("layernorm",), "bias": (True,), "kv_heads": (model.heads,)}
-    return {
-        "gpt2": plain
+_LAYERNORM_AND_BIAS = {"norm": ("layernorm",), "bias": (True,)}
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        modules={
+            "embedding.tokens": "transformer.wte",
+            "embedding.positions": "transformer.wpe",
+            "head.norm": "transformer.ln_f",
+            "blocks.*.attention_norm": "transformer.h.*.ln_1",
+            "blocks.*.attention.out": "transformer.h.*.attn.c_proj",
+            "blocks.*.mlp_norm": "transformer.h.*.ln_2",
+            "blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",
+            "blocks.*.mlp.down": "transformer.h.*.mlp.c_proj",
+        },
+        transposed=True,
+        reshaped=_gpt2_reshaped,
+        fields={
+            "layers": ("n_layer",),
+            "hidden": ("n_embd",),
+            "heads": ("n_head",),
+            "ffn_hidden": ("n_inner",),
+            "seq_length": ("n_positions",),
+            "norm_eps": ("layer_norm_epsilon",),
+        },
+        defaults={"ffn_hidden": None, "seq_length": 1024, "norm_eps": 1e-5, "tied": True},
+        ours=_LAYERNORM_AND_BIAS
         | {
             "positions": ("learned",),
             "activation": ("gelu_tanh", "gelu"),
             "embedding_norm": (False,),
         },
-        "bloom": plain
-        | {
-            "positions": ("alibi",),
-            "activation": ("gelu_tanh",),
-            "embedding_norm": (True,),
-            "ffn_hidden": (4 * model.hidden,),
+        theirs={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
         },
-        "llama": {
+    ),
+    "bloom": Family(
+        architecture="BloomForCausalLM",
+        modules={
+            "embedding.tokens": "transformer.word_embeddings",
+            "embedding.norm": "transformer.word_embeddings_layernorm",
+            "head.norm": "transformer.ln_f",
+            "blocks.*.attention_norm": "transformer.h.*.input_layernorm",
+            "blocks.*.attention.out": "transformer.h.*.self_attention.dense",
+            "blocks.*.mlp_norm": "transformer.h.*.post_attention_layernorm",
+            "blocks.*.mlp.up": "transformer.h.*.mlp.dense_h_to_4h",
+            "blocks.*.mlp.down": "transformer.h.*.mlp.dense_4h_to_h",
+        },
+        reshaped=_bloom_reshaped,
+        fields={
+            "layers": ("n_layer",),
+            "hidden": ("hidden_size", "n_embed"),  # BLOOM's own files have the second
+            "heads": ("n_head", "num_attention_heads"),
+            "seq_length": ("seq_length",),
+            "norm_eps": ("layer_norm_epsilon",),
+        },
+        defaults={"seq_length": 2048, "norm_eps": 1e-5, "tied": True},
+        ours=_LAYERNORM_AND_BIAS
+        | {"positions": ("alibi",), "activation": ("gelu_tanh",), "embedding_norm": (True,)},
+        theirs={"apply_residual_connection_post_layernorm": (False,)},
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        modules={
+            "embedding.tokens": "model.embed_tokens",
+            "head.norm": "model.norm",
+            "blocks.*.attention_norm": "model.layers.*.input_layernorm",
+            "blocks.*.attention.out": "model.layers.*.self_attn.o_proj",
+            "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+            "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
+        },
+        reshaped=_llama_reshaped,
+        fields={
+            "layers": ("num_hidden_layers",),
+            "hidden": ("hidden_size",),
+            "heads": ("num_attention_heads",),
+            "kv_heads": ("num_key_value_heads",),
+            "ffn_hidden": ("intermediate_size",),
+            "seq_length": ("max_position_embeddings",),
+            "norm_eps": ("rms_norm_eps",),
+        },
+        defaults={"kv_heads": None, "seq_length": 2048, "norm_eps": 1e-6, "tied": False},
+        ours={
             "positions": ("rotary",),
             "norm": ("rmsnorm",),
             "activation": ("swiglu",),
             "bias": (False,),
             "embedding_norm": (False,),
         },
-    }
+        theirs={"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
+    ),
+}
+# Fields that every family calls the same.
+_COMMON_FIELDS = {"vocab_size": ("vocab_size",), "tied": ("tie_word_embeddings",)}
 
 
 def family(model: ModelShape) -> str:
-    """gpt2, bloom or llama; UserError with what stands in the way of each."""
+    """gpt2, bloom or llama; UserError with the fields that each would need."""
     obstacles = []
-    for name, demands in _demands(model).items():
+    for name, facts in FAMILIES.items():
+        needed = dict(facts.ours)
+        if "kv_heads" not in facts.fields:
+            needed["kv_heads"] = (model.heads,)
+        if "ffn_hidden" not in facts.fields:
+            needed["ffn_hidden"] = (4 * model.hidden,)
         wrong = [
             f"{field} {' or '.join(map(str, values))}, not {getattr(model, field)}"
-            for field, values in demands.items()
+            for field, values in needed.items()
             if getattr(model, field) not in values
         ]
         if not wrong:
@@ -194,137 +244,89 @@ def family(model: ModelShape) -> str:
     raise UserError(f"transformers has no such model: {'; '.join(obstacles)}")
 
 
-def hf_config(model: ModelShape, dtype: torch.dtype) -> dict:
-    """config.json of the model."""
-    kind = family(model)
-    common = {
-        "model_type": kind,
-        "vocab_size": model.vocab_size,
-        "tie_word_embeddings": model.tied,
+def rules(model: ModelShape) -> list[Rule]:
+    """The rules for all tensors of the model; UserError if it is of none of the families."""
+    facts, found = FAMILIES[family(model)], []
+    for ours, theirs in facts.modules.items():
+        in_block = "*" in ours
+        bias = model.bias and (in_block or ours.endswith("norm"))
+        convert = (torch.t, torch.t) if in_block and facts.transposed else ()
+        for i in range(model.layers if in_block else 1):
+            names = ours.replace("*", str(i)), theirs.replace("*", str(i))
+            found += _rules_of_module(*names, bias, *convert)
+    for i in range(model.layers):
+        found += facts.reshaped(model, i)
+    return found if model.tied else found + _rules_of_module("head", "lm_head", False)
+
+
+# ------------------------------------------------------------------------------------------------
+# config.json
+# ------------------------------------------------------------------------------------------------
+
+
+def hf_config(model: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of the model, whose weights have that type."""
+    name = family(model)
+    facts = FAMILIES[name]
+    config = {
+        "model_type": name,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
+        "architectures": [facts.architecture],
     }
-    if kind == "gpt2":
-        return common | {
-            "architectures": ["GPT2LMHeadModel"],
-            "n_layer": model.layers,
-            "n_embd": model.hidden,
-            "n_head": model.heads,
-            "n_inner": model.ffn_hidden,
-            "n_positions": model.max_positions,
-            "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
-            "layer_norm_epsilon": model.norm_eps,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        }
-    if kind == "bloom":
-        return common | {
-            "architectures": ["BloomForCausalLM"],
-            "n_layer": model.layers,
-            "hidden_size": model.hidden,
-            "n_head": model.heads,
-            "seq_length": model.seq_length,
-            "layer_norm_epsilon": model.norm_eps,
-            "apply_residual_connection_post_layernorm": False,
-        }
-    return common | {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "intermediate_size": model.ffn_hidden,
-        "max_position_embeddings": model.seq_length,
-        "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rotary_base,  # transformers 4
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},  # 5
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
+    fields = _COMMON_FIELDS | facts.fields
+    config |= {theirs[0]: getattr(model, ours) for ours, theirs in fields.items()}
+    if name == "gpt2":
+        config["n_positions"] = model.max_positions
+        config["activation_function"] = "gelu_new" if model.activation == "gelu_tanh" else "gelu"
+        config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    elif name == "bloom":
+        config["apply_residual_connection_post_layernorm"] = False
+    else:
+        rope = {"rope_type": "default", "rope_theta": model.rotary_base}
+        config |= {"rope_theta": model.rotary_base, "rope_parameters": rope}  # transformers 4, 5
+        config |= {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    return config
 
 
-# What must be so in a config.json, if it is there at all, for the model to be one of ours.
-_HF_DEMANDS = {
-    "gpt2": {
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-    },
-    "bloom": {"apply_residual_connection_post_layernorm": (False,)},
-    "llama": {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
-}
-
-
-def model_shape(config: dict, where: str) -> ModelShape:
+def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     """The shape that a config.json describes; UserError if it is none of ours."""
-    kind = config.get("model_type")
-    if kind not in _HF_DEMANDS:
-        raise UserError(f"{where} is a {kind!r}; known are {', '.join(_HF_DEMANDS)}")
-    for field, values in _HF_DEMANDS[kind].items():
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise UserError(f"{where} is a {name!r}; known are {', '.join(FAMILIES)}")
+    facts = FAMILIES[name]
+    for field, values in facts.theirs.items():
         if config.get(field, values[0]) not in values:
             wanted = " or ".join(map(str, values))
             raise UserError(f"{where}: {field} is {config[field]}; this project has {wanted}")
-    try:
-        return _SHAPES[kind](config, where)
-    except KeyError as error:
-        raise UserError(f"{where} has no {error}") from None
+    shape = {field: values[0] for field, values in facts.ours.items()}
+    for ours, theirs in (_COMMON_FIELDS | facts.fields).items():
+        shape[ours] = _read_field(config, theirs, ours, facts.defaults, where)
+    if name == "gpt2" and config.get("activation_function") == "gelu":
+        shape["activation"] = "gelu"
+    if name == "llama":
+        shape["rotary_base"] = _rotary_base(config, where)
+    return ModelShape(**shape)
 
 
-def _gpt2_shape(config: dict, where: str) -> ModelShape:
-    activation = config.get("activation_function", "gelu_new")
-    return ModelShape(
-        config["n_layer"],
-        config["n_embd"],
-        config["n_head"],
-        ffn_hidden=config.get("n_inner"),
-        seq_length=config.get("n_positions", 1024),
-        vocab_size=config["vocab_size"],
-        activation="gelu" if activation == "gelu" else "gelu_tanh",
-        tied=config.get("tie_word_embeddings", True),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-    )
+def _read_field(
+    config: dict[str, Any], names: tuple[str, ...], ours: str, defaults: dict[str, Any], where: str
+) -> Any:
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    if ours not in defaults:
+        raise UserError(f"{where} has no {names[-1]!r}")
+    return defaults[ours]
 
 
-def _bloom_shape(config: dict, where: str) -> ModelShape:
-    return ModelShape(
-        config["n_layer"],
-        config.get("hidden_size") or config["n_embed"],  # BLOOM's own files have the second
-        config.get("n_head") or config["num_attention_heads"],
-        seq_length=config.get("seq_length", 2048),
-        vocab_size=config["vocab_size"],
-        positions="alibi",
-        embedding_norm=True,
-        tied=config.get("tie_word_embeddings", True),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
-    )
-
-
-def _llama_shape(config: dict, where: str) -> ModelShape:
+def _rotary_base(config: dict[str, Any], where: str) -> float:
+    """The base of Llama's rotary frequencies; UserError for heads or positions unlike ours."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     if config.get("head_dim") not in (None, hidden // heads):
         raise UserError(f"{where}: head_dim({config['head_dim']}) is not {hidden} / {heads}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise UserError(f"{where}: rotary positions are scaled ({rope}), which this project lacks")
-    return ModelShape(
-        config["num_hidden_layers"],
-        hidden,
-        heads,
-        kv_heads=config.get("num_key_value_heads"),
-        ffn_hidden=config["intermediate_size"],
-        seq_length=config.get("max_position_embeddings", 2048),
-        vocab_size=config["vocab_size"],
-        positions="rotary",
-        norm="rmsnorm",
-        activation="swiglu",
-        bias=False,
-        tied=config.get("tie_word_embeddings", False),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rotary_base=rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-    )
-
-
-_SHAPES = {"gpt2": _gpt2_shape, "bloom": _bloom_shape, "llama": _llama_shape}
+    return rope.get("rope_theta", config.get("rope_theta", 10000.0))

@@ -19,8 +19,8 @@ import torch
 from config.schema import Run
 
 if TYPE_CHECKING:
-    from checkpointing.load import Board
     from distributed.context import Context
+    from distributed.store import StoreExchange
     from parallel import ParamFactory
 
 # Names of colours that the viewers know.
@@ -31,9 +31,15 @@ class StepTrace:
     """Draws the step that --profile-step names; every rank has one and calls the same methods."""
 
     def __init__(
-        self, run: Run, build: "ParamFactory", board: "Board", context: "Context", say: Callable
+        self,
+        run: Run,
+        build: "ParamFactory",
+        exchange: "StoreExchange",
+        context: "Context",
+        say: Callable,
     ):
-        self.step, self.build, self.board, self.context = run.profile_step, build, board, context
+        self.step, self.build = run.profile_step, build
+        self.exchange, self.context = exchange, context
         self.path, self.say = os.path.join(run.out, f"step_{self.step}.trace.json"), say
 
     def before(self, step: int) -> None:
@@ -56,10 +62,10 @@ class StepTrace:
         spans, recorder.spans, recorder.settle = recorder.spans, None, None
         offset, error = self.context.clock()
         own = {"node": self.context.node, "offset": offset, "error": error, "spans": spans}
-        self.board.tell("trace", own | {"coordinates": recorder.coordinates})
+        self.exchange.tell("trace", own | {"coordinates": recorder.coordinates})
         if self.build.mesh.rank == 0:
             with open(self.path, "w") as file:
-                json.dump(merge(self.board.collect("trace")), file)
+                json.dump(merge(self.exchange.collect("trace")), file)
         self.say(f"step {step} is drawn in {self.path}")
 
 

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import trainer
-from checkpointing import file_format
+from checkpointing import folders
 from config import validation
 from config.command_line import parse
 from distributed.launch import Launch
@@ -112,12 +112,12 @@ def kill(ids: list[int], victim: int, delay: float) -> None:
 def newest(folder: Path) -> int:
     """The newest visible checkpoint's step; every visible one must be complete and intact."""
     steps = [0]
-    for path in file_format.list_checkpoints(str(folder / "checkpoints")):
-        for name, entry in file_format.read_manifest(path)["files"].items():
-            problem = file_format.find_problem(path, name, entry)
+    for path in folders.list_checkpoints(str(folder / "checkpoints")):
+        for name, entry in folders.read_manifest(path)["files"].items():
+            problem = folders.find_problem(path, name, entry)
             if problem:
                 raise RuntimeError(f"visible but not intact: {problem}")
-        steps.append(file_format.step_of(path))
+        steps.append(folders.step_of(path))
     return max(steps)
 
 
@@ -130,7 +130,7 @@ def rows(folder: Path) -> list[list[dict]]:
 def visible(folder: Path) -> int:
     """The newest visible step while ranks run."""
     return max(
-        map(file_format.step_of, file_format.list_checkpoints(str(folder / "checkpoints"))),
+        map(folders.step_of, folders.list_checkpoints(str(folder / "checkpoints"))),
         default=0,
     )
 

@@ -10,11 +10,11 @@ import torch
 
 import data
 import trainer
-from checkpointing.load import Board
 from config import schema as configuration
 from config import validation
 from distributed.context import Context, start
 from distributed.launch import discover
+from distributed.store import StoreExchange
 
 CHECKS: list[str] = []
 
@@ -32,8 +32,8 @@ def pieces(context: Context, **options) -> trainer.TrainState:
     return trainer.build(validation.check(golden_worker.options(case), context.size), context)
 
 
-def same_everywhere(board: Board, value, what: str) -> None:
-    same = board.agree(repr(value), lambda every: len(set(every)) == 1)
+def same_everywhere(exchange: StoreExchange, value, what: str) -> None:
+    same = exchange.agree(repr(value), lambda every: len(set(every)) == 1)
     check(same, f"{what} is the same everywhere")
 
 
@@ -51,7 +51,9 @@ def plant(p: torch.nn.Parameter, bad: float):
     )
 
 
-def check_overflow(context: Context, board: Board, zero: int, precision: str, bad: float) -> None:
+def check_overflow(
+    context: Context, exchange: StoreExchange, zero: int, precision: str, bad: float
+) -> None:
     """An inf on one rank, whichever: every rank skips, halves the scale, and goes on alike."""
     run = pieces(
         context,
@@ -73,7 +75,7 @@ def check_overflow(context: Context, board: Board, zero: int, precision: str, ba
             handle.remove()
         what = f"zero {zero} {precision}: {bad} on rank {turn}"
         check(result.skipped, f"{what} skips")
-        same_everywhere(board, (result, run.optimizer.scale.state()), what)
+        same_everywhere(exchange, (result, run.optimizer.scale.state()), what)
         check(run.optimizer.steps == steps, f"{what} is no step")
         halved = max(scale / 2, 1.0) if precision == "fp16" else 1.0
         check(run.optimizer.scale.value == halved, f"{what} halves the scale")
@@ -108,7 +110,7 @@ def check_adamw(context: Context, steps: int = 100) -> None:
     check(off < 1e-6, f"{steps} steps of AdamW under ZeRO-1, off by {off}")
 
 
-def check_drift(context: Context, board: Board, zero: int) -> None:
+def check_drift(context: Context, exchange: StoreExchange, zero: int) -> None:
     """One flipped bit in optimizer state or a weight is found and its rank is named."""
     run = pieces(context, zero=zero, tied=True)
     mesh = run.factory.mesh
@@ -120,7 +122,7 @@ def check_drift(context: Context, board: Board, zero: int) -> None:
             values[0] += 1e-3
             piece.write("exp_avg", piece.start, values)
     found = trainer.unequal_replicas(run.stages, run.optimizer, mesh)
-    every = board.agree(found, lambda all: [line for one in all for line in one])
+    every = exchange.agree(found, lambda all: [line for one in all for line in one])
     name = "blocks.0.mlp.down.bias exp_avg differs over"
     check(any(line.startswith(f"{name} tp: ranks [1] and [0]") for line in every), str(every))
     if zero == 0 and mesh.dp.size > 1:
@@ -131,14 +133,14 @@ def check_drift(context: Context, board: Board, zero: int) -> None:
 def main() -> None:
     context = start(discover(), configuration.Run())
     with context.failing_loudly():
-        board = Board(context)
+        exchange = StoreExchange(context.store, context.rank, context.size, "checks")
         for zero in (0, 1, 2):
-            check_overflow(context, board, zero, "fp16", math.inf)
-        check_overflow(context, board, 1, "bf16", math.nan)
-        check_overflow(context, board, 1, "fp32", -math.inf)
+            check_overflow(context, exchange, zero, "fp16", math.inf)
+        check_overflow(context, exchange, 1, "bf16", math.nan)
+        check_overflow(context, exchange, 1, "fp32", -math.inf)
         check_adamw(context)
         for zero in (0, 1):
-            check_drift(context, board, zero)
+            check_drift(context, exchange, zero)
         if context.rank == 0:
             print("ok", len(CHECKS))
     context.stop()

@@ -1,4 +1,4 @@
-"""Weights out to transformers and in from there: the same logits, and there and back the same."""
+"""Weights out to transformers and in from there: equal logits, and an exact round trip."""
 
 import dataclasses
 import json
@@ -37,30 +37,30 @@ MODELS = {
 
 
 def save(out: Path, extra: dict):
-    """A checkpoint of random weights, biases and norms too: its folder, and the run's pieces."""
+    """A checkpoint of random weights, biases and norms: its folder, and the run's TrainState."""
     options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    pieces = trainer.build(validation.check(worker.options(options), 1))
+    state = trainer.build(validation.check(worker.options(options), 1))
     torch.manual_seed(1)
     with torch.no_grad():
-        for p in pieces.stages.parameters():
+        for p in state.stages.parameters():
             rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
             p[:rows].normal_(0.0, 0.15)
             if p.dim() == 1:
                 p.add_(1.0)
-    checkpoints = saving.Checkpointer(pieces.config, pieces.factory.mesh, pieces.optimizer)
+    checkpoints = saving.Checkpointer(state.config, state.factory.mesh, state.optimizer)
     checkpoints.after_step(Progress(1, worker.BATCH))
     checkpoints.close()
-    return out / "checkpoints/step_00000001", pieces
+    return out / "checkpoints/step_00000001", state
 
 
-def command(*words) -> str:
-    """Run a sub-command in this process; what it prints is left to pytest."""
-    checkpoint.run_command([str(word) for word in words])
+def command(*arguments) -> None:
+    """Run a sub-command of checkpoint.py in this process."""
+    checkpoint.run_command([str(one) for one in arguments])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_gives_the_same_logits(name, tmp_path):
-    folder, pieces = save(tmp_path, MODELS[name])
+    folder, state = save(tmp_path, MODELS[name])
     command("export", "--to", "hf", folder, tmp_path / "hf")
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "hf", attn_implementation="eager", output_loading_info=True
@@ -68,7 +68,7 @@ def test_transformers_gives_the_same_logits(name, tmp_path):
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     tokens = torch.randint(131, (2, 40))
-    stage = pieces.stages[0]
+    stage = state.stages[0]
     logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :131]
     expected = theirs.eval()(tokens).logits
     assert expected.abs().max() > 1
@@ -92,7 +92,7 @@ def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "llama"])
 def test_in_and_out_again_is_the_same_file(name, tmp_path):
-    """From transformers' own writer, in bf16, with names as the hub's GPT-2 has them."""
+    """From transformers' own writer, in bf16, with names as in the hub's GPT-2."""
     model = ModelShape(**SHAPE, **MODELS[name])
     config = transformers.AutoConfig.for_model(**hf_mappings.hf_config(model, torch.bfloat16))
     theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
@@ -112,19 +112,19 @@ def test_in_and_out_again_is_the_same_file(name, tmp_path):
 
 
 def test_training_begins_from_imported_weights(tmp_path):
-    folder, pieces = save(tmp_path, MODELS["llama"])
+    folder, state = save(tmp_path, MODELS["llama"])
     command("export", "--to", "hf", folder, tmp_path / "hf")
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
     values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
     config = validation.check(worker.options(values), 1)
     new = trainer.build(config)
-    saving.Checkpointer(config, new.build.mesh, new.optimizer).resume()
-    for own, p in zip(new.stages.parameters(), pieces.stages.parameters()):
+    saving.Checkpointer(config, new.factory.mesh, new.optimizer).resume()
+    for own, p in zip(new.stages.parameters(), state.stages.parameters()):
         assert torch.equal(own, p)
 
 
-def test_a_tokenizer_comes_along(tmp_path):
+def test_a_tokenizer_is_exported(tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<|endoftext|>": 0, "two": 1, "words": 2, "?": 3}
@@ -142,7 +142,7 @@ def test_a_tokenizer_comes_along(tmp_path):
     assert not list(tmp_path.glob("b*"))
 
 
-def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
+def test_a_model_of_no_family_is_refused_with_its_fields(tmp_path):
     shape = ModelShape(**SHAPE, embedding_norm=True)
     with pytest.raises(UserError, match="gpt2 needs embedding_norm False, not True"):
         hf_mappings.family(shape)
@@ -154,7 +154,7 @@ def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"model_type": "opt"}, "is a 'opt'; known are gpt2, bloom, llama"),
         ({"hidden_act": "relu"}, "hidden_act is relu"),
@@ -165,24 +165,24 @@ def test_a_model_that_no_family_holds_is_refused_with_its_fields(tmp_path):
         ({"num_hidden_layers": 2}, "9 others"),
     ],
 )
-def test_configs_that_are_not_ours_are_refused(changes, words, tmp_path):
+def test_configs_that_are_not_ours_are_refused(changes, message, tmp_path):
     folder, _ = save(tmp_path, MODELS["llama"])
     hf_export.export_weights(str(folder), str(tmp_path / "hf"))
     path = tmp_path / "hf/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         hf_export.import_weights(str(tmp_path / "hf"), str(tmp_path / "in"))
     assert not (tmp_path / "in").exists()
 
 
 def test_show_and_verify(tmp_path, capsys):
-    folder, pieces = save(tmp_path, MODELS["llama"])
+    folder, state = save(tmp_path, MODELS["llama"])
     command("show", tmp_path)
     shown = capsys.readouterr().out
     assert "step 1, complete by size: 2 files" in shown
     assert "blocks.2.mlp.up.weight" in shown
     assert "2 x 80 x 48" in shown
-    count = sum(math.prod(p.spec.shape) for p in pieces.stages.parameters())
+    count = sum(math.prod(p.spec.shape) for p in state.stages.parameters())
     assert f"of {count:,} elements, each with: weights float32" in shown
     command("verify", folder)
     data = bytearray((folder / "rank_00000.h5").read_bytes())
@@ -199,9 +199,9 @@ def test_show_and_verify(tmp_path, capsys):
 
 
 def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
-    for words in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
+    for arguments in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
         done = subprocess.run(
-            [sys.executable, "checkpoint.py", *words], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "checkpoint.py", *arguments], cwd=ROOT, capture_output=True, text=True
         )
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")

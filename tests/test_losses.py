@@ -235,7 +235,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
 def test_state_that_is_not_finite_is_never_saved(tmp_path):
     config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
     pieces, said = trainer.build(config), []
-    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=said.append)
+    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, print_line=said.append)
     assert saver.save_now(Progress(1, 4))
     piece = pieces.optimizer.owned()[0]
     piece.write("weights", piece.start, torch.tensor([math.inf]))
@@ -263,7 +263,7 @@ def test_a_save_that_was_put_off_is_made_up_for(tmp_path):
     """--save-every 4, but no call at step 4: the next call saves."""
     config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
     pieces = trainer.build(config)
-    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=print)
+    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, print_line=print)
     for step in (1, 2, 3, 6, 7, 8, 9):
         saver.after_step(Progress(step, 4 * step))
     saver.close()

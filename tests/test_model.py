@@ -67,7 +67,7 @@ def llama():
 
 def convert(theirs: dict, shape: configuration.ModelShape) -> dict:
     """Their tensors as ours."""
-    return {r.name: r.take(*(theirs[name] for name in r.theirs)) for r in rules(shape)}
+    return {r.name: r.to_ours(*(theirs[name] for name in r.theirs)) for r in rules(shape)}
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

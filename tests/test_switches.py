@@ -21,7 +21,7 @@ from ranks import (
 
 import trainer
 from checkpoint import check_files
-from checkpointing import file_format, save
+from checkpointing import file_format, folders, save
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import validation
@@ -41,8 +41,8 @@ def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
 
 def saved_steps(out) -> list[int]:
     """Steps of the checkpoints in a run's folder; checks the contents of all their files."""
-    folders = file_format.list_checkpoints(str(out / "checkpoints"))
-    return [check_files(folder, contents=True)["step"] for folder in folders]
+    found = folders.list_checkpoints(str(out / "checkpoints"))
+    return [check_files(folder, contents=True)["step"] for folder in found]
 
 
 def check_stopped(job: Job, reason: str) -> int:
@@ -182,13 +182,13 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
 def checkpointer(out, said: list[str], **extra) -> Checkpointer:
     config = validation.check(worker.options({"out": str(out)} | extra), 1)
     pieces = trainer.build(config)
-    return Checkpointer(config, pieces.factory.mesh, pieces.optimizer, say=said.append)
+    return Checkpointer(config, pieces.factory.mesh, pieces.optimizer, print_line=said.append)
 
 
 def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch):
     """The first save is held until the second has been asked for."""
-    put, said, released = file_format._put, [], threading.Event()
-    monkeypatch.setattr(file_format, "_put", lambda *a: (released.wait(30), put(*a))[1])
+    put, said, released = file_format._write_run, [], threading.Event()
+    monkeypatch.setattr(file_format, "_write_run", lambda *a: (released.wait(30), put(*a))[1])
     checkpoints = checkpointer(tmp_path, said, save_every=1, save_weights_only=True)
     checkpoints.after_step(Progress(1, 8))
     assert checkpoints.saving
@@ -201,7 +201,7 @@ def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch
     count = len(said)
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert len(said) == count
-    file_format.remove(str(tmp_path / "checkpoints" / "step_00000002"))
+    folders.remove(str(tmp_path / "checkpoints" / "step_00000002"))
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
 

@@ -1,0 +1,183 @@
+"""The folder of a checkpoint: its manifest and checksums, its name, how it appears and goes.
+
+A checkpoint is written to a hidden folder and becomes visible by one rename after all of its files
+are on the disk; a removed one is first hidden by a rename. So every visible folder is complete,
+and a crash at any moment leaves the older ones as they were. manifest.json:
+
+    {"format": "trine checkpoint", "version": 1, "step": 1000,
+     "files": {"index.h5": {"bytes": 53995, "crc32": 3852957224}, ...},
+     "sha256": of the JSON text without this key}
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from typing import Any
+
+from checkpointing.file_format import checksum_file
+from config.messages import UserError
+
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+# ------------------------------------------------------------------------------------------------
+# The manifest
+# ------------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: str, step: int, files: dict[str, tuple[int, int]]) -> None:
+    """Write manifest.json and bring it to the disk; files: bytes and CRC-32 by name."""
+    entries = {name: {"bytes": total, "crc32": crc} for name, (total, crc) in files.items()}
+    body = {"format": "trine checkpoint", "version": VERSION, "step": step, "files": entries}
+    path = os.path.join(folder, MANIFEST)
+    with open(path, "wb") as file:
+        file.write(_manifest_text(body))
+    flush(path)
+    flush(folder)
+
+
+def _manifest_text(body: dict[str, Any]) -> bytes:
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return (json.dumps(body | {"sha256": digest}, indent=1) + "\n").encode()
+
+
+def read_manifest(folder: str) -> dict[str, Any]:
+    """The contents of manifest.json; UserError if it is missing, or if a bit of it has changed."""
+    path = os.path.join(folder, MANIFEST)
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        body = json.loads(text)
+        body.pop("sha256")
+        intact = _manifest_text(body) == text
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path} is damaged: its contents do not match its own checksum")
+    if body["version"] != VERSION:
+        raise UserError(f"{folder} has format version {body['version']}; this code reads {VERSION}")
+    named = step_of(folder)
+    if named not in (None, body["step"]):
+        raise UserError(f"{folder} holds step {body['step']}, not the step of its name")
+    return body
+
+
+def find_problem(folder: str, name: str, expected: dict[str, int]) -> str | None:
+    """What is wrong with a file of a checkpoint, in a sentence, or None; reads the whole file."""
+    path = os.path.join(folder, name)
+    try:
+        actual = os.path.getsize(path)
+        if actual != expected["bytes"]:
+            return f"{path} has {actual} bytes, not {expected['bytes']}"
+        crc = checksum_file(path)[1]
+    except OSError as error:
+        return f"cannot read {path}: {error.strerror}"
+    if crc != expected["crc32"]:
+        return f"{path} is damaged: its CRC-32 is {crc:08x}, not {expected['crc32']:08x}"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------
+# Names
+# ------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"step_(\d{8,})(\.old)?")
+
+
+def folder_name(step: int) -> str:
+    """The name of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def hidden_name(step: int, token: str) -> str:
+    """The name of a step's checkpoint while it is written; token: of one run."""
+    return f".{folder_name(step)}.{token}.partial"
+
+
+def step_of(folder: str) -> int | None:
+    """The step in a checkpoint's name, None for other names."""
+    match = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
+    return int(match[1]) if match else None
+
+
+def list_checkpoints(parent: str) -> list[str]:
+    """Folders named as checkpoints, newest step first; step_... comes before step_....old."""
+    if not os.path.isdir(parent):
+        return []
+    names = [name for name in os.listdir(parent) if _NAME.fullmatch(name)]
+    names.sort(key=lambda name: (step_of(name), not name.endswith(".old")), reverse=True)
+    return [os.path.join(parent, name) for name in names]
+
+
+def find_checkpoints(path: str) -> list[str]:
+    """The checkpoints that `path` may mean, newest first: itself, or those in a run's folder.
+
+    Any other path is returned as it is: `read_manifest` then says what is missing.
+    """
+    if step_of(path) is not None or os.path.exists(os.path.join(path, MANIFEST)):
+        return [path]
+    inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
+    return inside or [path]
+
+
+# ------------------------------------------------------------------------------------------------
+# Appearing and disappearing
+# ------------------------------------------------------------------------------------------------
+
+
+def publish(hidden: str, final: str) -> None:
+    """Rename a finished folder to its visible name; on return the new name is on the disk.
+
+    A checkpoint that has this name already stays visible as .old until then.
+    """
+    aside = final + ".old"
+    if os.path.exists(final):
+        if os.path.exists(aside):
+            remove(aside)
+        os.rename(final, aside)
+    os.rename(hidden, final)
+    flush(os.path.dirname(final))
+    if os.path.exists(aside):
+        remove(aside)
+
+
+def remove(folder: str) -> None:
+    """Delete a checkpoint, after hiding it by a rename."""
+    parent, name = os.path.split(os.path.normpath(folder))
+    hidden = os.path.join(parent, f".{name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # left by an interrupted removal
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden)
+
+
+def remove_leftovers(parent: str) -> list[str]:
+    """Delete the hidden folders of interrupted saves and removals; returns their names."""
+    names = [name for name in os.listdir(parent) if name.startswith(".step_")]
+    for name in names:
+        shutil.rmtree(os.path.join(parent, name))
+    return names
+
+
+def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
+    """Which of these steps to delete: all but the last, and the multiples of keep_every."""
+    if not keep_last:
+        return []
+    older = sorted(steps)[:-keep_last]
+    return [step for step in older if not keep_every or step % keep_every]
+
+
+def flush(path: str) -> None:
+    """Bring a file's data, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
