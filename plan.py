@@ -400,9 +400,7 @@ def timeline(asked: Asked) -> Answer:
     count = min(count, 4 * run.layout.pp)
     order = build(run.layout.schedule, run.layout.pp, count)
     picture = drawing.draw(simulation.simulate(order))
-    seconds = {("F", s): each.forward for s, each in enumerate(passes)}
-    seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
-    slots = simulation.simulate(order, seconds)
+    slots = simulation.simulate(order, step_time.action_seconds(passes))
     events = [
         drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)

@@ -14,6 +14,7 @@ from config.model_stats import (
     embedding_parameters,
     head_flops,
     head_parameters,
+    hardware_flops,
     parameters,
 )
 from config.schema import Layout, ModelShape
@@ -153,6 +154,14 @@ def _share_out(count: int, pp: int) -> list[int]:
         return [share + extra, share]
     middle = min(extra, pp - 2)
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
+
+
+def executed_flops(
+    model: ModelShape, layout: Layout, samples: int, formula: str = "megatron-2025"
+) -> float:
+    """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
+    again = sum(layout.recomputed_blocks(spec.blocks) for spec in stage_specs(model, layout))
+    return hardware_flops(model, samples, layout.recompute, formula, again)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
