@@ -21,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import published_cases
+
 from config.messages import UserError, exit_with
-from planner import hardware, memory, step_time
-from planner import published_rows as measured
-from planner.published_rows import read_tables
+from planner import hardware, memory, published_rows, step_time
 
 DATA = ROOT / "benchmarks" / "data"
 
@@ -54,16 +54,6 @@ SOURCES = {
 FAR = 0.15  # rows further off than this are named
 FEWEST = 4  # rows that a refit needs beside its section
 TIGHT = 0.03  # residuals (of a logarithm) beyond this weigh less: outliers must not steer
-
-EXPLAINED = {
-    "001-L447": "an outlier of the measurement: batch 1568 took as long as 2048, which has 28 % "
-    "more slots; its neighbour at pp 12 scales as predicted",
-    "002-L032": "tp 2 inside a V100 node cost 1.3 ms per 8 MB all-reduce, 6 GB/s: through the "
-    "host, not over NVLink; seed 000, same nodes, months later, shows NVLink at tp 2 and 4",
-    "002-L048": "as 002-L032: the same slow tensor group; its memory is above that of tp 1 halved",
-    "001-L305": "printed as 65 GB at micro-batch 2, below 56 GB at 4: a typing error for 45",
-}
-
 
 # Sections that alone determine a constant. When one is held out, the constant takes the value that
 # physics gives without any row: an adapter that works in one direction only does half.
@@ -304,7 +294,7 @@ def _far(cases, kind: str, predicted: dict[str, float]) -> list[str]:
     for case in cases:
         off = predicted[case.id] / getattr(case, kind) - 1
         if abs(off) > FAR:
-            why = EXPLAINED.get(case.id, "not explained")
+            why = published_cases.EXPLAINED.get(case.id, "not explained")
             lines.append(
                 f"* {case.id}: {predicted[case.id]:.1f} against {getattr(case, kind):.1f} "
                 f"({100 * off:+.0f} %): {why}"
@@ -388,14 +378,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--machine", help="predict every row on this machine")
     parser.add_argument("--fit", action="store_true", help="print refitted constants and stop")
     given = parser.parse_args(arguments)
-    cases = measured.cases(measured.read(given.rows), given.machine)
+    cases = published_cases.cases(published_rows.read(given.rows), given.machine)
     values = {c.name: c.value for c in hardware.constants()}
     if given.fit:
         for name, number in fit_all(cases, values).items():
             print(f"{name:28} {number:.5g}   (in use: {values[name]:.5g})")
         return
-    tables = read_tables(Path(given.tables or DATA / "decision_tables.csv"))
-    known = measured.cases(measured.read(str(DATA / "measured_rows.csv")))
+    tables = published_rows.read_tables(given.tables or str(DATA / "decision_tables.csv"))
+    known = published_cases.cases(published_rows.read(str(DATA / "measured_rows.csv")))
     lines = ["# The planner against measured rows", ""]
     lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
     lines += [f"Python {platform.python_version()}, numpy for the refits; no GPU takes part."]

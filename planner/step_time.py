@@ -2,9 +2,9 @@
 
     prediction = predict(model, layout, training, load("a100-80"))
 
-A step is the pipeline's time (the schedule that is executed, simulated with each stage's seconds),
+A step is the pipeline's time (the schedule that is executed, simulated with the stages' seconds),
 then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols as in model_stats.py: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+Symbols: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
 """
 
 from collections.abc import Sequence

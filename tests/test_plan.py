@@ -14,8 +14,7 @@ import plan
 from config.messages import UserError
 from config.presets import preset
 from config.schema import Training
-from planner import hardware, layouts
-from planner import published_rows as measured
+from planner import hardware, layouts, published_rows
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
@@ -99,7 +98,7 @@ def test_check_refuses_what_is_not_a_table(tmp_path):
     file = tmp_path / "odd.csv"
     file.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match=r"odd.csv has 1 rows and lacks the columns row_id"):
-        measured.read(str(file))
+        published_rows.read(str(file))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -252,7 +251,7 @@ ANOMALIES = [
 
 @pytest.fixture(scope="module")
 def findings() -> set[tuple[str, str]]:
-    return {(f.row_id, f.kind) for f in measured.check(measured.read(ROWS))}
+    return {(f.row_id, f.kind) for f in published_rows.check(published_rows.read(ROWS))}
 
 
 @pytest.mark.parametrize(("row", "kind"), ANOMALIES)
@@ -262,16 +261,16 @@ def test_check_finds_the_published_anomalies(findings, row, kind):
 
 def test_check_leaves_sound_rows_alone(findings):
     flagged = {row for row, _ in findings}
-    sound = {row["row_id"] for row in measured.read(ROWS)} - flagged
+    sound = {row["row_id"] for row in published_rows.read(ROWS)} - flagged
     assert len(sound) > 120
     assert {"001-L060", "001-L278", "001-L474", "002-L022", "003-L075"} <= sound
 
 
 def test_check_sees_a_fresh_mistake():
-    rows = measured.read(ROWS)
+    rows = published_rows.read(ROWS)
     good = next(row for row in rows if row["row_id"] == "001-L278")
     swapped = good | {"sec_per_it": good["tflops"], "tflops": good["sec_per_it"], "row_id": "x"}
     wrong = good | {"sec_per_it": "99.9", "row_id": "y", "dp": "5"}
-    found = {(f.row_id, f.kind) for f in measured.check([good, swapped, wrong])}
+    found = {(f.row_id, f.kind) for f in published_rows.check([good, swapped, wrong])}
     assert {("x", "swapped"), ("y", "rate"), ("y", "dp")} <= found
     assert not any(row == good["row_id"] for row, _ in found)
