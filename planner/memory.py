@@ -9,6 +9,7 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from config.messages import UserError
@@ -62,17 +63,23 @@ def stages(
 
 
 def fullest(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> StageMemory:
-    """The fullest stage alone; UserError as `micro_batches`.
+    """The fullest stage alone; UserError as `micro_batches`."""
+    return _fullest(scheduled(layout, training).peak, model, layout, training, machine)
 
-    Of stages with the same parts, only the first with the most micro-batches in flight counts.
-    """
-    rows = zip(stage_specs(model, layout), scheduled(layout, training).peak, strict=True)
+
+def least(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> float:
+    """Bytes of the fullest stage with one micro-batch in flight: any schedule needs as many."""
+    return _fullest([1] * layout.pp, model, layout, training, machine).total
+
+
+def _fullest(in_flight: Sequence[int], model, layout, training, machine) -> StageMemory:
+    """The fullest stage; of stages with the same parts, only the one with the most in flight."""
     most: dict[tuple[bool, bool, int], tuple[StageSpec, int]] = {}
-    for spec, in_flight in rows:
+    for spec, held in zip(stage_specs(model, layout), in_flight, strict=True):
         alike = (spec.embedding, spec.head, spec.blocks)
-        if alike not in most or in_flight > most[alike][1]:
-            most[alike] = (spec, in_flight)
-    tried = [_stage(*row, model, layout, training, machine) for row in most.values()]
+        if alike not in most or held > most[alike][1]:
+            most[alike] = (spec, held)
+    tried = [_stage(*entry, model, layout, training, machine) for entry in most.values()]
     return max(tried, key=lambda stage: stage.total)
 
 

@@ -10,9 +10,9 @@ with as many micro-batches as ranks and with one more, and takes what differs as
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -87,18 +87,18 @@ class Node(NamedTuple):
 
 def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
     """The end of the last action of `simulate`."""
-    return _end([(_nodes(schedule, dependency_order(schedule)), 1)], seconds, transfer)
+    nodes = _nodes(schedule, dependency_order(schedule))
+    return _end([(nodes, 1)], seconds, transfer)
 
 
-def _nodes(schedule: Schedule, order: Iterable[tuple[int, Action]]) -> list[Node]:
-    rank_of, found = schedule.rank_of, []
-    for rank, action in order:
-        kind, stage = action.kind, action.stage
-        needed = schedule.input_of(action)
-        receives = (kind, stage) if needed and rank_of[needed.stage] != rank else None
-        to = stage + {"F": 1, "B": -1, "W": 0}[kind]
-        sends = (kind, to) if 0 <= to < schedule.stages and rank_of[to] != rank else None
-        found.append(Node(rank, kind, stage, receives, sends))
+def _nodes(schedule: Schedule, order: list[tuple[int, Action]]) -> list[Node]:
+    rank_of, stages, found = schedule.rank_of, schedule.stages, []
+    for rank, (kind, stage, _) in order:
+        step = {"F": 1, "B": -1, "W": 0}[kind]
+        received = step and 0 <= stage - step < stages and rank_of[stage - step] != rank
+        sent = step and 0 <= stage + step < stages and rank_of[stage + step] != rank
+        receives = (kind, stage) if received else None
+        found.append(Node(rank, kind, stage, receives, (kind, stage + step) if sent else None))
     return found
 
 
@@ -131,8 +131,31 @@ def _end(parts: list[tuple[list[Node], int]], seconds: Seconds, transfer: float)
 class NamedSchedule:
     """What `build(name, ranks, micro_batches)` holds and takes."""
 
-    peak: tuple[int, ...]  # as Schedule.peak
-    parts: list[tuple[list[Node], int]]  # nodes in an order that can run, how often
+    name: str
+    ranks: int
+    micro_batches: int
+
+    @property
+    def _more(self) -> int:
+        """How often the repeated actions come more often than with a micro-batch per rank."""
+        return max(0, self.micro_batches - self.ranks) if self.name in REPEATED else 0
+
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """As `Schedule.peak`."""
+        if not self._more:
+            return _built(self.name, self.ranks, self.micro_batches).peak
+        short, long = _peaks(self.name, self.ranks)
+        return tuple(a + self._more * (b - a) for a, b in zip(short, long, strict=True))
+
+    @cached_property
+    def parts(self) -> list[tuple[list[Node], int]]:
+        """Nodes in an order that can run, in parts, and how often each part runs."""
+        if not self._more:
+            schedule = _built(self.name, self.ranks, self.micro_batches)
+            return [(_nodes(schedule, dependency_order(schedule)), 1)]
+        parts = enumerate(_repeating(self.name, self.ranks))
+        return [(nodes, self._more if number % 2 else 1) for number, nodes in parts]
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
@@ -140,7 +163,7 @@ class NamedSchedule:
 
     def rows(self) -> list[list[tuple[str, int]]]:
         """Kind and stage of every rank's actions, in order."""
-        rows: list[list[tuple[str, int]]] = [[] for _ in self.peak]
+        rows: list[list[tuple[str, int]]] = [[] for _ in range(self.ranks)]
         for node in chain.from_iterable(nodes * times for nodes, times in self.parts):
             rows[node.rank].append((node.kind, node.stage))
         return rows
@@ -149,40 +172,38 @@ class NamedSchedule:
 @lru_cache(maxsize=4096)
 def named(name: str, ranks: int, micro_batches: int) -> NamedSchedule:
     """The schedule of that name, for any two counts >= 1; `name` is checked by config."""
-    if name not in REPEATED or micro_batches <= ranks:
-        schedule = build(name, ranks, micro_batches)
-        nodes = _nodes(schedule, dependency_order(schedule))
-        return NamedSchedule(schedule.peak, [(nodes, 1)])
-    more = micro_batches - ranks
-    peak, growth, parts = _repeating(name, ranks)
-    return NamedSchedule(
-        tuple(held + more * grown for held, grown in zip(peak, growth, strict=True)),
-        [(nodes, more if repeated else 1) for nodes, repeated in parts],
-    )
+    return NamedSchedule(name, ranks, micro_batches)
+
+
+_built = lru_cache(maxsize=8)(build)
 
 
 @lru_cache(maxsize=256)
-def _repeating(name: str, ranks: int) -> tuple[tuple, tuple, list[tuple[list[Node], bool]]]:
-    """Peaks at `ranks` micro-batches, their growth by each one more, and nodes: once or repeated.
+def _peaks(name: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The peaks with as many micro-batches as ranks, and with one more."""
+    return _built(name, ranks, ranks).peak, _built(name, ranks, ranks + 1).peak
+
+
+@lru_cache(maxsize=256)
+def _repeating(name: str, ranks: int) -> list[list[Node]]:
+    """Nodes with one micro-batch more than ranks, in parts: every second one is what is repeated.
 
     Raises ValueError if the schedule does not grow as REPEATED says: a mistake in that table.
     """
-    short, long = build(name, ranks, ranks), build(name, ranks, ranks + 1)
+    short, long = _built(name, ranks, ranks), _built(name, ranks, ranks + 1)
     part_of: dict[Action, int] = {}
     for before, after in zip(short.ranks, long.ranks, strict=True):
-        sections = _sections(before, after, REPEATED[name])
-        part_of |= {action: part for part, own in enumerate(sections) for action in own}
-    # Each part on all ranks needs only itself and earlier parts, so sorting keeps the order valid.
-    order = sorted(dependency_order(long), key=lambda entry: part_of[entry[1]])
-    parts = []
-    for part in range(2 * len(REPEATED[name]) + 1):
-        own = [entry for entry in order if part_of[entry[1]] == part]
-        parts.append((_nodes(long, own), part % 2 == 1))
-    growth = tuple(b - a for a, b in zip(short.peak, long.peak, strict=True))
-    return short.peak, growth, parts
+        cut = sections(before, after, REPEATED[name])
+        part_of |= {action: part for part, own in enumerate(cut) for action in own}
+    # What a part needs is in itself or in earlier parts, so it can run once they have.
+    parts: list[list[Node]] = [[] for _ in range(2 * len(REPEATED[name]) + 1)]
+    order = dependency_order(long)
+    for (_, action), node in zip(order, _nodes(long, order), strict=True):
+        parts[part_of[action]].append(node)
+    return parts
 
 
-def _sections(
+def sections(
     before: tuple[Action, ...], after: tuple[Action, ...], lengths: tuple[int, ...]
 ) -> list[tuple[Action, ...]]:
     """`after` cut where it has actions that `before` has not: common, added, common, ..., common.
@@ -190,13 +211,13 @@ def _sections(
     Compared by kind and stage. Raises ValueError if more than `lengths` was added.
     """
     short, long = ([action[:2] for action in row] for row in (before, after))
-    sections, i, j = [], 0, 0
+    found, i, j = [], 0, 0
     for length in lengths:
         start = j
         while i < len(short) and short[i] == long[j]:
             i, j = i + 1, j + 1
-        sections += [after[start:j], after[j : j + length]]
+        found += [after[start:j], after[j : j + length]]
         j += length
     if short[i:] != long[j:]:
         raise ValueError(f"{' '.join(map(str, after))} repeats other actions than {lengths}")
-    return [*sections, after[j:]]
+    return [*found, after[j:]]
