@@ -39,7 +39,7 @@ class Prediction:
 
     seconds: float
     parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
-    bubble: float  # share of the pipeline's time in which an average stage waits
+    bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
     fits: bool
     margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
@@ -224,7 +224,7 @@ def stage_passes(
 def pipeline_time(
     model: ModelShape, layout: Layout, training: Training, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward, and the share an average stage waits."""
+    """Seconds from the first forward to the last backward, and the idle share of the stages."""
     passes = stage_passes(model, layout, training, machine)
     count = memory.micro_batches(layout, training)
     sent = 0.0
@@ -240,7 +240,7 @@ def pipeline_time(
     else:
         seconds = makespan(layout.schedule, tuple(passes), sent, count)
     busy = count * sum(p.total for p in passes) / len(passes)
-    if machine.ranks_per_core > 1:  # a stage that waits leaves its core to those that do not
+    if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
@@ -249,7 +249,7 @@ def pipeline_time(
 def makespan(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
     """Seconds of the schedule `name` with a stage on each rank and `count` micro-batches.
 
-    Remembered, since layouts that differ in ZeRO alone, say, ask for the same.
+    Cached, since layouts that differ in ZeRO alone, for example, ask for the same.
     """
     schedule = simulation.named(name, len(passes), count)
     return schedule.makespan(action_seconds(passes), transfer)
@@ -278,7 +278,7 @@ def step_parts(
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
     count = memory.micro_batches(layout, training)
-    if layout.zero >= 2:  # gradients of every micro-batch by themselves
+    if layout.zero >= 2:  # the gradients of every micro-batch
         volume *= count
     if layout.zero == 3:  # and weights, once forward and once backward
         volume += 2 * weight * count

@@ -35,7 +35,7 @@ class PartCosts:
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """What each part costs a stage, from FLOPs and from bytes moved by what is not a GEMM.
+    """Each part's time, from FLOPs and from the bytes moved by what is not a GEMM.
 
     Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
     backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
@@ -170,10 +170,7 @@ def executed_flops(
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
-    """The stages as text, with their sums checked against the model's own counts.
-
-    Raises ValueError if blocks or parameters do not add up: that would be a mistake in here.
-    """
+    """The stages as text. Raises ValueError if their sums are not the model's own counts."""
     lines = ["stage   holds                        blocks       parameters   share of time"]
     for s in rows:
         parts = ["embedding"] * s.embedding

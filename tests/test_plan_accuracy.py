@@ -74,7 +74,7 @@ def test_best_layouts_are_picked(cases, tables, predicted, figure):
     assert statistics.mean(f[3] for f in found) <= 0.01
 
 
-def test_every_oom_is_predicted_and_none_in_vain(cases):
+def test_every_oom_is_predicted_and_nothing_else(cases):
     hits, missed, alarms = accuracy.out_of_memory(cases, VALUES)
     assert (len(hits), missed, alarms) == (8, [], [])
 
@@ -130,9 +130,9 @@ def test_the_report_prints_all_figures(capsys):
 def test_rows_from_elsewhere_are_never_fitted_on(cases):
     from dataclasses import replace
 
-    strangers = [replace(c, section="elsewhere " + c.section, seconds=9e9) for c in cases[:40]]
-    found = accuracy.held_out(strangers, "seconds", VALUES, cases)
-    expected = accuracy.predictions(strangers, "seconds", VALUES)
+    others = [replace(c, section="elsewhere " + c.section, seconds=9e9) for c in cases[:40]]
+    found = accuracy.held_out(others, "seconds", VALUES, cases)
+    expected = accuracy.predictions(others, "seconds", VALUES)
     assert all(found[i] == pytest.approx(expected[i], rel=0.02) for i in expected)
 
 
