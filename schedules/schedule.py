@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 # A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
 NAMES = ("gpipe", "1f1b", "forward")
+# From an action's stage to the one that takes its result; of W nothing is sent.
+STEPS = {"F": 1, "B": -1, "W": 0}
 
 
 class ScheduleError(Exception):
@@ -155,10 +157,11 @@ def _check_messages(schedule: Schedule) -> None:
     sent, received = defaultdict(list), defaultdict(list)
     rank_of, stages = schedule.rank_of, schedule.stages
     for rank, actions in enumerate(schedule.ranks):
-        for kind, stage, m in actions:
-            step = {"F": 1, "B": -1, "W": 0}[kind]
+        for action in actions:
+            kind, stage, m = action
+            step = STEPS[kind]
             if step and 0 <= stage + step < stages:
-                sent[kind, rank, rank_of[stage + step]].append(Action(kind, stage, m))
+                sent[kind, rank, rank_of[stage + step]].append(action)
             if step and 0 <= stage - step < stages:
                 received[kind, rank_of[stage - step], rank].append((kind, stage - step, m))
     for channel, actions in sent.items():

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from schedules.schedule import Action, Schedule, build, dependency_order
+from schedules.schedule import STEPS, Action, Schedule, build, dependency_order
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
@@ -94,7 +94,7 @@ def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> flo
 def _nodes(schedule: Schedule, order: list[tuple[int, Action]]) -> list[Node]:
     rank_of, stages, found = schedule.rank_of, schedule.stages, []
     for rank, (kind, stage, _) in order:
-        step = {"F": 1, "B": -1, "W": 0}[kind]
+        step = STEPS[kind]
         received = step and 0 <= stage - step < stages and rank_of[stage - step] != rank
         sent = step and 0 <= stage + step < stages and rank_of[stage + step] != rank
         receives = (kind, stage) if received else None
