@@ -58,9 +58,8 @@ class Question:
         run = self.config
         return layouts.rank(run.model, run.training, self.machine, self.gpus, self.fixed)
 
-    @property
     def placed(self) -> Config:
-        """The configuration with dp filled in for the GPUs asked for, checked."""
+        """The configuration with dp filled in for the GPUs asked for; UserError if impossible."""
         layout = self.config.layout
         gpus = self.options.gpus or (self.options.nodes or 0) * self.machine.node
         gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
@@ -80,11 +79,6 @@ def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
     if not {"global_batch_size", "batch_schedule"} & set(given):
         values["global_batch_size"] = BATCH
     return values
-
-
-# ------------------------------------------------------------------------------------------------
-# A model
-# ------------------------------------------------------------------------------------------------
 
 
 def model(question: Question) -> Answer:
@@ -181,7 +175,7 @@ def _warnings(prediction: step_time.Prediction | None) -> list[str]:
 
 def stages(question: Question) -> Answer:
     """Blocks, parameters, time and memory per stage, and the times as bars."""
-    run = question.placed
+    run = question.placed()
     rows = partition.stage_specs(run.model, run.layout)
     table = memory.stages(run.model, run.layout, run.training, question.machine)
     fullest = max(table, key=lambda stage: stage.total).stage
@@ -200,11 +194,9 @@ def stages(question: Question) -> Answer:
 
 
 def _memory_table(table: list[memory.StageMemory], fullest: int, machine) -> str:
-    names = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "context")
-    lines = [
-        f"on {machine.name}",
-        "GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free")),
-    ]
+    names = (*memory.OF_RUN, "buffers", "context")
+    head = "GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free"))
+    lines = [f"on {machine.name}", head]
     for stage in table:
         parts = [getattr(stage, name) for name in names]
         parts += [stage.total, machine.memory - stage.total]
@@ -286,11 +278,6 @@ def shapes(question: Question) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-# ------------------------------------------------------------------------------------------------
-# Ramp-ups and schedules
-# ------------------------------------------------------------------------------------------------
-
-
 def rampup(question: Question) -> Answer:
     """Every batch of a ramp-up: when, how long, on how many nodes, with which micro-batches."""
     run, node = question.config, question.machine.node
@@ -342,7 +329,7 @@ def _allowed_text(every: list[layouts.Allowed]) -> str:
 
 def timeline(question: Question) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
-    run, path = question.placed, question.options.trace
+    run, path = question.placed(), question.options.trace
     passes = step_time.stage_passes(run.model, run.layout, run.training, question.machine)
     count = run.micro_batches(run.batches.levels()[-1].batch)
     count = min(count, 4 * run.layout.pp)
@@ -368,11 +355,6 @@ def _write(path: str, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-# ------------------------------------------------------------------------------------------------
-# Measured rows and fitted constants
-# ------------------------------------------------------------------------------------------------
 
 
 def check(path: str) -> Answer:

@@ -13,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from schedules.schedule import STEPS, Action, Schedule, build, dependency_order
@@ -160,13 +159,6 @@ class NamedSchedule:
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
         return _end(self.parts, seconds, transfer)
-
-    def rows(self) -> list[list[tuple[str, int]]]:
-        """Kind and stage of every rank's actions, in order."""
-        rows: list[list[tuple[str, int]]] = [[] for _ in range(self.ranks)]
-        for node in chain.from_iterable(nodes * times for nodes, times in self.parts):
-            rows[node.rank].append((node.kind, node.stage))
-        return rows
 
 
 @lru_cache(maxsize=4096)
