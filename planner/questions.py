@@ -9,6 +9,7 @@ QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; 
 
 import dataclasses
 import json
+import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Collection
@@ -291,7 +292,8 @@ def rampup(question: Question) -> Answer:
     most = -(-(question.options.gpus or 0) // node) or question.options.nodes
     most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
     table = [(level, layouts.allowed(run.layout, level.batch, node, most)) for level in levels]
-    everywhere = _in_all([every for _, every in table])
+    divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch
+    everywhere = layouts.allowed(run.layout, divisor, node, most)
     lines = [
         f"on 1 to {most} nodes of {node} {question.machine.name}, {replica} GPUs a replica; "
         f"nodes: micro-batch sizes",
@@ -310,17 +312,6 @@ def rampup(question: Question) -> Answer:
         "every": [dataclasses.asdict(one) for one in everywhere],
     }
     return Answer("\n".join(lines), data)
-
-
-def _in_all(tables: list[list[layouts.Allowed]]) -> list[layouts.Allowed]:
-    """The numbers of nodes and micro-batches that are in every table."""
-    common = []
-    for one in tables[0]:
-        others = [{a.nodes: a.micro_batches for a in every}.get(one.nodes, []) for every in tables]
-        sizes = [size for size in one.micro_batches if all(size in other for other in others)]
-        if sizes:
-            common.append(dataclasses.replace(one, micro_batches=sizes))
-    return common
 
 
 def _allowed_text(every: list[layouts.Allowed]) -> str:

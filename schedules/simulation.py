@@ -144,8 +144,8 @@ class NamedSchedule:
         """As `Schedule.peak`."""
         if not self._more:
             return _built(self.name, self.ranks, self.micro_batches).peak
-        short, long = _peaks(self.name, self.ranks)
-        return tuple(a + self._more * (b - a) for a, b in zip(short, long, strict=True))
+        short, long = (_built(self.name, self.ranks, self.ranks + more) for more in (0, 1))
+        return tuple(a + self._more * (b - a) for a, b in zip(short.peak, long.peak, strict=True))
 
     @cached_property
     def parts(self) -> list[tuple[list[Node], int]]:
@@ -167,13 +167,7 @@ def named(name: str, ranks: int, micro_batches: int) -> NamedSchedule:
     return NamedSchedule(name, ranks, micro_batches)
 
 
-_built = lru_cache(maxsize=8)(build)
-
-
-@lru_cache(maxsize=256)
-def _peaks(name: str, ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The peaks with as many micro-batches as ranks, and with one more."""
-    return _built(name, ranks, ranks).peak, _built(name, ranks, ranks + 1).peak
+_built = lru_cache(maxsize=128)(build)
 
 
 @lru_cache(maxsize=256)
