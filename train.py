@@ -16,6 +16,7 @@ from config.validation import check
 from distributed.context import prepare
 from distributed.launch import check_launch, discover
 from distributed.stop_conditions import check_kill_switch, listen
+from planner import memory
 
 
 def main(arguments: list[str]) -> None:
@@ -35,7 +36,7 @@ def main(arguments: list[str]) -> None:
     prepare(config.run)
     import trainer
 
-    trainer.main(config, launch, signals)
+    trainer.main(config, launch, signals, memory.of_run(config))
 
 
 if __name__ == "__main__":

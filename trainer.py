@@ -171,7 +171,7 @@ def main(
         }
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(before, mesh.world, context.device)
-        log = Log(config, context, state.stage_specs, kernels, before)
+        log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)

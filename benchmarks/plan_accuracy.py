@@ -1,4 +1,4 @@
-"""How far the planner is from what was measured, on rows it was fitted on and on rows it was not.
+"""The planner's error against measured rows: those it was fitted on, and those it was not.
 
     python benchmarks/plan_accuracy.py                        # the published rows, every figure
     python benchmarks/plan_accuracy.py --rows mine.csv --tables mine_tables.csv
@@ -6,8 +6,8 @@
 
 In-sample: the constants of hardware/fitted.toml. Held out: for each section of the rows, the
 constants are refitted on the published rows without that section, and predict it; rows of --rows
-that are not among the published ones are never fitted on. Duplicates and rows that whoever
-collected them marked invalid are left out; the rest counts, odd or not.
+that are not among the published ones are never fitted on. Duplicates and rows that are marked
+invalid in the file are left out; all others count.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import published_cases
+
 from config.messages import UserError, exit_with
-from planner import hardware, memory, step_time
-from planner import published_rows as measured
-from planner.published_rows import read_tables
+from planner import hardware, memory, published_rows, step_time
 
 DATA = ROOT / "benchmarks" / "data"
 
@@ -53,20 +53,10 @@ SOURCES = {
 }
 FAR = 0.15  # rows further off than this are named
 FEWEST = 4  # rows that a refit needs beside its section
-TIGHT = 0.03  # residuals (of a logarithm) beyond this weigh less: outliers must not steer
+TIGHT = 0.03  # residuals (of a logarithm) above this weigh less, so that outliers do not decide
 
-EXPLAINED = {
-    "001-L447": "an outlier of the measurement: batch 1568 took as long as 2048, which has 28 % "
-    "more slots; its neighbour at pp 12 scales as predicted",
-    "002-L032": "tp 2 inside a V100 node cost 1.3 ms per 8 MB all-reduce, 6 GB/s: through the "
-    "host, not over NVLink; seed 000, same nodes, months later, shows NVLink at tp 2 and 4",
-    "002-L048": "as 002-L032: the same slow tensor group; its memory is above that of tp 1 halved",
-    "001-L305": "printed as 65 GB at micro-batch 2, below 56 GB at 4: a typing error for 45",
-}
-
-
-# Sections that alone determine a constant. When one is held out, the constant takes the value that
-# physics gives without any row: an adapter that works in one direction only does half.
+# Sections that alone determine a constant. When one is held out, the constant takes the value
+# expected without any row: an adapter that works in one direction only reaches half.
 PRIORS = {"001 TP<8": {"crossing_share": 0.5}}
 
 
@@ -77,7 +67,7 @@ def errors(cases, kind: str, values: dict[str, float]) -> list[float]:
 
 
 def predictions(cases, kind: str, values: dict[str, float]) -> dict[str, float]:
-    """Predicted seconds, or gigabytes as the source read them off, by row."""
+    """Predicted seconds, or gigabytes of the ranks that the source observed, by row."""
     machines = {name: hardware.load(name, **values) for name in {c.machine for c in cases}}
     return {c.id: _value(c, kind, c.on(machines[c.machine])) for c in cases}
 
@@ -86,9 +76,9 @@ def _value(case, kind: str, machine: hardware.Machine) -> float:
     if kind == "seconds":
         return step_time.predict(case.model, case.layout, case.training, machine).seconds
     table = memory.stages(case.model, case.layout, case.training, machine)
-    # Seed 002 watched one node of two: it prints 15 GB beside an OOM at twice the micro-batch.
-    watched = table[:1] if case.source == "002" else (table[0], table[-1])
-    return max(stage.total for stage in watched) / 1e9
+    # Seed 002 observed one node of two: it prints 15 GB, and an OOM at twice the micro-batch.
+    observed = table[:1] if case.source == "002" else (table[0], table[-1])
+    return max(stage.total for stage in observed) / 1e9
 
 
 def usable(cases, kind: str) -> list:
@@ -102,7 +92,7 @@ def usable(cases, kind: str) -> list:
 
 
 def slopes(names: tuple[str, ...], cases, kind: str, values: dict) -> list[list[float]]:
-    """By how much each row's error grows with the logarithm of each constant."""
+    """The derivative of each row's error with respect to the logarithm of each constant."""
     here = errors(cases, kind, values)
     found = []
     for name in names:
@@ -112,7 +102,7 @@ def slopes(names: tuple[str, ...], cases, kind: str, values: dict) -> list[list[
 
 
 def solve(here: list[float], by_constant: list[list[float]], rounds: int = 30) -> list[float]:
-    """The step in the logarithms of the constants that makes Huber's loss of the errors least."""
+    """The step in the logarithms of the constants that minimises Huber's loss of the errors."""
     import numpy as np
 
     start, slope = np.array(here), np.array(by_constant).T
@@ -304,7 +294,7 @@ def _far(cases, kind: str, predicted: dict[str, float]) -> list[str]:
     for case in cases:
         off = predicted[case.id] / getattr(case, kind) - 1
         if abs(off) > FAR:
-            why = EXPLAINED.get(case.id, "not explained")
+            why = published_cases.EXPLAINED.get(case.id, "not explained")
             lines.append(
                 f"* {case.id}: {predicted[case.id]:.1f} against {getattr(case, kind):.1f} "
                 f"({100 * off:+.0f} %): {why}"
@@ -330,7 +320,7 @@ def _choices(name: str, found: list[tuple]) -> list[str]:
 
 
 def overview(cases, tables, values: dict[str, float], known) -> list[str]:
-    """What must be reached, and what is, in-sample and held out."""
+    """The goals and the figures, in-sample and held out."""
     lines = ["", "| figure | must reach | in-sample | held out |", "|---|---|---|---|"]
     goals = (
         ("time, seed 001", "seconds", ("001",), "4 in-sample, 6"),
@@ -388,14 +378,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--machine", help="predict every row on this machine")
     parser.add_argument("--fit", action="store_true", help="print refitted constants and stop")
     given = parser.parse_args(arguments)
-    cases = measured.cases(measured.read(given.rows), given.machine)
+    cases = published_cases.cases(published_rows.read(given.rows), given.machine)
     values = {c.name: c.value for c in hardware.constants()}
     if given.fit:
         for name, number in fit_all(cases, values).items():
             print(f"{name:28} {number:.5g}   (in use: {values[name]:.5g})")
         return
-    tables = read_tables(Path(given.tables or DATA / "decision_tables.csv"))
-    known = measured.cases(measured.read(str(DATA / "measured_rows.csv")))
+    tables = published_rows.read_tables(given.tables or str(DATA / "decision_tables.csv"))
+    known = published_cases.cases(published_rows.read(str(DATA / "measured_rows.csv")))
     lines = ["# The planner against measured rows", ""]
     lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
     lines += [f"Python {platform.python_version()}, numpy for the refits; no GPU takes part."]

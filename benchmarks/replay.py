@@ -12,10 +12,12 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import published_cases
+from published_cases import Case
+
 from config.messages import UserError
 from config.schema import Config
 from planner import hardware, published_rows
-from planner.published_rows import Case
 from planner.step_time import predict
 from tuner.search import Point, Search, features
 
@@ -47,7 +49,7 @@ class Replay:
 def read_cases(path: str) -> tuple[list[dict[str, str]], list[Case]]:
     """The rows of a file and the runs that they describe; UserError if it is no table of rows."""
     rows = published_rows.read(path)
-    return rows, published_rows.cases(rows)
+    return rows, published_cases.cases(rows)
 
 
 def load(path: str) -> tuple[list[Case], dict[str, float]]:

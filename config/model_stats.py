@@ -22,10 +22,8 @@ def norm_parameters(model: ModelShape) -> int:
 
 def block_parameters(model: ModelShape) -> int:
     """Parameters of one block; L(12 h^2 + 13 h) over L for a plain GPT."""
-    h, d, f = model.hidden, model.head_size, model.ffn_hidden
-    qkv = (model.heads + 2 * model.kv_heads) * d
-    up = f * (2 if model.activation == "swiglu" else 1)
-    matrices = h * qkv + model.heads * d * h + h * up + f * h
+    h, qkv, up = model.hidden, model.qkv_width, model.up_width
+    matrices = h * (qkv + model.attention_width + up + model.ffn_hidden)
     biases = qkv + h + up + h if model.bias else 0
     return matrices + biases + 2 * norm_parameters(model)
 
@@ -58,11 +56,9 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 
 def block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
-    h, d, f = model.hidden, model.head_size, model.ffn_hidden
-    qkv = (model.heads + 2 * model.kv_heads) * d
-    mlp = (3 if model.activation == "swiglu" else 2) * h * f
-    scores = model.seq_length * model.heads * d  # q k^T and p v, each s*a*d, of which half is seen
-    return 2.0 * (h * qkv + model.heads * d * h + mlp + scores)
+    attention, mlp = model.qkv_width + model.attention_width, model.up_width + model.ffn_hidden
+    scores = model.seq_length * model.attention_width  # q k^T and p v, of which each sees half
+    return 2.0 * (model.hidden * (attention + mlp) + scores)
 
 
 def head_flops(model: ModelShape) -> float:
@@ -88,7 +84,7 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 
 
 def model_flops(model: ModelShape, samples: int, formula: str = "megatron-2025") -> float:
-    """FLOPs that a step on `samples` samples needs: a forward, and a backward twice as dear."""
+    """FLOPs that a step on `samples` samples needs: a forward, and a backward of twice as many."""
     block, head = forward_flops(model, formula)
     return 3.0 * samples * model.seq_length * (model.layers * block + head)
 
@@ -106,7 +102,7 @@ def hardware_flops(
     `blocks`: how many of the model's blocks are recomputed, default: all.
     """
     again = {"none": 0.0, "full": forward_flops(model, formula)[0]}
-    again["selective"] = 2.0 * model.seq_length * model.heads * model.head_size
+    again["selective"] = 2.0 * model.seq_length * model.attention_width
     blocks = model.layers if blocks is None else blocks
     repeated = samples * model.seq_length * blocks * again[recompute]
     return model_flops(model, samples, formula) + repeated

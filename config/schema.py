@@ -105,6 +105,21 @@ class ModelShape:
         """Width of one attention head."""
         return self.hidden // self.heads
 
+    @property
+    def attention_width(self) -> int:
+        """Columns of all attention heads together: queries, and the attention's output."""
+        return self.heads * self.head_size
+
+    @property
+    def qkv_width(self) -> int:
+        """Columns of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def up_width(self) -> int:
+        """Columns of the MLP's first matrix: SwiGLU has a gate beside each of them."""
+        return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
+
     def padded_vocab(self, layout: "Layout") -> int:
         """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp."""
         multiple = layout.pad_vocab_multiple * layout.tp

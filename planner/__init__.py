@@ -1,4 +1,4 @@
-"""What fits and how fast, for any layout on any machine: pure arithmetic, no torch, no GPU.
+"""What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, software, from hardware/*.toml
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
@@ -6,4 +6,5 @@ step_time       seconds of a step, from the simulated schedule
 memory          bytes of each stage's GPU
 layouts         every layout, ranked or rejected with a reason
 published_rows  rows of measurements, read and checked
+questions       what plan.py answers, as text and as data
 """

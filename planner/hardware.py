@@ -3,19 +3,18 @@
     machine = load("a100-80")                          # hardware/a100-80.toml
     machine = load("a100-80", "measured.toml")         # with rates that were measured there
 
-One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. What a vendor
-publishes stands there with its source. Where a number should be stands a name, it is a constant
-fitted on measured rows: `hardware/fitted.toml` has its value, unit, meaning and those rows.
+One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. Published
+numbers have their source there. A name in place of a number is a constant fitted on measured rows:
+`hardware/fitted.toml` has its value, unit, meaning and those rows.
 """
 
 import dataclasses
-import difflib
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError
+from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
 FITTED = "fitted"  # the one file of the folder that is not a machine
@@ -37,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """What the training program does where programs differ. The defaults are Trine's."""
+    """What differs between training programs. The defaults are Trine's."""
 
     attention: str = "flash"  # flash: scores stay on the chip; fused: GEMM, one softmax kernel
     dropout: bool = False  # masks are drawn, applied and kept
@@ -61,7 +60,7 @@ class Machine:
     """A cluster as it was used. Rates in FLOP/s and bytes/s, sizes in bytes, times in seconds."""
 
     name: str
-    device: str  # a part of the name the driver gives it, which calibrations are checked against
+    device: str  # part of the driver's name of the GPU; a calibration must be of the same
     peak: float  # dense half-precision FLOP/s of one GPU's tensor cores
     vector_peak: float  # FP32 FLOP/s outside the tensor cores
     processors: int  # streaming multiprocessors
@@ -77,11 +76,9 @@ class Machine:
     vector_fraction: float  # of vector_peak that a misaligned batched GEMM achieves
     stride_penalty: float  # of the same, when its rows are 64 KiB apart
     activation_overhead: float  # allocated over asked for, of what lives long
-    crossing: float = 1.0  # of the network's speed for a ring that enters and leaves by other GPUs
-    ranks_per_core: float = (
-        1.0  # above 1: ranks share CPU cores, and rates are those of all at work
-    )
-    slowdown: float = 1.0  # of every step: a named defect of this machine
+    crossing: float = 1.0  # of the network's speed for a ring with several ranks on a node
+    ranks_per_core: float = 1.0  # above 1: ranks share CPU cores; rates are those of all at once
+    slowdown: float = 1.0  # of every step, by a known defect of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -89,7 +86,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that was fitted: to what, and what it means."""
+    """A fitted number, its meaning and the rows it was fitted on."""
 
     name: str
     value: float
@@ -109,10 +106,10 @@ def constants() -> list[Constant]:
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
-    """The machine of that name, with what `calibration` measured in place of its assumptions.
+    """The machine of that name; rates in the file `calibration` replace its own.
 
-    Keyword arguments override fitted constants by name; that is how they are fitted. Raises
-    UserError for an unknown machine or a calibration that does not belong to it.
+    Keyword arguments override fitted constants by name, as fitting them needs. Raises UserError
+    for an unknown machine or a calibration of another device.
     """
     values = {c.name: c.value for c in constants()} | fitted
     machine = _build(name, _merged(name), values)
@@ -120,11 +117,10 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
 
 
 def _merged(name: str) -> dict[str, Any]:
-    """The entries of a file, on top of those of the file it is `like`."""
+    """The entries of a machine's file, over those of the file it is `like`."""
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(names())}"
-        raise UserError(f"no machine is called {name!r}; {hint}")
+        hint = nearest(name, names()) or f"; there are {', '.join(names())}"
+        raise UserError(f"no machine is called {name!r}{hint}")
     own = _read(FOLDER / f"{name}.toml")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
@@ -172,14 +168,15 @@ CALIBRATED = (
 
 
 def calibrate(machine: Machine, path: str) -> Machine:
-    """The machine with measured rates; UserError if the file is of another device or is odd.
+    """The machine with measured rates.
 
-    The file, of which every entry but `device` may be left out:
+    Raises UserError if the file is of another device, cannot be read or has entries other than
+    these, of which all but `device` are optional:
 
         device = "NVIDIA A100-SXM4-80GB"       # torch.cuda.get_device_name()
         gemm_fraction = 0.78                   # of the machine's peak, large aligned GEMM
         flash_fraction = 0.55
-        bandwidth = 1.7e12                     # bytes/s, a long copy counts both ways
+        bandwidth = 1.7e12                     # bytes/s read and written by a long copy
         memory = 3e9                           # bytes a rank may use, where ranks share a host's
         node = 8                               # ranks on a node
         ranks_per_core = 4.0                   # above 1 if CPU ranks share cores

@@ -6,8 +6,9 @@ Every layout is either ranked or rejected with a sentence. Nothing here prints.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from config.batch_schedule import BatchSchedule
 from config.messages import UserError
@@ -44,68 +45,83 @@ def rank(
     training: Training,
     machine: Machine,
     gpus: int,
-    fixed: dict | None = None,
+    fixed: dict[str, Any] | None = None,
     wanted: Callable[[Layout], bool] = lambda layout: True,
 ) -> tuple[list[Ranked], list[Rejected]]:
     """All layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
 
     `fixed` holds Layout fields that are given, or lists of values to try for tp, pp, micro-batch
-    and recomputation; the rest is tried. A layout that is not `wanted` is left out of both. Raises
+    and recomputation; the rest is tried. A layout that is not `wanted` is in neither list. Raises
     UserError if the model itself, or the ramp-up of the batch, is impossible.
     """
     check_shape(model)
-    fixed, schedule = fixed or {}, batch_schedule(training, model.seq_length)
+    schedule = batch_schedule(training, model.seq_length)
     ranked, rejected = [], []
-    for tp in _choices(fixed, "tp", _divisors(gpus)):
-        if tp > machine.node and "tp" not in fixed:
-            reason = f"tp({tp}) would leave the node of {machine.node} GPUs; --tp {tp} tries it"
-            rejected.append(Rejected({"tp": tp}, reason))
-            continue
-        for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
-            single = {n: v for n, v in fixed.items() if not isinstance(v, list)}
-            base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
-            good, bad = _with_stages(model, training, machine, gpus, base, fixed, schedule, wanted)
-            ranked += good
-            rejected += bad
+    for candidate in _candidates(model, training, machine, gpus, fixed or {}):
+        if isinstance(candidate, Rejected):
+            rejected.append(candidate)
+        elif wanted(candidate):
+            reason = does_not_fit(model, candidate, training, machine)
+            if reason:
+                rejected.append(_rejected(candidate, reason))
+            else:
+                prediction = predict(model, candidate, training, machine)
+                ranked.append(Ranked(candidate, prediction, rampup_verdict(candidate, schedule)))
     return sorted(ranked, key=lambda r: r.prediction.seconds), rejected
 
 
-def _with_stages(model, training, machine, gpus, base, fixed, schedule, wanted):
-    """All micro-batches and recomputations of one tp and pp."""
-    tp, pp = base.tp, base.pp
-    ranked, rejected = [], []
-    if gpus % (tp * pp):
-        reason = f"tp({tp}) * pp({pp}) * dp(?) does not divide {gpus} GPUs"
-        return [], [Rejected({"tp": tp, "pp": pp}, reason)]
-    base = replace(base, dp=gpus // (tp * pp))
-    try:
-        check_split(model, base)
-        if pp > model.layers and "partition" not in fixed:
-            raise UserError(f"pp({pp}) leaves stages without a block: layers is {model.layers}")
-    except UserError as error:
-        return [], [Rejected({"tp": tp, "pp": pp}, str(error))]
+def _candidates(model, training, machine, gpus, fixed) -> Iterator[Layout | Rejected]:
+    """Every layout that divides GPUs, model and batch, and why the others do not."""
+    single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
+    for tp in _choices(fixed, "tp", _divisors(gpus)):
+        if tp > machine.node and "tp" not in fixed:
+            reason = f"tp({tp}) would leave the node of {machine.node} GPUs; --tp {tp} tries it"
+            yield Rejected({"tp": tp}, reason)
+            continue
+        for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
+            base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
+            try:
+                base = _placed(model, gpus, base, "partition" in fixed)
+            except UserError as error:
+                yield Rejected({"tp": tp, "pp": pp}, str(error))
+                continue
+            yield from _variants(base, training, machine, fixed)
+
+
+def _variants(base: Layout, training, machine, fixed) -> Iterator[Layout | Rejected]:
+    """A placed layout with every micro-batch and recomputation."""
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
         layout = replace(base, micro_batch_size=micro)
         try:
             check_batch(layout, "global-batch-size", training.global_batch_size)
         except UserError as error:
-            rejected.append(Rejected(_named(layout), str(error)))
+            yield _rejected(layout, str(error))
             continue
         for recompute in _choices(fixed, "recompute", recomputations(machine)):
-            tried = replace(layout, recompute=recompute)
-            if not wanted(tried):
-                continue
-            reason = does_not_fit(model, tried, training, machine)
-            if reason:
-                rejected.append(Rejected(_named(tried), reason))
-                continue
-            verdict = rampup_verdict(tried, schedule)
-            ranked.append(Ranked(tried, predict(model, tried, training, machine), verdict))
-    return ranked, rejected
+            yield replace(layout, recompute=recompute)
+
+
+def _placed(model: ModelShape, gpus: int, layout: Layout, empty_stages: bool) -> Layout:
+    """The layout with dp filled in; UserError if it divides neither GPUs nor model."""
+    tp, pp, dp = layout.tp, layout.pp, layout.dp
+    if gpus % (tp * pp):
+        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {gpus} GPUs")
+    if dp is not None and tp * pp * dp != gpus:
+        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {gpus} GPUs")
+    layout = replace(layout, dp=gpus // (tp * pp))
+    check_split(model, layout)
+    if pp > model.layers and not empty_stages:
+        raise UserError(f"pp({pp}) leaves stages without a block: layers is {model.layers}")
+    return layout
+
+
+def _rejected(layout: Layout, reason: str) -> Rejected:
+    names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
+    return Rejected({name: getattr(layout, name) for name in names}, reason)
 
 
 def recomputations(machine: Machine) -> list[str]:
-    """What is worth trying: a flash kernel recomputes the scores by itself, so not selective."""
+    """What is tried: all, but for selective where a flash kernel recomputes the scores anyway."""
     flash = machine.software.attention == "flash"
     return [r for r in RECOMPUTE if not (flash and r == "selective")]
 
@@ -120,13 +136,8 @@ def _divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _named(layout: Layout) -> dict[str, int | str]:
-    names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
-    return {name: getattr(layout, name) for name in names}
-
-
 def does_not_fit(model, layout, training, machine) -> str:
-    """Which stage is out of memory and by how much, as a sentence; empty if all fit."""
+    """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
     fullest = memory.fullest(model, layout, training, machine)
     if fullest.total <= machine.memory:
         return ""
@@ -141,19 +152,19 @@ def does_not_fit(model, layout, training, machine) -> str:
 # ------------------------------------------------------------------------------------------------
 
 
-def largest(machine: Machine, gpus: int, training: Training, like: ModelShape) -> tuple:
-    """The largest model (with `like`'s vocabulary and kind) that trains, and its layout.
+def largest(
+    machine: Machine, gpus: int, training: Training, like: ModelShape
+) -> tuple[int, ModelShape, Layout]:
+    """Parameters, shape and layout of the largest model of `like`'s kind that trains.
 
     Hidden sizes are multiples of 256 with heads of 128; a model is 60 to 200 times as wide as
-    deep, as those in seed 004 are. Micro-batch 1, full recomputation. UserError if none fits.
+    deep, as published ones are. Micro-batch 1, full recomputation. UserError if none fits.
     """
-    best = None
+    best: tuple[int, ModelShape, Layout] | None = None
     for hidden in range(512, 32768, 256):
-        deepest = hidden // 60
-        found = _deepest(machine, gpus, training, like, hidden, deepest)
+        found = _deepest(machine, gpus, training, like, hidden)
         if found and found[0].layers >= hidden // 200:
-            size = parameters(found[0])
-            best = max(best or (0,), (size, *found), key=lambda entry: entry[0])
+            best = max(best or (0,), (parameters(found[0]), *found), key=lambda entry: entry[0])
         elif best:
             break
     if best is None:
@@ -161,13 +172,12 @@ def largest(machine: Machine, gpus: int, training: Training, like: ModelShape) -
     return best
 
 
-def _deepest(machine, gpus, training, like, hidden, deepest) -> tuple | None:
+def _deepest(machine, gpus, training, like, hidden) -> tuple[ModelShape, Layout] | None:
     """Bisection for the most blocks of that width that fit on some layout."""
-    low, high, found = 1, deepest, None
+    low, high, found = 1, hidden // 60, None
     while low <= high:
         layers = (low + high) // 2
-        model = replace(like, layers=layers, hidden=hidden, heads=hidden // 128)
-        model = replace(model, kv_heads=model.heads, ffn_hidden=4 * hidden)
+        model = _resized(like, layers, hidden, hidden // 128)
         layout = leanest(model, training, machine, gpus)
         if layout:
             found, low = (model, layout), layers + 1
@@ -176,23 +186,39 @@ def _deepest(machine, gpus, training, like, hidden, deepest) -> tuple | None:
     return found
 
 
+def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
+    """A model of `like`'s kind with full attention heads and an MLP of 4 x hidden."""
+    return replace(
+        like, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn_hidden=4 * hidden
+    )
+
+
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
     """The first layout that fits at micro-batch 1 with full recomputation, or None."""
-    least = parameters(model) * (2 + machine.software.gradient_bytes)  # not sharded by dp
     for tp in [d for d in _divisors(gpus) if d <= machine.node][::-1]:
         for pp in _divisors(gpus // tp):
-            if pp > model.layers or least / (tp * pp) > machine.memory:
-                continue
-            dp = gpus // (tp * pp)
-            layout = Layout(tp=tp, pp=pp, dp=dp, recompute="full")
-            batch = replace(training, global_batch_size=-(-training.global_batch_size // dp) * dp)
-            try:
-                check_split(model, layout)
-            except UserError:
-                continue
-            if not does_not_fit(model, layout, batch, machine):
+            layout = Layout(tp=tp, pp=pp, dp=gpus // (tp * pp), recompute="full")
+            if _trains(model, layout, training, machine):
                 return layout
     return None
+
+
+def _trains(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> bool:
+    """Whether it divides the model and fits, with the batch rounded up to a multiple of dp."""
+    if layout.pp > model.layers:
+        return False
+    states = parameters(model) * (2 + machine.software.gradient_bytes)  # not sharded by dp
+    if states / (layout.tp * layout.pp) > machine.memory:
+        return False
+    try:
+        check_split(model, layout)
+    except UserError:
+        return False
+    samples = -(-training.global_batch_size // layout.dp) * layout.dp
+    training = replace(training, global_batch_size=samples)
+    if memory.least(model, layout, training, machine) > machine.memory:
+        return False  # without building a schedule
+    return memory.fullest(model, layout, training, machine).total <= machine.memory
 
 
 def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
@@ -226,7 +252,7 @@ class Shape:
 def shapes(
     size: float, like: ModelShape, layout: Layout, training: Training, machine: Machine
 ) -> list[Shape]:
-    """Shapes within 3 % of `size` parameters, the fastest per parameter first.
+    """Shapes within 3 % of `size` parameters, the most efficient first; UserError if none.
 
     Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
     divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
@@ -238,14 +264,7 @@ def shapes(
         if layers < 1 or not 80 <= hidden / layers <= 250:
             continue
         for heads in _heads(hidden, layout):
-            model = replace(
-                like,
-                layers=layers,
-                hidden=hidden,
-                heads=heads,
-                kv_heads=heads,
-                ffn_hidden=4 * hidden,
-            )
+            model = _resized(like, layers, hidden, heads)
             count = parameters(model)
             if abs(count / size - 1) < 0.03:
                 found.append(_shape(model, count, layout, training, machine))

@@ -1,26 +1,26 @@
 """Seconds of single operations on one machine: GEMMs, attention, memory traffic, collectives.
 
-Physics, in the order of how much it decides:
+What is modelled, the most important first:
 
-* A GEMM is cut into tiles, and tiles are dealt out in waves over the GPU's processors: a last wave
-  that is nearly empty costs as much as a full one. (NVIDIA, "Matrix multiplication background".)
-* Rows that do not begin at multiples of 16 bytes (8 half-precision numbers) keep a GEMM off the
-  fast path: a plain one loads less at a time, attention's batched ones leave the tensor cores.
-* What is not a GEMM moves bytes, and takes the time that the memory takes to move them.
+* A GEMM is computed in tiles, in waves of one tile per processor of the GPU: a last wave that is
+  nearly empty takes as long as a full one. (NVIDIA, "Matrix multiplication background".)
+* Where rows do not begin at multiples of 16 bytes (8 half-precision numbers), a plain GEMM loads
+  less at a time, and attention's batched ones do not use the tensor cores.
+* What is not a GEMM takes the time in which the memory moves its bytes.
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
 """
 
 from planner.hardware import Link, Machine
 
-# Shape of a tile (rows, columns) and its speed beside the largest: a smaller tile reuses less of
+# Rows and columns of a tile, and its speed relative to the largest: a smaller tile reuses less of
 # what it loads. Assumed from cuBLAS on square A100 GEMMs, not fitted.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
-PROLOGUE = 64  # a tile fills its pipeline for as long as this much of the inner dimension takes
+PROLOGUE = 64  # the start of a tile takes as long as this much of the inner dimension
 LAUNCH = 5e-6  # seconds from one kernel to the next
 GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operands
 COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
 ALIGNMENT = 8  # elements of half precision in 16 bytes
-PAGE = 65536  # bytes between rows at which stride_penalty is counted once
+PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
 def gemm(machine: Machine, m: int, n: int, k: int, size: int = 2) -> float:
@@ -32,12 +32,12 @@ def gemm(machine: Machine, m: int, n: int, k: int, size: int = 2) -> float:
 
 
 def batched_gemm(machine: Machine, m: int, n: int, k: int, batch: int, row_bytes: float) -> float:
-    """Seconds of `batch` such products whose rows lie `row_bytes` apart, as attention's do."""
+    """Seconds of `batch` such products whose rows are `row_bytes` apart, as attention's are."""
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
     if _aligned(n, k) == 1.0:
         return max(_tensor_cores(machine, m, n, k, batch), traffic) + LAUNCH
-    odd = 2.0 if n % 2 or k % 2 else 1.0  # loads of two bytes in place of four
-    rate = machine.vector_peak * machine.vector_fraction / odd
+    loads = 2.0 if n % 2 or k % 2 else 1.0  # of two bytes in place of four
+    rate = machine.vector_peak * machine.vector_fraction / loads
     strided = 1.0 + machine.stride_penalty * (row_bytes / PAGE) ** 2
     return max(2.0 * batch * m * n * k / rate, traffic) * strided
 
@@ -54,7 +54,7 @@ def _tensor_cores(machine: Machine, m: int, n: int, k: int, batch: int) -> float
 
 
 def _aligned(*sizes: int) -> float:
-    """1 if every row begins at a multiple of 16 bytes, else the share of 16 that it does."""
+    """The power of two of which every row's bytes are a multiple, over 16; at most 1."""
     worst = ALIGNMENT
     for size in sizes:
         while size % worst:
@@ -99,7 +99,7 @@ def attention(
 
 
 def fused_softmax(seq: int, batch: int) -> bool:
-    """Whether Megatron's fused causal softmax takes this shape; else it silently does not."""
+    """Whether Megatron's fused causal softmax takes this shape; else separate kernels run."""
     return 16 < seq <= 4096 and seq % 4 == 0 and batch % 4 == 0
 
 
@@ -119,11 +119,11 @@ def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tupl
 
 
 def ring(machine: Machine, ranks: int, stride: int) -> Link:
-    """The link that bounds a ring of `ranks` ranks that lie `stride` apart.
+    """The slowest link of a ring of `ranks` ranks that are `stride` apart.
 
     Within a node that is NVLink. Across nodes, all groups of a node share its network; a ring with
-    several ranks on a node receives through one GPU and sends through another, so that adapters
-    work one way only, and reaches `crossing` of the speed.
+    several ranks on a node receives through one GPU's adapter and sends through another's, each in
+    one direction only, and reaches `crossing` of the speed.
     """
     local = min(ranks, max(1, machine.node // stride))
     if ranks <= local:
@@ -147,7 +147,7 @@ def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:
     if stage_ranks >= machine.node:
         link = machine.network
         seconds = share * machine.node / (link.bandwidth * machine.p2p_fraction) + link.latency
-    else:  # neighbours on one node, and at its edge as many pairs as a stage has ranks
+    else:  # neighbours are on one node, but for one stage's ranks at its edge
         edge = share * stage_ranks / (machine.network.bandwidth * machine.p2p_fraction)
         seconds = max(edge, share / machine.nvlink.speed) + machine.nvlink.latency
     gathered = count * (tp - 1) / tp if machine.software.scatter_p2p else 0.0

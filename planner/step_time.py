@@ -2,24 +2,22 @@
 
     prediction = predict(model, layout, training, load("a100-80"))
 
-A step is the pipeline's time (the schedule of `schedule.py`, simulated with each stage's own
-seconds), then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols as in model_stats.py: h hidden, s sequence, V vocabulary, f MLP width,
-b micro-batch, t = tp.
+A step is the pipeline's time (the schedule that is executed, simulated with the stages' seconds),
+then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
+Symbols: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from config.model_stats import block_parameters, hardware_flops, model_flops
+from config.model_stats import block_parameters, model_flops
 from config.schema import Layout, ModelShape, Training
 from planner import memory, op_costs
 from planner.hardware import Machine
+from planner.memory import number_bytes
 from schedules import simulation
-from schedules.partition import stage_specs
-from schedules.schedule import build
-
-HALF = ("fp16", "bf16")
+from schedules.partition import executed_flops, stage_specs
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Prediction:
 
     seconds: float
     parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
-    bubble: float  # share of the pipeline's time in which an average stage waits
+    bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
     fits: bool
     margin: float  # bytes free on the fullest stage's GPU, negative if it does not fit
@@ -60,11 +58,13 @@ class Prediction:
 
 
 def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
-    """Time and memory of a layout that `config` has checked; dp must be filled in."""
-    slow = machine.slowdown
+    """Time and memory of a layout that `config` has checked; dp must be filled in.
+
+    Raises UserError if the batch is smaller than one micro-batch on every replica.
+    """
     pipeline, bubble = pipeline_time(model, layout, training, machine)
     parts = {"pipeline": pipeline} | step_parts(model, layout, training, machine)
-    parts = {name: seconds * slow for name, seconds in parts.items()}
+    parts = {name: seconds * machine.slowdown for name, seconds in parts.items()}
     seconds = sum(parts.values())
     parts["bubble"] = parts["pipeline"] * bubble
     table = memory.stages(model, layout, training, machine)
@@ -81,20 +81,14 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         margin=margin,
         tokens_per_second=samples * model.seq_length / seconds,
         model_tflops=flops / per_gpu,
-        hardware_tflops=_executed(model, layout, samples) / per_gpu,
+        hardware_tflops=executed_flops(model, layout, samples) / per_gpu,
         mfu=flops / (seconds * gpus * machine.peak),
         warnings=out_of_range(model, layout, machine),
     )
 
 
-def _executed(model: ModelShape, layout: Layout, samples: int) -> float:
-    """FLOPs that a step executes, with what this layout recomputes."""
-    again = sum(layout.recomputed_blocks(stage.blocks) for stage in stage_specs(model, layout))
-    return hardware_flops(model, samples, layout.recompute, blocks=again)
-
-
 def out_of_range(model: ModelShape, layout: Layout, machine: Machine) -> list[str]:
-    """In which respects the constants have not seen such a layout; empty inside the range."""
+    """What of the layout is outside the range that the constants were fitted on, in sentences."""
     values = {
         "hidden": model.hidden,
         "gpus": layout.tp * layout.pp * layout.dp,
@@ -118,17 +112,13 @@ def out_of_range(model: ModelShape, layout: Layout, machine: Machine) -> list[st
 def block_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
     """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
     t, b, s, h, f = _sizes(model, layout)
-    size, rows = _number(training), s * b
-    gated = model.activation == "swiglu"
-    qkv = (model.heads + 2 * model.kv_heads) * model.head_size
-    shapes = ((qkv // t, h), (h, model.heads * model.head_size // t))
-    shapes += ((f * (2 if gated else 1) // t, h), (h, f // t))
+    size, rows = number_bytes(training), s * b
+    shapes = ((model.qkv_width // t, h), (h, model.attention_width // t))
+    shapes += ((model.up_width // t, h), (h, f // t))
     layers = [op_costs.linear(machine, rows, outs, ins, size) for outs, ins in shapes]
-    local = model.heads // t
-    core = op_costs.attention(machine, s, model.head_size, local, b, size)
-    other = _elementwise(model, layout, machine, size, qkv)
-    link = op_costs.ring(machine, t, 1)
-    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    core = op_costs.attention(machine, s, model.head_size, model.heads // t, b, size)
+    other = _elementwise(model, layout, machine, size)
+    reduced = _tensor_all_reduce(model, layout, training, machine)
     exposed = 2 * reduced * (1 - machine.software.overlap_tensor)
     added = op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
     host = machine.software.host_per_block
@@ -139,11 +129,11 @@ def block_pass(model: ModelShape, layout: Layout, training: Training, machine: M
         backward += exposed / 2
     again = {"none": 0.0, "selective": core[0], "full": forward}[layout.recompute]
     if layout.recompute == "selective" and machine.software.attention == "flash":
-        again = 0.0  # the kernel does that itself
+        again = 0.0  # the kernel recomputes them itself
     return Pass(forward, backward + again)
 
 
-def _elementwise(model, layout, machine, size, qkv) -> tuple[float, float]:
+def _elementwise(model, layout, machine, size) -> tuple[float, float]:
     """Seconds of norms, residuals, dropout, activation and bias gradients, by bytes moved.
 
     Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
@@ -152,24 +142,22 @@ def _elementwise(model, layout, machine, size, qkv) -> tuple[float, float]:
     t, b, s, h, f = _sizes(model, layout)
     rows, masks = s * b, 1.0 if machine.software.dropout else 0.0
     shared = t if layout.sequence_parallel else 1
-    width = f * (3 if model.activation == "swiglu" else 2)
+    width = model.up_width + f
     forward = (10 * size + 2 * masks) * h / shared + size * width / t
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
-        backward += size * (qkv / t + f / t + 2 * h)
+        backward += size * (model.qkv_width / t + f / t + 2 * h)
     return op_costs.moved(machine, rows * forward), op_costs.moved(machine, rows * backward)
 
 
 def head_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
     """Seconds of one micro-batch through final norm, output matrix and loss."""
     t, b, s, h, _ = _sizes(model, layout)
-    size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
+    size, rows, columns = number_bytes(training), s * b, model.padded_vocab(layout) // t
     forward, backward = op_costs.linear(machine, rows, columns, h, size)
-    logits = op_costs.moved(
-        machine, 26.0 * rows * columns
-    )  # cast, maximum, exponential, sums: FP32
-    link = op_costs.ring(machine, t, 1)
-    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    # Cast, maximum, exponential, sums, in FP32.
+    logits = op_costs.moved(machine, 26.0 * rows * columns)
+    reduced = _tensor_all_reduce(model, layout, training, machine)
     added = op_costs.moved(machine, _accumulated(machine) * columns * h)
     return Pass(forward + logits + reduced, backward + logits + added)
 
@@ -177,21 +165,27 @@ def head_pass(model: ModelShape, layout: Layout, training: Training, machine: Ma
 def embedding_pass(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Pass:
     """Seconds of one micro-batch through the embedding: rows looked up, a dense gradient added."""
     t, b, s, h, _ = _sizes(model, layout)
-    size, rows, columns = _number(training), s * b, model.padded_vocab(layout) // t
+    size, rows, columns = number_bytes(training), s * b, model.padded_vocab(layout) // t
     looked = op_costs.moved(machine, 5.0 * size * rows * h)
-    link = op_costs.ring(machine, t, 1)
-    reduced = op_costs.all_reduce(link, t, float(size) * rows * h)
+    reduced = _tensor_all_reduce(model, layout, training, machine)
     added = op_costs.moved(machine, (_accumulated(machine) + 2 * size) * columns * h)
     return Pass(looked + reduced, looked + added)
 
 
+def _tensor_all_reduce(model, layout, training, machine) -> float:
+    """Seconds to sum one micro-batch's activation over the tensor group."""
+    link = op_costs.ring(machine, layout.tp, 1)
+    return op_costs.all_reduce(link, layout.tp, _activation_bytes(model, layout, training))
+
+
+def _activation_bytes(model, layout, training) -> float:
+    """Bytes of one micro-batch between two blocks."""
+    size = number_bytes(training)
+    return float(size) * model.seq_length * layout.micro_batch_size * model.hidden
+
+
 def _sizes(model, layout) -> tuple[int, int, int, int, int]:
     return layout.tp, layout.micro_batch_size, model.seq_length, model.hidden, model.ffn_hidden
-
-
-def _number(training: Training) -> int:
-    """Bytes of a number in forward and backward."""
-    return 2 if training.precision in HALF else 4
 
 
 def _accumulated(machine: Machine) -> float:
@@ -230,101 +224,41 @@ def stage_passes(
 def pipeline_time(
     model: ModelShape, layout: Layout, training: Training, machine: Machine
 ) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward, and the share an average stage waits."""
+    """Seconds from the first forward to the last backward, and the idle share of the stages."""
     passes = stage_passes(model, layout, training, machine)
-    count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
-    activation = float(_number(training)) * model.seq_length * model.hidden
-    activation *= layout.micro_batch_size
+    count = memory.micro_batches(layout, training)
     sent = 0.0
     if layout.pp > 1:
-        ranks = layout.tp * layout.dp
-        sent = op_costs.message(machine, ranks, activation, layout.tp)
+        activation = _activation_bytes(model, layout, training)
+        sent = op_costs.message(machine, layout.tp * layout.dp, activation, layout.tp)
     chunks = machine.software.virtual_stages
-    if chunks > 1:  # interleaved: a bubble 1/v as long, v times the messages, arXiv 2104.04473 2.2
+    if chunks > 1:
+        # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
+        # times the messages, arXiv 2104.04473 section 2.2.
         slot = max(p.total for p in passes)
         seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
     else:
-        seconds = makespan(layout.schedule, passes, sent, count)
+        seconds = makespan(layout.schedule, tuple(passes), sent, count)
     busy = count * sum(p.total for p in passes) / len(passes)
-    if machine.ranks_per_core > 1:  # a stage that waits leaves its core to those that do not
+    if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
-    return seconds, 1.0 - busy / seconds
-
-
-def makespan(name: str, passes: list[Pass], transfer: float, count: int) -> float:
-    """Seconds of the schedule `name` over `count` micro-batches: what `schedule.simulate` finds.
-
-    1F1B and GPipe, which planning asks for hundreds of times, have loops of their own that give
-    the same; and what was found is remembered, since ZeRO, say, changes nothing here.
-    """
-    if len(passes) == 1:
-        return count * passes[0].total
-    return _simulated(name, tuple(passes), transfer, count)
+    return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
 
 @lru_cache(maxsize=4096)
-def _simulated(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
-    loops = {"1f1b": _one_f_one_b, "gpipe": _all_then_all}
-    return loops.get(name, _by_schedule(name))(passes, transfer, count)
+def makespan(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
+    """Seconds of the schedule `name` with a stage on each rank and `count` micro-batches.
+
+    Cached, since layouts that differ in ZeRO alone, for example, ask for the same.
+    """
+    schedule = simulation.named(name, len(passes), count)
+    return schedule.makespan(action_seconds(passes), transfer)
 
 
-def _by_schedule(name: str):
-    """Any schedule, by simulating its object: exact, and slower."""
-
-    def simulate(passes: list[Pass], transfer: float, count: int) -> float:
-        seconds = {("F", s): each.forward for s, each in enumerate(passes)}
-        seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
-        return simulation.makespan(build(name, len(passes), count), seconds, transfer)
-
-    return simulate
-
-
-def _all_then_all(passes: tuple[Pass, ...], transfer: float, count: int) -> float:
-    """The end of GPipe's last backward: all forwards stage after stage, then all backwards."""
-    arrivals = [0.0] * count
-    ends = []
-    for one in passes:
-        clock = 0.0
-        for index in range(count):
-            clock = max(clock, arrivals[index]) + one.forward
-            arrivals[index] = clock + transfer
-        ends.append(clock)
-    arrivals, last = [0.0] * count, 0.0
-    for one, clock in zip(reversed(passes), reversed(ends)):
-        for index in range(count):
-            clock = max(clock, arrivals[index]) + one.backward
-            arrivals[index] = clock + transfer
-        last = max(last, clock)
-    return last
-
-
-def _one_f_one_b(passes: list[Pass], transfer: float, count: int) -> float:
-    """The end of 1F1B's last action, stage by stage as far as their inputs are there."""
-    pp = len(passes)
-    forwards, backwards = [[] for _ in passes], [[] for _ in passes]
-    clock = [0.0] * pp
-    left = 2 * count * pp
-    while left:
-        for s in range(pp):
-            ahead, mine, done = pp - 1 - s, forwards[s], backwards[s]
-            while True:
-                f, b = len(mine), len(done)
-                if f < count and f - b <= ahead:
-                    if s and len(forwards[s - 1]) <= f:
-                        break
-                    ready = forwards[s - 1][f] + transfer if s else 0.0
-                    clock[s] = max(clock[s], ready) + passes[s].forward
-                    mine.append(clock[s])
-                elif b < count:
-                    if s < pp - 1 and len(backwards[s + 1]) <= b:
-                        break
-                    ready = backwards[s + 1][b] + transfer if s < pp - 1 else 0.0
-                    clock[s] = max(clock[s], ready) + passes[s].backward
-                    done.append(clock[s])
-                else:
-                    break
-                left -= 1
-    return max(clock)
+def action_seconds(passes: Sequence[Pass]) -> dict[tuple[str, int], float]:
+    """The stages' seconds as `schedules.simulation` takes them: by kind of action and stage."""
+    forward = {("F", stage): one.forward for stage, one in enumerate(passes)}
+    return forward | {("B", stage): one.backward for stage, one in enumerate(passes)}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -337,13 +271,14 @@ def step_parts(
 ) -> dict[str, float]:
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
     software, t, dp = machine.software, layout.tp, layout.dp
-    held = max(stage.parameters for stage in memory.stages(model, layout, training, machine))
+    specs = stage_specs(model, layout)
+    held = max(memory.held_parameters(spec, model, layout) for spec in specs)
     link = op_costs.ring(machine, dp, t)
-    weight = _number(training)
+    weight = number_bytes(training)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
-    count = training.global_batch_size // (layout.micro_batch_size * dp)
-    if layout.zero >= 2:  # gradients of every micro-batch by themselves
+    count = memory.micro_batches(layout, training)
+    if layout.zero >= 2:  # the gradients of every micro-batch
         volume *= count
     if layout.zero == 3:  # and weights, once forward and once backward
         volume += 2 * weight * count

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: built, checked, simulated, drawn. No torch.
 
     schedule     actions, the named schedules, what makes one valid
-    simulation   when each action runs, and how much time is idle
+    simulation   when each action runs, how long it all takes, how much time is idle
     drawing      grids of characters, events of a Chrome trace
     partition    which blocks each stage holds
 

@@ -12,6 +12,7 @@ from config.model_stats import (
     block_flops,
     block_parameters,
     embedding_parameters,
+    hardware_flops,
     head_flops,
     head_parameters,
     parameters,
@@ -19,8 +20,8 @@ from config.model_stats import (
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
 
-# What one byte of memory traffic costs in FLOPs: on GPUs near an A100's 312 TFLOP/s over 2 TB/s,
-# on a CPU core some 80 GFLOP/s over 8 GB/s. It only weighs what moves bytes against GEMMs.
+# What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
+# on a CPU core about 80 GFLOP/s over 8 GB/s. It weighs what moves bytes against GEMMs.
 FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
@@ -34,7 +35,7 @@ class PartCosts:
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """What each part costs a stage, from FLOPs and from bytes moved by what is not a GEMM.
+    """Each part's time, from FLOPs and from the bytes moved by what is not a GEMM.
 
     Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
     backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
@@ -76,10 +77,10 @@ def stage_specs(
     """
     costs = costs or part_costs(model)
     whole = costs.embedding + model.layers * costs.block + costs.head
-    first, result = 0, []
+    per_block, first, result = block_parameters(model), 0, []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding, head = index == 0, index == layout.pp - 1
-        count = blocks * block_parameters(model)
+        count = blocks * per_block
         count += embedding_parameters(model) if embedding else 0
         count += head_parameters(model) if head else 0
         count += model.vocab_size * model.hidden if _holds_tied_copy(model, layout, head) else 0
@@ -111,31 +112,36 @@ def blocks_per_stage(
 
 
 def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
-    """Blocks per stage such that the slowest stage is as fast as can be; pp >= 2.
+    """Blocks per stage such that the slowest stage is as fast as possible; pp >= 2.
 
     Blocks are alike, so only the counts of the first and the last stage are free: every pair is
-    tried. Among equals the lighter heavier end wins, then the lighter ends together, since these
-    stages also hold the embedding's and the logits' memory.
+    tried. Of equally fast ones, the one whose slower end stage is fastest is taken, then the one
+    with the least time in both: these stages also hold the embedding's and the logits' memory.
     """
     return list(_balanced(layers, pp, costs))
 
 
 @lru_cache(maxsize=4096)
 def _balanced(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
-    """The search itself, remembered: a planner asks the same thing for every micro-batch."""
-
-    def judge(first: int, last: int) -> tuple[float, float, float]:
-        front = costs.embedding + first * costs.block
-        back = costs.head + last * costs.block
-        middle = -(-(layers - first - last) // (pp - 2)) * costs.block if pp > 2 else 0.0
-        return max(front, back, middle), max(front, back), front + back
-
+    """The search itself; cached, since layouts that differ in the micro-batch ask for the same."""
     if pp == 2:
         pairs = [(first, layers - first) for first in range(layers + 1)]
     else:
         most = -(-layers // (pp - 2))  # an end with more than a middle stage is never faster
         pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
-    first, last = min(pairs, key=lambda pair: judge(*pair))
+    front = [costs.embedding + blocks * costs.block for blocks in range(layers + 1)]
+    back = [costs.head + blocks * costs.block for blocks in range(layers + 1)]
+    middle = [-(-blocks // max(1, pp - 2)) * costs.block for blocks in range(layers + 1)]
+    *_, first, last = min(
+        (
+            max(front[f], back[b], middle[layers - f - b]),
+            max(front[f], back[b]),
+            front[f] + back[b],
+            f,
+            b,
+        )
+        for f, b in pairs
+    )
     rest = layers - first - last
     return (first, *(_spread(rest, pp - 2) if pp > 2 else []), last)
 
@@ -155,11 +161,16 @@ def _share_out(count: int, pp: int) -> list[int]:
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
 
 
-def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
-    """The stages as text, with their sums checked against the model's own counts.
+def executed_flops(
+    model: ModelShape, layout: Layout, samples: int, formula: str = "megatron-2025"
+) -> float:
+    """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
+    again = sum(layout.recomputed_blocks(spec.blocks) for spec in stage_specs(model, layout))
+    return hardware_flops(model, samples, layout.recompute, formula, again)
 
-    Raises ValueError if blocks or parameters do not add up: that would be a mistake in here.
-    """
+
+def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
+    """The stages as text. Raises ValueError if their sums are not the model's own counts."""
     lines = ["stage   holds                        blocks       parameters   share of time"]
     for s in rows:
         parts = ["embedding"] * s.embedding

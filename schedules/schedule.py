@@ -15,13 +15,17 @@ pipeline executes exactly these lists, and the planner prices the same object.
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 # A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
 NAMES = ("gpipe", "1f1b", "forward")
+# From an action's stage to the one that takes its result; of W nothing is sent.
+STEPS = {"F": 1, "B": -1, "W": 0}
 
 
 class ScheduleError(Exception):
@@ -140,40 +144,32 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     """
     kinds = ("FBW" if schedule.split else "FB") if backward else "F"
     for rank, actions in enumerate(schedule.ranks):
-        wanted = {
-            Action(kind, stage, m)
-            for kind in kinds
-            for stage in schedule.stages_on(rank)
-            for m in range(micro_batches)
-        }
+        wanted = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
         if len(actions) != len(wanted) or set(actions) != wanted:
-            raise ScheduleError(
-                f"rank {rank} does {_row(actions)}, not each of {_row(sorted(wanted))} once"
-            )
+            each = sorted(Action(*one) for one in wanted)
+            raise ScheduleError(f"rank {rank} does {_row(actions)}, not each of {_row(each)} once")
     _check_messages(schedule)
     dependency_order(schedule)
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
-    sent: dict[tuple[str, int, int], list[Action]] = {}
-    received: dict[tuple[str, int, int], list[Action]] = {}
+    sent, received = defaultdict(list), defaultdict(list)
+    rank_of, stages = schedule.rank_of, schedule.stages
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            step = {"F": 1, "B": -1}.get(action.kind)
-            if step and 0 <= action.stage + step < schedule.stages:
-                to = schedule.rank_of[action.stage + step]
-                sent.setdefault((action.kind, rank, to), []).append(action)
-            needed = schedule.input_of(action)
-            if needed is not None:
-                source = schedule.rank_of[needed.stage]
-                received.setdefault((action.kind, source, rank), []).append(needed)
+            kind, stage, m = action
+            step = STEPS[kind]
+            if step and 0 <= stage + step < stages:
+                sent[kind, rank, rank_of[stage + step]].append(action)
+            if step and 0 <= stage - step < stages:
+                received[kind, rank_of[stage - step], rank].append((kind, stage - step, m))
     for channel, actions in sent.items():
         kind, source, to = channel
-        if source != to and received.get(channel) != actions:
+        if source != to and received[channel] != actions:
             raise ScheduleError(
                 f"ranks {source} and {to} disagree on the order of {kind}: {_row(actions)} are "
-                f"sent and {_row(received.get(channel, ()))} received"
+                f"sent and {_row(Action(*one) for one in received[channel])} received"
             )
 
 
@@ -183,14 +179,15 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     Raises ScheduleError that names what each stuck rank waits at, if there is no such order.
     """
     order: list[tuple[int, Action]] = []
-    done: set[Action] = set()
+    done: set[tuple[str, int, int]] = set()
+    stages = schedule.stages
     position = [0] * len(schedule.ranks)
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
             place = position[rank]
-            while place < len(actions) and _can_run(schedule, actions[place], done):
+            while place < len(actions) and _can_run(*actions[place], stages, done):
                 done.add(actions[place])
                 order.append((rank, actions[place]))
                 place += 1
@@ -215,14 +212,12 @@ def _deadlock(schedule: Schedule, position: list[int]) -> str:
     return "\n".join([f"the schedule deadlocks: {', '.join(waiting)}", *rows])
 
 
-def _can_run(schedule: Schedule, action: Action, done: set[Action]) -> bool:
-    kind, stage, m = action
-    needed = schedule.input_of(action)
-    if needed is not None and needed not in done:
-        return False
+def _can_run(kind: str, stage: int, m: int, stages: int, done: set) -> bool:
+    if kind == "F":
+        return stage == 0 or ("F", stage - 1, m) in done
     if kind == "B":
-        return Action("F", stage, m) in done
-    return kind == "F" or Action("B", stage, m) in done
+        return ("F", stage, m) in done and (stage == stages - 1 or ("B", stage + 1, m) in done)
+    return ("B", stage, m) in done
 
 
 def _row(actions: Iterable[Action]) -> str:

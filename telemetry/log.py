@@ -44,12 +44,14 @@ class Log:
         parts: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
+        predicted_memory: list[dict[str, float]] | None = None,
     ):
         """`kernels`: what runs, by what it does, for the start-up lines and run.json.
 
-        before: every rank's vitals before anything was built.
+        before: every rank's vitals before anything was built; predicted_memory: bytes by part on
+        a rank of every stage, for the summary.
         """
-        self.before, self.everyone = before, before
+        self.before, self.everyone, self.predicted_memory = before, before, predicted_memory
         self.config, self.context, self.parts = config, context, parts
         self.writes = context.rank == 0
         self.total = config.total_steps  # a resumed run may have another last step
@@ -60,10 +62,7 @@ class Log:
         self.skipped = self.nan = 0
         # Of one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
-        again = sum(config.layout.recomputed_blocks(part.blocks) for part in parts)
-        executed = model_stats.hardware_flops(
-            config.model, 1, config.layout.recompute, FORMULA, again
-        )
+        executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
         self.hardware_flops = executed / context.size
         if not self.writes:
             return
@@ -302,7 +301,13 @@ class Log:
             "",
             self._layout_line(),
             partition.stage_table(self.parts, self.config.model),
-            memory_report.table(self.config, self.context.device.type, self.before, self.everyone),
+            memory_report.table(
+                self.config,
+                self.context.device.type,
+                self.before,
+                self.everyone,
+                self.predicted_memory,
+            ),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"

@@ -1,15 +1,14 @@
-"""Memory of a run's ranks, stage by stage: measured, and beside it what memory.py predicts.
+"""Memory of a run's ranks, stage by stage: measured, and beside it what was predicted.
 
 Measured is the most that tensors took on a GPU, or the most that was resident on a CPU, of the
-fullest rank of a stage. Predicted is the sum of memory.py's parts that follow from model and
-layout, the allocator's own waste and communication buffers left out:
+fullest rank of a stage. Predicted is the sum of what `planner.memory.of_run` gives, without the
+allocator's overhead and the communication buffers:
 
     GPU    weights + gradients + optimizer + activations + working
     CPU    the same, on top of what was resident before the model was built
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -18,10 +17,8 @@ import torch
 from config.messages import UserError
 from config.schema import Config, Layout, Run
 from distributed.context import Context
-from planner import hardware, memory
 from telemetry.step_stats import StepStats, ranks_of_stages
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "working")
 MEGABYTE = 1e6
 # Allocations that a snapshot holds, the last ones: about 100 MB of host memory.
 SNAPSHOT_ENTRIES = 100_000
@@ -34,37 +31,33 @@ def per_stage(everyone: list[StepStats], layout: Layout) -> tuple[list[int], lis
     return peaks, [int(max(rank.reserved for rank in stage)) for stage in stages]
 
 
-def predicted(config: Config) -> list[dict[str, float]]:
-    """The bytes that model and layout account for, by part, on a rank of every stage."""
-    # The formulas ask a machine for its allocator and its software alone: none, and Trine's.
-    machine = hardware.load("a100-80")
-    machine = dataclasses.replace(machine, software=hardware.Software(), activation_overhead=1.0)
-    wide = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas stop at fp32
-    batch = max(level.batch for level in config.batches.levels())
-    training = dataclasses.replace(config.training, global_batch_size=batch)
-    table = memory.stages(config.model, config.layout, training, machine)
-    return [{part: wide * getattr(stage, part) for part in PARTS} for stage in table]
+def table(
+    config: Config,
+    device: str,
+    before: list[StepStats],
+    after: list[StepStats],
+    predicted: list[dict[str, float]] | None = None,
+) -> str:
+    """Every stage's measured peak, beside its prediction if there is one, in MB.
 
-
-def table(config: Config, device: str, before: list[StepStats], after: list[StepStats]) -> str:
-    """Every stage's measured peak beside its prediction, in MB.
-
-    before, after: every rank's vitals before anything was built, and now.
+    before, after: every rank's step statistics before anything was built, and now; predicted:
+    bytes by part on a rank of every stage.
     """
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
-    begun = [0] * config.layout.pp if gpu else per_stage(before, config.layout)[1]
-    names = ("measured", *(("reserved",) if gpu else ()), "predicted", *PARTS)
-    names += () if gpu else ("before",)
-    lines = [
-        f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'}); predicted by "
-        f"memory.py: {' + '.join(names[names.index('predicted') + 1 :])}",
-        "stage" + "".join(f"{name:>12}" for name in names),
-    ]
-    for stage, parts in enumerate(predicted(config)):
-        total = sum(parts.values()) + begun[stage]
-        values = [peaks[stage], *([reserved[stage]] if gpu else []), total, *parts.values()]
-        values += [] if gpu else [begun[stage]]
+    columns = {"measured": peaks} | ({"reserved": reserved} if gpu else {})
+    head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
+    parts: dict[str, list[float]] = {}
+    if predicted:
+        parts = {part: [stage[part] for stage in predicted] for part in predicted[0]}
+    if not gpu:
+        parts["before"] = per_stage(before, config.layout)[1]
+    if predicted:
+        columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]
+        head += f"; predicted by memory.py: {' + '.join(parts)}"
+    columns |= parts
+    lines = [head, "stage" + "".join(f"{name:>12}" for name in columns)]
+    for stage, values in enumerate(zip(*columns.values(), strict=True)):
         lines.append(f"{stage:5}" + "".join(f"{value / MEGABYTE:12.1f}" for value in values))
     return "\n".join(lines)
 

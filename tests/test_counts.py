@@ -21,7 +21,7 @@ from config.model_stats import (
 from config.presets import preset
 from config.schema import Layout, ModelShape
 from config.validation import check
-from planner import published_rows as measured
+from planner import published_rows
 from schedules.partition import (
     PartCosts,
     balanced_partition,
@@ -65,14 +65,16 @@ def test_old_rates_leave_out_embeddings(layers, gpus, seconds, rate):
 
 def test_every_row_prints_the_tflops_of_its_formula():
     tested = 0
-    for row in measured.read(str(ROWS)):
+    for row in published_rows.read(str(ROWS)):
         if "invalid" in row["quality"] or not (row["sec_clean"] and row["tflops_clean"]):
             continue
         rate = float(row["tflops_clean"])
-        found = measured.tflops(row, float(row["sec_clean"]), int(row["gbs_clean"]), row["formula"])
-        slack = 0.0005 + measured._half_digit(row["tflops_clean"]) / rate
-        slack += measured._half_digit(row["sec_clean"]) / float(row["sec_clean"])
-        nominal = 0.002 if row["formula"] in measured.NOMINAL else 0.0
+        found = published_rows.tflops(
+            row, float(row["sec_clean"]), int(row["gbs_clean"]), row["formula"]
+        )
+        slack = 0.0005 + published_rows.rounding(row["tflops_clean"]) / rate
+        slack += published_rows.rounding(row["sec_clean"]) / float(row["sec_clean"])
+        nominal = 0.002 if row["formula"] in published_rows.NOMINAL else 0.0
         assert found == pytest.approx(rate, rel=slack + nominal), row["row_id"]
         tested += 1
     assert tested > 110

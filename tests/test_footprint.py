@@ -11,6 +11,7 @@ from config import model_stats, validation
 from config import schema as configuration
 from config.command_line import parse
 from config.messages import UserError
+from planner import memory
 from telemetry import memory_report
 from telemetry.step_stats import StepStats
 
@@ -35,7 +36,7 @@ def test_the_fullest_rank_of_every_stage():
 def test_the_parts_are_the_planners():
     """fp32: 4 + 4 bytes a parameter, and 8 of Adam's moments, over dp with ZeRO-1."""
     config = configure("--pp 2 --partition 2,2 --micro-batch-size 2 --pad-vocab-multiple 1", 4)
-    first, last = memory_report.predicted(config)
+    first, last = memory.of_run(config)
     held = 2 * model_stats.block_parameters(config.model) + model_stats.embedding_parameters(
         config.model
     )
@@ -43,11 +44,11 @@ def test_the_parts_are_the_planners():
     assert first["optimizer"] == 8 * held / 2
     assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two in flight against one
     assert last["working"] >= 10 * 2 * 32 * 512  # its logits
-    wide = memory_report.predicted(configure("--pp 2 --partition 2,2 --precision fp64", 4))
-    assert (
-        wide[0]["gradients"]
-        == 2 * memory_report.predicted(configure("--pp 2 --partition 2,2", 4))[0]["gradients"]
+    fp32, fp64 = (
+        memory.of_run(configure(f"--pp 2 --partition 2,2 --precision {precision}", 4))[0]
+        for precision in ("fp32", "fp64")
     )
+    assert fp64["gradients"] == 2 * fp32["gradients"] > 0
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -57,7 +58,7 @@ def test_states_take_what_is_predicted(optimizer, precision):
     config = configure(f"--optimizer {optimizer} --precision {precision}", 1)
     pieces = trainer.build(config)
     trainer.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
-    (parts,) = memory_report.predicted(config)
+    (parts,) = memory.of_run(config)
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)
     assert size([b.gradients for b in buckets]) == pytest.approx(parts["gradients"], rel=0.01)
@@ -80,16 +81,32 @@ def rule_bytes(rule) -> int:
 def test_the_table_adds_up():
     config = configure("--pp 2", 2)
     before, after = stats([80e6, 100e6]), stats([200e6, 300e6])
-    _, head, *lines = memory_report.table(config, "cpu", before, after).splitlines()
+    predicted = memory.of_run(config)
+    _, head, *lines = memory_report.table(config, "cpu", before, after, predicted).splitlines()
     for line, measured, begun in zip(lines, (200.0, 300.0), (40.0, 50.0)):
         row = dict(zip(head.split(), map(float, line.split())))
         assert (row["measured"], row["before"]) == (measured, begun)
-        parts = [*memory_report.PARTS, "before"]
+        parts = [*memory.OF_RUN, "before"]
         assert row["predicted"] == pytest.approx(sum(row[part] for part in parts), abs=0.3)
-    text = memory_report.table(config, "cuda", before, after)
+    text = memory_report.table(config, "cuda", before, after, predicted)
     assert "allocated" in text
     assert "before" not in text
     assert text.splitlines()[2].split()[:3] == ["0", "200.0", "100.0"]
+
+
+@pytest.mark.parametrize(
+    ("device", "head", "row"),
+    [
+        ("cpu", "stage measured before", "1 300.0 50.0"),
+        ("cuda", "stage measured reserved", "1 300.0 150.0"),
+    ],
+)
+def test_without_a_prediction_the_table_is_what_was_measured(device, head, row):
+    config = configure("--pp 2", 2)
+    text = memory_report.table(config, device, stats([80e6, 100e6]), stats([200e6, 300e6]))
+    title, *lines = text.splitlines()
+    assert "predicted" not in title
+    assert [" ".join(line.split()) for line in (lines[0], lines[2])] == [head, row]
 
 
 def test_a_snapshot_needs_a_gpu(tmp_path):

@@ -2,14 +2,16 @@
 
 import dataclasses
 
+import handmade_schedules as handmade
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.messages import UserError
+from config.model_stats import parameters
 from config.presets import preset
 from config.schema import Layout, ModelShape, Training
-from planner import hardware, memory, op_costs, step_time
+from planner import hardware, layouts, memory, op_costs, step_time
 from schedules import schedule, simulation
 
 A100 = hardware.load("a100-80")
@@ -144,33 +146,94 @@ def test_rings_take_the_right_link():
 # ------------------------------------------------------------------------------------------------
 
 
-def simulated(name, passes, transfer, count):
-    """The generic simulation of the schedule object."""
-    seconds = {("F", s): each.forward for s, each in enumerate(passes)}
-    seconds |= {("B", s): each.backward for s, each in enumerate(passes)}
-    return simulation.makespan(schedule.build(name, len(passes), count), seconds, transfer)
+def simulated(order: schedule.Schedule, seconds, transfer: float) -> float:
+    """The end of the last action, by definition."""
+    return max(row[-1].end for row in simulation.simulate(order, seconds, transfer))
 
 
-@settings(deadline=None, max_examples=100)
+@st.composite
+def durations(draw, stages: int) -> dict[tuple[str, int], float]:
+    """Seconds of every kind of action on every stage, from alike to far apart."""
+    seconds = st.floats(0.1, draw(st.sampled_from([0.1, 0.2, 5.0])))
+    return {(kind, stage): draw(seconds) for kind in "FBW" for stage in range(stages)}
+
+
+def rows(priced: simulation.NamedSchedule) -> list[list[tuple[str, int]]]:
+    """Kind and stage of every rank's actions, in order."""
+    found = [[] for _ in range(priced.ranks)]
+    for nodes, times in priced.parts:
+        for node in nodes * times:
+            found[node.rank].append((node.kind, node.stage))
+    return found
+
+
+@settings(deadline=None, max_examples=150)
 @given(
-    st.lists(st.tuples(st.floats(0.1, 3), st.floats(0.1, 5)), min_size=1, max_size=6),
+    st.data(),
+    st.sampled_from(schedule.NAMES),
+    st.integers(1, 8),
+    st.integers(1, 40),
     st.floats(0, 1),
-    st.integers(1, 24),
-    st.sampled_from(["1f1b", "gpipe"]),
 )
-def test_the_fast_pipeline_is_the_simulated_one(times, transfer, count, name):
-    passes = [step_time.Pass(*pair) for pair in times]
-    fast = step_time.makespan(name, passes, transfer, count)
-    assert fast == pytest.approx(simulated(name, passes, transfer, count), rel=1e-9)
+def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, transfer):
+    """The same actions, activations in flight and end, with micro-batches below and above ranks."""
+    order, priced = schedule.build(name, ranks, count), simulation.named(name, ranks, count)
+    assert rows(priced) == [[action[:2] for action in row] for row in order.ranks]
+    assert priced.peak == order.peak
+    seconds = data.draw(durations(ranks))
+    expected = simulated(order, seconds, transfer)
+    assert priced.makespan(seconds, transfer) == pytest.approx(expected, rel=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.data(),
+    st.sampled_from(["interleaved", "there and back", "1f1b"]),
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.booleans(),
+    st.floats(0, 1),
+)
+def test_the_makespan_of_any_schedule_is_the_simulated_end(
+    data, kind, ranks, count, split, transfer
+):
+    """Also of several stages a rank and of split backwards."""
+    if kind == "interleaved":
+        order = handmade.interleaved(ranks, 3, count)
+    elif kind == "there and back":
+        order = handmade.there_and_back(ranks, count)
+    else:
+        order = schedule.build(kind, ranks, count)
+    order = handmade.split(order, count) if split else order
+    seconds = data.draw(durations(order.stages))
+    expected = simulated(order, seconds, transfer)
+    found = simulation.makespan(order, seconds, transfer)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_wrong_entry_in_the_table_of_repeated_actions_is_found():
+    short, long = (schedule.build("1f1b", 3, count).ranks[0] for count in (3, 4))
+    assert [len(part) for part in simulation.sections(short, long, (2,))] == [4, 2, 2]
+    with pytest.raises(ValueError, match=r"repeats other actions than \(1,\)"):
+        simulation.sections(short, long, (1,))
+
+
+def test_a_step_is_priced_by_its_schedule():
+    """Stages of unequal seconds: step_time.makespan is the built schedule's simulation."""
+    passes = tuple(step_time.Pass(1 + 0.1 * s, 2 + 0.3 * s) for s in range(4))
+    seconds = step_time.action_seconds(passes)
+    for name in ("1f1b", "gpipe"):
+        expected = simulated(schedule.build(name, 4, 9), seconds, 0.25)
+        assert step_time.makespan(name, passes, 0.25, 9) == pytest.approx(expected, rel=1e-9)
 
 
 def test_equal_stages_take_m_plus_p_minus_1_slots():
-    passes = [step_time.Pass(1.0, 2.0)] * 8
+    passes = (step_time.Pass(1.0, 2.0),) * 8
     assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(507 * 3)
 
 
 def test_a_heavier_head_sets_the_pace():
-    passes = [step_time.Pass(1.0, 2.0)] * 7 + [step_time.Pass(1.5, 3.0)]
+    passes = (*[step_time.Pass(1.0, 2.0)] * 7, step_time.Pass(1.5, 3.0))
     assert step_time.makespan("1f1b", passes, 0.0, 500) == pytest.approx(500 * 4.5 + 7 * 3)
 
 
@@ -315,13 +378,38 @@ def test_seed_004_reads_22_and_18_gb():
     assert (14_533_837_200 + context + 2 * 31 * kept) / 1e9 == pytest.approx(18, abs=1)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe"]))
-def test_in_flight_is_the_schedules_peak(pp, count, name):
-    layout = Layout(pp=pp, schedule=name)
+def test_activations_are_those_that_the_schedule_holds(pp, count, name):
+    model = ModelShape(2 * pp, 256, 4)
+    layout = Layout(pp=pp, dp=1, schedule=name, partition="layers", recompute="full")
+    machine = dataclasses.replace(A100, activation_overhead=1.0)
+    table = memory.stages(model, layout, training(count), machine)
+    kept = 2 * memory.kept_bytes(model, layout, training(count), machine)
     peak = schedule.build(name, pp, count).peak
-    assert tuple(memory.in_flight(layout, s, count) for s in range(pp)) == peak
+    assert [stage.activations for stage in table] == [held * kept for held in peak]
 
 
+def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
+    model, layout = preset("gpt2-124m"), Layout(dp=8, micro_batch_size=2)
+    message = r"micro-batch-size\(2\) \* dp\(8\) = 16 is more than global-batch-size\(4\)"
+    for ask in (
+        step_time.predict,
+        step_time.pipeline_time,
+        step_time.step_parts,
+        memory.stages,
+        memory.fullest,
+        layouts.does_not_fit,
+    ):
+        with pytest.raises(UserError, match=message):
+            ask(model, layout, training(4), A100)
+    ranked, rejected = layouts.rank(model, training(4), A100, 8, {"tp": 1, "pp": 1})
+    assert ranked == []
+    reasons = {r.layout["micro_batch_size"]: r.reason for r in rejected}
+    assert "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(4)" in reasons[2]
+
+
+@settings(deadline=None)
 @given(
     st.integers(2, 40),
     st.integers(1, 12),
@@ -337,6 +425,7 @@ def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recom
     table = memory.stages(model, layout, training(16), A100)
     found = memory.fullest(model, layout, training(16), A100)
     assert found.total == max(stage.total for stage in table)
+    assert memory.least(model, layout, training(16), A100) <= found.total
 
 
 def test_held_parameters_are_the_models():
@@ -344,8 +433,6 @@ def test_held_parameters_are_the_models():
     layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
     table = memory.stages(model, layout, training(2048), A100)
     copies = model.vocab_size * model.hidden
-    from config.model_stats import parameters
-
     whole = parameters(model) + copies
     assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
 

@@ -16,15 +16,18 @@ import psutil
 import pytest
 import ranks
 
-import plan
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import published_cases
+
 import tune
 from config import command_line
 from config.messages import UserError
-from planner import hardware, published_rows
+from planner import hardware, published_rows, questions
 from tuner import charts, search_space, session, sweeps, trials
 from tuner.search import Search
 
-ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
 SMALL = "--zero 1 --schedule 1f1b --partition balanced --no-sequence-parallel"
@@ -316,8 +319,8 @@ def test_results_pass_the_planners_check(finished):
     out, stored = finished
     table = published_rows.read(str(out / "results.csv"))
     assert len(table) == len({t["key"] for t in stored})
-    assert plan.check(str(out / "results.csv")).data == []
-    case = published_rows.cases(table)[0]
+    assert questions.check(str(out / "results.csv")).data == []
+    case = published_cases.cases(table)[0]
     assert case.training.precision == "fp32"
     assert case.machine == "cpu"
     with open(out / "results.csv") as file:

@@ -1,0 +1,168 @@
+"""The published rows as questions for the planner: which machine, software and layout each had.
+
+    found = cases(published_rows.read("benchmarks/data/measured_rows.csv"))
+
+What the tables do not state is taken from their notes; benchmarks/data/README.md lists where the
+notes can be read in several ways. Rows that tune.py wrote need none of it.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from config.schema import Layout, ModelShape, Training
+from planner import hardware, published_rows
+from planner.published_rows import integer
+
+# Virtual stages that the source states elsewhere: (layers, pp) of Megatron's tables in
+# examples/sc21/run_table_1.sh and arXiv 2205.05198. The H100 table states none: 4 is assumed.
+VIRTUAL_STAGES = {(60, 4): 3, (80, 8): 2, (96, 8): 3, (96, 16): 2, (105, 35): 3}
+# Month and day of 2022 from which Jean Zay's A100 nodes were repaired, gradients were summed in
+# fp32, and CUDA_LAUNCH_BLOCKING=1 was needed.
+REPAIRED, FP32_GRADIENTS, BLOCKING = "02-25", "02-28", "02-20"
+
+# Why a row is further from its prediction than plan_accuracy.FAR.
+EXPLAINED = {
+    "001-L447": "an outlier of the measurement: batch 1568 took as long as 2048, which has 28 % "
+    "more slots; its neighbour at pp 12 scales as predicted",
+    "002-L032": "tp 2 inside a V100 node cost 1.3 ms per 8 MB all-reduce, 6 GB/s: through the "
+    "host, not over NVLink; seed 000, same nodes, months later, shows NVLink at tp 2 and 4",
+    "002-L048": "as 002-L032: the same slow tensor group; its memory is above that of tp 1 halved",
+    "001-L305": "printed as 65 GB at micro-batch 2, below 56 GB at 4: a typing error for 45",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row as a question for the planner, and the answer that was measured."""
+
+    id: str
+    section: str
+    model: ModelShape
+    layout: Layout
+    training: Training
+    machine: str
+    blocking: bool  # CUDA_LAUNCH_BLOCKING=1
+    virtual_stages: int
+    seconds: float | None
+    gigabytes: float | None
+    status: str
+    duplicate: bool
+    invalid: bool  # marked so where the rows were collected
+
+    @property
+    def source(self) -> str:
+        """The seed, or the table, that the row comes from."""
+        return self.id.split("-")[0]
+
+    def on(self, machine: hardware.Machine) -> hardware.Machine:
+        """The machine with this row's software settings."""
+        software = replace(machine.software, virtual_stages=self.virtual_stages)
+        if not self.blocking:
+            software = replace(software, host_per_block=0.0)
+        return replace(machine, software=software)
+
+
+def cases(rows: list[dict[str, str]], machine: str | None = None) -> list[Case]:
+    """The rows with a whole model, layout and batch; `machine` in place of the rows' own."""
+    usable = [row for row in rows if published_rows.describes_run(row) and _batch(row)]
+    return [_case(_corrected(row, usable), machine) for row in usable]
+
+
+def _corrected(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str]:
+    """The second of two rows with one configuration, with MBS 1 where the note says so."""
+    if "suggests the second is MBS=1" not in row["quality"]:
+        return row
+    twins = [r for r in rows if r["quality"] == row["quality"]]
+    return row if row is twins[0] else row | {"mbs": "1"}
+
+
+def _case(row: dict[str, str], machine: str | None) -> Case:
+    date = _date(row)
+    dp, micro = integer(row, "dp_clean", "dp"), integer(row, "mbs") or 1
+    tp, pp, layers = integer(row, "tp"), integer(row, "pp"), integer(row, "layers")
+    note = row["quality"] + " " + row["note"]
+    layout = Layout(
+        tp=tp,
+        pp=pp,
+        dp=dp or integer(row, "gpus") // (tp * pp),
+        micro_batch_size=micro,
+        recompute=published_rows.recomputation(row),
+        partition=row.get("partition") or _partition(layers, pp),
+        zero=min(1, int(row["zero_stage"] or 1)),
+        sequence_parallel=_sequence_parallel(row, tp),
+        schedule=row.get("schedule") or "1f1b",
+    )
+    megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
+    return Case(
+        id=row["row_id"],
+        section=row["section"],
+        model=published_rows.shape(row),
+        layout=layout,
+        training=_training(row),
+        machine=machine or _machine(row, date),
+        blocking="async=no" in note or ("async=yes" not in note and not "" < date < BLOCKING),
+        virtual_stages=_virtual_stages(layers, pp, row) if megatron else 1,
+        seconds=float(seconds) if seconds else None,
+        gigabytes=float(row["mem_gb"]) if row["mem_gb"] else None,
+        status=row["status"],
+        duplicate=bool(row["dup_of"]),
+        invalid="invalid" in row["quality"] or "do not use" in row["quality"],
+    )
+
+
+def _partition(layers: int, pp: int) -> str:
+    return "blocks" if layers % pp and (layers + 2) % pp == 0 else "layers"
+
+
+def _sequence_parallel(row: dict[str, str], tp: int) -> bool:
+    """As the row says; where it says nothing, what the source is known to have used."""
+    stated = row.get("sequence_parallel")
+    if stated:
+        return stated == "True"
+    return tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective")
+
+
+def _training(row: dict[str, str]) -> Training:
+    return Training(
+        global_batch_size=_batch(row),
+        precision=_precision(row),
+        optimizer="adamw8bit" if "8bit" in row["optimizer"] else "adamw",
+    )
+
+
+def _precision(row: dict[str, str]) -> str:
+    """As the row says, in fp16 if it says nothing."""
+    return next((p for p in ("bf16", "fp32", "fp64") if row["precision"].startswith(p)), "fp16")
+
+
+def _machine(row: dict[str, str], date: str) -> str:
+    """Which machine a row was measured on, from its GPU, section and date."""
+    gpu = row["gpu"]
+    if gpu.startswith("V100"):
+        return f"jean-zay-{gpu.lower()}"
+    megatron = "Megatron" in row["section"]
+    if megatron and gpu.startswith("H100"):
+        return "h100-megatron"
+    name = gpu.lower().removesuffix("gb")
+    if name != "a100-80":
+        return name if name in hardware.names() else name.split("-")[0]
+    if megatron:
+        return "selene-2022" if row["recompute"] == "selective" else "selene"
+    if "" < date < REPAIRED:
+        return "jean-zay-a100-unrepaired"
+    late = date == "" or date >= FP32_GRADIENTS
+    return "jean-zay-a100-bf16" if late and row["precision"] == "bf16" else "jean-zay-a100"
+
+
+def _virtual_stages(layers: int, pp: int, row: dict[str, str]) -> int:
+    return 4 if pp > 1 and "H100" in row["gpu"] else VIRTUAL_STAGES.get((layers, pp), 1)
+
+
+def _date(row: dict[str, str]) -> str:
+    """Month and day of a row of early 2022, or the empty string."""
+    found = re.search(r"\b(0[1-9]|1[0-2])-([0-3]\d)\b", row["note"] + " " + row["quality"])
+    return found.group(0) if found else ""
+
+
+def _batch(row: dict[str, str]) -> int | None:
+    return integer(row, "gbs_clean", "gbs")

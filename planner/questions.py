@@ -1,0 +1,378 @@
+"""The planner's questions: each takes a Question and gives an Answer, as text and as data.
+
+    question = Question(options, request.config, request.given, hardware.load("a100-80"))
+    print(ranked_layouts(question).text)
+
+QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; `check` and
+`constants` need none of them.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from argparse import Namespace
+from collections.abc import Callable, Collection
+from typing import Any
+
+from config import model_stats, schema, validation
+from config.messages import UserError
+from config.schema import Config
+from planner import hardware, layouts, memory, published_rows, step_time
+from schedules import drawing, partition, simulation
+from schedules.schedule import build
+
+BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
+BILLION, GIGA = 1e9, 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a question found: text for people, data for --json."""
+
+    text: str
+    data: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A question's arguments."""
+
+    options: Namespace  # the planner's own: nodes, gpus, top, rejected, tokens, size, trace
+    config: Config
+    given: Collection[str]  # options of `config` that a flag or the --config file gave
+    machine: hardware.Machine
+
+    @property
+    def gpus(self) -> int:
+        """--gpus, or --nodes full nodes."""
+        return self.options.gpus or (self.options.nodes or 1) * self.machine.node
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The layout options that were given."""
+        names = {field.name for field in dataclasses.fields(schema.Layout)}
+        return {name: getattr(self.config.layout, name) for name in names & set(self.given)}
+
+    def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
+        """All layouts on these GPUs that agree with what was given, and those that cannot run."""
+        run = self.config
+        return layouts.rank(run.model, run.training, self.machine, self.gpus, self.fixed)
+
+    def placed(self) -> Config:
+        """The configuration with dp filled in for the GPUs asked for; UserError if impossible."""
+        layout = self.config.layout
+        gpus = self.options.gpus or (self.options.nodes or 0) * self.machine.node
+        gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
+        return validation.check_any_length(self.config, gpus)
+
+
+def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
+    """Values of train.py's options for the question of that name, where nothing gave them."""
+    values: dict[str, Any] = {}
+    if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
+        if name in ("largest", "shapes"):
+            values["model"] = "gpt3-175b"
+        elif name in ("rampup", "timeline"):
+            values["model"] = "bloom-176b"
+    if "precision" not in given:
+        values["precision"] = "bf16"
+    if not {"global_batch_size", "batch_schedule"} & set(given):
+        values["global_batch_size"] = BATCH
+    return values
+
+
+def model(question: Question) -> Answer:
+    """Parameters, FLOPs and bytes of the model."""
+    shape, samples = question.config.model, question.config.training.global_batch_size
+    validation.check_shape(shape)
+    total = model_stats.parameters(shape)
+    data = {
+        "parameters": total,
+        "block": model_stats.block_parameters(shape),
+        "embedding": model_stats.embedding_parameters(shape),
+        "head": model_stats.head_parameters(shape),
+        "bytes_18": 18 * total,
+        "flops_per_step": {
+            name: {
+                "model": model_stats.model_flops(shape, samples, name),
+                "hardware_full_recompute": model_stats.hardware_flops(shape, samples, "full", name),
+            }
+            for name in model_stats.FORMULAS
+        },
+    }
+    lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
+    for name, count in (("block", shape.layers), ("embedding", 1), ("head", 1)):
+        lines.append(f"  {name:10} {count:4} x {data[name]:15,}")
+    lines.append(f"{18 * total / GIGA:,.0f} GB at 18 bytes per parameter, before activations")
+    lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
+    for name, flops in data["flops_per_step"].items():
+        lines.append(f"  {name:14} {flops['model']:22.4g} {flops['hardware_full_recompute']:13.4g}")
+    return Answer("\n".join(lines), data)
+
+
+# ------------------------------------------------------------------------------------------------
+# Layouts
+# ------------------------------------------------------------------------------------------------
+
+
+def ranked_layouts(question: Question) -> Answer:
+    """All layouts ranked, all rejected ones with their reason."""
+    training, machine, top = question.config.training, question.machine, question.options.top
+    ranked, rejected = question.rank()
+    data = {
+        "gpus": question.gpus,
+        "machine": machine.name,
+        "global_batch_size": training.global_batch_size,
+        "ranked": [
+            dataclasses.asdict(r.layout) | {"rampup": r.rampup} | r.prediction.as_dict()
+            for r in ranked
+        ],
+        "rejected": [r.layout | {"reason": r.reason} for r in rejected],
+    }
+    head = (
+        f"{len(ranked)} layouts fit on {question.gpus} GPUs of {machine.name}, "
+        f"global batch {training.global_batch_size}, {training.precision}"
+    )
+    lines = [head, _RANKED_HEAD, *map(_ranked_line, ranked[:top])]
+    lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
+    lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
+    lines += _warnings(ranked[0].prediction if ranked else None)
+    return Answer("\n".join(lines), data)
+
+
+_RANKED_HEAD = (
+    "   tp   pp    dp  mbs recompute   s/step   tokens/s    MFU  bubble  "
+    "GB first/max/last  free GB  ramp-up"
+)
+
+
+def _ranked_line(ranked: layouts.Ranked) -> str:
+    at, p = ranked.layout, ranked.prediction
+    held = [stage.total / GIGA for stage in p.memory]
+    return (
+        f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
+        f"{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
+        f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / GIGA:9.1f}  {ranked.rampup}"
+    )
+
+
+def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
+    if every:
+        return [
+            "  " + " ".join(f"{k}={v}" for k, v in r.layout.items()) + f": {r.reason}"
+            for r in rejected
+        ]
+    kinds: dict[str, list[layouts.Rejected]] = {}
+    for r in rejected:
+        kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r)
+    lines = [f"  {len(own):4}  {own[0].reason}" for own in kinds.values()]
+    return [*lines, "  (one example of each kind; --rejected shows all)"]
+
+
+def _warnings(prediction: step_time.Prediction | None) -> list[str]:
+    return [f"note: {text}" for text in prediction.warnings] if prediction else []
+
+
+def stages(question: Question) -> Answer:
+    """Blocks, parameters, time and memory per stage, and the times as bars."""
+    run = question.placed()
+    rows = partition.stage_specs(run.model, run.layout)
+    table = memory.stages(run.model, run.layout, run.training, question.machine)
+    fullest = max(table, key=lambda stage: stage.total).stage
+    lines = [partition.stage_table(rows, run.model), ""]
+    lines += [_memory_table(table, fullest, question.machine), "", "share of time"]
+    widest = max(row.share for row in rows)
+    for row in rows:
+        bar = "#" * round(50 * row.share / widest)
+        lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
+    data = {
+        "stages": [dataclasses.asdict(row) for row in rows],
+        "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in table],
+        "fullest": fullest,
+    }
+    return Answer("\n".join(lines), data)
+
+
+def _memory_table(table: list[memory.StageMemory], fullest: int, machine) -> str:
+    names = (*memory.OF_RUN, "buffers", "context")
+    head = "GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free"))
+    lines = [f"on {machine.name}", head]
+    for stage in table:
+        parts = [getattr(stage, name) for name in names]
+        parts += [stage.total, machine.memory - stage.total]
+        mark = "  <- fullest" * (stage.stage == fullest)
+        lines.append(f"stage {stage.stage:<4}" + "".join(f"{p / GIGA:12.1f}" for p in parts) + mark)
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------
+# How large, how few, how long, which shape
+# ------------------------------------------------------------------------------------------------
+
+
+def largest(question: Question) -> Answer:
+    """The largest model that trains on these GPUs."""
+    like, gpus = question.config.model, question.gpus
+    size, found, layout = layouts.largest(question.machine, gpus, question.config.training, like)
+    data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
+    data |= {"model": dataclasses.asdict(found), "layout": dataclasses.asdict(layout)}
+    text = (
+        f"{size / BILLION:.1f} B parameters on {gpus} x {question.machine.name}: "
+        f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads; {_leanest(layout)}"
+    )
+    return Answer(text, data)
+
+
+def smallest(question: Question) -> Answer:
+    """The fewest nodes that hold the model."""
+    run, machine = question.config, question.machine
+    nodes, layout = layouts.smallest(run.model, run.training, machine)
+    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": dataclasses.asdict(layout)}
+    return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
+
+
+def _leanest(layout: schema.Layout) -> str:
+    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
+    return f"{axes}, micro-batch 1, full recomputation"
+
+
+def days(question: Question) -> Answer:
+    """How long so many tokens take, on the fastest layout or the given one."""
+    tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
+    if not tokens:
+        raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
+    ranked, rejected = question.rank()
+    if not ranked:
+        reason = f": {rejected[0].reason}" if len(rejected) == 1 else ""
+        raise UserError(f"no layout fits on {where}{reason}")
+    best = ranked[0]
+    seconds = tokens / best.prediction.tokens_per_second
+    data = {"days": seconds / 86400, "tokens": tokens, "gpus": question.gpus}
+    data |= {"layout": dataclasses.asdict(best.layout), "seconds_per_step": best.prediction.seconds}
+    head = f"{seconds / 86400:.1f} days for {tokens:.3g} tokens on {where}, "
+    lines = [head + "without stops and ramp-up", _RANKED_HEAD, _ranked_line(best)]
+    return Answer("\n".join(lines + _warnings(best.prediction)), data)
+
+
+def shapes(question: Question) -> Answer:
+    """Layers x hidden x heads near a size that suit tiles, tp and pp."""
+    run, machine, size = question.config, question.machine, question.options.size
+    if not size:
+        raise UserError("how many parameters? give --size, such as --size 200e9")
+    found = layouts.shapes(size, run.model, run.layout, run.training, machine)
+    data = [
+        dataclasses.asdict(s.model)
+        | {"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages}
+        for s in found
+    ]
+    lines = [
+        f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
+        "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
+    ]
+    for s in found[: question.options.top]:
+        m = s.model
+        lines.append(
+            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{s.ratio:7.0f}"
+            f"{s.parameters / BILLION:10.1f}{s.efficiency:9.1%}   {' '.join(map(str, s.stages))}"
+        )
+    return Answer("\n".join(lines), data)
+
+
+def rampup(question: Question) -> Answer:
+    """Every batch of a ramp-up: when, how long, on how many nodes, with which micro-batches."""
+    run, node = question.config, question.machine.node
+    levels = schema.batch_schedule(run.training, run.model.seq_length).levels()
+    if len(levels) == 1:
+        raise UserError(
+            "which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as "
+            "192 16 9765625, or --batch-schedule TOKENS:SIZE ..., such as 0:192 5B:1024"
+        )
+    replica = run.layout.tp * run.layout.pp
+    most = -(-(question.options.gpus or 0) // node) or question.options.nodes
+    most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
+    table = [(level, layouts.allowed(run.layout, level.batch, node, most)) for level in levels]
+    divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch
+    everywhere = layouts.allowed(run.layout, divisor, node, most)
+    lines = [
+        f"on 1 to {most} nodes of {node} {question.machine.name}, {replica} GPUs a replica; "
+        f"nodes: micro-batch sizes",
+        f"every batch runs on {_allowed_text(everywhere) or 'no number of nodes'}",
+        " batch  first step    consumed   steps   runs on",
+    ]
+    for level, every in table:
+        steps = "" if level.steps is None else level.steps
+        line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}   "
+        lines.append(line + (_allowed_text(every) or "no number of nodes"))
+    data = {
+        "levels": [
+            dataclasses.asdict(level) | {"allowed": [dataclasses.asdict(one) for one in every]}
+            for level, every in table
+        ],
+        "every": [dataclasses.asdict(one) for one in everywhere],
+    }
+    return Answer("\n".join(lines), data)
+
+
+def _allowed_text(every: list[layouts.Allowed]) -> str:
+    return "; ".join(f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every)
+
+
+def timeline(question: Question) -> Answer:
+    """The schedule as a picture, and as a Chrome trace of predicted seconds."""
+    run, path = question.placed(), question.options.trace
+    passes = step_time.stage_passes(run.model, run.layout, run.training, question.machine)
+    count = run.micro_batches(run.batches.levels()[-1].batch)
+    count = min(count, 4 * run.layout.pp)
+    order = build(run.layout.schedule, run.layout.pp, count)
+    picture = drawing.draw(simulation.simulate(order))
+    slots = simulation.simulate(order, step_time.action_seconds(passes))
+    events = [
+        drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
+        for stage, row in enumerate(slots)
+        for slot in row
+    ]
+    bubble = simulation.bubble(slots)
+    lines = [picture, f"bubble {bubble:.1%} with {count} micro-batches"]
+    if path:
+        _write(path, json.dumps(drawing.trace(events)))
+        lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")
+    return Answer("\n".join(lines), drawing.trace(events) | {"bubble": bubble})
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def check(path: str) -> Answer:
+    """Rows of a CSV file that contradict themselves or each other."""
+    found = published_rows.check(published_rows.read(path))
+    lines = [f"{f.row_id:10} {f.kind:9} {f.text}" for f in found]
+    lines.append(f"{len(found)} findings in {len({f.row_id for f in found})} rows")
+    return Answer("\n".join(lines), [dataclasses.asdict(f) for f in found])
+
+
+def constants() -> Answer:
+    """Every fitted constant with its value, meaning and rows."""
+    found = hardware.constants()
+    lines = []
+    for c in found:
+        lines += [f"{c.name} = {c.value:g} {c.unit}", f"    {c.meaning}; fitted on {c.fitted_on}"]
+    return Answer("\n".join(lines), [dataclasses.asdict(c) for c in found])
+
+
+QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
+    "model": (model, "parameters, FLOPs and bytes of a model"),
+    "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
+    "stages": (stages, "blocks, parameters, time and memory per stage"),
+    "largest": (largest, "the largest model that trains on some GPUs"),
+    "smallest": (smallest, "the fewest nodes that hold a model"),
+    "days": (days, "how long training takes"),
+    "shapes": (shapes, "layers x hidden x heads of a size that suit tiles, tp and pp"),
+    "rampup": (rampup, "a batch-size ramp-up, checked before step 1"),
+    "timeline": (timeline, "the schedule as a picture and a Chrome trace"),
+}
