@@ -1,34 +1,317 @@
-"""The house as the README draws it: every module once, and imports only point down the list."""
+"""DESIGN.md's plan of the house: rooms, the arrows between them, sizes, and what stays outside.
+
+A room is a Python file of the root or a wing: a folder of modules. Everything is read from the
+source by `ast`: imports inside of functions and under TYPE_CHECKING are arrows too.
+"""
 
 import ast
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
+import pytest
 from ranks import ROOT
 
+# From the top to the bottom: a room imports only from rows below its own.
+ROWS = (
+    ("train",),
+    ("tune",),
+    ("tuner",),
+    ("rehearse",),
+    ("emulator",),
+    ("plan",),
+    ("planner",),
+    ("supervise",),
+    ("checkpoint", "sample"),
+    ("trainer",),
+    ("telemetry",),
+    ("checkpointing",),
+    ("pipeline",),
+    ("zero",),
+    ("optim",),
+    ("model",),
+    ("parallel",),
+    ("data",),
+    ("corpora",),
+    ("distributed",),
+    ("schedules",),
+    ("watchdog",),
+    ("config",),
+)
+ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
+ENTRIES = {"train", "tune", "rehearse", "plan", "supervise", "checkpoint", "sample"}
+ENGINE = ("train", "trainer", "model", "parallel", "pipeline", "zero", "data")
+WITHOUT_TORCH = ("config", "schedules", "planner", "watchdog", "tuner")
+READ_THE_ENVIRONMENT = {"distributed", "config"}
+OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them
+APART = {"test_all"}  # a file of the root that is no room
+LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
-def listed() -> list[str]:
-    """Modules in the order of the README's table."""
-    text = (ROOT / "README.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| [")]
-    return [name for row in rows for name in re.findall(r"\[(\w+)\.py\]", row)]
+MOST_ROOT_FILES = 14
+MOST_LINES = 13_300  # outside of OUTSIDE
+MOST_ENGINE_LINES = 2_800
+MOST_FILE_LINES = 450
+MOST_FUNCTION_LINES = 60
+MOST_ROOMS_OF_TRAINER = 12
 
 
-def imported(module: str) -> set[str]:
-    """What a module imports, inside of functions too."""
-    found = set()
-    for node in ast.walk(ast.parse((ROOT / f"{module}.py").read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(node.module)
+def wings() -> list[str]:
+    """Folders of Python modules, by name."""
+    folders = {path.parent.name for path in ROOT.glob("*/*.py")}
+    return sorted(name for name in folders if name not in OUTSIDE and not name.startswith("."))
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Every module of the rooms by its name: `zero`, `optim.buckets`; without __init__."""
+    found = {path.stem: path for path in sorted(ROOT.glob("*.py")) if path.stem not in APART}
+    for wing in wings():
+        paths = sorted((ROOT / wing).glob("*.py"))
+        found |= {f"{wing}.{path.stem}": path for path in paths if path.stem != "__init__"}
     return found
 
 
-def test_every_module_is_listed_once():
-    assert sorted(listed()) == sorted(path.stem for path in ROOT.glob("*.py"))
+def outside_files() -> list[Path]:
+    return [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))]
 
 
-def test_imports_point_down_the_list():
-    order = listed()
-    for place, module in enumerate(order):
-        assert not imported(module) & set(order[:place]), module
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imports(path: Path) -> Iterator[tuple[str, str | None]]:
+    """Every import of a file, wherever it stands: a module, and the name taken from it if any."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The modules of the rooms that a file imports."""
+    found = set()
+    for module, name in imports(path):
+        candidates = (module, f"{module}.{name}")
+        found |= {candidate for candidate in candidates if candidate in files()}
+    return found
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+# ------------------------------------------------------------------------------------------------
+# Rooms
+# ------------------------------------------------------------------------------------------------
+
+
+def test_every_room_has_a_row():
+    assert {room_of(module) for module in files()} <= set(ROW_OF)
+
+
+def test_the_root_is_small():
+    found = sorted(path.name for path in ROOT.glob("*.py") if path.stem not in APART)
+    assert len(found) <= MOST_ROOT_FILES, found
+
+
+@pytest.mark.parametrize("wing", wings())
+def test_a_wings_init_is_a_docstring_that_names_its_modules(wing):
+    source = ROOT / wing / "__init__.py"
+    docstring = ast.get_docstring(tree(source))
+    assert docstring
+    assert len(tree(source).body) == 1, "a docstring and no code"
+    modules = [module.partition(".")[2] for module in files() if room_of(module) == wing]
+    assert modules
+    assert [name for name in modules if not re.search(rf"\b{name}\b", docstring)] == []
+
+
+def test_the_readme_names_every_room():
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("|")]
+    first_cells = " ".join(row.split("|")[1] for row in rows)
+    rooms = {room_of(module) for module in files()}
+    forms = {room: f"{room}.py" if room in files() else f"{room}/" for room in rooms}
+    assert sorted(form for form in forms.values() if form not in first_cells) == []
+
+
+# ------------------------------------------------------------------------------------------------
+# Arrows
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", files())
+def test_imports_point_down(module):
+    own = room_of(module)
+    rooms = {room_of(other) for other in imported_modules(files()[module])} - {own}
+    assert sorted(room for room in rooms if ROW_OF[room] <= ROW_OF[own]) == []
+    assert sorted(rooms & ENTRIES) == [], "an entry is started as a process, not imported"
+
+
+@pytest.mark.parametrize("module", files())
+def test_no_room_imports_what_is_outside(module):
+    outside = {*OUTSIDE, *APART, *(path.stem for path in outside_files())} - set(ROW_OF)
+    assert sorted({room_of(name) for name, _ in imports(files()[module])} & outside) == []
+
+
+def test_files_import_in_no_circle():
+    arrows = {module: imported_modules(path) for module, path in files().items()}
+    while bare := [module for module, others in arrows.items() if not others & set(arrows)]:
+        for module in bare:
+            del arrows[module]
+    assert sorted(arrows) == [], "each of these imports another of them, or is imported by two"
+
+
+@pytest.mark.parametrize("path", [*files().values(), *outside_files()], ids=name_of)
+def test_a_wing_is_entered_through_its_modules(path):
+    """`from planner import hardware` or `from planner.hardware import load`; nothing else."""
+    wrong = []
+    for module, name in imports(path):
+        if room_of(module) in wings() and module not in files():
+            if name is None or f"{module}.{name}" not in files():
+                wrong.append((module, name))
+        elif module.startswith("."):
+            wrong.append((module, name))
+    assert wrong == []
+
+
+def private_names(path: Path) -> set[str]:
+    """Underscore names of other modules of the rooms: imported, or taken as an attribute."""
+    bound = {}
+    found = set()
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in files():
+                    bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                elif node.module in files() and alias.name.startswith("_"):
+                    found.add(f"{node.module}.{alias.name}")
+        elif isinstance(node, ast.Import):
+            bound |= {a.asname or a.name: a.name for a in node.names if a.name in files()}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            owner = ast.unparse(node.value)
+            if owner in bound and not node.attr.startswith("__"):
+                found.add(f"{bound[owner]}.{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*files().values(), *(p for p in outside_files() if p.parent.name != "tests")],
+    ids=name_of,
+)
+def test_nobody_uses_anothers_private_names(path):
+    assert sorted(private_names(path)) == []
+
+
+def test_the_trainer_imports_few_rooms():
+    rooms = {room_of(module) for module in imported_modules(files()["trainer"])}
+    assert len(rooms) <= MOST_ROOMS_OF_TRAINER, sorted(rooms)
+
+
+@pytest.mark.parametrize("wing", WITHOUT_TORCH)
+def test_rooms_without_torch(wing):
+    """Transitively: imported into a fresh Python, no module of the wing brings torch along."""
+    modules = [module for module in files() if room_of(module) == wing]
+    program = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+# ------------------------------------------------------------------------------------------------
+# Sizes
+# ------------------------------------------------------------------------------------------------
+
+
+def functions(node: ast.AST, name: str) -> Iterator[tuple[str, int]]:
+    """Every function below a node, by its full name, and its lines."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{name}.{child.name}", child.end_lineno - child.lineno + 1
+        inner = f"{name}.{child.name}" if hasattr(child, "name") and child.name else name
+        yield from functions(child, inner)
+
+
+def test_files_are_short():
+    inits = [ROOT / wing / "__init__.py" for wing in wings()]
+    sizes = {name_of(path): lines_of(path) for path in [*files().values(), *inits]}
+    assert {name: size for name, size in sizes.items() if size > MOST_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    sizes = {}
+    for module, path in files().items():
+        sizes |= dict(functions(tree(path), module))
+    long = {name for name, size in sizes.items() if size > MOST_FUNCTION_LINES}
+    assert len(LONG_FUNCTIONS) <= 2
+    assert long == LONG_FUNCTIONS
+
+
+def test_the_engine_reads_in_an_afternoon():
+    sizes = {room: lines_of(files()[room]) for room in ENGINE}
+    assert sum(sizes.values()) <= MOST_ENGINE_LINES, sizes
+
+
+def test_the_whole_stays_within_its_lines():
+    paths = [*ROOT.glob("*.py"), *(path for wing in wings() for path in (ROOT / wing).glob("*.py"))]
+    assert sum(map(lines_of, paths)) <= MOST_LINES
+
+
+# ------------------------------------------------------------------------------------------------
+# State that nobody passed
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", files())
+def test_no_hidden_state(module):
+    """No `global` statement; environment variables in distributed/ and config/ only."""
+    found = []
+    for node in ast.walk(tree(files()[module])):
+        if isinstance(node, ast.Global):
+            found.append(f"{node.lineno}: global {', '.join(node.names)}")
+        if room_of(module) in READ_THE_ENVIRONMENT:
+            continue
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if text in ("os.environ", "os.getenv", "os.putenv"):
+            found.append(f"{node.lineno}: {text}")
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            found += [f"{node.lineno}: {a.name}" for a in node.names if "env" in a.name]
+    assert found == []
+
+
+# ------------------------------------------------------------------------------------------------
+# These tests see what they look for
+# ------------------------------------------------------------------------------------------------
+
+
+def test_imports_are_found_wherever_they_stand(tmp_path):
+    path = tmp_path / "sample_module.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from planner import hardware\n"
+        "def f():\n    from optim.buckets import _hidden\n    import config.schema as s\n"
+        "    return hardware._load, s._options, s.__name__\n"
+    )
+    assert imported_modules(path) == {"planner.hardware", "optim.buckets", "config.schema"}
+    expected = {"optim.buckets._hidden", "planner.hardware._load", "config.schema._options"}
+    assert private_names(path) == expected
+
+
+def test_functions_are_found_wherever_they_stand():
+    source = (
+        "class A:\n    def f(self):\n        def g():\n            pass\nif 1:\n    def h(): 0\n"
+    )
+    found = dict(functions(ast.parse(source), "m"))
+    assert found == {"m.A.f": 3, "m.A.f.g": 2, "m.h": 1}
