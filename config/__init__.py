@@ -2,9 +2,9 @@
 
 schema          the dataclasses of all options, and the axes of the mesh of ranks
 command_line    flags and TOML to a `Config`, with what was given
-validation      every check across options; both sides of a mistake with their numbers
+validation      every check across options; an error shows both sides with their numbers
 presets         models by name
-batch_schedule  samples per step, ramp-ups, samples that are passed over
+batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
-messages        `UserError`, and how a mistake is told
+messages        `UserError`, the parser and the version of every program
 """

@@ -1,12 +1,12 @@
-"""How many samples each step takes, and which are passed over. Pure arithmetic.
+"""How many samples each step takes, and which steps are skipped. Pure arithmetic.
 
     schedule = ramp(192, 16, 9_765_625, 2048)
-    schedule.batch(consumed)        of the step that begins when so many samples are consumed
+    schedule.batch(consumed)        size of the step that begins after `consumed` samples
     schedule.levels()               each size: when it begins, and for how many steps
-    touches(ranges, consumed, batch)        whether that step is passed over
+    touches(ranges, consumed, batch)        whether that step is skipped
 
-Both follow from the samples consumed and from nothing else, so a run that is resumed, under
-whatever layout, goes on as if it had never stopped.
+Both depend on the number of consumed samples only, so a resumed run, under any layout, continues
+as if it had not been interrupted.
 """
 
 import bisect
@@ -19,7 +19,7 @@ SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Level:
-    """Steps of one batch size: the steps and the samples before them, and how many they are."""
+    """Consecutive steps of one batch size: the steps and samples before them, and their number."""
 
     batch: int
     first_step: int
@@ -29,7 +29,7 @@ class Level:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size at any time of a run.
+    """The global batch size as a function of the consumed samples.
 
     starts: (consumed samples, batch size from there on), ascending, the first at 0.
     """
@@ -37,12 +37,12 @@ class BatchSchedule:
     starts: tuple[tuple[int, int], ...]
 
     def batch(self, consumed: int) -> int:
-        """Samples in the step that begins when `consumed` samples have been."""
+        """Samples in the step that begins after `consumed` samples."""
         place = bisect.bisect_right(self.starts, consumed, key=lambda start: start[0])
         return self.starts[place - 1][1]
 
     def levels(self, consumed: int = 0) -> list[Level]:
-        """The sizes that are run, from `consumed` samples on; a step is never cut short."""
+        """The sizes in use from `consumed` samples on; a new size begins with a whole step."""
         levels, step = [], 0
         for (_, batch), (end, _) in pairwise(self.starts):
             steps = -((consumed - end) // batch)  # rounded up
@@ -52,19 +52,19 @@ class BatchSchedule:
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
     def consumed(self, steps: int) -> int:
-        """Samples consumed when so many steps are done."""
+        """Samples consumed after so many steps."""
         level = [level for level in self.levels() if level.first_step <= steps][-1]
         return level.consumed + (steps - level.first_step) * level.batch
 
     def steps(self, samples: int, consumed: int = 0) -> int:
-        """Steps from `consumed` on that `samples` allow: whole batches only."""
+        """Whole batches between `consumed` samples and `samples` samples."""
         if samples < consumed:
             return 0
         level = [level for level in self.levels(consumed) if level.consumed <= samples][-1]
         return level.first_step + (samples - level.consumed) // level.batch
 
     def rounded(self, divisor: int) -> "BatchSchedule":
-        """With every size rounded down to a multiple of `divisor`, which none must be below."""
+        """Every size rounded down to a multiple of `divisor`, which no size may be below."""
         return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
 
 
@@ -77,7 +77,7 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
     """Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
 
     At `consumed` samples the size is START + int(consumed / (SAMPLES / n)) * INCREMENT, where n is
-    the number of increments, and the target after SAMPLES. ValueError if it does not get there.
+    the number of increments, and the target after SAMPLES. ValueError if the increments miss it.
     """
     if min(start, increment, samples) < 1 or target <= start or (target - start) % increment:
         raise ValueError(
@@ -85,7 +85,7 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
             f"global-batch-size({target})"
         )
     count = (target - start) // increment
-    per_level = samples / count  # a float, with its rounding, as there
+    per_level = samples / count  # a float, rounded as in Megatron
     starts = [(0, start)]
     for i in range(1, count + 1):
         first = math.ceil(i * per_level) - 1
@@ -96,16 +96,16 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
 
 
 def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
-    """The schedule of `0:192 5B:1024 ...`: TOKENS:SIZE, the size once so many tokens are consumed.
+    """The schedule of `0:192 5B:1024 ...`: TOKENS:SIZE, the size after so many consumed tokens.
 
-    Tokens are rounded down to whole samples. ValueError if the words are no such schedule.
+    Tokens are rounded down to whole samples. ValueError if the words are not such a schedule.
     """
     return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
 
 
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     """Tokens and sizes of `0:192 5B:1024 ...`; K, M, B and T are powers of a thousand."""
-    said = " ".join(map(str, words))
+    text = " ".join(map(str, words))
     steps = []
     for word in words:
         tokens, _, size = str(word).partition(":")
@@ -114,15 +114,15 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
             raise ValueError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
         steps.append((number, int(size)))
     if steps[0][0] != 0:
-        raise ValueError(f"--batch-schedule {said}: the first size is for 0 tokens, as in 0:192")
+        raise ValueError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")
     for (before, _), (after, _) in pairwise(steps):
         if after <= before:
-            raise ValueError(f"--batch-schedule {said}: {after} tokens do not come after {before}")
+            raise ValueError(f"--batch-schedule {text}: {after} tokens do not come after {before}")
     return steps
 
 
 def _tokens(text: str) -> int | None:
-    """5B as 5000000000; None if it is not a number of tokens."""
+    """5B as 5000000000; None if the text is not a number of tokens."""
     factor = SUFFIXES.get(text[-1:].upper(), 1)
     digits = text if factor == 1 else text[:-1]
     try:
@@ -133,7 +133,7 @@ def _tokens(text: str) -> int | None:
 
 
 def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
-    """Without sizes that begin where the next one does, or that are the one before."""
+    """A schedule without sizes that begin where the next one does or repeat the one before."""
     kept: list[tuple[int, int]] = []
     for start, batch in starts:
         if kept and kept[-1][0] == start:
@@ -144,7 +144,7 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
 
 
 # ------------------------------------------------------------------------------------------------
-# Samples that are passed over
+# Samples that are skipped
 # ------------------------------------------------------------------------------------------------
 
 

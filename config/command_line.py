@@ -1,8 +1,9 @@
-"""The command line and the TOML file, made from the dataclasses of config.py.
+"""The command line and the TOML file, made from the dataclasses of config/schema.py.
 
-    config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags win over --config file.toml
+    config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
-Types, choices and minima are checked here; what depends on several options is checks.py's.
+Types, choices and minima are checked here; config/validation.py checks what depends on several
+options.
 """
 
 import argparse
@@ -28,7 +29,7 @@ class Request:
 
 
 def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
-    """The configuration that `arguments` and the file named by --config ask for, not yet checked.
+    """The configuration of `arguments` and of the file named by --config, not yet validated.
 
     Raises UserError on an unknown flag, key, preset or value; `--help` prints and exits 0.
     """
@@ -40,10 +41,10 @@ def parse_request(
     description: str = "Train a GPT.",
     defaults: Callable[[Collection[str]], dict[str, Any]] = lambda given: {},
 ) -> Request:
-    """As `parse`, with what was given, by flag or by file; flags win over the file.
+    """As `parse`, with the names of what was given; flags override the file.
 
-    `defaults` of what was given: a program's own values for options that neither flag nor file
-    gives; nothing that was given is overridden.
+    defaults: a program's own values for options that neither a flag nor the file gives, as a
+    function of the names that were given; what was given is never overridden.
     """
     flags, unknown = _parser(description).parse_known_args(arguments)
     values = vars(flags)
@@ -69,8 +70,8 @@ def build(values: dict[str, Any]) -> Config:
     return Config(**groups)
 
 
-def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
-    """A preset with some fields changed: what was derived from a changed field is derived anew."""
+def _reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
+    """A preset with some fields changed; fields that are derived from these are derived again."""
     derived = {}
     if base.kv_heads == base.heads:
         derived["kv_heads"] = None
@@ -122,7 +123,7 @@ def _add_flag(section, f: dataclasses.Field) -> None:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    """Flat option values of a TOML file; tables such as [layout] are there only for the reader."""
+    """Flat option values of a TOML file; tables such as [layout] only group keys for the reader."""
     try:
         with open(path, "rb") as file:
             tree = tomllib.load(file)
@@ -142,7 +143,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
-    """Type, choices and minimum of one option, whichever way it came."""
+    """Check type, choices and minimum of one option, from a flag or from the file."""
     meta, flag = f.metadata, "--" + name.replace("_", "-")
     kind = meta["type"]
     if not isinstance(value, (int, float) if kind is float else kind):

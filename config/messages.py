@@ -1,7 +1,7 @@
-"""How a mistake of the user is told: one sentence, exit status 2, never a traceback.
+"""Errors in what the user gave: one sentence, exit status 2, never a traceback.
 
-Everything that reads what a person gave (flags, files, data) raises `UserError`; the entry points
-print it with `exit_with`.
+Everything that reads input of the user (flags, files, data) raises `UserError`; the entry points
+print it with `exit_with`. Every program reads its command line with `Parser`, which has --version.
 """
 
 import argparse
@@ -11,13 +11,22 @@ import time
 from collections.abc import Iterable
 from typing import NoReturn
 
+VERSION = "0.3.0"  # as in pyproject.toml
+
 
 class UserError(Exception):
-    """A mistake the user can mend: shown as one sentence, exit status 2, never a traceback."""
+    """An error that the user can correct; its message is one sentence."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are UserErrors: one sentence, as everywhere."""
+    """A parser that raises UserError and, unless it is part of another, knows --version."""
+
+    def __init__(self, *arguments, add_help: bool = True, **options):
+        super().__init__(*arguments, add_help=add_help, **options)
+        if add_help:
+            version = f"trine {VERSION}"
+            text = "print the version and exit"
+            self.add_argument("--version", action="version", version=version, help=text)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
@@ -25,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def as_user_error(make, *arguments):
-    """What `make` returns; its ValueError, which is a sentence about options, as a UserError."""
+    """Call `make`; turn its ValueError, whose message is about options, into a UserError."""
     try:
         return make(*arguments)
     except ValueError as error:
@@ -33,13 +42,13 @@ def as_user_error(make, *arguments):
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """`; did you mean ...?` with the known name that is most alike, or nothing."""
+    """`; did you mean ...?` with the known name that is most similar, or an empty string."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
-    """Whole numbers as 0-3,8: how Slurm and taskset write them. between: one that reads better."""
+    """Whole numbers as 0-3,8, as Slurm and taskset write them; `between` separates the ranges."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:
@@ -49,14 +58,14 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
     return between.join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def exit_with(error: UserError, speak: bool = True, patience: float = 1.0) -> NoReturn:
-    """Print the sentence, if this is the rank that speaks, and leave with status 2.
+def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
+    """Exit with status 2; one rank prints the message.
 
-    A launcher ends the whole job when one rank leaves with an error, so the silent ranks wait
-    `patience` seconds for the one that speaks.
+    A launcher ends the whole job when one rank exits with an error, so the other ranks first wait
+    `delay` seconds for the one that prints.
     """
-    if speak:
+    if prints:
         print(f"error: {error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(patience)
+        time.sleep(delay)
     sys.exit(2)

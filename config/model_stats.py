@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a model and of its parts. No torch.
+"""Parameters and FLOPs of a model and of its parts.
 
 The parts of a model are the embedding (tokens, positions, their norm), the blocks, and the head
 (final norm, output matrix, loss).
@@ -36,7 +36,7 @@ def embedding_parameters(model: ModelShape) -> int:
 
 
 def head_parameters(model: ModelShape) -> int:
-    """Parameters of the head that no other part has: the final norm, and an untied matrix."""
+    """Parameters of the head: the final norm, and the output matrix unless it is tied."""
     matrix = 0 if model.tied else model.vocab_size * model.hidden
     return norm_parameters(model) + matrix
 
@@ -71,7 +71,7 @@ def forward_flops(model: ModelShape, formula: str = "megatron-2025") -> tuple[fl
 
     * megatron-2025: every GEMM, the causal half of attention; as in Megatron-LM since core 0.12.
     * megatron-2021: equation 3 of arXiv 2104.04473, full attention, f = 4h and g = a assumed.
-    * bigscience: 2 P with P = 12 h^2 + 13 h, no attention, no head; the seeds' first rows.
+    * bigscience: 2 P with P = 12 h^2 + 13 h, no attention, no head.
     """
     h = model.hidden
     if formula == "megatron-2025":
@@ -96,10 +96,10 @@ def hardware_flops(
     formula: str = "megatron-2025",
     blocks: int | None = None,
 ) -> float:
-    """FLOPs that a step executes: model_flops and what recomputation runs again.
+    """FLOPs that a step executes: model_flops and what recomputation repeats.
 
-    `full` runs a block's forward again, `selective` only its q k^T and p v; never the head.
-    `blocks`: how many of the model's blocks are recomputed, default: all.
+    `full` repeats a block's forward, `selective` only its q k^T and p v; never the head.
+    blocks: how many of the model's blocks are recomputed, default: all.
     """
     again = {"none": 0.0, "full": forward_flops(model, formula)[0]}
     again["selective"] = 2.0 * model.seq_length * model.attention_width

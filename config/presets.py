@@ -1,4 +1,4 @@
-"""Models by name: the sizes of GPT-2 and GPT-3, of BigScience's runs, of Megatron-LM's table."""
+"""Models by name: sizes of GPT-2 and GPT-3, of BigScience's runs, of Megatron-LM's paper."""
 
 from config.messages import UserError, nearest
 from config.schema import ModelShape
@@ -9,7 +9,7 @@ def _gpt2(layers: int, hidden: int, heads: int) -> ModelShape:
 
 
 def _tr11(layers: int, hidden: int, heads: int) -> ModelShape:
-    """The family tried for BLOOM: ALiBi, a normalised embedding, a vocabulary of 250,880."""
+    """Shapes tried for BLOOM: ALiBi, a normalised embedding, a vocabulary of 250,880."""
     return ModelShape(
         layers,
         hidden,
@@ -62,7 +62,7 @@ ALIASES = {"176b": "bloom-176b", "bloom": "bloom-176b", "175b": "gpt3-175b", "1.
 
 
 def preset(name: str) -> ModelShape:
-    """The shape of that name, in any case; UserError with the nearest name if there is none."""
+    """The shape of that name, upper or lower case; UserError names the nearest if there is none."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PRESETS:
         known = list(PRESETS) + list(ALIASES)

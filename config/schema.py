@@ -1,10 +1,10 @@
-"""What a run is: the model's shape, the layout, the options.
+"""What a run is: the model's shape, the layout, the options, and the axes of the mesh of ranks.
 
-    config = checks.check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
+    config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
-Every option is a field of one of the five dataclasses below; options.py makes the command line, the
-TOML keys and the help text from them, checks.py says which go together. No
-torch here: `--help` answers in a tenth of a second.
+Every option is a field of one of the five dataclasses below. command_line.py makes the flags, the
+TOML keys and the help text from them; validation.py checks which go together. No torch is imported
+here, so that `--help` is fast.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from config.messages import UserError, as_user_error
 def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None, item=str):
     """A dataclass field that is also a command-line flag and a TOML key of the same name.
 
-    nargs: of a tuple, as argparse has it; item: the type of its elements.
+    nargs: number of a tuple's values, as in argparse; item: the type of its elements.
     """
     kind = type or (default.__class__ if default is not None else str)
     metadata = {
@@ -44,9 +44,9 @@ def option(default: Any, help: str, *, choices=(), minimum=None, type=None, narg
 
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
-# Those that update element by element, so that any piece of a parameter can have its own owner.
+# Those that update element by element: any range of a parameter can be updated by another rank.
 ELEMENTWISE = ("adamw", "apex", "sgd")
-# Gradients are reduced when so many are there: long enough for the links, short enough to overlap.
+# Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
 
 # ------------------------------------------------------------------------------------------------
@@ -56,9 +56,9 @@ BUCKET_ELEMENTS = 16 * 2**20
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A GPT's architecture: all that its parameters and FLOPs follow from.
+    """A GPT's architecture: all that determines its parameters and FLOPs.
 
-    Fields left at None are derived from the others, so a finished shape has none.
+    Fields left at None are derived from the others, so no field of a finished shape is None.
     """
 
     layers: int = option(None, "transformer blocks", type=int, minimum=1)
@@ -73,7 +73,7 @@ class ModelShape:
         None, "rows of the learned positions, default: seq-length", type=int, minimum=1
     )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
-    positions: str = option("learned", "position kind", choices=("learned", "alibi", "rotary"))
+    positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
     activation: str = option("gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "swiglu"))
     bias: bool = option(True, "biases in the linear layers")
@@ -95,7 +95,7 @@ class ModelShape:
             object.__setattr__(self, "max_positions", self.seq_length)
 
     def default_ffn(self) -> int:
-        """Width of the MLP where none is given."""
+        """Width of the MLP if it is not given."""
         if self.activation != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
@@ -133,7 +133,7 @@ AXES = ("pp", "dp", "cp", "tp")
 def coordinates(rank: int, axes: Mapping[str, int]) -> dict[str, int]:
     """A rank's position on every axis; `axes` has their sizes, the slowest first.
 
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp. The only place where this is worked out.
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp. Computed nowhere else.
     """
     place = {}
     for name in reversed(list(axes)):
@@ -186,11 +186,11 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along every axis of the mesh; dp must be filled in. cp has no option yet."""
+        """Ranks along every axis of the mesh; dp must be filled in. cp is 1: it has no option."""
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
 
     def recomputed_blocks(self, blocks: int) -> int:
-        """How many of a stage's blocks are recomputed: its first ones."""
+        """How many of a stage's blocks, its first ones, are recomputed."""
         if self.recompute == "none":
             return 0
         return blocks if self.recompute_layers is None else min(blocks, self.recompute_layers)
@@ -202,32 +202,32 @@ class Training:
 
     global_batch_size: int = option(
         None,
-        "samples per step, over all replicas, default: 8, or the last of --batch-schedule",
+        "samples per step, over all replicas, default: 8, or the last size of --batch-schedule",
         type=int,
         minimum=1,
     )
     rampup_batch_size: tuple = option(
         None,
-        "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, to "
-        "--global-batch-size when SAMPLES are consumed",
+        "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, up to "
+        "--global-batch-size after SAMPLES samples",
         type=tuple,
         nargs=3,
         item=int,
     )
     batch_schedule: tuple = option(
         None,
-        "TOKENS:SIZE ..., samples per step once so many tokens are consumed: 0:192 5B:1024",
+        "TOKENS:SIZE ..., samples per step after so many tokens, such as 0:192 5B:1024",
         type=tuple,
         nargs="+",
     )
     decrease_batch_size_if_needed: bool = option(
-        False, "round a batch that micro-batch-size x dp does not divide down to one that it does"
+        False, "round a batch size down to a multiple of micro-batch-size x dp"
     )
     steps: int = option(None, "steps to train", type=int, minimum=1)
     train_samples: int = option(None, "samples to train, in place of --steps", type=int, minimum=1)
     precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16", "fp16"))
     grad_dtype: str = option(
-        "fp32", "sum 16-bit gradients in fp32, or cheaper in bf16", choices=("fp32", "bf16")
+        "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
     )
     optimizer: str = option("adamw", "update rule", choices=OPTIMIZERS)
     lr: float = option(3e-4, "peak learning rate", minimum=0.0)
@@ -240,7 +240,7 @@ class Training:
         None, "samples after which the rate is --min-lr, default: all", type=int, minimum=1
     )
     lr_wsd_decay_samples: int = option(
-        None, "samples of the last, falling part of wsd, default: a tenth", type=int, minimum=1
+        None, "samples of the decay at the end of wsd, default: a tenth", type=int, minimum=1
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
     adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
@@ -255,7 +255,7 @@ class Training:
         1000, "fp16: steps without overflow after which the scale doubles", minimum=1
     )
     loss_scale_hysteresis: int = option(
-        2, "fp16: overflows that are forgiven before the scale is halved", minimum=1
+        2, "fp16: overflows after which the scale is halved", minimum=1
     )
     min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", minimum=0.0)
     max_overflows: int = option(
@@ -283,7 +283,7 @@ class Data:
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     skip_samples: tuple = option(
         None,
-        "A:B ..., pass over every global batch that holds one of the samples A to B - 1, counted "
+        "A:B ..., skip every global batch that has one of the samples A to B - 1, counted "
         "as in consumed_samples",
         type=tuple,
         nargs="+",
@@ -292,7 +292,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Run:
-    """Where it runs and what it leaves behind."""
+    """Where a run executes, what it checks, and what it writes."""
 
     out: str = option("runs/latest", "folder for run.json and metrics.jsonl")
     device: str = option("auto", "device of each rank", choices=("auto", "cpu", "cuda"))
@@ -300,14 +300,14 @@ class Run:
         "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
     bind_cores: bool = option(
-        True, "give each rank of a node cores of its own, if there are enough"
+        True, "bind each rank of a node to cores of its own, if there are enough"
     )
     log_every: int = option(1, "steps between log lines", minimum=1)
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     spike_sigma: float = option(
         6.0,
-        "record, in spikes.jsonl, the batch of a loss so many standard deviations above the mean "
-        "of the last steps; 0: never",
+        "record in spikes.jsonl the batch of a loss that is so many standard deviations above the "
+        "mean of the last steps; 0: never",
         minimum=0.0,
     )
     max_nan_steps: int = option(
@@ -329,44 +329,44 @@ class Run:
         None, "auto: the newest complete checkpoint of --out, if any; or the folder of one"
     )
     load_weights_only: bool = option(
-        False, "from --resume take the weights alone, and begin at step 0"
+        False, "take only the weights from --resume, and begin at step 0"
     )
     preflight: bool = option(
-        None, "try every node before the first step, default: above one node", type=bool
+        None, "test every node before the first step, default: if there are several", type=bool
     )
     exit_after_minutes: float = option(
         0.0,
-        "save and stop with status 75 before the run has lasted so long, 0: no limit",
+        "save and stop with status 75 before the run has taken so long, 0: no limit",
         minimum=0.0,
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
-    save_switch: str = option(None, "save when this file appears, remove it, and go on")
+    save_switch: str = option(None, "save when this file appears, remove it, and continue")
     watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")
     hang_timeout: float = option(
         None,
-        "seconds without progress that are a hang, default: 300, or 10 median steps if longer",
+        "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
         type=float,
         minimum=1.0,
     )
     check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
     slow_rank_percent: float = option(
-        20.0, "a rank is slow if it computes this much longer than its peers", minimum=0.0
+        20.0, "per cent by which a slow rank computes longer than its peers", minimum=0.0
     )
     blocking: bool = option(
-        False, "wait for every collective and CUDA kernel where it starts, to debug"
+        False, "wait for every collective and CUDA kernel where it starts, for debugging"
     )
-    deterministic: bool = option(False, "deterministic kernels alone, on GPUs slower ones")
+    deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     profile_step: int = option(
-        None, "draw this step, with its schedule, into OUT/step_N.trace.json", type=int, minimum=1
+        None, "write a Chrome trace of this step to OUT/step_N.trace.json", type=int, minimum=1
     )
     node_mtbf_hours: float = option(
-        7000.0, "hours between failures of one node, to advise how often to save", minimum=1.0
+        7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )
 
 
 @dataclass(frozen=True)
 class Config:
-    """A whole run. `check` must have passed before anything is built from it."""
+    """A whole run; `validation.check` must have passed before anything is built from it."""
 
     model: ModelShape
     layout: Layout = field(default_factory=Layout)
@@ -376,7 +376,7 @@ class Config:
 
     @cached_property
     def batches(self) -> BatchSchedule:
-        """The size of every global batch that is run; UserError if the options describe none."""
+        """The sizes of the global batches; UserError if the options are inconsistent."""
         schedule = batch_schedule(self.training, self.model.seq_length)
         if not self.training.decrease_batch_size_if_needed:
             return schedule
@@ -384,7 +384,7 @@ class Config:
 
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
-        """Ranges [A, B) of samples that no step may be trained on; UserError if they are none."""
+        """Ranges [A, B) of samples that no step trains on; UserError if they are malformed."""
         return as_user_error(parse_ranges, self.data.skip_samples or ())
 
     def passes_over(self, first: int, count: int) -> bool:
@@ -393,7 +393,7 @@ class Config:
 
     @property
     def total_samples(self) -> int:
-        """Samples of the whole run, of which --train-samples may leave the last few unread."""
+        """Samples of the whole run; with --train-samples the last incomplete batch is not read."""
         if self.training.steps is not None:
             return self.batches.consumed(self.training.steps)
         return self.training.train_samples
@@ -404,7 +404,7 @@ class Config:
         return self.steps_after(0, 0)
 
     def steps_after(self, iteration: int, consumed: int) -> int:
-        """The run's last step, as seen from a step by which so many samples were consumed.
+        """The run's last step, computed at step `iteration`, after `consumed` samples.
 
         It differs from `total_steps` if an earlier part of the run had other batch sizes.
         """
@@ -413,7 +413,7 @@ class Config:
         return iteration + self.batches.steps(self.training.train_samples, consumed)
 
     def micro_batches(self, batch: int) -> int:
-        """Micro-batches per replica in a step on that many samples."""
+        """Micro-batches per replica in a step on `batch` samples."""
         return batch // (self.layout.micro_batch_size * self.layout.dp)
 
     def as_dict(self) -> dict[str, Any]:
@@ -425,16 +425,16 @@ GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": D
 
 
 # ------------------------------------------------------------------------------------------------
-# Batch sizes, which several options describe
+# Batch sizes, from several options
 # ------------------------------------------------------------------------------------------------
 
 
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
-    """The batch sizes that the options ask for, whatever the layout; UserError if impossible."""
+    """The batch sizes that the options give, before rounding; UserError if inconsistent."""
     size, linear = training.global_batch_size, training.rampup_batch_size
     steps = training.batch_schedule
     if linear and steps:
-        raise UserError("give one of --rampup-batch-size and --batch-schedule; both was given")
+        raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")
     if linear:
         return as_user_error(ramp, *linear, size)
     if not steps:

@@ -1,6 +1,6 @@
-"""Which options go together: every check across them, before torch is imported.
+"""Which options go together: every check across options, before torch is imported.
 
-    config = check(options.parse(sys.argv[1:]), ranks=8)     # fills in dp, or says why not
+    config = check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
 Every message shows both sides of what does not fit, with their numbers.
 """
@@ -12,16 +12,13 @@ from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Run, Training
 
 
 def check(config: Config, ranks: int) -> Config:
-    """The configuration with dp filled in, if it can run on that many ranks; else a UserError.
-
-    Every message shows both sides of what does not fit, with their numbers.
-    """
+    """The configuration with dp filled in; UserError if it cannot run on that many ranks."""
     layout = _place(config.layout, ranks)
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
     check_batches(config)
-    _ = config.skipped  # a UserError if its ranges make no sense
+    _ = config.skipped  # UserError if the ranges are malformed or overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_sharding(layout, config.training)
     _check_precision(config.training)
@@ -49,7 +46,7 @@ def _place(layout: Layout, ranks: int) -> Layout:
 
 
 def check_shape(model: ModelShape) -> None:
-    """Raise UserError if no such model can be built, whatever the layout."""
+    """Raise UserError if no layout can build such a model."""
     if model.hidden % model.heads:
         raise UserError(f"heads({model.heads}) does not divide hidden({model.hidden})")
     if model.heads % model.kv_heads:
@@ -104,9 +101,9 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
 
 
 def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
-    """Raise UserError unless whole micro-batches on every replica make up that many samples.
+    """Raise UserError unless micro-batch size times replicas divides that many samples.
 
-    when: what the sentence ends with.
+    when: the end of the message.
     """
     micro, dp = layout.micro_batch_size, layout.dp
     if samples % (micro * dp):
@@ -117,7 +114,7 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 
 def check_batches(config: Config) -> None:
-    """Raise UserError unless the layout can run every batch of the run; names the first."""
+    """Raise UserError, naming the first batch size of the run that the layout cannot run."""
     layout, rounds = config.layout, config.training.decrease_batch_size_if_needed
     share = layout.micro_batch_size * layout.dp
     for level in batch_schedule(config.training, config.model.seq_length).levels():
@@ -135,7 +132,7 @@ def check_batches(config: Config) -> None:
 
 
 def _check_sharding(layout: Layout, training: Training) -> None:
-    """UserError if that optimizer's state, or that pipeline, cannot be sharded so."""
+    """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
     name, zero = training.optimizer, layout.zero
     if zero == 3 and layout.pp > 1:
         raise UserError(
@@ -170,8 +167,8 @@ def _check_precision(training: Training) -> None:
 def _check_length(config: Config) -> None:
     training = config.training
     if (training.steps is None) == (training.train_samples is None):
-        given = "neither" if training.steps is None else "both"
-        raise UserError(f"give one of --steps and --train-samples; {given} was given")
+        given = "neither was" if training.steps is None else "both were"
+        raise UserError(f"give one of --steps and --train-samples; {given} given")
     if config.total_steps == 0:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"

@@ -1,18 +1,18 @@
-"""Token files: the .bin/.idx pair of Megatron-LM, read by mapping and written as a stream.
+"""Token files: the .bin/.idx pair of Megatron-LM, memory-mapped to read, written as a stream.
 
-    PREFIX.bin   tokens of all sequences, end to end, nothing else
-    PREFIX.idx   little-endian, nothing padded or aligned:
+    PREFIX.bin   tokens of all sequences, one after the other, nothing else
+    PREFIX.idx   little-endian, without padding:
         9 bytes  MMIDIDX\\0\\0          magic
         u64      1                    version
         u8       4 int32, 8 uint16    token type; TOKEN_TYPES has the others
         u64, u64                      S sequences, D document boundaries
         S x i32                       length of each sequence, in tokens
-        S x i64                       where it starts in the .bin, in bytes
+        S x i64                       its offset in the .bin, in bytes
         D x i64                       first sequence of each document, and S at the end
         S x i8                        modes of multimodal data; optional, ignored
 
-The format is that of megatron/core/datasets/indexed_dataset.py (0.16): what either writes, the
-other reads, and for the same documents both write the same bytes.
+The format is that of megatron/core/datasets/indexed_dataset.py (0.16): each reads the other's
+files, and for the same documents both write the same bytes.
 """
 
 import array
@@ -39,7 +39,7 @@ class IndexedDataset:
     """Read-only view of a .bin/.idx pair; both are memory-mapped, so ranks share the page cache.
 
     `lengths` (tokens) and `offsets` (bytes) have an entry per sequence, `documents` holds the
-    first sequence of each document and a final S. A damaged pair is a UserError, never a sample.
+    first sequence of each document and a final S. A damaged pair raises UserError.
     """
 
     def __init__(self, prefix: str):
@@ -48,7 +48,7 @@ class IndexedDataset:
         index = _map(self._index_path)
         kind, sequences, boundaries = self._read_header(index)
         places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
-        # The optional array of modes (one byte per sequence) that may follow is of no use to text.
+        # An array of modes (one byte per sequence) may follow; text does not use it.
         self.lengths = np.frombuffer(index, "<i4", sequences, places[0])
         self.offsets = np.frombuffer(index, "<i8", sequences, places[1])
         self.documents = np.frombuffer(index, "<i8", boundaries, places[2])
@@ -61,7 +61,7 @@ class IndexedDataset:
         return len(self.lengths)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens of a sequence from token `offset` on; all that follow if it is None."""
+        """`length` tokens of a sequence from token `offset` on; None: up to its end. IndexError."""
         size = int(self.lengths[sequence])
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
@@ -81,7 +81,7 @@ class IndexedDataset:
             )
         magic, version, code, sequences, boundaries = HEADER.unpack_from(index)
         if magic != MAGIC:
-            raise UserError(f"{path} is no token index: it starts with {magic!r}, not {MAGIC!r}")
+            raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
             raise UserError(f"{path} has format version {version}, only {VERSION} is known")
         if code not in TOKEN_TYPES:
@@ -110,7 +110,7 @@ class IndexedDataset:
             )
 
     def _check_sequences(self, actual: int, itemsize: int) -> None:
-        """Sequences lie end to end and fill the .bin: so every writer of the format leaves them."""
+        """Raise UserError unless the sequences, one after the other, fill the .bin."""
         path, expected = self._index_path, 0
         for begin in range(0, len(self), BLOCK):
             lengths = self.lengths[begin : begin + BLOCK].astype(np.int64)
@@ -134,11 +134,11 @@ class IndexedDataset:
 
 
 def _map(path: str) -> np.ndarray:
-    """The bytes of a file, mapped; an empty file, which cannot be mapped, is an empty array."""
+    """The bytes of a file, mapped; of an empty file, which cannot be mapped, an empty array."""
     try:
         if os.path.getsize(path) == 0:
             return np.empty(0, np.uint8)
-        # A plain view: slicing a memmap costs three times as much as slicing an array.
+        # A plain view: slicing a memmap takes three times as long as slicing an array.
         return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
     except FileNotFoundError:
         raise UserError(
@@ -149,12 +149,12 @@ def _map(path: str) -> np.ndarray:
 
 
 class IndexedDatasetWriter:
-    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, without holding tokens.
+    """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, as a stream.
 
         with IndexedDatasetWriter("data/books", vocab_size=50257) as writer:
             writer.add_document(tokens)                   # or several sequences of one document
 
-    The pair appears under its own name when the `with` block ends, or not at all if it fails.
+    The pair gets its name when the `with` block ends; an exception in it leaves no file.
     """
 
     def __init__(self, prefix: str, vocab_size: int):
@@ -164,7 +164,7 @@ class IndexedDatasetWriter:
         self.tokens = 0
         self._lengths = array.array("i")
         self._documents = array.array("q", [0])
-        self._partial = f"{prefix}.{os.getpid()}.partial"  # two writers never share a file
+        self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
             self._file = open(self._partial + ".bin", "wb")  # noqa: SIM115 (closed by __exit__)
@@ -205,7 +205,7 @@ class IndexedDatasetWriter:
         self._documents.append(len(self._lengths))
 
     def _finish(self) -> None:
-        """Write the index, then give both files their names."""
+        """Write the index, then rename both files."""
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
         ends = np.cumsum(lengths, dtype=np.int64) * self.token_type.itemsize
         code = {t: c for c, t in TOKEN_TYPES.items()}[self.token_type.str]
@@ -216,8 +216,8 @@ class IndexedDatasetWriter:
             file.write(np.asarray(self._documents, "<i8").tobytes())
             _flush(file)
         _flush(self._file)
-        # An old index must not describe the new tokens, not even for a moment: it goes first, and
-        # the new one, without which there is no dataset, comes last.
+        # An old index must never describe the new tokens: it is removed first, and the new one,
+        # without which there is no dataset, is renamed last.
         if os.path.exists(self.prefix + ".idx"):
             os.remove(self.prefix + ".idx")
         os.replace(self._partial + ".bin", self.prefix + ".bin")

@@ -5,10 +5,10 @@
     python scripts/prepare_data.py --out data/new --tokenizer data/books.tokenizer.json new/
 
 A .py, .txt or .md file is one document, a line of a .jsonl file is one. Documents are shuffled
-with a fixed seed, so that a split by range is a fair one, and each ends with the end-of-document
-token. Written are OUT.bin and OUT.idx (corpus.py has the format) and OUT.tokenizer.json.
+with a fixed seed, so that a split by range is a random one, and each ends with the end-of-document
+token. The outputs are OUT.bin and OUT.idx (format: corpora/token_files.py) and OUT.tokenizer.json.
 
-Texts are read twice, to train the tokenizer and to encode, and never held all at once.
+Texts are read twice, to train the tokenizer and to encode, and are not held in memory.
 """
 
 import argparse
@@ -25,15 +25,15 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# Python puts this script's folder on the path; the modules it uses lie one above.
+# Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.messages import UserError, exit_with
+from config.messages import Parser, UserError, exit_with
 from corpora.token_files import IndexedDatasetWriter
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl")
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-BATCH_BYTES = 1 << 22  # text encoded at a time: enough to keep every core busy
+BATCH_BYTES = 1 << 22  # text encoded at a time: enough for all cores
 
 
 class Texts:
@@ -105,7 +105,7 @@ def _place(path: Path, offset: int) -> str:
 
 
 def find_files(paths: list[str], stdlib: bool) -> list[Path]:
-    """The text files that `paths` name or hold, sorted, each once; UserError if there is none."""
+    """The text files named by `paths` or in folders of them, sorted; UserError if there is none."""
     found = set()
     for path in map(Path, paths):
         if path.is_dir():
@@ -113,7 +113,7 @@ def find_files(paths: list[str], stdlib: bool) -> list[Path]:
         elif not path.exists():
             raise UserError(f"{path} does not exist")
         elif path.suffix not in SUFFIXES:
-            raise UserError(f"{path} is none of {', '.join(SUFFIXES)}")
+            raise UserError(f"{path} is not one of {', '.join(SUFFIXES)}")
         else:
             found.add(path.resolve())
     if stdlib:
@@ -126,7 +126,7 @@ def find_files(paths: list[str], stdlib: bool) -> list[Path]:
 
 
 def _walk(folder: Path, skip: set[str]) -> Iterator[Path]:
-    """Text files below a folder; hidden folders (.git, .venv) are not entered."""
+    """Text files below a folder, except in hidden folders (.git, .venv)."""
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         for name in files:
@@ -136,7 +136,7 @@ def _walk(folder: Path, skip: set[str]) -> Iterator[Path]:
 
 
 def train_tokenizer(texts, vocab_size: int, end_token: str, limit: int, progress) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids, learnt from the first `limit` bytes."""
+    """A byte-level BPE of at most `vocab_size` ids, trained on the first `limit` bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,7 +167,7 @@ def load_tokenizer(path: str, end_token: str) -> Tokenizer:
     except OSError as error:
         raise UserError(f"cannot read --tokenizer {path}: {error.strerror}") from None
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"--tokenizer {path} is no tokenizer: {error}") from None
+        raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
     if tokenizer.token_to_id(end_token) is None:
         raise UserError(f"--tokenizer {path} has no token {end_token!r}; name its --end-token")
     tokenizer.no_truncation()
@@ -176,9 +176,9 @@ def load_tokenizer(path: str, end_token: str) -> Tokenizer:
 
 
 def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int:
-    """Write every text and the end token as a document; the bytes of text that were encoded."""
+    """Write every text, with the end token, as a document; returns the bytes of text encoded."""
     end = tokenizer.token_to_id(end_token)
-    # A text that spells a special token does not become one: documents end where we end them.
+    # A text that contains the name of a special token must not end a document.
     tokenizer.encode_special_tokens = True
     total, size, batch = 0, 0, []
 
@@ -199,14 +199,9 @@ def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int
     return total + size
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line, with what does not go together refused."""
-    parser = _Parser(
+    """The command line; UserError if options do not go together."""
+    parser = Parser(
         description=__doc__.splitlines()[0],
         epilog=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -215,9 +210,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help=f"files or folders of {', '.join(SUFFIXES)}")
     add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx, .tokenizer.json")
-    add("--stdlib", action="store_true", help="add Python's own library, without its tests")
+    add("--stdlib", action="store_true", help="add Python's standard library, without its tests")
     add("--vocab-size", type=int, metavar="N", help="ids of the new tokenizer (default: 8192)")
-    add("--tokenizer", metavar="FILE", help="use this tokenizer, in place of training one")
+    add("--tokenizer", metavar="FILE", help="use this tokenizer and train none")
     add("--tokenizer-mb", type=float, default=100, metavar="MB", help="text to train it on (100)")
     add("--end-token", default="<|endoftext|>", help="ends every document (<|endoftext|>)")
     add("--json-key", default="text", help="key of the text in .jsonl lines (text)")
@@ -226,17 +221,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not options.paths and not options.stdlib:
         raise UserError("nothing to prepare: name files or folders, or give --stdlib")
     if options.tokenizer and options.vocab_size:
-        raise UserError("--vocab-size is for a new tokenizer; --tokenizer brings its own")
+        raise UserError("--vocab-size is for a new tokenizer; --tokenizer has its own")
     options.vocab_size = options.vocab_size or 8192
     if options.vocab_size < 257:
         raise UserError(f"--vocab-size({options.vocab_size}) must hold 256 bytes and the end token")
     if not 0 <= options.shuffle_seed < 2**32:
-        raise UserError(f"--shuffle-seed({options.shuffle_seed}) must lie in 0..{2**32 - 1}")
+        raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
     return options
 
 
 def main(arguments: list[str]) -> None:
-    """Read, train or load the tokenizer, write the corpus; UserError for what cannot be."""
+    """Read texts, train or load the tokenizer, write the corpus; raises UserError."""
     options = parse(arguments)
     begin = time.perf_counter()
     texts = Texts(find_files(options.paths, options.stdlib), options.json_key, options.shuffle_seed)
@@ -252,7 +247,7 @@ def main(arguments: list[str]) -> None:
             size = encode(texts, tokenizer, end, writer, progress)
             if not writer.documents:
                 raise UserError(f"none of the {len(texts)} documents has text in UTF-8")
-            # An old corpus at this place must not be left beside the new tokenizer.
+            # An older corpus of this name must not remain beside the new tokenizer.
             Path(options.out + ".idx").unlink(missing_ok=True)
             tokenizer.save(options.out + ".tokenizer.json")
     seconds = time.perf_counter() - begin

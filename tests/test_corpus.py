@@ -217,7 +217,7 @@ DAMAGE = {
     "idx long": (resized("c.idx", 3), f"has {IDX_BYTES + 3} bytes, but .*asks for {IDX_BYTES}"),
     "bin cut": (resized("c.bin", -1), "has 11 bytes, but .* describes 12"),
     "bin long": (resized("c.bin", 2), "has 14 bytes, but .* describes 12"),
-    "magic": (edited(0, "9s", b"TNTIDX\0\0\0"), "is no token index: it starts with b'TNTIDX"),
+    "magic": (edited(0, "9s", b"TNTIDX\0\0\0"), "is not a token index: it starts with b'TNTIDX"),
     "version": (edited(9, "<Q", 2), "has format version 2, only 1 is known"),
     "no such type": (edited(17, "B", 99), r"dtype code 99; token ids are one of 1 \(uint8\)"),
     "float tokens": (edited(17, "B", 7), r"dtype code 7; token ids are one of 1 \(uint8\)"),

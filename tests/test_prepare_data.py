@@ -112,12 +112,12 @@ def test_a_tokenizer_is_used_again(texts, tmp_path):
     assert second.to_str() == Tokenizer.from_file(str(tokenizer)).to_str()
     with pytest.raises(UserError, match=r"has no token '</s>'"):
         prepare(tmp_path / "x", "--tokenizer", tokenizer, "--end-token", "</s>", folder)
-    with pytest.raises(UserError, match="--tokenizer brings its own"):
+    with pytest.raises(UserError, match="--tokenizer has its own"):
         prepare(tmp_path / "x", "--tokenizer", tokenizer, "--vocab-size", 300, folder)
 
 
-def test_a_tokenizers_own_ideas_of_a_text_do_not_matter(texts, tmp_path):
-    """Those of many published ones: begin with a special token, cut what is long, fill up."""
+def test_a_tokenizers_own_processing_is_not_applied(texts, tmp_path):
+    """As in many published ones: a special token first, truncation, padding."""
     folder, documents = texts
     prepare(tmp_path / "c", "--vocab-size", 300, folder)
     _, tokenizer = read(tmp_path / "c")
@@ -129,7 +129,7 @@ def test_a_tokenizers_own_ideas_of_a_text_do_not_matter(texts, tmp_path):
     assert sorted(read(tmp_path / "again")[0]) == documents
 
 
-def test_a_tokenizer_learns_from_the_text_it_is_allowed(tmp_path):
+def test_a_tokenizer_is_trained_on_the_first_bytes_only(tmp_path):
     lines = [json.dumps({"text": word * 100}) for word in ("ab", "cd", "ef", "gh")]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     merges = []
@@ -177,13 +177,13 @@ def test_the_key_of_json_lines(tmp_path):
         ([], "nothing to prepare"),
         (["a.txt", "--vocabsize", "300"], "unrecognized arguments: --vocabsize"),
         (["missing"], "missing does not exist"),
-        (["picture.png"], r"picture\.png is none of \.py"),
+        (["picture.png"], r"picture\.png is not one of \.py"),
         (["nothing"], r"no \.py, .* file in nothing"),
         (["latin.txt"], "none of the 1 documents has text in UTF-8"),
         (["a.txt", "--vocab-size", "256"], r"--vocab-size\(256\) must hold 256 bytes"),
-        (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must lie in"),
+        (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
         (["a.txt", "--tokenizer", "missing.json"], r"cannot read --tokenizer missing\.json"),
-        (["a.txt", "--tokenizer", "a.txt"], r"--tokenizer a\.txt is no tokenizer"),
+        (["a.txt", "--tokenizer", "a.txt"], r"--tokenizer a\.txt is not a tokenizer"),
         (["a.txt", "--out", "a.txt/c"], r"cannot write a\.txt/c\.bin"),
     ],
 )
