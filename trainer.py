@@ -204,7 +204,7 @@ class Trainer:
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.total
-        self.losses = LossMonitor(config, splits.train, self.done, log.writes, log.note)
+        self.losses = LossMonitor(config, splits.train, self.done, log.is_writer, log.note)
         self.seconds_to_evaluate = 0.0
 
     def run(self) -> bool:

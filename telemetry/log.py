@@ -1,10 +1,10 @@
-"""What a run tells: start-up lines, the log line, metrics.jsonl, run.json, TensorBoard, summary.
+"""The record of a run: start-up lines, log line, metrics.jsonl, run.json, TensorBoard, summary.
 
-People read the log line; programs read the row. Only rank 0 writes; every rank calls.
+The log line is for people; programs read the row of metrics.jsonl. Every rank calls, rank 0 writes.
 
-    run.json        the whole configuration, where and with what it ran
-    metrics.jsonl   one row per step, one more per evaluation (those have `validation_loss`)
-    spikes.jsonl    the batches of loss spikes, if there were any (losses.py)
+    run.json        the whole configuration, where the run executes, and with which versions
+    metrics.jsonl   a row per step, and one per evaluation (with `validation_loss` or `test_loss`)
+    spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
 """
 
 import json
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from config import model_stats
+from config.messages import VERSION
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
@@ -29,46 +30,50 @@ from telemetry import memory_report
 from telemetry.step_stats import StepStats
 from zero import StepResult
 
-FORMULA = "megatron-2025"
-# The first steps of a run are slower: allocators, kernels and connections warm up.
+FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
+# Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
 
 
 class Log:
-    """The record of one run; opened before the first step, closed after the last."""
+    """Writes the record of one run; made before the first step, closed after the last.
+
+    total: the run's last step; a resumed run may set another one than the configuration's.
+    """
 
     def __init__(
         self,
         config: Config,
         context: Context,
-        parts: list[partition.StageSpec],
+        stage_specs: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
         predicted_memory: list[dict[str, float]] | None = None,
     ):
-        """`kernels`: what runs, by what it does, for the start-up lines and run.json.
+        """On rank 0, open the files and print the start-up lines.
 
-        before: every rank's vitals before anything was built; predicted_memory: bytes by part on
-        a rank of every stage, for the summary.
+        stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
+        every rank's statistics before the model was built. predicted_memory: bytes by part on a
+        rank of every stage, for the summary.
         """
-        self.before, self.everyone, self.predicted_memory = before, before, predicted_memory
-        self.config, self.context, self.parts = config, context, parts
-        self.writes = context.rank == 0
-        self.total = config.total_steps  # a resumed run may have another last step
+        self.before, self.latest, self.predicted_memory = before, before, predicted_memory
+        self.config, self.context, self.stage_specs = config, context, stage_specs
+        self.is_writer = context.rank == 0
+        self.total = config.total_steps
         self.seconds: list[float] = []
         self.samples: list[int] = []
         self.losses: list[float] = []
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
-        # Of one sample, per rank.
+        # FLOPs for one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
         executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
         self.hardware_flops = executed / context.size
-        if not self.writes:
+        if not self.is_writer:
             return
         self._open_files(kernels)
         self.progress = _progress_bar()
-        self._say_start(kernels)
+        self._print_start(kernels)
 
     # -- during the run ---------------------------------------------------------------------
 
@@ -81,17 +86,17 @@ class Log:
         result: StepResult,
         everyone: list[StepStats],
     ) -> None:
-        """Record one step on `batch` samples, up to the `consumed`-th of the run.
+        """Record one step on `batch` samples, after which `consumed` samples are consumed.
 
-        everyone: every rank's vitals; rank 0's seconds are the step's.
+        everyone: every rank's statistics; rank 0's seconds are the step's.
         """
-        self.everyone, seconds = everyone, everyone[0].seconds
+        self.latest, seconds = everyone, everyone[0].seconds
         self.seconds.append(seconds)
         self.samples.append(batch)
         self.losses.append(result.loss)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
-        if not self.writes:
+        if not self.is_writer:
             return
         model = self.config.model
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
@@ -120,8 +125,8 @@ class Log:
             self.progress.update(self.task, completed=iteration, total=self.total)
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
-        """Record a step that --skip-samples leaves out: `batch` samples, up to `consumed`."""
-        if not self.writes:
+        """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
+        if not self.is_writer:
             return
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
@@ -133,7 +138,7 @@ class Log:
     def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
         """Record an evaluation's mean loss per token on the `validation` or `test` split."""
         self.evaluations[split] = loss
-        if not self.writes:
+        if not self.is_writer:
             return
         self._write({"iteration": iteration, "consumed_samples": consumed, f"{split}_loss": loss})
         self._print(
@@ -142,27 +147,27 @@ class Log:
         )
 
     def note(self, line: str) -> None:
-        """Say a line that is no row of metrics."""
-        if self.writes:
+        """Print a line that is not a row of metrics."""
+        if self.is_writer:
             self._print(line)
 
     def close(self) -> None:
         """Print the summary and close the files."""
-        if not self.writes:
+        if not self.is_writer:
             return
         if self.progress:
             self.progress.stop()
-        if self.losses:  # none if the run it resumed had done all steps
+        if self.losses:  # none if the resumed run was already complete
             print(self._summary(), flush=True)
         self.metrics.close()
-        if self.board:
-            self.board.close()
+        if self.tensorboard:
+            self.tensorboard.close()
 
     def _line(self, row: dict[str, Any]) -> str:
         last = slice(-self.config.run.log_every, None)
         losses, elapsed = self.losses[last], sum(self.seconds[last])
-        rate = sum(self.samples[last]) / elapsed  # samples per second of the interval
-        share = rate / (row["global_batch_size"] / row["seconds"])  # of this step's rate
+        rate = sum(self.samples[last]) / elapsed  # samples per second since the last log line
+        ratio = rate / (row["global_batch_size"] / row["seconds"])  # to this step's rate
         return (
             f" iteration {row['iteration']:8d}/{self.total:8d} |"
             f" consumed samples: {row['consumed_samples']:12d} |"
@@ -176,20 +181,20 @@ class Log:
             f" number of skipped iterations: {self.skipped:3d} |"
             f" number of nan iterations: {self.nan:3d} |"
             f" samples per second: {rate:.3f} |"
-            f" tokens per second: {row['tokens_per_second'] * share:.0f} |"
-            f" model TFLOPs: {row['tflops_model'] * share:.3f} |"
-            f" hardware TFLOPs: {row['tflops_hardware'] * share:.3f} |"
+            f" tokens per second: {row['tokens_per_second'] * ratio:.0f} |"
+            f" model TFLOPs: {row['tflops_model'] * ratio:.3f} |"
+            f" hardware TFLOPs: {row['tflops_hardware'] * ratio:.3f} |"
         )
 
     def _write(self, row: dict[str, Any]) -> None:
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
-        if self.board:
+        if self.tensorboard:
             for key, value in row.items():
-                several = isinstance(value, list)
-                for i, one in enumerate(value if several else [value]):
-                    tag = f"{key}/{i}" if several else key
-                    self.board.add_scalar(tag, one, row["iteration"])
+                per_stage = isinstance(value, list)
+                for stage, number in enumerate(value if per_stage else [value]):
+                    tag = f"{key}/{stage}" if per_stage else key
+                    self.tensorboard.add_scalar(tag, number, row["iteration"])
 
     def _print(self, line: str) -> None:
         if self.progress:
@@ -203,24 +208,25 @@ class Log:
         out = self.config.run.out
         os.makedirs(out, exist_ok=True)
         earlier = ("run.json", "metrics.jsonl", "spikes.jsonl")
-        # A run from step 0 must not mix its checkpoints with another's, nor resume from them later.
+        # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
         _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
         with open(os.path.join(out, "run.json"), "w") as file:
-            json.dump(self._facts(kernels), file, indent=1)
+            json.dump(self._run_facts(kernels), file, indent=1)
         self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115
-        self.board = None
+        self.tensorboard = None
         if self.config.run.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-            self.board = SummaryWriter(os.path.join(out, "tensorboard"))
+            self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
 
-    def _facts(self, kernels: dict[str, str]) -> dict[str, Any]:
+    def _run_facts(self, kernels: dict[str, str]) -> dict[str, Any]:
         return {
+            "version": VERSION,
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
             "kernels": kernels,
             "parameters": model_stats.parameters(self.config.model),
-            "blocks_per_stage": [part.blocks for part in self.parts],
+            "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,
             "command": sys.argv,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -232,21 +238,21 @@ class Log:
             },
         }
 
-    def _say_start(self, kernels: dict[str, str]) -> None:
+    def _print_start(self, kernels: dict[str, str]) -> None:
         if self.progress:
             self.task = self.progress.add_task("training", total=self.total)
             self.progress.start()
         self._print(self._layout_line())
         for line in self._batch_lines():
             self._print(line)
-        for what, kernel in kernels.items():
-            self._print(f"{what}: {kernel}")
+        for purpose, kernel in kernels.items():
+            self._print(f"{purpose}: {kernel}")
         self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
-        self._print(partition.stage_table(self.parts, self.config.model))
+        self._print(partition.stage_table(self.stage_specs, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
-            most = max(level.batch for level in self.config.batches.levels())
-            order = build(layout.schedule, layout.pp, self.config.micro_batches(most))
+            largest = max(level.batch for level in self.config.batches.levels())
+            order = build(layout.schedule, layout.pp, self.config.micro_batches(largest))
             slots = simulation.simulate(order)
             self._print(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
             self._print(drawing.draw(slots, columns=24))
@@ -255,12 +261,12 @@ class Log:
         layout, facts = self.config.layout, self.context.describe()
         ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
         levels = self.config.batches.levels()
-        several = [self.config.micro_batches(level.batch) for level in levels]
-        span = " to ".join(map(str, sorted({min(several), max(several)})))
+        counts = [self.config.micro_batches(level.batch) for level in levels]
+        micro_batches = " to ".join(map(str, sorted({min(counts), max(counts)})))
         return (
             f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
-            f"micro-batch {layout.micro_batch_size} x {span}, "
+            f"micro-batch {layout.micro_batch_size} x {micro_batches}, "
             f"recompute {layout.recompute}{_first_blocks(layout.recompute_layers)}"
             + (", sequence parallel" if layout.sequence_parallel else "")
             + f"; {facts['device']}, {facts['threads_per_rank']} threads a rank, "
@@ -268,7 +274,7 @@ class Log:
         )
 
     def _batch_lines(self) -> list[str]:
-        """The batch sizes in use, and what makes them others than those asked for."""
+        """The batch sizes in use, and the options that change those of --global-batch-size."""
         config, layout = self.config, self.config.layout
         levels = config.batches.levels()
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
@@ -300,12 +306,12 @@ class Log:
         lines = [
             "",
             self._layout_line(),
-            partition.stage_table(self.parts, self.config.model),
+            partition.stage_table(self.stage_specs, self.config.model),
             memory_report.table(
                 self.config,
                 self.context.device.type,
                 self.before,
-                self.everyone,
+                self.latest,
                 self.predicted_memory,
             ),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
@@ -313,7 +319,7 @@ class Log:
             f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
-            + (f", {out}/tensorboard" if self.board else ""),
+            + (f", {out}/tensorboard" if self.tensorboard else ""),
         ]
         return "\n".join(lines)
 
@@ -323,7 +329,7 @@ def _first_blocks(number: int | None) -> str:
 
 
 def _progress_bar():
-    """A bar under the log lines if a person watches, else None."""
+    """A bar under the log lines if the output is a terminal, else None."""
     if not sys.stdout.isatty():
         return None
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -333,7 +339,7 @@ def _progress_bar():
 
 
 def _keep_earlier(out: str, names: tuple[str, ...]) -> None:
-    """Rename an earlier run's files to NAME.1, NAME.2, ...: a second run loses nothing."""
+    """Rename an earlier run's files to NAME.1, NAME.2, ...: nothing is overwritten."""
     if not any(os.path.exists(os.path.join(out, name)) for name in names):
         return
     number = 1
@@ -346,15 +352,11 @@ def _keep_earlier(out: str, names: tuple[str, ...]) -> None:
 
 
 def _commit() -> str | None:
-    """The commit of the code that runs, with + if files differ from it; None outside git."""
-    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
+    """The commit of this code, with + if tracked files differ from it; None outside of git."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        commit = git("rev-parse", "HEAD")
+        done = subprocess.run([*command, "--dirty=+"], capture_output=True, text=True)
     except FileNotFoundError:  # no git on this node
         return None
-    return commit + ("+" if git("status", "--porcelain", "-uno") else "") or None
+    return done.stdout.strip() or None

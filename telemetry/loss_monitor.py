@@ -1,10 +1,10 @@
-"""Watches the loss: records what was read at a spike, and ends a run whose loss is not finite.
+"""Records the batches of loss spikes, and decides when training has diverged.
 
     spikes.jsonl    a row per spike: the loss, mean and sigma of the steps before it, and every
-                    sample of the batch with the documents that it was cut from
+                    sample of the batch with its documents
 
-Mean and sigma are those of the last steps of this process: after a restart, the first steps are
-not judged, and nothing else is lost.
+Mean and sigma are of the last steps of this process, so the first steps after a restart are not
+checked for spikes.
 """
 
 import json
@@ -20,16 +20,16 @@ from config.schema import Config
 from data import Samples
 from zero import StepResult
 
-WINDOW = 128  # steps that the mean and sigma are of
-ENOUGH = 32  # steps before which no loss is judged
-# Of the mean: a loss that hardly moves has a sigma in which rounding would be a spike.
-LEAST_SIGMA = 1e-3
+WINDOW = 128  # steps of the mean and sigma
+MIN_STEPS = 32  # steps before the first that may be a spike
+# Relative to the mean: where the loss is almost constant, a rounding error must not be a spike.
+MIN_SIGMA = 1e-3
 
 
 class LossMonitor:
-    """Sees the result of every step, on every rank; `good` is the progress of the last good one.
+    """Takes the result of every step, on every rank.
 
-    `first`: whether this rank is the one that writes; `say` prints a line there.
+    good: the progress after the last step with a finite loss. bad: the results since then.
     """
 
     def __init__(
@@ -37,21 +37,25 @@ class LossMonitor:
         config: Config,
         samples: Samples,
         done: Progress,
-        first: bool,
-        say: Callable[[str], None],
+        is_writer: bool,
+        note: Callable[[str], None],
     ):
-        self.config, self.samples, self.first, self.say = config, samples, first, say
+        """done: the progress so far. is_writer: whether this rank writes spikes.jsonl.
+
+        note: prints a line.
+        """
+        self.config, self.samples, self.is_writer, self.note = config, samples, is_writer, note
         self.path = os.path.join(config.run.out, "spikes.jsonl")
         self.good = done
-        self.bad: list[StepResult] = []  # since then
+        self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
-        """Take in the result of a step on the last `batch` samples before `done`."""
+        """Take the result of a step on `batch` samples; done: the progress after it."""
         loss, sigmas = result.loss, self.config.run.spike_sigma
         finite = math.isfinite(loss)
-        if self.first and sigmas and (not finite or len(self._recent) >= ENOUGH):
-            self._judge(done, batch, loss, sigmas)
+        if self.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
+            self._record_spike(done, batch, loss, sigmas)
         if not finite:
             self.bad.append(result)
             return
@@ -65,34 +69,31 @@ class LossMonitor:
 
     @property
     def state_intact(self) -> bool:
-        """Whether weights and optimizer state are still those of the last good step.
-
-        A gradient that is not finite changes nothing on any rank.
-        """
+        """Whether weights and optimizer state are those of `good`: every later step was skipped."""
         return all(result.skipped for result in self.bad)
 
     def failure(self, now: Progress, saved: bool) -> UserError:
-        """The sentence with which a run ends whose loss stays not finite."""
+        """The error of a run that has diverged; saved: whether the state of `good` is."""
         good, folder = self.good, f"{self.config.run.out}/checkpoints"
         samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
-        way = f"no state after step {good.iteration} is saved; the samples since: {samples}"
+        advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"
         if saved:
-            way = (
+            advice = (
                 f"the state after step {good.iteration} is in {folder}; --resume auto {samples} "
-                f"goes on from it without the samples since"
+                f"continues from it without the samples since"
             )
         return UserError(
             f"the loss was not finite for {len(self.bad)} steps in a row, up to step "
-            f"{now.iteration} (max-nan-steps is {self.config.run.max_nan_steps}): {way}"
+            f"{now.iteration} (max-nan-steps is {self.config.run.max_nan_steps}): {advice}"
         )
 
-    def _judge(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:
-        """Record the batch if its loss is a spike."""
+    def _record_spike(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:
+        """Write the batch to spikes.jsonl if its loss is a spike."""
         mean = sigma = None
         if len(self._recent) >= 2:
             mean = statistics.fmean(self._recent)
-            sigma = max(statistics.stdev(self._recent, mean), LEAST_SIGMA * abs(mean))
-            if loss <= mean + sigmas * sigma:  # never so if it is not finite
+            sigma = max(statistics.stdev(self._recent, mean), MIN_SIGMA * abs(mean))
+            if loss <= mean + sigmas * sigma:  # false for NaN
                 return
         begin = done.consumed_samples - batch
         row = {
@@ -106,13 +107,13 @@ class LossMonitor:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
-        self.say(
+        self.note(
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
             f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
         )
 
     def _sample(self, k: int) -> dict:
-        """A sample's number, and the text that it was cut from."""
+        """A sample's number, and where its text is in the corpora."""
         pairs = zip(self.samples.pieces(k), self.samples.documents(k))
         text = [piece._asdict() | {"document": document} for piece, document in pairs]
         return {"sample": k, "text": text}

@@ -1,7 +1,7 @@
-"""Copies must be equal, bit for bit: weights and optimizer state over dp, tp and tied pairs.
+"""Checks that copies are equal, bit for bit: weights and optimizer state over dp, tp, tied pairs.
 
-Every copy is hashed where it is; ranks compare hashes only. A tensor of which a rank has some
-elements only is hashed by these: copies of the same elements have the same sum.
+Every rank hashes its copies; ranks compare hashes only. Where a rank has only some elements of a
+tensor, it hashes these: copies of the same elements have the same hash.
 """
 
 from collections import Counter
@@ -16,10 +16,10 @@ from zero import Optimizer
 
 
 def unequal_replicas(stage: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
-    """What differs in any bit from its copies: one sentence each, with the odd ranks.
+    """One sentence for each tensor that differs in any bit from its copies, with the ranks.
 
     Compared are weights over dp, tp and tied pairs; masters and optimizer state over tp and tied
-    pairs, and over dp where every replica has all of them. Collective over the mesh.
+    pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
     weights = {} if optimizer.fully_sharded else _weight_hashes(stage)
@@ -32,7 +32,7 @@ def unequal_replicas(stage: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
     return found
 
 
-# A tensor's hash by the parameter it belongs to and what of it: "weight", "master", "exp_avg", ...
+# Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]
 
 
@@ -41,48 +41,49 @@ def _weight_hashes(stage: nn.Module) -> Hashes:
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
-    """By parameter in the stage's order, also of those of which nothing is here: ranks compare
-    the same list.
+    """Of all parameters in the stage's order, zero where this rank has no element: all ranks
+    must compare the same list.
     """
     kinds = ("weights", *optimizer.state_kinds)
     zero = torch.zeros((), dtype=torch.int64, device=optimizer.device)
     names = {"weights": "master"}
     hashes = {(s, names.get(k, k)): zero.clone() for s in optimizer.specs for k in kinds}
-    for piece in optimizer.owned():
+    for shard in optimizer.owned():
         for kind in kinds:
-            values = piece.read(kind, piece.start, piece.stop)
-            hashes[piece.spec, names.get(kind, kind)] += _bit_hash(values.detach(), piece.start)
+            values = shard.read(kind, shard.start, shard.stop)
+            hashes[shard.spec, names.get(kind, kind)] += _bit_hash(values.detach(), shard.start)
     return hashes
 
 
 def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
-    """What differs over a group, whose members have the same keys in the same order."""
+    """A sentence for each hash that differs over the group; all have the same keys in order."""
     if group.size == 1 or not hashes:
         return []
     own = torch.stack(list(hashes.values()))
-    every = own.new_empty(group.size * len(hashes))
-    group.all_gather(every, own).wait()
-    every = every.view(group.size, -1)
+    gathered = own.new_empty(group.size * len(hashes))
+    group.all_gather(gathered, own).wait()
+    by_rank = gathered.view(group.size, -1)
     found = []
-    for i in group.values((every != own).any(0).nonzero().flatten()):
-        spec, what = list(hashes)[i]
-        found.append(f"{spec.name} {what} differs over {axis}: {_odd_ones(every[:, i], group)}")
+    for i in group.values((by_rank != own).any(0).nonzero().flatten()):
+        spec, kind = list(hashes)[i]
+        ranks = _deviating(by_rank[:, i], group)
+        found.append(f"{spec.name} {kind} differs over {axis}: {ranks}")
     return found
 
 
-def _odd_ones(hashes: Tensor, group: Group) -> str:
-    """Which ranks differ from the most common value."""
+def _deviating(hashes: Tensor, group: Group) -> str:
+    """The ranks that differ from a majority; without a majority, from the most common hash."""
     values = hashes.tolist()
     common, count = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in zip(group.ranks, values) if value != common]
+    others = [rank for rank, value in zip(group.ranks, values) if value != common]
     rest = [rank for rank, value in zip(group.ranks, values) if value == common]
     if 2 * count > len(values):
-        return f"ranks {odd} against {rest}"
-    return f"ranks {odd} and {rest}"
+        return f"ranks {others} against {rest}"
+    return f"ranks {others} and {rest}"
 
 
 def _bit_hash(flat: Tensor, start: int) -> Tensor:
-    """A 64-bit sum of the elements' bits times odd numbers that depend on their places."""
+    """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.contiguous().view(integers).long()
     places = torch.arange(start, start + len(bits), device=bits.device) * 2 + 1

@@ -180,7 +180,7 @@ def test_a_loss_that_stays_high_is_the_new_mean(watch):
 def test_what_is_not_judged(watch):
     old, _, path = watch
     fresh = LossMonitor(old.config, old.samples, Progress(), True, pytest.fail)
-    for i in range(loss_monitor.ENOUGH):
+    for i in range(loss_monitor.MIN_STEPS):
         see(fresh, i, 3.0 + 100 * (i == 20))
     see(fresh, 41, 2.0)  # below the mean is no spike
     off = dataclasses.replace(old.config, run=dataclasses.replace(old.config.run, spike_sigma=0.0))

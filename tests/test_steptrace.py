@@ -48,7 +48,7 @@ def test_the_schedule_can_be_seen(tmp_path):
     """On tp 2 x pp 2, with the flags for debugging; also: some rank is slower than its peer."""
     outcome = mpirun(4, "train.py", *WORDS.split(), "--out", str(tmp_path), timeout=120)
     assert outcome.status == 0, outcome.err
-    assert f"step 3 is drawn in {tmp_path}/step_3.trace.json" in outcome.out
+    assert f"trace of step 3: {tmp_path}/step_3.trace.json" in outcome.out
     assert "SLOW: rank " in outcome.out
     events = json.loads((tmp_path / "step_3.trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
