@@ -16,8 +16,8 @@ from typing import Any
 def relative_difference(values: Any, others: Any, scale: float | None = None) -> float:
     """The largest |value - other| / |other|; with `scale`, the largest |value - other| / scale.
 
-    Numbers, tensors, arrays and lists of these, nested as they like. Infinite if a number on
-    either side is not finite, if the shapes differ, or if there are no numbers.
+    Numbers, tensors, arrays, and lists and dictionaries of these, nested as they like. Infinite if
+    a number on either side is not finite, if shapes or keys differ, or if there are no numbers.
     """
     ours, theirs = list(_flat(values)), list(_flat(others))
     if not ours or [place for place, _ in ours] != [place for place, _ in theirs]:
@@ -46,12 +46,16 @@ def _difference(value: float, other: float, scale: float | None) -> float:
     return abs(value - other) / size if size else math.inf
 
 
-def _flat(values: Any, place: tuple[int, ...] = ()) -> Iterable[tuple[tuple[int, ...], float]]:
-    """Every number with its place in the nested lists."""
+def _flat(values: Any, place: tuple = ()) -> Iterable[tuple[tuple, float]]:
+    """Every number with its place: indices and keys."""
     if hasattr(values, "tolist"):  # a tensor or an array
         values = values.tolist()
-    if not isinstance(values, list | tuple):
+    if isinstance(values, dict):
+        items = [(key, values[key]) for key in sorted(values)]
+    elif isinstance(values, list | tuple):
+        items = list(enumerate(values))
+    else:
         yield place, float(values)
         return
-    for i, value in enumerate(values):
-        yield from _flat(value, (*place, i))
+    for key, value in items:
+        yield from _flat(value, (*place, key))

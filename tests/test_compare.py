@@ -33,6 +33,9 @@ def test_a_number_that_is_not_finite_fails_at_any_place(bad, place):
         ([LOSSES, []], [LOSSES, [1.0]]),
         ([[1.0, 2.0], [3.0]], [[1.0], [2.0, 3.0]]),
         (torch.ones(2, 3), torch.ones(3, 2)),
+        ({"a": 1.0}, {"b": 1.0}),
+        ({"a": 1.0}, {"a": 1.0, "b": 1.0}),
+        ({"a": 1.0, "b": math.nan}, {"a": 1.0, "b": 1.0}),
     ],
 )
 def test_other_lengths_and_nothing_fail(values, others):
@@ -46,6 +49,7 @@ def test_the_difference_is_the_largest_one():
     assert relative_difference([4.0, 3.3, 2.0, 1.01], LOSSES) == pytest.approx(0.1)
     assert relative_difference([4.0, -3.0], [4.0, 3.0]) == 2.0
     assert relative_difference([[1.0, 0.0], 2.0], [[1.0, 0.0], 4.0]) == 0.5
+    assert relative_difference({"a": 1.0, "b": 3.0}, {"b": 2.0, "a": 1.0}) == 0.5
     assert relative_difference(0.1, 0.0) == math.inf
     assert relative_difference(torch.tensor([0.1, 9.0]), torch.tensor([0.0, 10.0]), scale=10) == 0.1
     assert relative_difference([1.0], [0.0], scale=0.0) == math.inf

@@ -66,7 +66,10 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
 def test_biases_and_norms_do_not_decay():
     run = pieces()
     decayed = {
-        p.spec.name for b in run.optimizer.buckets if not b.key.no_decay for p, _ in b.places
+        p.spec.name
+        for b in run.optimizer.buckets
+        if not b.key.no_decay
+        for p, _ in b.places
     }
     names = {p.spec.name for p in run.stages.parameters()}
     assert decayed == {n for n in names if n.endswith("weight") and "norm" not in n}
