@@ -38,13 +38,11 @@ class LossMonitor:
         samples: Samples,
         done: Progress,
         is_writer: bool,
-        note: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
-        """done: the progress so far. is_writer: whether this rank writes spikes.jsonl.
-
-        note: prints a line.
-        """
-        self.config, self.samples, self.is_writer, self.note = config, samples, is_writer, note
+        """done: the progress so far. is_writer: whether this rank writes spikes.jsonl."""
+        self.config, self.samples = config, samples
+        self.is_writer, self.print_line = is_writer, print_line
         self.path = os.path.join(config.run.out, "spikes.jsonl")
         self.good = done
         self.bad: list[StepResult] = []
@@ -107,7 +105,7 @@ class LossMonitor:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
-        self.note(
+        self.print_line(
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
             f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
         )

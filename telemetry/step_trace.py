@@ -37,12 +37,12 @@ class StepTrace:
         self,
         run: Run,
         factory: "ParamFactory",
-        exchange: "Board",
+        exchange: "StoreExchange",
         context: "Context",
-        note: Callable[[str], None],
+        print_line: Callable[[str], None],
     ):
-        """exchange: between all ranks, through the store. note: prints a line."""
-        self.step, self.context, self.note = run.profile_step, context, note
+        """exchange: between all ranks, through the store. print_line: on rank 0."""
+        self.step, self.context, self.print_line = run.profile_step, context, print_line
         self.device, self.recorder = factory.device, factory.mesh.recorder
         self.exchange, self.is_writer = exchange, factory.mesh.rank == 0
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
@@ -70,7 +70,7 @@ class StepTrace:
         if self.is_writer:
             with open(self.path, "w") as file:
                 json.dump(merge(self.exchange.collect("trace")), file)
-        self.note(f"trace of step {step}: {self.path}")
+        self.print_line(f"trace of step {step}: {self.path}")
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:

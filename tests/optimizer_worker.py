@@ -1,10 +1,12 @@
-"""Overflows and drift planted on one rank, found by all; run under mpirun on 8 ranks.
+"""Overflows and drift planted on one rank, found by all; run under mpirun on 2 or 8 ranks.
 
 Prints "ok" and the number of checks; a check that fails ends every rank.
 """
 
 import math
+import re
 
+import compare
 import golden_worker
 import torch
 
@@ -15,6 +17,7 @@ from config import validation
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.store import StoreExchange
+from telemetry.replica_check import unequal_replicas
 
 CHECKS: list[str] = []
 
@@ -54,7 +57,7 @@ def plant(p: torch.nn.Parameter, bad: float):
 def check_overflow(
     context: Context, exchange: StoreExchange, zero: int, precision: str, bad: float
 ) -> None:
-    """An inf on one rank, whichever: every rank skips, halves the scale, and goes on alike."""
+    """A gradient that is not finite, on each rank in turn: all ranks skip and halve the scale."""
     run = pieces(
         context,
         zero=zero,
@@ -66,7 +69,7 @@ def check_overflow(
     samples = data.Synthetic(61, 16, 1234)
     for turn in range(context.size):
         before = [p.detach().clone() for p in run.stages.parameters()]
-        scale, steps = run.optimizer.scale.value, run.optimizer.steps
+        scale, updates = run.optimizer.scale.value, run.optimizer.updates
         handle = None
         if context.rank == turn:
             handle = plant(list(run.stages.parameters())[turn % 3], bad)
@@ -76,14 +79,14 @@ def check_overflow(
         what = f"zero {zero} {precision}: {bad} on rank {turn}"
         check(result.skipped, f"{what} skips")
         same_everywhere(exchange, (result, run.optimizer.scale.state()), what)
-        check(run.optimizer.steps == steps, f"{what} is no step")
+        check(run.optimizer.updates == updates, f"{what} is no update")
         halved = max(scale / 2, 1.0) if precision == "fp16" else 1.0
         check(run.optimizer.scale.value == halved, f"{what} halves the scale")
         after = list(run.stages.parameters())
         check(all(torch.equal(a, b) for a, b in zip(after, before)), f"{what} changes no weight")
         result = trainer.step(run, samples, 8 * turn, 1e-3)
         check(not result.skipped and math.isfinite(result.grad_norm), f"{what}, the next step")
-        unequal = trainer.unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
+        unequal = unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
         check(unequal == [], f"{what}, replicas: {unequal}")
 
 
@@ -106,28 +109,102 @@ def check_adamw(context: Context, steps: int = 100) -> None:
         torch.nn.utils.clip_grad_norm_(theirs, 0.5)
         adamw.step()
         run.optimizer.step(1e-3, torch.tensor(0.0))
-    off = max((a.detach() - b).abs().max().item() for a, b in zip(ours, theirs))
+    off = compare.relative_difference(ours, theirs, scale=1.0)
     check(off < 1e-6, f"{steps} steps of AdamW under ZeRO-1, off by {off}")
 
 
-def check_drift(context: Context, exchange: StoreExchange, zero: int) -> None:
-    """One flipped bit in optimizer state or a weight is found and its rank is named."""
-    run = pieces(context, zero=zero, tied=True)
-    mesh = run.factory.mesh
+# Copied over tp and dp; over dp alone; over dp and, with a pipeline, on the last stage.
+DRIFTING = ("blocks.0.mlp.down.bias", "blocks.0.mlp.up.weight", "embedding.tokens.weight")
+
+
+def flip_bit(run: trainer.TrainState, name: str, kind: str) -> bool:
+    """Flip the last bit of the first element of a tensor that is here; False if none is."""
+    if kind == "weight":
+        for p in run.stages.parameters():
+            if p.spec.name == name:
+                p.detach().view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+                return True
+        return False
+    stored = {"master": "weights"}.get(kind, kind)
+    for shard in run.optimizer.owned():
+        if shard.spec.name == name:
+            values = shard.read(stored, shard.start, shard.stop).clone()
+            values[:1].view(torch.int32).bitwise_xor_(1)
+            shard.write(stored, shard.start, values)
+            return True
+    return False
+
+
+def axes_of_copies(run: trainer.TrainState, name: str, kind: str) -> set[str]:
+    """The axes over which this rank's tensor has copies that are compared."""
+    mesh, optimizer = run.factory.mesh, run.optimizer
+    (spec,) = [p.spec for p in run.stages.parameters() if p.spec.name == name]
+    if kind == "weight" and optimizer.fully_sharded:
+        return set()
+    over_dp = kind == "weight" or not optimizer.state_sharded
+    axes = {"dp"} if over_dp and mesh.dp.size > 1 else set()
+    axes |= {"tp"} if spec.dim is None and mesh.tp.size > 1 else set()
+    return axes | ({"tied"} if spec.tied else set())
+
+
+def check_drift(context: Context, exchange: StoreExchange, **options) -> set[tuple[str, str]]:
+    """One flipped bit of a weight, a master or a moment on one rank is found, and the rank named.
+
+    The rank is the last one that holds the tensor. Returns the (axis, kind) that were found.
+    """
+    run = pieces(context, tied=True, precision="bf16", **options)  # masters are not the weights
+    found = set()
     trainer.step(run, data.Synthetic(61, 16, 1234), 0, 1e-3)
-    odd = 1  # tp rank 1, dp rank 0, first stage
-    for piece in run.optimizer.owned() if context.rank == odd else ():
-        if piece.spec.name == "blocks.0.mlp.down.bias":
-            values = piece.read("exp_avg", piece.start, piece.stop).clone()
-            values[0] += 1e-3
-            piece.write("exp_avg", piece.start, values)
-    found = trainer.unequal_replicas(run.stages, run.optimizer, mesh)
-    every = exchange.agree(found, lambda all: [line for one in all for line in one])
-    name = "blocks.0.mlp.down.bias exp_avg differs over"
-    check(any(line.startswith(f"{name} tp: ranks [1] and [0]") for line in every), str(every))
-    if zero == 0 and mesh.dp.size > 1:
-        check(any(line.startswith(f"{name} dp") and "[1]" in line for line in every), str(every))
-    check(all(line.startswith(name) for line in every), "nothing else is named")
+    for name in DRIFTING:
+        for kind in ("weight", "master", "exp_avg"):
+            # A second flip, of the same bit, restores it.
+            holds = flip_bit(run, name, kind) and flip_bit(run, name, kind)
+            rank = max(i for i, held in enumerate(exchange.gather("holds", holds)) if held)
+            found |= check_one_drift(context, exchange, run, name, kind, rank)
+    check(unequal_replicas(run.stages, run.optimizer, run.factory.mesh) == [], "all is restored")
+    return found
+
+
+def check_one_drift(
+    context: Context,
+    exchange: StoreExchange,
+    run: trainer.TrainState,
+    name: str,
+    kind: str,
+    rank: int,
+) -> set[tuple[str, str]]:
+    own = context.rank == rank
+    axes = axes_of_copies(run, name, kind) if own else set()
+    if own:
+        flip_bit(run, name, kind)
+    lines = unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
+    if own:
+        flip_bit(run, name, kind)
+    lines = sorted({line for lines in exchange.gather("lines", lines) for line in lines})
+    expected = exchange.gather("axes", sorted(axes))[rank]
+    what = f"{run.config.layout}, {name} {kind} on rank {rank}: {lines}"
+    seen = []
+    for line in lines:
+        start, _, ranks = line.partition(": ")
+        axis = start.removeprefix(f"{name} {kind} differs over ")
+        check(axis != start, f"no other tensor is named: {what}")
+        check(str(rank) in re.findall(r"\d+", ranks), f"the rank is named: {what}")
+        seen.append(axis)
+    check(sorted(seen) == expected, f"found over {expected}: {what}")
+    return {(axis, kind) for axis in seen}
+
+
+def check_majority(context: Context, exchange: StoreExchange) -> None:
+    """Of three copies or more, the one that differs is named as such."""
+    if context.size < 3:
+        return
+    run = pieces(context, tp=1, pp=1, precision="bf16")
+    if context.rank == 1:
+        flip_bit(run, DRIFTING[0], "weight")
+    lines = unequal_replicas(run.stages, run.optimizer, run.factory.mesh)
+    rest = [rank for rank in range(context.size) if rank != 1]
+    expected = [f"{DRIFTING[0]} weight differs over dp: ranks [1] against {rest}"]
+    check(lines == expected, f"a majority is right: {lines}")
 
 
 def main() -> None:
@@ -139,8 +216,14 @@ def main() -> None:
         check_overflow(context, exchange, 1, "bf16", math.nan)
         check_overflow(context, exchange, 1, "fp32", -math.inf)
         check_adamw(context)
-        for zero in (0, 1):
-            check_drift(context, exchange, zero)
+        seen = set()
+        for zero in (0, 1, 2):
+            seen |= check_drift(context, exchange, zero=zero)
+        seen |= check_drift(context, exchange, zero=3, pp=1)
+        axes = ("tp", "dp", "tied") if context.size > 2 else ("tp",)
+        expected = {(axis, kind) for axis in axes for kind in ("weight", "master", "exp_avg")}
+        check(seen == expected, f"copies of every kind over every axis have drifted: {seen}")
+        check_majority(context, exchange)
         if context.rank == 0:
             print("ok", len(CHECKS))
     context.stop()

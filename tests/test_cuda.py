@@ -8,6 +8,7 @@ import sys
 import golden_worker
 import pytest
 import torch
+from compare import assert_close
 from ranks import start
 
 import data
@@ -58,13 +59,13 @@ def test_the_gpu_computes_what_the_cpu_does(kind, precision, tolerance):
     exact = "fp32" if precision in ("bf16", "fp16") else precision
     ours = losses(kind | {"precision": precision}, "cuda")
     theirs = losses(kind | {"precision": exact}, "cpu")
-    assert ours == pytest.approx(theirs, rel=tolerance)
+    assert_close(ours, theirs, tolerance, kind)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_on_the_gpu(recompute):
     plain = losses({"precision": "bf16"}, "cuda")
-    assert losses({"precision": "bf16", "recompute": recompute}, "cuda") == pytest.approx(plain)
+    assert_close(losses({"precision": "bf16", "recompute": recompute}, "cuda"), plain, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "muon", "sgd"])
@@ -72,7 +73,7 @@ def test_the_other_update_rules_on_the_gpu(optimizer):
     if optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     options = {"optimizer": optimizer, "hidden": 256}
-    assert losses(options, "cuda") == pytest.approx(losses(options, "cpu"), rel=1e-2)
+    assert_close(losses(options, "cuda"), losses(options, "cpu"), 1e-2)
 
 
 def test_weights_do_not_depend_on_the_device():
@@ -80,7 +81,7 @@ def test_weights_do_not_depend_on_the_device():
     ours, theirs = (
         draw_normal("w", shape, 0, 0, 64, 1.0, 7, device).cpu() for device in ("cuda", "cpu")
     )
-    assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_close(ours, theirs, 1e-12, scale=1.0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -97,7 +98,7 @@ def test_two_ranks_share_one_gpu_over_gloo(tmp_path, layout):
         assert outcome.status == 0, outcome.err
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         rows[name] = [json.loads(line)["loss"] for line in lines]
-    assert rows["two"] == pytest.approx(rows["one"], rel=1e-4)
+    assert_close(rows["two"], rows["one"], 1e-4, layout)
 
 
 def test_a_memory_snapshot_and_the_table_of_stages(tmp_path):
@@ -126,4 +127,4 @@ def test_waits_of_a_stream_are_timed_and_seen():
     assert recorder.take_waited() == 0.0
     torch.cuda.synchronize()
     assert recorder.device_waits_for() is None
-    assert 0.01 < recorder.take_waited() < 10.0
+    assert recorder.take_waited() > 0.01  # whatever the clock rate, the cycles take longer

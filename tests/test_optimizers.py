@@ -11,8 +11,9 @@ import json
 import golden_worker
 import pytest
 import torch
+from compare import assert_close, relative_difference
 from ranks import mpirun
-from test_golden import distance, pairwise, single_rank
+from test_golden import pairwise, single_rank
 
 import data
 import trainer
@@ -96,13 +97,16 @@ def compare(every: list[dict], ranks: int, tmp_path) -> dict[str, float]:
     layout = {"tp", "pp", "zero", "sequence_parallel", "overlap_param_gather", "recompute"}
     layout |= {"recompute_layers"}
     worst: dict[str, float] = {}
-    for case, result in zip(every, json.loads(target.read_text())):
+    results = json.loads(target.read_text())
+    assert len(results) == len(every) > 0
+    for case, result in zip(every, results):
         plain = {k: v for k, v in case.items() if k not in layout}
         expected = single_rank(json.dumps(plain))
-        off = max(distance(result[k], expected[k]) for k in ("losses", "norms"))
         kind = case.get("precision", case.get("optimizer"))
-        assert off <= TOLERANCE[kind], (off, case, result, expected)
-        worst[kind] = max(worst.get(kind, 0.0), off)
+        assert len(result["losses"]) == golden_worker.STEPS
+        for numbers in ("losses", "norms"):
+            off = assert_close(result[numbers], expected[numbers], TOLERANCE[kind], case)
+            worst[kind] = max(worst.get(kind, 0.0), off)
     return worst
 
 
@@ -198,7 +202,7 @@ def test_8_bit_follows_32_bit():
             rule.update([random(64 * 256, seed=step) + 0.5], 1e-3)
         way[name] = master - start
     off = (way["adamw8bit"] - way["adamw"]).norm() / way["adamw"].norm()
-    assert 0 < off < 0.05
+    assert 0 < off < 0.05  # NaN is neither
 
 
 def test_8_bit_keeps_embeddings_and_vectors_in_32():
@@ -279,9 +283,11 @@ def test_what_cannot_be_is_said_in_one_sentence(options, ranks, sentence):
 
 
 def test_the_gradient_of_one_step_is_the_same_in_every_stage_of_zero():
-    """On one rank all stages are one; the step must not depend on the flag."""
-    norms = set()
+    """On one rank nothing is sharded; the step must not depend on the flag."""
+    norms = []
     for zero in (0, 1, 2, 3):
         config = validation.check(golden_worker.options({"zero": zero}), 1)
-        norms.add(trainer.step(trainer.build(config), data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
-    assert len(norms) == 1
+        result = trainer.step(trainer.build(config), data.Synthetic(61, 16, 1), 0, 1e-3)
+        norms.append(result.grad_norm)
+    assert relative_difference(norms[1:], norms[:1] * 3) == 0.0
+    assert norms[0] > 0

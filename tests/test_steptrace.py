@@ -55,7 +55,7 @@ def test_the_schedule_can_be_seen(tmp_path):
     assert [names[r].split(" on ")[0] for r in range(4)] == [
         f"rank {r}: stage {r // 2}, tp {r % 2}, dp 0" for r in range(4)
     ]
-    order = schedule.build("1f1b", 2, 4).stages
+    order = schedule.build("1f1b", 2, 4).ranks
     spans = {}
     for r in range(4):
         drawn = [e for e in events if e["ph"] == "X" and e["pid"] == r and e["tid"] == 0]

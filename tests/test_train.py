@@ -8,12 +8,14 @@ import golden_worker
 import numpy as np
 import pytest
 import torch
+from compare import assert_close
 from ranks import mpirun, start
 
 import data
 import trainer
 from config import schema as configuration
 from config import validation
+from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
 
 SMALL = (
@@ -75,10 +77,9 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     assert all(set(r) == ROW for r in steps)
     assert [r["iteration"] for r in evaluations] == [5, 10, 12]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
-    for a, b in zip(ours, theirs):
-        for key in ("loss", "grad_norm", "validation_loss", "learning_rate", "consumed_tokens"):
-            if key in a:
-                assert a[key] == pytest.approx(b[key], rel=1e-10), (key, a, b)
+    for key in ("loss", "grad_norm", "validation_loss", "learning_rate", "consumed_tokens"):
+        values, others = ([row[key] for row in each if key in row] for each in (ours, theirs))
+        assert_close(values, others, 1e-10, key)
     assert [r["global_batch_size"] for r in steps] == [4, 4, 6, 6] + [8] * 8
     assert [r["consumed_samples"] for r in steps[:5]] == [4, 8, 14, 20, 28]
     rates = [r["learning_rate"] / 3e-3 for r in steps[:3]]
@@ -100,6 +101,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     assert facts["cluster"]["launcher"] == "mpirun"
     assert facts["config"]["layout"]["dp"] == 1
     assert facts["flops_formula"] == "megatron-2025"
+    assert facts["version"] == VERSION
 
 
 def test_a_second_run_keeps_the_first(tmp_path):
@@ -121,7 +123,7 @@ def test_a_second_run_keeps_the_first(tmp_path):
         ("--data {corpus} --seq-length 100000 --positions alibi", "but one sample takes"),
     ],
 )
-def test_bad_data_is_told_once_on_two_ranks(tmp_path, corpus, words, sentence):
+def test_bad_data_is_one_error_on_two_ranks(tmp_path, corpus, words, sentence):
     command = SMALL + "--steps 9 " + words.format(corpus=corpus)
     outcome = mpirun(2, "train.py", *command.split(), "--tp", "2", "--out", str(tmp_path / "x"))
     assert outcome.status == 2
@@ -167,12 +169,15 @@ def test_the_learning_rate_warms_up_and_falls():
     assert early[50:] == [0.1] * 51
 
 
-def test_drifted_replicas_end_the_run(monkeypatch):
-    pieces = trainer.build(validation.check(golden_worker.options({}), 1))
-    trainer.check_replicas(pieces, 3)
-    monkeypatch.setattr(trainer, "unequal_replicas", lambda *_: ["w differs over tp, ranks [0, 1]"])
-    with pytest.raises(RuntimeError, match=r"after iteration 3 replicas.*w differs over tp"):
-        trainer.check_replicas(pieces, 3)
+@pytest.mark.slow
+def test_a_replica_that_drifts_ends_the_run(tmp_path):
+    """One bit of one weight, on rank 1 after step 3; optimizer_worker.py has every other copy."""
+    words = SMALL + f"--steps 9 --zero 0 --check-replicas-every 2 --device cpu --out {tmp_path}"
+    outcome = mpirun(2, "tests/corrupted_worker.py", "drift", "1", "3", *words.split())
+    assert outcome.status not in (0, 75)
+    assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+    sentence = "after iteration 4 replicas are no longer equal: embedding.positions.weight weight"
+    assert sentence + " differs over dp: ranks [1] and [0]" in outcome.err
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

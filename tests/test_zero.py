@@ -7,13 +7,13 @@ import weakref
 import golden_worker
 import pytest
 import torch
+from compare import assert_close
 
 import data
 import trainer
 import zero
 from config import schema as configuration
 from config import validation
-from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim import buckets
 from parallel import ParamFactory
@@ -56,20 +56,18 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
         adamw.step()
         run.optimizer.begin_step(2, 1)
         result = run.optimizer.step(lr, torch.tensor(3.0))
-        assert result.grad_norm == pytest.approx(norm.item(), rel=1e-12)
+        assert_close(result.grad_norm, norm, 1e-12)
         assert result.loss == 1.5
         assert not result.skipped
     for p in run.stages.parameters():
-        assert torch.allclose(p, theirs[p.spec.name], rtol=1e-10, atol=1e-12), p.spec.name
+        largest = theirs[p.spec.name].abs().max().item()
+        assert_close(p, theirs[p.spec.name], 1e-10, p.spec.name, scale=largest)
 
 
 def test_biases_and_norms_do_not_decay():
     run = pieces()
     decayed = {
-        p.spec.name
-        for b in run.optimizer.buckets
-        if not b.key.no_decay
-        for p, _ in b.places
+        p.spec.name for b in run.optimizer.buckets if not b.key.no_decay for p, _ in b.places
     }
     names = {p.spec.name for p in run.stages.parameters()}
     assert decayed == {n for n in names if n.endswith("weight") and "norm" not in n}
@@ -95,12 +93,13 @@ def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
     run, exact = pieces(precision="bf16"), pieces(precision="fp32")
     drawn = {p.spec.name: p for p in exact.stages.parameters()}
     rounded = copy_of(run.stages)
-    for piece in run.optimizer.owned():
-        whole = drawn[piece.spec.name].detach().flatten()
-        master = piece.read("weights", piece.start, piece.stop)
+    assert len(run.optimizer.owned()) == len(drawn)
+    for shard in run.optimizer.owned():
+        whole = drawn[shard.spec.name].detach().flatten()
+        master = shard.read("weights", shard.start, shard.stop)
         assert master.dtype == torch.float32
         assert torch.equal(master, whole)
-        assert torch.equal(rounded[piece.spec.name].flatten(), whole.bfloat16())
+        assert torch.equal(rounded[shard.spec.name].flatten(), whole.bfloat16())
     assert {bucket.gradients.dtype for bucket in run.optimizer.buckets} == {torch.float32}
     weight = run.stages[0].blocks[0].mlp.up.weight
     before = weight.detach().clone()
@@ -118,7 +117,7 @@ def test_gradients_of_micro_batches_are_summed(precision):
     for size in (1, 4):
         run = pieces(precision=precision, global_batch_size=4, micro_batch_size=size)
         norms.append(trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5 if precision == "fp32" else 2e-2)
+    assert_close(norms[0], norms[1], 1e-5 if precision == "fp32" else 2e-2)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
@@ -166,7 +165,6 @@ def test_the_bit_hash_sees_order_and_sign():
         for t in (x, swapped, negative, x.double(), x.bfloat16())
     }
     assert len(hashes) == 5
-    assert Group().size == 1
 
 
 def test_an_optimizer_goes_with_its_run():
@@ -174,6 +172,7 @@ def test_an_optimizer_goes_with_its_run():
     run = pieces()
     trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3)
     buffers = [weakref.ref(bucket.weights) for bucket in run.optimizer.buckets]
+    assert buffers
     del run
     gc.collect()
     assert all(buffer() is None for buffer in buffers)

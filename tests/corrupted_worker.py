@@ -1,0 +1,57 @@
+"""A training run in which a fault is planted on one rank, without its knowledge.
+
+    mpirun -n 2 python tests/corrupted_worker.py nan RANK STEP,STEP,... train.py's arguments
+    mpirun -n 2 python tests/corrupted_worker.py drift RANK STEP,STEP,... train.py's arguments
+
+nan: the rank's activations are NaN in these steps. drift: one bit of its first weight is flipped
+after these steps.
+"""
+
+import itertools
+import sys
+
+import torch
+
+import model
+import trainer
+from config import validation
+from config.command_line import parse
+from distributed.launch import discover
+
+
+def plant_nan(steps: list[int]) -> None:
+    """Make this rank's stage return NaN in these steps, if it does one forward pass in each."""
+    forward, count = model.Stage.forward, itertools.count(1)
+
+    def poisoned(self, x, labels):
+        y = forward(self, x, labels)
+        return y * float("nan") if next(count) in steps else y
+
+    model.Stage.forward = poisoned
+
+
+def plant_drift(steps: list[int]) -> None:
+    """Flip the last bit of the first element of this rank's first parameter after these steps."""
+    step, count = trainer.step, itertools.count(1)
+
+    def drifting(state, *arguments):
+        result = step(state, *arguments)
+        if next(count) in steps:
+            weight = next(state.stages.parameters()).detach()
+            weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        return result
+
+    trainer.step = drifting
+
+
+def main() -> None:
+    plant = {"nan": plant_nan, "drift": plant_drift}[sys.argv[1]]
+    rank, steps = int(sys.argv[2]), [int(step) for step in sys.argv[3].split(",")]
+    launch = discover()
+    if launch.rank == rank:
+        plant(steps)
+    trainer.main(validation.check(parse(sys.argv[4:]), launch.size), launch)
+
+
+if __name__ == "__main__":
+    main()
