@@ -26,7 +26,7 @@ def unequal_replicas(stage: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
     state = _state_hashes(optimizer)
     over_dp = weights if optimizer.state_sharded else weights | state
     both = weights | state
-    found = _compare("dp", mesh.dp, over_dp)
+    found = _compare("dp", mesh.replicas, over_dp)
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
     found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
     return found

@@ -150,7 +150,9 @@ def test_recomputation_changes_no_bit(positions):
 # ------------------------------------------------------------------------------------------------
 
 
-def rule_of(name: str, masters: list[torch.Tensor], group: str, **options) -> update_rules.Rule:
+def rule_of(
+    name: str, masters: list[torch.Tensor], group: str, **options
+) -> update_rules.UpdateRule:
     training = configuration.Training(steps=1, optimizer=name, **options)
     return update_rules.make_rule(training, group, masters, decay=True)
 
@@ -208,7 +210,7 @@ def test_8_bit_follows_32_bit():
 def test_8_bit_keeps_embeddings_and_vectors_in_32():
     case = WIDE | {"optimizer": "adamw8bit"}
     run = trainer.build(validation.check(golden_worker.options(case), 1))
-    families = {own.spec.name: s.key.family for s in run.optimizer.shards for own in s.own}
+    families = {s.spec.name: g.key.family for g in run.optimizer.groups for s in g.shards}
     for name, family in families.items():
         matrix = name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
         assert family == ("blocks" if matrix else "plain"), name
