@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Bus bandwidth of the world and of a layout's groups, alpha and beta, a calibration for the planner.
+# Bus bandwidth of all ranks and of a layout's groups, alpha and beta, a calibration for plan.py.
 #
 #     bash scripts/bench_allreduce.sh                     8 ranks of this machine's CPU, 1 to 2 minutes
-#     bash scripts/bench_allreduce.sh srun -n 48 ...      what follows is a launcher's words, then --,
+#     bash scripts/bench_allreduce.sh srun -n 48 ...      a launcher and its arguments, then --,
 #         -- --tp 8 --pp 6 --line-rate 400                then arguments of benchmarks/allreduce.py
 #
 # Writes runs/allreduce/: allreduce.csv, allreduce.png, pairs.csv, calibration.toml.

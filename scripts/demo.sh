@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A GPT on Python's own sources, 4 ranks: tp 2 x pp 2. Sets up, makes the corpus, trains, draws.
-# Two to four minutes on two cores, set-up in it; the result is in runs/demo.
+# Trains a GPT on the sources of Python's library on 4 ranks, tp 2 x pp 2: sets up, makes the
+# corpus, trains, draws the loss. Two to four minutes on two cores, with set-up; results are in
+# runs/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

