@@ -1,4 +1,4 @@
-"""The probe: what its figures mean, and what it finds on this machine."""
+"""The bandwidth benchmark: its formulas, its files, and a run on real ranks."""
 
 import csv
 import math
@@ -79,7 +79,7 @@ def test_calibration_reads_back_as_the_planner_has_it(tmp_path):
     assert machine.network.latency == pytest.approx(alpha, rel=1e-3)
 
 
-def test_groups_are_the_meshs():
+def test_groups_are_those_of_the_mesh():
     rows = allreduce.group_rows(Layout(tp=2, pp=2, dp=3))
     assert rows["tp"][0] == (0, 1)
     assert rows["dp"][0] == (0, 2, 4)
@@ -130,7 +130,7 @@ def test_mistakes_are_sentences():
 def test_on_real_ranks(tmp_path):
     """Every group and operation has its rows, a plain loop is timed beside it, files are written.
 
-    How fast the ranks are is no question for a test: benchmarks/results has the comparison.
+    Measured speeds are not tested: benchmarks/results has the comparison.
     """
     words = "benchmarks/allreduce.py --device cpu --tp 2 --gpu cpu --rates --pairs --factor 128"
     words += " --max-bytes 4194304 --seconds 0.5 --trials 10 --warm-ups 2"

@@ -1,4 +1,4 @@
-"""Options, presets and the sentences a user's mistake gets."""
+"""Options, presets, error messages, --help and --version."""
 
 import subprocess
 import sys

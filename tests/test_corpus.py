@@ -1,4 +1,4 @@
-"""Token files: round trips, every kind of damage, and megatron-core as the judge of the format."""
+"""Token files: round trips, every kind of damage, and comparison with megatron-core."""
 
 import os
 import struct
@@ -164,7 +164,7 @@ def test_a_crash_between_the_renames_leaves_no_half_corpus(tmp_path, monkeypatch
 
     monkeypatch.setattr(token_files.os, "replace", replace)
     with pytest.raises(OSError, match="power"):
-        write(f"{tmp_path}/c", 300, [[[3, 4]]])  # as long as the old one: sizes would not tell
+        write(f"{tmp_path}/c", 300, [[[3, 4]]])  # as long as the old one: sizes are equal
     with pytest.raises(UserError, match=r"c\.idx does not exist"):
         IndexedDataset(f"{tmp_path}/c")
 
@@ -198,7 +198,7 @@ def edited(place: int, layout: str, value):
 
 
 def resized(name: str, by: int):
-    """A change of a file's length: cut, or filled up with zeros."""
+    """A change of a file's length: truncated, or extended with zeros."""
 
     def change(folder: Path) -> None:
         os.truncate(folder / name, (folder / name).stat().st_size + by)

@@ -42,7 +42,7 @@ LAYOUTS = ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--zero 1", "--zero
 def losses(options: dict, device: str) -> list[float]:
     """Loss of ten steps of a small model, one rank, on that device."""
     options = {"hidden": 128, "seq_length": 64, "vocab_size": 500} | options
-    options |= {"device": device, "watchdog": False}  # it would end this process one day
+    options |= {"device": device, "watchdog": False}  # its monitor would end this process
     config = validation.check(golden_worker.options(options), 1)
     context = start_cluster(Launch("python"), config.run)
     pieces = trainer.build(config, context)
@@ -55,7 +55,7 @@ def losses(options: dict, device: str) -> list[float]:
     ("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
 def test_the_gpu_computes_what_the_cpu_does(kind, precision, tolerance):
-    """16 bits on the GPU are held against fp32 on the CPU."""
+    """16 bits on the GPU are compared with fp32 on the CPU."""
     exact = "fp32" if precision in ("bf16", "fp16") else precision
     ours = losses(kind | {"precision": precision}, "cuda")
     theirs = losses(kind | {"precision": exact}, "cpu")
@@ -112,7 +112,7 @@ def test_a_memory_snapshot_and_the_table_of_stages(tmp_path):
 
 
 def test_waits_of_a_stream_are_timed_and_seen():
-    """The host goes on while the stream waits; the record knows that the device has not passed."""
+    """The host continues while the stream waits; the recorder knows that the device still waits."""
     recorder = FlightRecorder(functools.partial(torch.cuda.Event, enable_timing=True))
     torch.cuda.synchronize()
 

@@ -144,7 +144,8 @@ def test_the_readme_names_every_room():
     first_cells = " ".join(row.split("|")[1] for row in rows)
     rooms = {room_of(module) for module in files()}
     forms = {room: f"{room}.py" if room in files() else f"{room}/" for room in rooms}
-    assert sorted(form for form in forms.values() if form not in first_cells) == []
+    missing = [form for form in forms.values() if not re.search(rf"\b{form}", first_cells)]
+    assert missing == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -277,15 +278,20 @@ def test_the_whole_stays_within_its_lines():
 
 @pytest.mark.parametrize("module", files())
 def test_no_hidden_state(module):
-    """No `global` statement; environment variables in distributed/ and config/ only."""
-    found = []
+    """No `global` statement; environment variables in distributed/ and config/ only.
+
+    `{**os.environ, ...}`, the environment of a process to start, reads none.
+    """
+    found, copies = [], set()
     for node in ast.walk(tree(files()[module])):
         if isinstance(node, ast.Global):
             found.append(f"{node.lineno}: global {', '.join(node.names)}")
         if room_of(module) in READ_THE_ENVIRONMENT:
             continue
+        if isinstance(node, ast.Dict):
+            copies |= {value for key, value in zip(node.keys, node.values) if key is None}
         text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if text in ("os.environ", "os.getenv", "os.putenv"):
+        if text in ("os.environ", "os.getenv", "os.putenv") and node not in copies:
             found.append(f"{node.lineno}: {text}")
         if isinstance(node, ast.ImportFrom) and node.module == "os":
             found += [f"{node.lineno}: {a.name}" for a in node.names if "env" in a.name]

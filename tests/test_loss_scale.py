@@ -1,4 +1,4 @@
-"""The loss scale against Megatron's, and how a run that overflows for good ends."""
+"""The loss scale compared with Megatron's, and the end of a run that keeps overflowing."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Data that is passed over, spikes that are recorded, and losses that are not finite."""
+"""Samples that are skipped, spikes that are recorded, and losses that are not finite."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    """Models so small are no work for two."""
+    """Models this small are slower on two threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -46,7 +46,7 @@ def rows(folder, name="metrics.jsonl") -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------
-# Data that is passed over
+# Samples that are skipped
 # ------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +61,7 @@ def rows(folder, name="metrics.jsonl") -> list[dict]:
         ("10:20 0:5 19:30", "--skip-samples: 10:20 and 19:30 overlap"),
     ],
 )
-def test_ranges_that_are_none(words, sentence):
+def test_malformed_ranges(words, sentence):
     with pytest.raises(UserError) as caught:
         configure("--steps 3 --skip-samples " + words)
     assert sentence in str(caught.value)
@@ -76,15 +76,15 @@ def test_a_batch_that_touches_a_range():
     assert touches(ranges, 5, 4)
 
 
-def test_samples_passed_over_are_passed_over_after_a_restart_too(tmp_path, capsys):
-    """Bitwise; the restart falls among the batches that are passed over, in a ramp-up."""
+def test_skipped_samples_stay_skipped_after_a_restart(tmp_path, capsys):
+    """Bit for bit; the restart is between two skipped batches, in a ramp-up."""
     ramp = "--global-batch-size 12 --rampup-batch-size 4 4 32 --lr-warmup-samples 60 "
     words = ramp + "--skip-samples 10:19 50:51 --save-every 4 --train-samples 140 --out "
     trainer.main(configure(words + str(tmp_path / "whole")), Launch("python"))
     whole = rows(tmp_path / "whole")
-    said = capsys.readouterr().out
-    assert "batches that hold samples of 10:19, 50:51 are passed over" in said
-    assert "passed over by --skip-samples: 8 to 11" in said
+    lines = capsys.readouterr().out
+    assert "batches that hold samples of 10:19, 50:51 are passed over" in lines
+    assert "passed over by --skip-samples: 8 to 11" in lines
     # Batches of 4 up to sample 16, of 8 up to 32, then of 12.
     skipped = [(r["iteration"], r["consumed_samples"]) for r in whole if "skipped_samples" in r]
     assert skipped == [(3, 12), (4, 16), (5, 24), (8, 56)]
@@ -105,17 +105,17 @@ def test_samples_passed_over_are_passed_over_after_a_restart_too(tmp_path, capsy
     assert comparable(parts) == comparable(whole)
 
 
-def test_training_is_as_if_the_samples_were_not_there(tmp_path):
-    """Learning rate and weights follow from the other samples alone."""
+def test_skipped_samples_do_not_change_the_training_on_others(tmp_path):
+    """Learning rate and weights depend on the other samples only."""
     words = "--steps 6 --lr-warmup-samples 16 --check-replicas-every 0 --out "
     config = configure(words + f"{tmp_path / 'a'} --skip-samples 6:12")
     trainer.main(config, Launch("python"))
-    pieces = trainer.build(config)
+    state = trainer.build(config)
     samples = data.Synthetic(31, 8, config.training.seed)
     expected = []
     for i, first in enumerate((0, 12, 16, 20)):
         lr = trainer.learning_rate(config.training, 4 * i, 24, 4)
-        expected.append((lr, trainer.step(pieces, samples, first, lr).loss))
+        expected.append((lr, trainer.step(state, samples, first, lr).loss))
     found = [(r["learning_rate"], r["loss"]) for r in rows(tmp_path / "a") if "loss" in r]
     assert found == expected
 
@@ -126,59 +126,59 @@ def test_training_is_as_if_the_samples_were_not_there(tmp_path):
 
 
 @pytest.fixture
-def watch(tmp_path):
-    """A watch over two corpora, which has seen 40 losses around 3; and what it said."""
+def monitor(tmp_path):
+    """A monitor of two corpora that has seen 40 losses around 3; its lines; its file."""
     for name in ("a", "b"):
         with IndexedDatasetWriter(str(tmp_path / name), vocab_size=31) as writer:
             for i in range(20):
                 writer.add_document(np.arange(5 + i % 7) % 31)
     corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
     config = configure(f"{corpora} --split 100,0,0 --steps 60 --out {tmp_path} --spike-sigma 4")
-    samples, said = data.build(config).train, []
-    watch = LossMonitor(config, samples, Progress(), True, said.append)
+    samples, lines = data.build(config).train, []
+    monitor = LossMonitor(config, samples, Progress(), True, lines.append)
     random.seed(0)
     for i in range(40):
-        see(watch, i, random.gauss(3.0, 0.1))
-    return watch, said, tmp_path / "spikes.jsonl"
+        see(monitor, i, random.gauss(3.0, 0.1))
+    return monitor, lines, tmp_path / "spikes.jsonl"
 
 
-def see(watch, i: int, loss: float, skipped: bool = False) -> None:
-    """Give the watch the loss of step i + 1."""
-    watch.step(Progress(i + 1, 4 * i + 4), 4, StepResult(1.0, loss, skipped))
+def see(monitor, i: int, loss: float, skipped: bool = False) -> None:
+    """Give the monitor the loss of step i + 1."""
+    monitor.step(Progress(i + 1, 4 * i + 4), 4, StepResult(1.0, loss, skipped))
 
 
-def test_a_spike_is_recorded_with_its_documents(watch):
-    watch, said, path = watch
+def test_a_spike_is_recorded_with_its_documents(monitor):
+    monitor, lines, path = monitor
     assert not path.exists()
-    see(watch, 40, 3.3)  # 3 sigma
+    see(monitor, 40, 3.3)  # 3 sigma
     assert not path.exists()
-    see(watch, 41, 3.7)
+    see(monitor, 41, 3.7)
     (row,) = rows(path.parent, path.name)
     assert (row["iteration"], row["loss"], row["first_sample"]) == (42, 3.7, 164)
     assert row["mean"] == pytest.approx(3.0, abs=0.05)
     assert row["sigma"] == pytest.approx(0.1, abs=0.04)
     assert [sample["sample"] for sample in row["samples"]] == [164, 165, 166, 167]
-    assert "loss spike at iteration 42: 3.7000 against" in said[0]
-    assert "samples 164 to 167 are in" in said[0]
-    for sample in row["samples"]:  # its text, read from the files, is the sample
+    assert "loss spike at iteration 42: 3.7000 against" in lines[0]
+    assert "samples 164 to 167 are in" in lines[0]
+    for sample in row["samples"]:  # the text at the recorded places is the sample
         tokens = []
         for piece in sample["text"]:
             dataset = data.IndexedDataset(piece["prefix"])
             tokens += dataset.get(piece["sequence"], piece["offset"], piece["length"]).tolist()
             first, end = dataset.documents[piece["document"] : piece["document"] + 2]
             assert first <= piece["sequence"] < end
-        assert tokens == watch.samples.sample(sample["sample"]).tolist()
+        assert tokens == monitor.samples.sample(sample["sample"]).tolist()
 
 
-def test_a_loss_that_stays_high_is_the_new_mean(watch):
-    watch, said, _ = watch
+def test_a_loss_that_stays_high_is_the_new_mean(monitor):
+    monitor, lines, _ = monitor
     for i in range(40, 80):
-        see(watch, i, 5.0)
-    assert 1 <= len(said) < 10
+        see(monitor, i, 5.0)
+    assert 1 <= len(lines) < 10
 
 
-def test_what_is_not_judged(watch):
-    old, _, path = watch
+def test_what_is_no_spike(monitor):
+    old, _, path = monitor
     fresh = LossMonitor(old.config, old.samples, Progress(), True, pytest.fail)
     for i in range(loss_monitor.MIN_STEPS):
         see(fresh, i, 3.0 + 100 * (i == 20))
@@ -192,14 +192,14 @@ def test_what_is_not_judged(watch):
     assert not path.exists()
 
 
-def test_a_loss_that_is_not_finite_is_a_spike(watch):
-    watch, said, path = watch
-    see(watch, 40, math.nan, skipped=True)
+def test_a_loss_that_is_not_finite_is_a_spike(monitor):
+    monitor, lines, path = monitor
+    see(monitor, 40, math.nan, skipped=True)
     assert rows(path.parent, path.name)[0]["loss"] is None
-    assert "loss spike at iteration 41: nan against 2.98" in said[0]
-    assert watch.good.iteration == 40
-    see(watch, 41, 3.0)
-    assert (watch.good.iteration, watch.bad) == (42, [])
+    assert "loss spike at iteration 41: nan against 2.98" in lines[0]
+    assert monitor.good.iteration == 40
+    see(monitor, 41, 3.0)
+    assert (monitor.good.iteration, monitor.bad) == (42, [])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_finite_is_a_spike(watch):
 
 @pytest.mark.slow
 def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
-    """dp 2, NaN on rank 1 at step 3, then at steps 6 to 8: the run goes on, then ends."""
+    """dp 2, NaN on rank 1 at step 3, then at steps 6 to 8: the run continues, then ends."""
     words = TINY + f"--save-every 2 --keep-last 1 --max-nan-steps 3 --out {tmp_path} "
     words += "--micro-batch-size 2 --steps 12 "
     outcome = mpirun(2, "tests/corrupted_worker.py", "nan", "1", "3,6,7,8", *words.split())
@@ -223,7 +223,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
     before = rows(tmp_path)
     assert [r["skipped"] for r in before] == [i in (3, 6, 7, 8) for i in range(1, 9)]
     assert [r["iteration"] for r in rows(tmp_path, "spikes.jsonl")] == [3, 6, 7, 8]
-    # What it advises goes on from there.
+    # The run continues with the flags of the message.
     words += "--resume auto --skip-samples 20:32"
     outcome = mpirun(2, "tests/corrupted_worker.py", "nan", "1", "0", *words.split())
     assert outcome.status == 0, outcome.err
@@ -234,36 +234,36 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
 
 def test_state_that_is_not_finite_is_never_saved(tmp_path):
     config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
-    pieces, said = trainer.build(config), []
-    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, print_line=said.append)
+    state, lines = trainer.build(config), []
+    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, say=lines.append)
     assert saver.save_now(Progress(1, 4))
-    piece = pieces.optimizer.owned()[0]
-    piece.write("weights", piece.start, torch.tensor([math.inf]))
+    shard = state.optimizer.owned()[0]
+    shard.write("weights", shard.start, torch.tensor([math.inf]))
     assert not saver.save_now(Progress(2, 8))
-    assert "step_00000002 was not saved" in said[-1]
-    assert "weights holds numbers that are not finite; training goes on" in said[-1]
+    assert "step_00000002 was not saved" in lines[-1]
+    assert "weights holds numbers that are not finite; training goes on" in lines[-1]
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_without_checkpoints_the_sentence_does_not_promise_one(tmp_path):
+def test_without_checkpoints_the_error_names_none(tmp_path):
     config = configure(f"--steps 9 --max-nan-steps 2 --out {tmp_path} --spike-sigma 0")
-    pieces = trainer.build(config)
-    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer)
-    watch = LossMonitor(config, None, Progress(), True, print)
-    see(watch, 0, 3.0)
+    state = trainer.build(config)
+    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer)
+    monitor = LossMonitor(config, None, Progress(), True, print)
+    see(monitor, 0, 3.0)
     for i in (1, 2):
-        assert not watch.diverged
-        see(watch, i, math.inf, skipped=True)
-    assert watch.diverged
+        assert not monitor.diverged
+        see(monitor, i, math.inf, skipped=True)
+    assert monitor.diverged
     with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
-        trainer.give_up(watch, load.Progress(3, 12), saver)
+        trainer.give_up(monitor, load.Progress(3, 12), saver)
 
 
-def test_a_save_that_was_put_off_is_made_up_for(tmp_path):
+def test_a_save_that_was_put_off_is_made_at_the_next_call(tmp_path):
     """--save-every 4, but no call at step 4: the next call saves."""
     config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
-    pieces = trainer.build(config)
-    saver = save.Checkpointer(config, pieces.factory.mesh, pieces.optimizer, print_line=print)
+    state = trainer.build(config)
+    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, say=print)
     for step in (1, 2, 3, 6, 7, 8, 9):
         saver.after_step(Progress(step, 4 * step))
     saver.close()

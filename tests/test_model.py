@@ -129,7 +129,7 @@ def test_alibi_slopes_equal_transformers(heads):
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name])
 def test_presets_have_the_parameters_of_transformers(name):
-    """And Stage, which refuses to build another count than the plan's, builds them."""
+    """Stage builds them too: it raises if its count is not the planned one."""
     shape, layout = preset(name), configuration.Layout(dp=1)
     config = transformers.GPT2Config(n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads)
     with torch.device("meta"):

@@ -1,8 +1,8 @@
 """Update rules under every kind of sharding, in every precision, against one rank.
 
-As test_golden: losses and gradient norms of ten steps. Tolerances are relative, by what can be
-had: fp32 rounding; 8-bit moments flip a code now and then; Muon orthogonalises in bf16; 16-bit
-activations are rounded elsewhere in every layout.
+As test_golden: losses and gradient norms of ten steps. Tolerances are relative and depend on the
+rounding: fp32; 8-bit moments, where some codes flip; Muon, which orthogonalises in bf16; 16-bit
+activations, which every layout rounds at other places.
 """
 
 import itertools
@@ -88,7 +88,7 @@ def precision_cases(ranks: int) -> list[dict]:
 
 
 def compare(every: list[dict], ranks: int, tmp_path) -> dict[str, float]:
-    """Run the cases and hold each against one rank; the largest distance by tolerance."""
+    """Run the cases and compare each with one rank; the largest difference by tolerance."""
     source, target = tmp_path / "cases.json", tmp_path / "results.json"
     source.write_text(json.dumps(every))
     worker = ("tests/golden_worker.py", str(source), str(target))
@@ -173,7 +173,7 @@ RULES = [
 
 @pytest.mark.parametrize(("name", "group", "shape"), RULES)
 def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape):
-    """As through a checkpoint: by kind, in two parts where a rule's pieces may be cut."""
+    """As through a checkpoint: by kind, in two parts where a rule's state may be cut."""
     masters = [random(*shape, seed=1)]
     rule = rule_of(name, masters, group)
     for step in range(5):
@@ -194,7 +194,7 @@ def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape)
 
 
 def test_8_bit_follows_32_bit():
-    """Weights after 50 steps are those of AdamW but for a few per cent of the way."""
+    """The change of the weights in 50 steps differs from AdamW's by a few per cent."""
     start = random(64 * 256, seed=0)
     way = {}
     for name, group in (("adamw", "plain"), ("adamw8bit", "blocks")):
@@ -247,8 +247,8 @@ def importlib_find_spec_without(module: str):
     return lambda name: None if name.split(".")[0] == module else real(name)
 
 
-def test_whole_matrices_are_dealt_out_evenly():
-    """12 blocks of GPT over 8 replicas: nobody owns 1 % more than the mean."""
+def test_whole_matrices_are_distributed_evenly():
+    """12 blocks of a GPT over 8 replicas: no replica owns 1 % more than the mean."""
     from optim import buckets
 
     mesh, shapes = Mesh(), []
@@ -279,7 +279,7 @@ def test_whole_matrices_are_dealt_out_evenly():
         ({"optimizer": "adamw8bit", "precision": "fp64"}, 1, "cannot train in fp64"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_sentence(options, ranks, sentence):
+def test_impossible_options_are_one_sentence(options, ranks, sentence):
     with pytest.raises(configuration.UserError, match=sentence):
         validation.check(golden_worker.options(options), ranks)
 

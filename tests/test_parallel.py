@@ -66,7 +66,7 @@ FIRST_VALUES = [
 
 
 def test_rank_order():
-    """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, read off a faked cluster."""
+    """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, of a mesh on a fake context."""
 
     class Fake:
         def __init__(self, rank, size):

@@ -1,4 +1,4 @@
-"""The drawn step: does it show the schedule, on clocks that agree?"""
+"""The trace of a step: it shows the schedule, on one clock."""
 
 import itertools
 import json
@@ -27,8 +27,8 @@ def rank(node: str, offset: float, error: float, spans: list) -> dict:
     }
 
 
-def test_clocks_of_a_node_are_one_and_nodes_are_aligned():
-    """The best known offset of a node is taken for all of its ranks."""
+def test_ranks_of_a_node_share_a_clock_and_nodes_are_aligned():
+    """The offset with the smallest error of a node is taken for all of its ranks."""
     ranks = [
         rank("a", 100.0, 0.1, [("F", 0, 1.0, 2.0)]),
         rank("a", 100.3, 0.4, [("F", 0, 2.0, 3.0)]),
@@ -44,7 +44,7 @@ def test_clocks_of_a_node_are_one_and_nodes_are_aligned():
 
 
 @pytest.mark.slow
-def test_the_schedule_can_be_seen(tmp_path):
+def test_a_trace_shows_the_schedule(tmp_path):
     """On tp 2 x pp 2, with the flags for debugging; also: some rank is slower than its peer."""
     outcome = mpirun(4, "train.py", *WORDS.split(), "--out", str(tmp_path), timeout=120)
     assert outcome.status == 0, outcome.err
@@ -65,7 +65,7 @@ def test_the_schedule_can_be_seen(tmp_path):
             assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=0.01)
         assert {"data0", "reduce", "optimizer", "vitals"} <= {e["name"] for e in drawn}
         spans |= {(r, e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in passes}
-    for m in range(4):  # what a stage takes in must have left the other
+    for m in range(4):  # a stage finishes only after its neighbour began
         for tp in (0, 1):
             assert spans[2 + tp, f"F{m}"][1] > spans[tp, f"F{m}"][0]
             assert spans[tp, f"B{m}"][1] > spans[2 + tp, f"B{m}"][0]

@@ -1,4 +1,4 @@
-"""Whole runs from the command line, and what they leave behind."""
+"""Whole runs from the command line, and the files that they write."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def rows(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
-    """Two hundred documents that count upwards: soon learned."""
+    """Two hundred documents that count upwards, which a small model learns in a few steps."""
     prefix = str(tmp_path_factory.mktemp("corpus") / "counting")
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(prefix, vocab_size=64) as writer:
@@ -184,9 +184,9 @@ def test_a_replica_that_drifts_ends_the_run(tmp_path):
 def test_recompute_changes_no_bit(recompute):
     def weights(kind):
         options = golden_worker.options({"recompute": kind, "positions": "alibi"})
-        pieces = trainer.build(validation.check(options, 1))
-        results = [trainer.step(pieces, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
-        return results, torch.cat([p.detach().flatten() for p in pieces.stages.parameters()])
+        state = trainer.build(validation.check(options, 1))
+        results = [trainer.step(state, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
+        return results, torch.cat([p.detach().flatten() for p in state.stages.parameters()])
 
     plain, again = weights("none"), weights(recompute)
     assert plain[0] == again[0]

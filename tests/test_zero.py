@@ -21,7 +21,7 @@ from telemetry import replica_check
 from watchdog.flight_recorder import FlightRecorder
 
 
-def pieces(**options) -> trainer.TrainState:
+def build(**options) -> trainer.TrainState:
     return trainer.build(validation.check(golden_worker.options(options), 1))
 
 
@@ -32,7 +32,7 @@ def copy_of(stage) -> dict[str, torch.Tensor]:
 def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
     """Same gradients in, same weights out: decay groups, clipping, bias correction, rate."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)  # several buckets
-    run = pieces(precision="fp64", weight_decay=0.1, clip_grad=0.5)
+    run = build(precision="fp64", weight_decay=0.1, clip_grad=0.5)
     assert len(run.optimizer.buckets) > 3
     theirs = copy_of(run.stages)
     specs = {p.spec.name: p.spec for p in run.stages.parameters()}
@@ -65,7 +65,7 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
 
 
 def test_biases_and_norms_do_not_decay():
-    run = pieces()
+    run = build()
     decayed = {
         p.spec.name for b in run.optimizer.buckets if not b.key.no_decay for p, _ in b.places
     }
@@ -75,7 +75,7 @@ def test_biases_and_norms_do_not_decay():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_without_a_finite_norm_changes_nothing(bad):
-    run = pieces()
+    run = build()
     before = copy_of(run.stages)
     next(run.stages.parameters()).main_grad[0] = bad
     run.optimizer.begin_step(1, 1)
@@ -89,8 +89,8 @@ def test_a_step_without_a_finite_norm_changes_nothing(bad):
 
 
 def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
-    """Weights are rounded masters, and updates too small for bf16 are not lost."""
-    run, exact = pieces(precision="bf16"), pieces(precision="fp32")
+    """Weights are rounded masters, and updates too small for bf16 add up."""
+    run, exact = build(precision="bf16"), build(precision="fp32")
     drawn = {p.spec.name: p for p in exact.stages.parameters()}
     rounded = copy_of(run.stages)
     assert len(run.optimizer.owned()) == len(drawn)
@@ -112,17 +112,17 @@ def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_of_micro_batches_are_summed(precision):
-    """One micro-batch of four or four of one: the same gradient, in fp32 whatever the weights."""
+    """One micro-batch of four samples or four of one: the same gradient, summed in fp32."""
     norms = []
     for size in (1, 4):
-        run = pieces(precision=precision, global_batch_size=4, micro_batch_size=size)
+        run = build(precision=precision, global_batch_size=4, micro_batch_size=size)
         norms.append(trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
     assert_close(norms[0], norms[1], 1e-5 if precision == "fp32" else 2e-2)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
-def test_ownership_is_balanced_and_complete(dp):
-    """Every element has one owner; pieces are equal, and empty ones enter like the others."""
+def test_every_element_has_one_owner(dp):
+    """Sections are of equal size, also those without elements."""
 
     class Fake:
         def __init__(self, rank):
@@ -167,9 +167,9 @@ def test_the_bit_hash_sees_order_and_sign():
     assert len(hashes) == 5
 
 
-def test_an_optimizer_goes_with_its_run():
-    """Its buffers are most of the memory: nothing may keep them once a run is let go of."""
-    run = pieces()
+def test_an_optimizer_is_freed_with_its_run():
+    """Its buffers are most of the memory: nothing may hold them after the run is deleted."""
+    run = build()
     trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3)
     buffers = [weakref.ref(bucket.weights) for bucket in run.optimizer.buckets]
     assert buffers
