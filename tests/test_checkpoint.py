@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_worker import build_run, make
-from compare import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import ROOT, mpirun
