@@ -15,14 +15,14 @@ from parallel import ParamSpec
 from zero import Optimizer
 
 
-def unequal_replicas(stage: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
+def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """One sentence for each tensor that differs in any bit from its copies, with the ranks.
 
     Compared are weights over dp, tp and tied pairs; masters and optimizer state over tp and tied
     pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
-    weights = {} if optimizer.fully_sharded else _weight_hashes(stage)
+    weights = {} if optimizer.fully_sharded else _weight_hashes(stages)
     state = _state_hashes(optimizer)
     over_dp = weights if optimizer.state_sharded else weights | state
     both = weights | state
@@ -36,12 +36,12 @@ def unequal_replicas(stage: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list
 Hashes = dict[tuple[ParamSpec, str], Tensor]
 
 
-def _weight_hashes(stage: nn.Module) -> Hashes:
-    return {(p.spec, "weight"): _bit_hash(p.detach().flatten(), 0) for p in stage.parameters()}
+def _weight_hashes(stages: nn.Module) -> Hashes:
+    return {(p.spec, "weight"): _bit_hash(p.detach().flatten(), 0) for p in stages.parameters()}
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
-    """Of all parameters in the stage's order, zero where this rank has no element: all ranks
+    """Of all parameters in the order of the stages, zero where this rank has no element: all ranks
     must compare the same list.
     """
     kinds = ("weights", *optimizer.state_kinds)
