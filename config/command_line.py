@@ -70,7 +70,7 @@ def build(values: dict[str, Any]) -> Config:
     return Config(**groups)
 
 
-def _reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
+def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     """A preset with some fields changed; fields that are derived from these are derived again."""
     derived = {}
     if base.kv_heads == base.heads:
