@@ -215,7 +215,7 @@ def test_split_is_megatrons(megatron, shares, sequences, divisor):
     split = ",".join(str(share / divisor) for share in shares)
     shares = megatron.parse_split(split)
     matrix = megatron.split_matrix(shares)
-    for ours, theirs in zip(split_ranges(split, sequences), matrix):
+    for ours, theirs in zip(split_ranges(split, sequences), matrix, strict=True):
         begin, end = theirs or (0, 0)
         expected = range(round(begin * float(sequences)), round(end * float(sequences)))
         assert ours == expected or (not ours and not expected)
@@ -275,7 +275,7 @@ def test_a_blend_is_megatrons(megatron, tmp_path, weights, split, steps, eval_sa
         lambda: True,
         megatron_config(megatron, prefixes, weights, split, 8, 1234, None),
     ).build()
-    for ours, oracle, size in zip((splits.train, splits.validation, splits.test), theirs, sizes):
+    for ours, oracle, size in zip(vars(splits).values(), theirs, sizes, strict=True):
         assert (ours is None) == (oracle is None)
         if ours is None:
             continue
