@@ -235,7 +235,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
 def test_state_that_is_not_finite_is_never_saved(tmp_path):
     config = configure(f"--steps 3 --save-every 1 --keep-last 1 --out {tmp_path}")
     state, lines = trainer.build(config), []
-    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, say=lines.append)
+    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, print_line=lines.append)
     assert saver.save_now(Progress(1, 4))
     shard = state.optimizer.owned()[0]
     shard.write("weights", shard.start, torch.tensor([math.inf]))
@@ -263,7 +263,7 @@ def test_a_save_that_was_put_off_is_made_at_the_next_call(tmp_path):
     """--save-every 4, but no call at step 4: the next call saves."""
     config = configure(f"--steps 9 --save-every 4 --out {tmp_path}")
     state = trainer.build(config)
-    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, say=print)
+    saver = save.Checkpointer(config, state.factory.mesh, state.optimizer, print_line=print)
     for step in (1, 2, 3, 6, 7, 8, 9):
         saver.after_step(Progress(step, 4 * step))
     saver.close()
