@@ -114,10 +114,10 @@ def _add_flag(section, f: dataclasses.Field) -> None:
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
     text = meta["help"] + ("" if f.default is None else f" (default: {default})")
     keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if meta["type"] is bool:
+    if f.type is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
         return
-    kind = meta["item"] if meta["nargs"] else meta["type"]
+    kind = meta["item"] if meta["nargs"] else f.type
     metavar = "|".join(map(str, meta["choices"])) or kind.__name__.upper()
     section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
 
@@ -145,7 +145,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
     """Check type, choices and minimum of one option, from a flag or from the file."""
     meta, flag = f.metadata, "--" + name.replace("_", "-")
-    kind = meta["type"]
+    kind = f.type
     if not isinstance(value, (int, float) if kind is float else kind):
         raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
     if isinstance(meta["nargs"], int):

@@ -14,33 +14,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from config.batch_schedule import (
-    BatchSchedule,
-    by_tokens,
-    constant,
-    parse_ranges,
-    parse_steps,
-    ramp,
-    touches,
-)
+from config import batch_schedule as batches
+from config.batch_schedule import BatchSchedule
 from config.messages import UserError, as_user_error
 
 
-def option(default: Any, help: str, *, choices=(), minimum=None, type=None, nargs=None, item=str):
+def option(default: Any, help: str, *, choices=(), minimum=None, nargs=None, item=str) -> Any:
     """A dataclass field that is also a command-line flag and a TOML key of the same name.
 
-    nargs: number of a tuple's values, as in argparse; item: the type of its elements.
+    Its annotation is its type. nargs: number of a tuple's values, as in argparse; item: the type
+    of these values.
     """
-    kind = type or (default.__class__ if default is not None else str)
-    metadata = {
-        "help": help,
-        "choices": choices,
-        "minimum": minimum,
-        "type": kind,
-        "nargs": nargs,
-        "item": item,
-    }
-    return field(default=default, metadata=metadata)
+    facts = {"help": help, "choices": choices, "minimum": minimum, "nargs": nargs, "item": item}
+    return field(default=default, metadata=facts)
 
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
@@ -61,16 +47,16 @@ class ModelShape:
     Fields left at None are derived from the others, so no field of a finished shape is None.
     """
 
-    layers: int = option(None, "transformer blocks", type=int, minimum=1)
-    hidden: int = option(None, "width of the residual stream", type=int, minimum=1)
-    heads: int = option(None, "attention heads", type=int, minimum=1)
-    kv_heads: int = option(None, "key/value heads, default: heads", type=int, minimum=1)
+    layers: int = option(None, "transformer blocks", minimum=1)
+    hidden: int = option(None, "width of the residual stream", minimum=1)
+    heads: int = option(None, "attention heads", minimum=1)
+    kv_heads: int = option(None, "key/value heads, default: heads", minimum=1)
     ffn_hidden: int = option(
-        None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", type=int, minimum=1
+        None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1
     )
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
     max_positions: int = option(
-        None, "rows of the learned positions, default: seq-length", type=int, minimum=1
+        None, "rows of the learned positions, default: seq-length", minimum=1
     )
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
@@ -157,9 +143,7 @@ class Layout:
 
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
     pp: int = option(1, "pipeline stages", minimum=1)
-    dp: int = option(
-        None, "data-parallel replicas, default: ranks / (tp x pp)", type=int, minimum=1
-    )
+    dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp)", minimum=1)
     sequence_parallel: bool = option(False, "split norms and residuals along the sequence over tp")
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     partition: str = option(
@@ -172,7 +156,7 @@ class Layout:
         choices=("none", "selective", "full"),
     )
     recompute_layers: int = option(
-        None, "of each stage recompute the first N blocks only, default: all", type=int, minimum=0
+        None, "of each stage recompute the first N blocks only, default: all", minimum=0
     )
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
@@ -203,28 +187,25 @@ class Training:
     global_batch_size: int = option(
         None,
         "samples per step, over all replicas, default: 8, or the last size of --batch-schedule",
-        type=int,
         minimum=1,
     )
     rampup_batch_size: tuple = option(
         None,
         "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, up to "
         "--global-batch-size after SAMPLES samples",
-        type=tuple,
         nargs=3,
         item=int,
     )
     batch_schedule: tuple = option(
         None,
         "TOKENS:SIZE ..., samples per step after so many tokens, such as 0:192 5B:1024",
-        type=tuple,
         nargs="+",
     )
     decrease_batch_size_if_needed: bool = option(
         False, "round a batch size down to a multiple of micro-batch-size x dp"
     )
-    steps: int = option(None, "steps to train", type=int, minimum=1)
-    train_samples: int = option(None, "samples to train, in place of --steps", type=int, minimum=1)
+    steps: int = option(None, "steps to train", minimum=1)
+    train_samples: int = option(None, "samples to train, in place of --steps", minimum=1)
     precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16", "fp16"))
     grad_dtype: str = option(
         "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
@@ -237,10 +218,10 @@ class Training:
     )
     lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
     lr_decay_samples: int = option(
-        None, "samples after which the rate is --min-lr, default: all", type=int, minimum=1
+        None, "samples after which the rate is --min-lr, default: all", minimum=1
     )
     lr_wsd_decay_samples: int = option(
-        None, "samples of the decay at the end of wsd, default: a tenth", type=int, minimum=1
+        None, "samples of the decay at the end of wsd, default: a tenth", minimum=1
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
     adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
@@ -267,7 +248,7 @@ class Training:
 
     def __post_init__(self):
         if self.global_batch_size is None:
-            steps = self.batch_schedule and as_user_error(parse_steps, self.batch_schedule)
+            steps = self.batch_schedule and as_user_error(batches.parse_steps, self.batch_schedule)
             object.__setattr__(self, "global_batch_size", steps[-1][1] if steps else 8)
 
 
@@ -285,7 +266,6 @@ class Data:
         None,
         "A:B ..., skip every global batch that has one of the samples A to B - 1, counted "
         "as in consumed_samples",
-        type=tuple,
         nargs="+",
     )
 
@@ -332,7 +312,7 @@ class Run:
         False, "take only the weights from --resume, and begin at step 0"
     )
     preflight: bool = option(
-        None, "test every node before the first step, default: if there are several", type=bool
+        None, "test every node before the first step, default: if there are several"
     )
     exit_after_minutes: float = option(
         0.0,
@@ -345,7 +325,6 @@ class Run:
     hang_timeout: float = option(
         None,
         "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
-        type=float,
         minimum=1.0,
     )
     check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
@@ -357,7 +336,7 @@ class Run:
     )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     profile_step: int = option(
-        None, "write a Chrome trace of this step to OUT/step_N.trace.json", type=int, minimum=1
+        None, "write a Chrome trace of this step to OUT/step_N.trace.json", minimum=1
     )
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
@@ -385,11 +364,11 @@ class Config:
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
         """Ranges [A, B) of samples that no step trains on; UserError if they are malformed."""
-        return as_user_error(parse_ranges, self.data.skip_samples or ())
+        return as_user_error(batches.parse_ranges, self.data.skip_samples or ())
 
     def passes_over(self, first: int, count: int) -> bool:
         """Whether the global batch of `count` samples from `first` on is left out."""
-        return touches(self.skipped, first, count)
+        return batches.touches(self.skipped, first, count)
 
     @property
     def total_samples(self) -> int:
@@ -436,13 +415,13 @@ def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
     if linear and steps:
         raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")
     if linear:
-        return as_user_error(ramp, *linear, size)
+        return as_user_error(batches.ramp, *linear, size)
     if not steps:
-        return constant(size)
-    last = as_user_error(parse_steps, steps)[-1][1]
+        return batches.constant(size)
+    last = as_user_error(batches.parse_steps, steps)[-1][1]
     if last != size:
         raise UserError(
             f"global-batch-size({size}) is not the last of --batch-schedule "
             f"{' '.join(map(str, steps))}: leave it out"
         )
-    return as_user_error(by_tokens, steps, seq_length)
+    return as_user_error(batches.by_tokens, steps, seq_length)
