@@ -1,0 +1,79 @@
+"""The documentation: links lead somewhere, programs that it names exist, limits agree."""
+
+import re
+
+import pytest
+import test_house
+from ranks import ROOT
+
+from scripts import line_counts
+
+FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
+PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
+MOST_README_LINES = 220
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a page's headings, as forges make them."""
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in found}
+
+
+def name(page) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in headings(target.read_text())):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_programs_exist(page):
+    """`python a/b.py`, `bash a/b.sh` and `python -m a.b`; the log names programs of its time."""
+    text = page.read_text()
+    files = re.findall(r"(?:python|bash|sbatch) ([\w/.]+\.(?:py|sh|slurm))", text)
+    files += [
+        m.replace(".", "/") + ".py" for m in re.findall(r"python -m ([a-z_]+\.[a-z_]+)", text)
+    ]
+    gone = ("cluster.py",)  # named in the changelog as what it was
+    assert [file for file in files if not (ROOT / file).exists() and file not in gone] == []
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name)
+def test_names_are_in_their_files(page):
+    """`[a/b.py](a/b.py): `name`` in the README, `a/b.py` (`name`) in CONTRIBUTING.md."""
+    text = page.read_text()
+    named = re.findall(r"\]\(([\w/]+\.py)\): `([\w.]+)`", text)
+    named += re.findall(r"`([\w/]+\.py)` \(`(\w+)`", text)
+    named += re.findall(r"(tests/\w+\.py) \(`(\w+)`", text)
+    assert len(named) >= 5
+    missing = []
+    for path, wanted in named:
+        last = wanted.rpartition(".")[2]
+        if not re.search(rf"\b(def|class) {last}\b|^{last}\b", (ROOT / path).read_text(), re.M):
+            missing.append((path, wanted))
+    assert missing == []
+
+
+def test_line_counts_are_those_of_the_house():
+    found = line_counts.count()
+    engine = [ROOT / f"{name}.py" for name in test_house.ENGINE]
+    wings = [path for wing in test_house.wings() for path in (ROOT / wing).glob("*.py")]
+    assert found["engine"] == sum(map(test_house.lines_of, engine))
+    assert line_counts.total(found) == sum(map(test_house.lines_of, [*ROOT.glob("*.py"), *wings]))
+    limits = (test_house.MOST_ENGINE_LINES, test_house.MOST_LINES)
+    assert limits == (line_counts.ENGINE_LIMIT, line_counts.TOTAL_LIMIT)
+    assert set(line_counts.OUTSIDE) == set(test_house.OUTSIDE)
