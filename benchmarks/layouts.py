@@ -1,8 +1,10 @@
 """Tokens per second of layouts on this machine's CPU, beside torch's own parallel parts.
 
     python benchmarks/layouts.py [--rounds 3]      writes benchmarks/results/layouts-cpu.md
+    python benchmarks/layouts.py --against DIR     another checkout of Trine in place of torch's
+                                                   parts; writes layouts-before-after.md
 
-Every row is a run of its own at one thread per rank; rows take turns, round after round, so that
+Every row is a run of its own at one thread per rank; rows alternate, round after round, so that
 a machine that slows down slows all of them. The first steps of a run are left out; a row's figure
 is the median of its runs' medians. The shape is that of other code bases' published CPU figures.
 """
@@ -24,6 +26,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192"
 BATCH = "--micro-batch-size 2 --global-batch-size 8"
 TOKENS, STEPS, WARM_UP = 8 * 256, 12, 4
+TORCH = "torch's parts"
+PARTS = [
+    "torch: DTensor for tp, pipelining's Schedule1F1B for pp, DistributedDataParallel with",
+    "ZeroRedundancyOptimizer for dp (benchmarks/torch_native.py).",
+]
 
 # (row, ranks, options of train.py, options of torch_native.py or None)
 ROWS = [
@@ -41,21 +48,21 @@ ROWS = [
 ]
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], root: Path = ROOT) -> str:
     """Standard output of a command that must succeed, on one thread per rank."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return done.stdout
 
 
-def ours(ranks: int, options: str) -> float:
-    """Median tokens per second of one run of train.py."""
+def ours(ranks: int, options: str, root: Path = ROOT) -> float:
+    """Median tokens per second of one run of a checkout's train.py."""
     launcher = [str(Path(sys.executable).with_name("mpirun")), "-n", str(ranks)]
     with tempfile.TemporaryDirectory() as out:
         words = f"{SHAPE} {BATCH} --no-tied --steps {STEPS} {options} --out {out}".split()
-        run([*(launcher if ranks > 1 else []), sys.executable, "train.py", *words])
+        run([*(launcher if ranks > 1 else []), sys.executable, "train.py", *words], root)
         rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
     return TOKENS / statistics.median(row["seconds"] for row in rows[WARM_UP:])
 
@@ -78,22 +85,32 @@ def show(figures: list[float]) -> str:
     return f"{statistics.median(figures):,.0f} ({min(figures):,.0f} to {max(figures):,.0f})"
 
 
-def report(rounds: int, measured: dict[str, tuple[list[float], list[float]]]) -> str:
-    """The results file: both systems' tokens per second on each layout."""
+def commit(root: Path) -> str:
+    """The commit that a checkout is at."""
+    return run(["git", "rev-parse", "--short=7", "HEAD"], root).strip()
+
+
+def report(rounds: int, measured: dict[str, tuple[list[float], list[float]]], other: str) -> str:
+    """The results file: tokens per second of both on each layout; other: what was measured
+    beside this checkout, a commit or torch's parts.
+    """
+    torch_parts = other == TORCH
+    title = "beside torch's own parallel parts" if torch_parts else f"beside commit {other}"
     lines = [
-        "# Layouts on a CPU, beside torch's own parallel parts",
+        f"# Layouts on a CPU, {title}",
         "",
-        f"`python benchmarks/layouts.py --rounds {rounds}`, {time.strftime('%Y-%m-%d')}, "
+        f"`python benchmarks/layouts.py --rounds {rounds}{'' if torch_parts else ' --against DIR'}`"
+        f" at commit {commit(ROOT)}, {time.strftime('%Y-%m-%d')}, "
         f"{os.cpu_count()} cores ({platform.processor() or platform.machine()}), "
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo, fp32, one thread "
         "per rank.",
         "",
         f"`{SHAPE} {BATCH}`, untied head: {TOKENS} tokens a step on any layout. Median of "
         f"{rounds} runs, each its median of steps {WARM_UP + 1} to {STEPS} (lowest to highest).",
-        "torch: DTensor for tp, pipelining's Schedule1F1B for pp, DistributedDataParallel with",
-        "ZeroRedundancyOptimizer for dp (benchmarks/torch_native.py). Ratios are of medians.",
+        *(PARTS if torch_parts else []),
+        "Ratios are of medians.",
         "",
-        "| layout | ranks | Trine, tokens/s | torch's parts, tokens/s | ratio |",
+        f"| layout | ranks | Trine, tokens/s | {other}, tokens/s | ratio |",
         "| --- | --: | --: | --: | --: |",
     ]
     for name, ranks, _, _ in ROWS:
@@ -107,16 +124,21 @@ def main() -> None:
     """Measure in rounds, both systems in turn, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of Trine")
+    given = parser.parse_args()
+    rounds, root = given.rounds, given.against
     measured: dict[str, tuple[list[float], list[float]]] = {row[0]: ([], []) for row in ROWS}
     for number in range(rounds):
         for name, ranks, options, other in ROWS:
             measured[name][0].append(ours(ranks, options))
-            if other:
+            if root:
+                measured[name][1].append(ours(ranks, options, root))
+            elif other:
                 measured[name][1].append(torchs(ranks, other))
             print(f"round {number + 1}  {name:26}", *map(show, measured[name]), flush=True)
-    path = ROOT / "benchmarks" / "results" / "layouts-cpu.md"
-    path.write_text(report(rounds, measured))
+    name = "layouts-before-after.md" if root else "layouts-cpu.md"
+    path = ROOT / "benchmarks" / "results" / name
+    path.write_text(report(rounds, measured, commit(root) if root else TORCH))
     print(f"written to {path.relative_to(ROOT)}")
 
 
