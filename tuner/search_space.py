@@ -10,6 +10,7 @@ schedules without a pipeline, two partitions with equal stages) are listed once.
 import dataclasses
 import hashlib
 import itertools
+import math
 from dataclasses import dataclass
 
 from config.messages import UserError
@@ -26,13 +27,7 @@ INNER_AXES = ("micro_batch_size", "recompute")
 OUTER_AXES = ("zero", "sequence_parallel", "schedule", "partition")
 AXES = ("tp", "pp", *INNER_AXES, *OUTER_AXES)
 # Options that do not change a run's speed at its full batch.
-FULL_BATCH = {
-    "steps": None,
-    "train_samples": None,
-    "rampup_batch_size": None,
-    "batch_schedule": None,
-}
-PARTITIONS = ("balanced", "blocks", "layers")
+FULL_BATCH = dict.fromkeys(("steps", "train_samples", "rampup_batch_size", "batch_schedule"))
 RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
 
 
@@ -46,8 +41,7 @@ class Candidate:
     @property
     def ranks(self) -> int:
         """How many ranks it takes."""
-        layout = self.config.layout
-        return layout.tp * layout.pp * layout.dp
+        return math.prod(self.config.layout.axes.values())
 
     @property
     def key(self) -> str:
@@ -78,26 +72,21 @@ def to_cli_args(config: Config) -> list[str]:
     """The arguments that make train.py run `config`: every option that is not at its default."""
     found = []
     for group, cls in GROUPS.items():
-        own = getattr(config, group)
         for field in dataclasses.fields(cls):
-            value = getattr(own, field.name)
+            value = getattr(getattr(config, group), field.name)
+            name = field.name.replace("_", "-")
             if value is None or value == field.default:
                 continue
-            flag = "--" + field.name.replace("_", "-")
             if isinstance(value, bool):
-                found.append(flag if value else "--no-" + flag[2:])
-            elif isinstance(value, tuple):
-                found += [flag, *map(str, value)]
+                found.append(f"--{name}" if value else f"--no-{name}")
             else:
-                found += [flag, str(value)]
+                values = value if isinstance(value, tuple) else (value,)
+                found += [f"--{name}", *map(str, values)]
     return found
 
 
 def candidates(
-    config: Config,
-    machine: Machine,
-    ranks: int,
-    given: dict[str, list],
+    config: Config, machine: Machine, ranks: int, given: dict[str, list]
 ) -> tuple[list[Candidate], list[Rejected]]:
     """All runs of `config`'s model on that many ranks, fastest predicted first; and the rest.
 
@@ -105,23 +94,22 @@ def candidates(
     Layout options that are no axis keep `config`'s values. Raises UserError if the model itself is
     impossible.
     """
-    fixed = _not_searched(config.layout)
+    layout_options = dataclasses.asdict(config.layout)
+    fixed = {k: v for k, v in layout_options.items() if k not in (*AXES, "dp")}
     fixed |= {name: given[name] for name in ("tp", "pp", *INNER_AXES) if name in given}
     seen: set[tuple] = set()
-    found, rejected = [], {}
-
-    def reject(entry: Rejected) -> None:
-        rejected.setdefault((*sorted(entry.layout.items()), entry.reason), entry)
+    found, rejected = [], []
 
     def wanted(layout: Layout) -> bool:
-        if layout.dp not in given.get("dp", [layout.dp]):
-            reject(_other_dp(layout, given["dp"][0], ranks))
+        tp, pp, dp = layout.tp, layout.pp, given.get("dp", [layout.dp])[0]
+        if dp != layout.dp:
+            reason = f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks"
+            rejected.append(Rejected({"tp": tp, "pp": pp}, reason))
             return False
         program = _program(config, layout)
-        if program in seen:
-            return False
+        new = program not in seen
         seen.add(program)
-        return True
+        return new
 
     for values in itertools.product(*(given.get(axis) or choices(axis) for axis in OUTER_AXES)):
         outer = dict(zip(OUTER_AXES, values, strict=True))
@@ -130,43 +118,29 @@ def candidates(
         )
         for entry in ranked:
             try:
-                found.append(_checked(config, entry))
+                found.append(Candidate(with_layout(config, entry.layout), entry.prediction))
             except UserError as error:
-                refused.append(Rejected(_named(entry.layout), str(error)))
-        for entry in refused:
-            reject(entry)
-    return sorted(found, key=lambda c: c.prediction.seconds), list(rejected.values())
+                names = ("tp", "pp", "dp", *INNER_AXES, *OUTER_AXES)
+                place = {name: getattr(entry.layout, name) for name in names}
+                refused.append(Rejected(place, str(error)))
+        rejected += refused
+    once: dict[tuple, Rejected] = {}
+    for entry in rejected:
+        once.setdefault((*sorted(entry.layout.items()), entry.reason), entry)
+    return sorted(found, key=lambda c: c.prediction.seconds), list(once.values())
 
 
-def _not_searched(layout: Layout) -> dict[str, object]:
-    """The options of a layout that are no axis of the search."""
-    names = [field.name for field in dataclasses.fields(Layout)]
-    return {name: getattr(layout, name) for name in names if name not in (*AXES, "dp")}
-
-
-def _named(layout: Layout) -> dict[str, int | str]:
-    return {name: getattr(layout, name) for name in ("tp", "pp", "dp", *INNER_AXES, *OUTER_AXES)}
-
-
-def _other_dp(layout: Layout, dp: int, ranks: int) -> Rejected:
-    """The rejection of one tp and pp that leave another dp than the given one."""
-    tp, pp = layout.tp, layout.pp
-    reason = f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks"
-    return Rejected({"tp": tp, "pp": pp}, reason)
-
-
-def _checked(config: Config, entry: layouts.Ranked) -> Candidate:
-    """The layout as a run; UserError if train.py rejects it or a batch of its ramp-up."""
-    layout = entry.layout
+def with_layout(config: Config, layout: Layout) -> Config:
+    """A run with that layout, dp filled in; UserError if it or its ramp-up cannot be trained."""
     run = dataclasses.replace(config, layout=layout)
-    check_any_length(run, layout.tp * layout.pp * layout.dp)
-    return Candidate(run, entry.prediction)
+    check_any_length(run, math.prod(layout.axes.values()))
+    return run
 
 
 def choices(axis: str) -> list:
     """Every value of an axis that train.py offers."""
     if axis == "partition":
-        return list(PARTITIONS)
+        return ["balanced", "blocks", "layers"]
     if axis == "sequence_parallel":
         return [False, True]
     field = next(f for f in dataclasses.fields(Layout) if f.name == axis)
@@ -198,6 +172,5 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     a, b = candidate.config.layout, other.config.layout
     same = dataclasses.replace(a, micro_batch_size=b.micro_batch_size, recompute=b.recompute) == b
     kept = RECOMPUTE_BY_MEMORY.index
-    return (
-        same and kept(a.recompute) >= kept(b.recompute) and a.micro_batch_size >= b.micro_batch_size
-    )
+    more_kept = kept(a.recompute) >= kept(b.recompute)
+    return same and more_kept and a.micro_batch_size >= b.micro_batch_size

@@ -8,34 +8,36 @@ A sweep changes one option and keeps the others: the layout is the given one, or
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from config.command_line import reshape
 from config.messages import UserError
 from config.model_stats import parameters
-from config.schema import Config, Layout, Training
-from config.validation import check_any_length
-from planner import hardware, layouts
+from config.schema import GROUPS, Config, Layout
+from planner import layouts
+from planner.hardware import Machine
 from planner.layouts import Rejected
 from planner.step_time import predict
 from tuner import search_space
 from tuner.search_space import INNER_AXES, OUTER_AXES, Candidate
 
-SWEEPS = (
-    "topology",
-    "micro-batch",
-    "global-batch",
-    "heads",
-    "hidden",
-    "recompute",
-    "zero",
-    "precision",
-    "optimizer",
-)
-LAYOUT_SWEEPS = {"micro-batch": "micro_batch_size", "recompute": "recompute", "zero": "zero"}
+# What each sweep changes: a group of options, and one of them; a topology is all of tp, pp and dp.
+SWEEPS = {
+    "topology": ("layout", ""),
+    "micro-batch": ("layout", "micro_batch_size"),
+    "global-batch": ("training", "global_batch_size"),
+    "heads": ("model", "heads"),
+    "hidden": ("model", "hidden"),
+    "recompute": ("layout", "recompute"),
+    "zero": ("layout", "zero"),
+    "precision": ("training", "precision"),
+    "optimizer": ("training", "optimizer"),
+}
 HEAD_SIZES = range(16, 257)
 LARGEST_STEP = 64  # of the sizes that `largest_model` tries: some 5000 times the parameters
+# What a bisection found: the last run that trained, and the next one, which did not.
+Bound = tuple[Candidate | None, Candidate | None]
 
 
 def tried_values(texts: list[str]) -> dict[str, list]:
@@ -65,45 +67,46 @@ def _tried_value(name: str, text: str) -> bool | int | str:
 
 
 def sweep(
-    name: str, config: Config, machine: hardware.Machine, ranks: int, given: dict, values: list
+    name: str, config: Config, machine: Machine, ranks: int, given: dict, values: list
 ) -> tuple[list[Candidate], list[Rejected]]:
     """The runs of one sweep in order, and its values that cannot run, with reasons.
 
     `given` are layout fields that are held; `values` replace the sweep's own. UserError if no
     layout can run.
     """
+    swept = SWEEPS[name][1]
+    axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
+    held = _as_given(config, axes) | given
     if name == "topology":
-        held = {axis: [getattr(config.layout, axis)] for axis in (*INNER_AXES, *OUTER_AXES)}
-        return search_space.candidates(config, machine, ranks, held | given)
-    layout = _layout(config, machine, ranks, given, LAYOUT_SWEEPS.get(name))
-    base = replace(config, layout=layout)
+        return search_space.candidates(config, machine, ranks, held)
+    best = _candidates("layout to sweep", config, machine, ranks, held)[0]
+    base = replace(config, layout=best.config.layout)
     runs, rejected = [], []
     for value in values or _default_values(name, base):
         try:
-            runs.append(_candidate(_changed(name, base, value), machine))
+            changed = _changed(name, base, value)
+            run = search_space.with_layout(changed, changed.layout)
+            prediction = predict(run.model, run.layout, run.training, machine)
+            runs.append(Candidate(run, prediction))
         except UserError as error:
             rejected.append(Rejected({name: value}, str(error)))
     return runs, rejected
 
 
-def _candidate(config: Config, machine: hardware.Machine) -> Candidate:
-    """A run whose layout has its dp, checked and predicted; UserError if it cannot run."""
-    layout = config.layout
-    check_any_length(config, layout.tp * layout.pp * layout.dp)
-    return Candidate(config, predict(config.model, layout, config.training, machine))
+def _as_given(config: Config, axes: Iterable[str]) -> dict[str, list]:
+    """The run's own values of some axes, to be held."""
+    return {axis: [getattr(config.layout, axis)] for axis in axes}
 
 
-def _layout(
-    config: Config, machine: hardware.Machine, ranks: int, given: dict, swept: str | None
-) -> Layout:
-    """The layout of a sweep: the given fields, and for the others what the planner ranks first."""
-    axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
-    held = {axis: [getattr(config.layout, axis)] for axis in axes} | given
-    found, rejected = search_space.candidates(config, machine, ranks, held)
+def _candidates(
+    what: str, config: Config, machine: Machine, ranks: int, given: dict
+) -> list[Candidate]:
+    """Every layout that can run, fastest predicted first; UserError with a reason if none can."""
+    found, rejected = search_space.candidates(config, machine, ranks, given)
     if not found:
         reason = rejected[0].reason if rejected else "there is none"
-        raise UserError(f"no layout to sweep on {ranks} ranks: {reason}")
-    return found[0].config.layout
+        raise UserError(f"no {what} on {ranks} ranks: {reason}")
+    return found
 
 
 def _default_values(name: str, config: Config) -> list:
@@ -123,59 +126,41 @@ def _default_values(name: str, config: Config) -> list:
         middle = max(1, round(model.hidden / step))
         around = {round(middle * share) for share in (0.5, 0.75, 0.875, 1, 1.125, 1.25, 1.5)}
         return sorted(step * count for count in around if count)
-    field = next(f for f in dataclasses.fields(Training) if f.name == name)
+    group, option = SWEEPS[name]
+    field = next(f for f in dataclasses.fields(GROUPS[group]) if f.name == option)
     return list(field.metadata["choices"])
 
 
-def _changed(name: str, config: Config, value) -> Config:
+def _changed(name: str, config: Config, value: int | str) -> Config:
     """The run with one option changed."""
-    if name in LAYOUT_SWEEPS:
-        return replace(config, layout=replace(config.layout, **{LAYOUT_SWEEPS[name]: value}))
-    if name == "global-batch":
-        return replace(config, training=replace(config.training, global_batch_size=value))
-    if name in ("heads", "hidden"):
-        return replace(config, model=reshape(config.model, {name: value}))
-    return replace(config, training=replace(config.training, **{name: value}))
+    group, option = SWEEPS[name]
+    old = getattr(config, group)
+    new = reshape(old, {option: value}) if group == "model" else replace(old, **{option: value})
+    return replace(config, **{group: new})
 
 
-# ------------------------------------------------------------------------------------------------
-# The largest model, the fewest ranks: by bisection with real runs
-# ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What a bisection found: the last run that trained, and the next one, which did not."""
-
-    best: Candidate | None
-    failed: Candidate | None
+# ---- The largest model, the fewest ranks: by bisection with real runs ----------------------------
 
 
 def largest_model(
-    config: Config,
-    machine: hardware.Machine,
-    ranks: int,
-    given: dict,
-    attempt: Callable[[Candidate], bool],
+    config: Config, machine: Machine, ranks: int, given: dict, attempt: Callable[[Candidate], bool]
 ) -> Bound:
     """The largest model of `config`'s proportions that trains, by bisection over a ladder of sizes.
 
     Step k is (1 + k/4) times as wide and as deep as the given model, so about that cubed as large.
     """
-    low, high, step = -1, None, 0  # the largest that trained, the smallest that did not
     tried: dict[int, Candidate] = {}
-    while high is None or high - low > 1:
+
+    def trains(step: int) -> bool:
         tried[step] = least_memory(scaled(config, step), machine, ranks, given)
-        if attempt(tried[step]):
-            low = step
-        else:
-            high = step
-        if high is None and low >= LARGEST_STEP:
-            break
-        step = 2 * low + 1 if high is None else (low + high) // 2
-        if step in (low, high):
-            break
-    return Bound(tried.get(low), tried.get(high))
+        return attempt(tried[step])
+
+    low, high = -1, 0  # the largest that trained, the smallest that did not
+    while low < LARGEST_STEP and trains(high):
+        low, high = high, 2 * high + 1
+    if low < LARGEST_STEP:
+        low, high = _bisect(low, high, trains)
+    return tried.get(low), tried.get(high)
 
 
 def scaled(config: Config, step: int) -> Config:
@@ -191,43 +176,35 @@ def scaled(config: Config, step: int) -> Config:
 
 
 def fewest_ranks(
-    config: Config,
-    machine: hardware.Machine,
-    ranks: int,
-    given: dict,
-    attempt: Callable[[Candidate], bool],
+    config: Config, machine: Machine, ranks: int, given: dict, attempt: Callable[[Candidate], bool]
 ) -> Bound:
     """The fewest ranks, of the powers of two up to `ranks`, on which the model trains."""
-    counts = [2**n for n in range(ranks.bit_length()) if 2**n <= ranks]
     runs = []
-    for count in counts:
+    for power in range(ranks.bit_length()):
         try:
-            runs.append(least_memory(config, machine, count, given))
+            runs.append(least_memory(config, machine, 2**power, given))
         except UserError:  # no layout of this many ranks is possible
             continue
-    low, high = -1, len(runs)  # runs[low] did not train, runs[high] did
+    low, high = _bisect(-1, len(runs), lambda index: not attempt(runs[index]))
+    return runs[high] if high < len(runs) else None, runs[low] if low >= 0 else None
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+    """The two neighbours between `low`, where it holds, and `high`, where it does not."""
     while high - low > 1:
         middle = (low + high) // 2
-        if attempt(runs[middle]):
-            high = middle
-        else:
-            low = middle
-    best = runs[high] if high < len(runs) else None
-    return Bound(best, runs[low] if low >= 0 else None)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high
 
 
-def least_memory(config: Config, machine: hardware.Machine, ranks: int, given: dict) -> Candidate:
+def least_memory(config: Config, machine: Machine, ranks: int, given: dict) -> Candidate:
     """The layout that is predicted to need the least memory on its fullest rank.
 
     Predictions are compared with each other only, not with the machine's memory: runs decide
     what fits. UserError if no layout is possible.
     """
     unlimited = replace(machine, memory=math.inf)
-    held = {axis: [getattr(config.layout, axis)] for axis in OUTER_AXES}
-    smallest = {"micro_batch_size": [1]} | held | given
-    found, rejected = search_space.candidates(config, unlimited, ranks, smallest)
-    if not found:
-        size = parameters(config.model) / 1e6
-        reason = rejected[0].reason if rejected else "there is none"
-        raise UserError(f"no layout of {size:.1f} million parameters on {ranks} ranks: {reason}")
+    held = {"micro_batch_size": [1]} | _as_given(config, OUTER_AXES) | given
+    what = f"layout of {parameters(config.model) / 1e6:.1f} million parameters"
+    found = _candidates(what, config, unlimited, ranks, held)
     return min(found, key=lambda c: max(stage.total for stage in c.prediction.memory))

@@ -8,9 +8,11 @@ Every outcome is a result with its reason: ok, rejected by train.py itself, out 
 left.
 """
 
+import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import statistics
@@ -33,17 +35,12 @@ PROGRAM = str(Path(__file__).resolve().parent.parent / "train.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # of a row of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "OutOfMemoryError",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "MemoryError",
-    "bad_alloc",
-    "oom-kill",
-    "oom_kill",
+OUT_OF_MEMORY = re.compile(
+    "out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|"
+    "MemoryError|bad_alloc|oom-kill|oom_kill"
 )
 
 
@@ -83,10 +80,6 @@ class Trial:
         """Slowest minus fastest timed step, as a share of the median."""
         return (max(self.seconds) - min(self.seconds)) / self.median
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values: one line of trials.jsonl."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Runner:
@@ -96,7 +89,6 @@ class Runner:
     folder: Path
     timed: int = 3  # steps that are measured, after WARM_UP
     time_limit: float = 600.0  # seconds
-    program: str = PROGRAM
 
     def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
         """The whole command line of a trial that writes into `out`."""
@@ -106,11 +98,13 @@ class Runner:
     def launch_command(self, ranks: int) -> list[str]:
         """Launcher, interpreter and program; UserError if the launcher has no {ranks}."""
         if "{ranks}" not in self.launch:
-            raise UserError(
-                f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
-            )
+            text = f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
+            raise UserError(text)
         words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
-        return [*words, *([] if _starts_python(words) else [sys.executable]), self.program]
+        # torchrun and forkrun.py start Python for the program themselves.
+        if not any(Path(word).name == "torchrun" or word.endswith(".py") for word in words):
+            words.append(sys.executable)
+        return [*words, PROGRAM]
 
     def trial_config(self, config: Config, out: Path) -> Config:
         """The run that measures `config`: a few steps, nothing is saved or evaluated."""
@@ -123,11 +117,6 @@ class Runner:
         quiet |= {"save_weights_only": False, "load_weights_only": False}
         run = replace(config.run, out=str(out), **quiet)
         return replace(config, training=training, data=data, run=run)
-
-
-def _starts_python(words: list[str]) -> bool:
-    """Whether a launcher starts Python for the program itself, as torchrun and forkrun.py do."""
-    return any(Path(word).name == "torchrun" or word.endswith(".py") for word in words)
 
 
 def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str = "") -> Trial:
@@ -145,14 +134,12 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     steps = WARM_UP + runner.timed
     status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
     facts = _read_run_json(out / "run.json")
-    timed = [row["seconds"] for row in rows[WARM_UP:]] if status == "ok" else []
-    trial = Trial(
+    return Trial(
         key=candidate.key,
         label=candidate.label,
         ranks=candidate.ranks,
         status=status,
         reason=reason,
-        seconds=timed,
         predicted=candidate.prediction.seconds,
         config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
         formula=facts.get("flops_formula", ""),
@@ -163,25 +150,20 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         started=started,
         wall=wall,
         tag=tag,
+        **(_figures(rows) if status == "ok" else {"seconds": []}),
     )
-    return replace(trial, **_rates(rows[-1], trial.median)) if timed else trial
 
 
-def _rates(row: dict[str, Any], median: float) -> dict[str, Any]:
-    """Memory, loss and rates of the last row, the rates scaled to the median step."""
-    scale = row["seconds"] / median
-    return {
-        "peak_memory": row.get("peak_memory_bytes_per_stage", [row["peak_memory_bytes"]]),
-        "tflops_model": row["tflops_model"] * scale,
-        "tflops_hardware": row["tflops_hardware"] * scale,
-        "tokens_per_second": row["tokens_per_second"] * scale,
-        "loss": row["loss"],
-    }
+def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Seconds of the timed steps; memory, loss and rates of the last one, at the median step."""
+    seconds, last = [row["seconds"] for row in rows[WARM_UP:]], rows[-1]
+    scale = last["seconds"] / statistics.median(seconds)
+    rates = {name: last[name] * scale for name in RATES}
+    memory = last.get("peak_memory_bytes_per_stage", [last["peak_memory_bytes"]])
+    return {"seconds": seconds, "peak_memory": memory, "loss": last["loss"], **rates}
 
 
-# ------------------------------------------------------------------------------------------------
-# Processes
-# ------------------------------------------------------------------------------------------------
+# ---- Processes -----------------------------------------------------------------------------------
 
 
 def _execute(
@@ -189,17 +171,10 @@ def _execute(
 ) -> tuple[int | None, str]:
     """Exit status (None: over the time limit) and the last 64 KiB of the output."""
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
-    status = None
     with open(log, "wb") as output:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches the search, which then ends the trial
-            )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        try:  # in a session of its own: Ctrl-C reaches the search, which then ends the trial
+            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
         try:
@@ -222,10 +197,8 @@ def _terminate(process: subprocess.Popen, trial_id: str) -> None:
         if not left and process.poll() is not None:
             return
         for one in left:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 one.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(left, timeout=GRACE_SECONDS)
     process.wait()
 
@@ -234,18 +207,14 @@ def processes_of(trial_id: str) -> list[psutil.Process]:
     """The running processes of this machine and user that belong to that trial."""
     found = []
     for process in psutil.process_iter():
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             own = process.environ().get(TRIAL_VARIABLE) == trial_id
             if own and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return found
 
 
-# ------------------------------------------------------------------------------------------------
-# Outcome of a trial, from its exit status, output and files
-# ------------------------------------------------------------------------------------------------
+# ---- Outcome of a trial, from its exit status, output and files ----------------------------------
 
 
 def classify(
@@ -255,16 +224,15 @@ def classify(
     rows = read_metrics(out / "metrics.jsonl")
     diverged = [row for row in rows if not math.isfinite(row["loss"])]
     if diverged:
-        reason = f"the loss is {diverged[0]['loss']} at step {diverged[0]['iteration']}"
-        return "diverged", reason, rows
+        first = diverged[0]
+        return "diverged", f"the loss is {first['loss']} at step {first['iteration']}", rows
     if exit_status is None:
         done = f"after step {len(rows)} of {steps}" if rows else "before the first step"
         return "hang", f"not done within {time_limit:g} s: stopped {done}", rows
-    if exit_status == 0 and len(rows) == steps:
-        return "ok", "", rows
     if exit_status == 0:
-        return "crash", f"ended with status 0 after {len(rows)} of {steps} steps", rows
-    memory = [line for line in log.splitlines() if any(text in line for text in OUT_OF_MEMORY)]
+        short = f"ended with status 0 after {len(rows)} of {steps} steps"
+        return ("ok", "", rows) if len(rows) == steps else ("crash", short, rows)
+    memory = [line for line in log.splitlines() if OUT_OF_MEMORY.search(line)]
     if memory:
         return "oom", memory[-1].strip()[:300], rows
     if _was_killed(exit_status, log):
@@ -290,14 +258,8 @@ def _last_line(log: str, containing: str) -> str:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of steps in a metrics.jsonl; a last line that is incomplete is left out."""
-    if not path.exists():
-        return []
-    found = []
-    for line in path.read_text().split("\n")[:-1]:
-        row = json.loads(line)
-        if "loss" in row:
-            found.append(row)
-    return found
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 def _read_run_json(path: Path) -> dict[str, Any]:
@@ -308,9 +270,7 @@ def _read_run_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-# ------------------------------------------------------------------------------------------------
-# The file of trials
-# ------------------------------------------------------------------------------------------------
+# ---- The file of trials --------------------------------------------------------------------------
 
 
 class TrialStore:
@@ -326,7 +286,7 @@ class TrialStore:
         """Append one trial and wait until it is on the disk."""
         self.trials.append(trial)
         with open(self.path, "a") as file:
-            file.write(json.dumps(trial.to_dict()) + "\n")
+            file.write(json.dumps(asdict(trial)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -346,18 +306,16 @@ def _read_trials(path: Path) -> Iterator[Trial]:
             raise UserError(f"{path}, line {number}, is no trial: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# How much repeated trials of one layout vary
-# ------------------------------------------------------------------------------------------------
+# ---- How much repeated trials of one layout vary -------------------------------------------------
 
 
 def _medians_by_layout(trials: list[Trial]) -> list[list[float]]:
-    """The medians of the trials that ran, of each layout, oldest first."""
+    """The medians of the trials that ran, of each layout that ran more than once, oldest first."""
     groups: dict[str, list[float]] = {}
     for trial in trials:
         if trial.status == "ok":
             groups.setdefault(trial.key, []).append(trial.median)
-    return list(groups.values())
+    return [medians for medians in groups.values() if len(medians) > 1]
 
 
 def noise(trials: list[Trial]) -> float:
@@ -366,13 +324,13 @@ def noise(trials: list[Trial]) -> float:
     Pooled over the layouts that were measured more than once, and over a prior estimate from the
     steps within each trial, which counts as much as three repeats.
     """
-    ran = [t for t in trials if t.status == "ok"]
-    repeated = [list(map(math.log, g)) for g in _medians_by_layout(trials) if len(g) > 1]
+    repeated = [list(map(math.log, medians)) for medians in _medians_by_layout(trials)]
     degrees = sum(len(g) - 1 for g in repeated)
     squares = sum((len(g) - 1) * statistics.variance(g) for g in repeated)
     # Three normal values have a range of 1.7 deviations on average, and their median has a
     # deviation of 0.67 of one: 0.67 / 1.7 = 0.4.
-    prior = statistics.median([0.4 * t.spread for t in ran]) if ran else LEAST_NOISE
+    spreads = [0.4 * t.spread for t in trials if t.status == "ok"]
+    prior = statistics.median(spreads or [LEAST_NOISE])
     weight = 3
     variance = (weight * prior**2 + squares) / (weight + degrees)
     return min(0.3, max(LEAST_NOISE, math.sqrt(variance)))
@@ -384,4 +342,4 @@ def drift(trials: list[Trial]) -> list[float]:
     Empty if none was repeated.
     """
     longest = max(_medians_by_layout(trials), key=len, default=[])
-    return [seconds / longest[0] for seconds in longest] if len(longest) > 1 else []
+    return [seconds / longest[0] for seconds in longest]
