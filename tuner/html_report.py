@@ -2,11 +2,13 @@
 
 import html as escaping
 import shlex
+from collections.abc import Iterable, Sequence
 
 from config.model_stats import parameters
+from planner.hardware import Machine
 from planner.layouts import Rejected
 from tuner import charts, result_tables
-from tuner.result_tables import LayoutResult, SearchResult
+from tuner.result_tables import LayoutResult, SearchResult, format_number
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fbfbf9; --card: #fff; --ink: #1c1d20; --faint: #696c74;
@@ -39,25 +41,24 @@ details { margin-top: .5rem; } summary { cursor: pointer; }
 """
 
 
-def html(
-    result: SearchResult, ranked: list[LayoutResult], failed: list[LayoutResult], lines: list[str]
-) -> str:
-    """The whole page; `lines` is the summary."""
-    parts = [f"<h1>Tuning: {text(result.title)}</h1>"]
+def html(result: SearchResult) -> str:
+    """The whole page."""
+    parts, ranked = [f"<h1>Tuning: {text(result.title)}</h1>"], result.ranked
     if ranked:
         best = ranked[0]
         parts.append(
             f'<p class="best">Fastest: <b>{text(best.candidate.label)}</b>, '
-            f"{result_tables.format_number(best.seconds)} s an iteration, "
+            f"{format_number(best.seconds)} s an iteration, "
             f"{best.rate('tokens_per_second'):,.0f} tokens/s</p>"
         )
-    parts += [f"<p>{text(line)}</p>" for line in lines]
+    parts += [f"<p>{text(line)}</p>" for line in result_tables.summary(result)]
     parts.append(f'<p class="faint">{text(result_tables.environment_line(result))}</p>')
     if ranked:
-        command = _command_line(result.command(ranked[0].candidate))
+        words = result.command(ranked[0].candidate)  # the line may be broken between words only
+        command = " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in words)
         parts.append(f"<h2>Train on the fastest</h2><pre>{command}</pre>")
         parts.append('<div class="charts">' + "".join(_figures(ranked)) + "</div>")
-    parts.append(f"<h2>Layouts, fastest first</h2>{_layouts_table(result, ranked, failed)}")
+    parts.append(f"<h2>Layouts, fastest first</h2>{_layouts_table(result)}")
     if result.rejected:
         parts.append(_rejected_table(result.rejected))
     return (
@@ -68,11 +69,6 @@ def html(
     )
 
 
-def _command_line(command: list[str]) -> str:
-    """A command line that may be broken between words only."""
-    return " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in command)
-
-
 def text(value: object) -> str:
     """Escaped for HTML."""
     return escaping.escape(str(value))
@@ -80,22 +76,23 @@ def text(value: object) -> str:
 
 def _figures(ranked: list[LayoutResult]) -> list[str]:
     """The charts: seconds against memory, predictions, and the best of each tp and pp."""
-    names = [one.candidate.label for one in ranked]
-    seconds = [one.seconds for one in ranked]
-    memory = [max(one.memory) / 1e9 for one in ranked]
-    predicted = [one.predicted for one in ranked]
+    names = [row.candidate.label for row in ranked]
+    seconds = [row.seconds for row in ranked]
+    memory = [max(row.memory) / 1e9 for row in ranked]
+    predicted = [row.predicted for row in ranked]
+    titles = "predicted seconds", "measured seconds"
     drawings = {
         "Seconds an iteration against memory": charts.scatter(
             memory, seconds, names, ("GB on the fullest rank", "seconds")
         ),
         "Predicted against measured seconds": charts.scatter(
-            predicted, seconds, names, ("predicted seconds", "measured seconds"), same_scale=True
+            predicted, seconds, names, titles, same_scale=True
         ),
     }
     cells: dict[tuple[int, int], float] = {}
-    for one in ranked:
-        layout = one.candidate.config.layout
-        cells.setdefault((layout.tp, layout.pp), one.seconds)
+    for row in ranked:
+        layout = row.candidate.config.layout
+        cells.setdefault((layout.tp, layout.pp), row.seconds)
     if len(cells) > 1:
         drawings["Best seconds over tp and pp"] = charts.heat_map(cells)
     return [
@@ -104,64 +101,63 @@ def _figures(ranked: list[LayoutResult]) -> list[str]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------
-# Tables
-# ------------------------------------------------------------------------------------------------
+# ---- Tables --------------------------------------------------------------------------------------
+
+# The columns of both tables, with the CSS class of their cells.
+NUMBERS = ("Size", "GBS", "Sec/it", "spread", "predicted", "tokens/s", "TFLOPs", "MFU", "HFU")
+LAYOUTS = {"Layout": "text"} | dict.fromkeys((*NUMBERS, "GB first/max/last"), "")
+LAYOUTS |= {"Notes": "text long"}
+REASONS = {"how many": "", "why (an example)": "text long"}
 
 
-def _layouts_table(
-    result: SearchResult, ranked: list[LayoutResult], failed: list[LayoutResult]
-) -> str:
-    """Every measured layout with all its figures."""
-    names = ("Layout", "Size", "GBS", "Sec/it", "spread", "predicted", "tokens/s")
-    names += ("TFLOPs", "MFU", "HFU", "GB first/max/last", "Notes")
-    left = ("Layout", "Notes")
-    head = "".join(f"<th{_class('text' * (n in left))}>{n}</th>" for n in names)
-    body = []
-    for index, entry in enumerate(ranked + failed):
-        kind = "first" if index == 0 and entry.ok else "" if entry.ok else "failed"
-        body.append(f"<tr{_class(kind)}>{_row(entry, result)}</tr>")
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(body)}</table></div>'
-
-
-def _row(entry: LayoutResult, result: SearchResult) -> str:
-    config = entry.candidate.config
-    numbers = [result_tables.format_size(parameters(config.model))]
-    numbers.append(config.training.global_batch_size)
-    measured = [""] * 8
-    if entry.ok:
-        peak, held = result.machine.peak / 1e12, entry.memory
-        model, hardware = entry.rate("tflops_model"), entry.rate("tflops_hardware")
-        measured = [
-            result_tables.format_number(entry.seconds),
-            f"{entry.spread:.0%}",
-            result_tables.format_number(entry.predicted),
-            f"{entry.rate('tokens_per_second'):,.0f}",
-            result_tables.format_number(hardware),
-            f"{model / peak:.1%}",
-            f"{hardware / peak:.1%}",
-            "/".join(f"{stage / 1e9:.2f}" for stage in (held[0], max(held), held[-1])),
-        ]
-    cells = "".join(f"<td>{text(value)}</td>" for value in (*numbers, *measured))
-    notes = "; ".join(entry.notes)
-    label = f'<td class="text">{text(entry.candidate.label)}</td>'
-    return f'{label}{cells}<td class="text long">{text(notes)}</td>'
-
-
-def _rejected_table(rejected: list[Rejected]) -> str:
-    """The reasons, and every rejected layout in a list that opens on a click."""
-    reasons = "".join(
-        f'<tr><td>{count}</td><td class="text long">{text(reason)}</td></tr>'
-        for count, reason in result_tables.rejections_by_reason(rejected)
-    )
-    every = "".join(f"<li>{text(result_tables.rejection_line(entry))}</li>" for entry in rejected)
-    return (
-        f"<h2>Rejected without a run: {len(rejected)}</h2>"
-        '<div class="scroll"><table>'
-        '<tr><th>how many</th><th class="text">why (an example)</th></tr>'
-        f"{reasons}</table></div><details><summary>all of them</summary><ul>{every}</ul></details>"
-    )
+def _table(columns: dict[str, str], rows: Iterable[tuple[str, Sequence[object]]]) -> str:
+    """A table; each row is its own CSS class, and its cells."""
+    head = "".join(f"<th{_class(kind)}>{name}</th>" for name, kind in columns.items())
+    lines = [f"<tr>{head}</tr>"]
+    for row_kind, row in rows:
+        cells = zip(columns.values(), row, strict=True)
+        line = "".join(f"<td{_class(kind)}>{text(value)}</td>" for kind, value in cells)
+        lines.append(f"<tr{_class(row_kind)}>{line}</tr>")
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
+
+
+def _layouts_table(result: SearchResult) -> str:
+    """Every measured layout with all its figures, the fastest one marked."""
+    kinds = ["" if row.ok else "failed" for row in result.rows]
+    if result.ranked:
+        kinds[0] = "first"
+    return _table(LAYOUTS, zip(kinds, (_cells(row, result.machine) for row in result.rows)))
+
+
+def _cells(row: LayoutResult, machine: Machine) -> list[object]:
+    config, measured = row.candidate.config, [""] * 8
+    if row.ok:
+        peak, memory = machine.peak / 1e12, row.memory
+        model, hardware = row.rate("tflops_model"), row.rate("tflops_hardware")
+        measured = [
+            format_number(row.seconds),
+            f"{row.spread:.0%}",
+            format_number(row.predicted),
+            f"{row.rate('tokens_per_second'):,.0f}",
+            format_number(hardware),
+            f"{model / peak:.1%}",
+            f"{hardware / peak:.1%}",
+            "/".join(f"{stage / 1e9:.2f}" for stage in (memory[0], max(memory), memory[-1])),
+        ]
+    size = result_tables.format_size(parameters(config.model))
+    batch = config.training.global_batch_size
+    return [row.candidate.label, size, batch, *measured, "; ".join(row.notes)]
+
+
+def _rejected_table(rejected: list[Rejected]) -> str:
+    """The reasons, and every rejected layout in a list that opens on a click."""
+    reasons = _table(REASONS, (("", row) for row in result_tables.rejections_by_reason(rejected)))
+    every = "".join(f"<li>{text(result_tables.rejection_line(entry))}</li>" for entry in rejected)
+    return (
+        f"<h2>Rejected without a run: {len(rejected)}</h2>{reasons}"
+        f"<details><summary>all of them</summary><ul>{every}</ul></details>"
+    )

@@ -1,53 +1,43 @@
-"""What a search found, as tables: Markdown (table.md), and CSV in the columns of published_rows.
+"""What a search found, as rows and tables: table.md, results.csv, and the lines that are printed.
 
-ranked, failed = layout_results(result)     # layouts that ran, fastest first; and the others
+result.ranked       the layouts that ran, fastest first
+result.rows         the same, then those that failed
 """
 
 import csv
 import io
+import math
 import re
 import shlex
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from config.model_stats import parameters
-from planner import published_rows
 from planner.hardware import Machine
 from planner.layouts import Rejected
+from tuner import trials
 from tuner.search_space import Candidate
 from tuner.trials import Trial
 
 BILLION = GIGA = 1e9
 DRIFT_LIMIT = 0.05  # a larger change of the reference layout's seconds is pointed out
-ROW_ID = "tune-"  # row_id of results.csv, before the row's number
-# Columns of results.csv after those of published_rows and its optional ones.
-EXTRA_COLUMNS = (
-    "trials",
-    "sec_trials",
-    "spread",
-    "tokens_per_second",
-    "mfu",
-    "hfu",
-    "predicted_sec",
+HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
+# Columns of results.csv; those that have an option's name hold that option.
+# fmt: off
+COLUMNS = (
+    "row_id", "section", "gpu", "gpus", "size_b", "layers", "hidden", "heads", "ffn", "seq",
+    "vocab", "dp", "tp", "pp", "mbs", "gbs", "zero_stage", "recompute", "precision", "optimizer",
+    "status", "mem_gb", "sec_per_it", "tflops", "dp_clean", "gbs_clean", "sec_clean",
+    "sec_derived", "formula", "dup_of", "quality", "note",
+    "kv_heads", "activation", "sequence_parallel", "schedule", "partition",
+    "trials", "sec_trials", "spread", "tokens_per_second", "mfu", "hfu", "predicted_sec",
     "mem_gb_per_stage",
 )
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """Everything that a report is made from."""
-
-    trials: list[Trial]
-    candidates: list[Candidate]
-    rejected: list[Rejected]
-    machine: Machine
-    ending: str  # why the search ended
-    drift: list[float]  # of the reference layout: seconds of each trial over those of the first
-    command: Callable[[Candidate], list[str]]  # what to type to train on that layout
-    tokens: float | None
-    title: str
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -65,8 +55,8 @@ class LayoutResult:
 
     @property
     def seconds(self) -> float:
-        """Median over the trials' medians."""
-        return statistics.median(t.median for t in self.trials)
+        """Median over the trials' medians; infinite if none ran."""
+        return statistics.median(t.median for t in self.trials) if self.ok else math.inf
 
     @property
     def spread(self) -> float:
@@ -90,54 +80,69 @@ class LayoutResult:
         return getattr(first, name) * first.median / self.seconds
 
 
-def layout_results(result: SearchResult) -> tuple[list[LayoutResult], list[LayoutResult]]:
-    """Layouts that ran, fastest first, and those that did not."""
-    found, failed = [], []
-    for candidate in result.candidates:
-        own = [t for t in result.trials if t.key == candidate.key]
-        ran = [t for t in own if t.status == "ok"]
-        notes = [f"{t.status}: {t.reason}" for t in own if t.status != "ok"][-1:]
-        if len(ran) > 1:
-            notes.append(f"{len(ran)} trials")
-        if ran:
-            found.append(LayoutResult(candidate, ran, notes))
-        elif own:
-            failed.append(LayoutResult(candidate, own[-1:], notes))
-    return sorted(found, key=lambda entry: entry.seconds), failed
+@dataclass(frozen=True)
+class SearchResult:
+    """Everything that a report is made from."""
+
+    trials: list[Trial]
+    candidates: list[Candidate]
+    rejected: list[Rejected]
+    machine: Machine
+    ending: str  # why the search ended
+    command: Callable[[Candidate], list[str]]  # what to type to train on that layout
+    tokens: float | None
+    title: str
+
+    @cached_property
+    def rows(self) -> list[LayoutResult]:
+        """One row for each layout that has trials: fastest first, failed ones last."""
+        found = []
+        for candidate in self.candidates:
+            own = [t for t in self.trials if t.key == candidate.key]
+            ran = [t for t in own if t.status == "ok"]
+            notes = [f"{t.status}: {t.reason}" for t in own if t.status != "ok"][-1:]
+            notes += [f"{len(ran)} trials"] * (len(ran) > 1)
+            if own:
+                found.append(LayoutResult(candidate, ran or own[-1:], notes))
+        return sorted(found, key=lambda row: row.seconds)
+
+    @property
+    def ranked(self) -> list[LayoutResult]:
+        """The layouts that ran, fastest first."""
+        return [row for row in self.rows if row.ok]
 
 
-def top_line(entry: LayoutResult) -> str:
+def top_line(row: LayoutResult) -> str:
     """A layout and its figures in one line."""
     return (
-        f"{entry.candidate.label:36} {entry.seconds:9.3f} s/iteration, spread {entry.spread:.0%}, "
-        f"{entry.rate('tokens_per_second'):,.0f} tokens/s, {max(entry.memory) / GIGA:.2f} GB, "
-        f"predicted {entry.predicted:.3f} s"
+        f"{row.candidate.label:36} {row.seconds:9.3f} s/iteration, spread {row.spread:.0%}, "
+        f"{row.rate('tokens_per_second'):,.0f} tokens/s, {max(row.memory) / GIGA:.2f} GB, "
+        f"predicted {row.predicted:.3f} s"
     )
 
 
-def summary(result: SearchResult, ranked: list[LayoutResult]) -> list[str]:
+def summary(result: SearchResult) -> list[str]:
     """What was measured, the planner's error, and whether the machine's speed changed."""
-    count = len(result.trials)
-    bad = [t for t in result.trials if t.status != "ok"]
-    kinds = {status: sum(t.status == status for t in bad) for status in {t.status for t in bad}}
+    ranked = result.ranked
+    kinds = Counter(t.status for t in result.trials if t.status != "ok")
     failures = "".join(f", {n} {status}" for status, n in sorted(kinds.items()))
     lines = [
-        f"{count} trials of {len(ranked)} layouts that ran{failures}; "
+        f"{len(result.trials)} trials of {len(ranked)} layouts that ran{failures}; "
         f"{len(result.rejected)} rejected without a run.",
         result.ending[0].upper() + result.ending[1:] + ".",
     ]
     if ranked:
-        ratios = [entry.seconds / entry.predicted for entry in ranked]
+        ratios = [row.seconds / row.predicted for row in ranked]
         median = statistics.median(ratios)
         rest = statistics.mean(abs(ratio / median - 1) for ratio in ratios)
         lines.append(
             f"Measured over predicted: median {median:.2f}, mean deviation from it {rest:.0%}."
         )
-    if result.drift:
-        worst = max(result.drift, key=lambda ratio: abs(ratio - 1)) - 1
+    if drift := trials.drift(result.trials):
+        worst = max(drift, key=lambda ratio: abs(ratio - 1)) - 1
         verdict = ": the machine's speed changes." if abs(worst) > DRIFT_LIMIT else "."
         lines.append(
-            f"One layout ran {len(result.drift)} times; largest change from its first trial: "
+            f"One layout ran {len(drift)} times; largest change from its first trial: "
             f"{worst:+.0%}{verdict}"
         )
     if ranked and result.tokens:
@@ -146,61 +151,42 @@ def summary(result: SearchResult, ranked: list[LayoutResult]) -> list[str]:
     return lines
 
 
-# ------------------------------------------------------------------------------------------------
-# table.md
-# ------------------------------------------------------------------------------------------------
-
-HEAD = ("Nodes", "Size", "DP", "TP", "PP", "MBS", "GBS", "Mem", "Sec/it", "TFLOPs", "Notes")
+# ---- table.md ------------------------------------------------------------------------------------
 
 
-def markdown(
-    result: SearchResult, ranked: list[LayoutResult], failed: list[LayoutResult], lines: list[str]
-) -> list[str]:
+def markdown(result: SearchResult) -> list[str]:
     """The table of layouts, fastest first and failed ones last, and what was rejected."""
-    text = [f"# Tuning: {result.title}", "", *lines, "", environment_line(result), ""]
+    text = [f"# Tuning: {result.title}", "", *summary(result), "", environment_line(result), ""]
     text += [f"| {' | '.join(HEAD)} |", "| " + " | ".join(["--:"] * 10) + " | :-- |"]
-    for entry in ranked + failed:
-        text.append("| " + " | ".join(markdown_row(entry, result)) + " |")
-    text += ["", "* Mem: peak of the fullest rank. TFLOPs: hardware TFLOPs per rank by the formula"]
+    text += ["| " + " | ".join(_markdown_row(row, result)) + " |" for row in result.rows]
     formula = next((t.formula for t in result.trials if t.formula), "(none ran)")
+    text += ["", "* Mem: peak of the fullest rank. TFLOPs: hardware TFLOPs per rank by the formula"]
     text += [f"  {formula}, recomputation counted. Sec/it: median of timed steps."]
-    if ranked:
-        best = ranked[0]
-        text += ["", f"Fastest: {best.candidate.label}.", ""]
-        text += ["    " + shlex.join(result.command(best.candidate))]
+    if result.ranked:
+        best = result.ranked[0].candidate
+        text += ["", f"Fastest: {best.label}.", "", "    " + shlex.join(result.command(best))]
     if result.rejected:
         text += ["", f"## Rejected without a run: {len(result.rejected)}", ""]
         text += [f"* {rejection_line(entry)}" for entry in result.rejected]
     return text
 
 
-def markdown_row(entry: LayoutResult, result: SearchResult) -> list[str]:
-    """The cells of one row of table.md."""
-    config, layout = entry.candidate.config, entry.candidate.config.layout
-    nodes = -(-entry.candidate.ranks // result.machine.node)
+def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
+    """The cells of one row; its notes begin with what no column shows of the layout."""
+    config, label = row.candidate.config, row.candidate.label
+    model, layout, training = config.model, config.layout, config.training
     measured = ["", "", ""]
-    if entry.ok:
-        seconds, rate = entry.seconds, entry.rate("tflops_hardware")
-        measured = [format_memory(max(entry.memory)), format_number(seconds), format_number(rate)]
-    numbers = (layout.dp, layout.tp, layout.pp, layout.micro_batch_size)
-    return [
-        str(nodes),
-        format_size(parameters(config.model)),
-        *map(str, numbers),
-        str(config.training.global_batch_size),
-        *measured,
-        "; ".join([*_remarks(entry), *entry.notes]).replace("|", "/"),
-    ]
-
-
-def _remarks(entry: LayoutResult) -> list[str]:
-    """What the columns of table.md do not show of a layout."""
-    model, training = entry.candidate.config.model, entry.candidate.config.training
-    layout = " ".join(entry.candidate.label.split()[4:])
+    if row.ok:
+        rate = format_number(row.rate("tflops_hardware"))
+        measured = [format_memory(max(row.memory)), format_number(row.seconds), rate]
+    options = " ".join(label.split()[4:])
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
-    dates = sorted({t.started[5:10] for t in entry.trials})
-    remarks = [layout, shape, training.precision, training.optimizer, ", ".join(dates)]
-    return [remark for remark in remarks if remark]
+    dates = ", ".join(sorted({t.started[5:10] for t in row.trials}))
+    notes = [options, shape, training.precision, training.optimizer, dates, *row.notes]
+    nodes = -(-row.candidate.ranks // result.machine.node)
+    numbers = (layout.dp, layout.tp, layout.pp, layout.micro_batch_size, training.global_batch_size)
+    text = "; ".join(note for note in notes if note).replace("|", "/")
+    return [str(nodes), format_size(parameters(model)), *map(str, numbers), *measured, text]
 
 
 def environment_line(result: SearchResult) -> str:
@@ -230,10 +216,10 @@ def rejection_line(entry: Rejected) -> str:
 
 def rejections_by_reason(rejected: list[Rejected]) -> list[tuple[int, str]]:
     """How many rejections have the same reason but for its numbers, with one example of each."""
-    found: dict[str, list[Rejected]] = {}
+    found: dict[str, list[str]] = {}
     for entry in rejected:
-        found.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry)
-    return sorted(((len(own), own[0].reason) for own in found.values()), reverse=True)
+        found.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry.reason)
+    return sorted(((len(reasons), reasons[0]) for reasons in found.values()), reverse=True)
 
 
 def bound_sentence(best: Candidate | None, failed: Candidate | None) -> str:
@@ -248,79 +234,61 @@ def bound_sentence(best: Candidate | None, failed: Candidate | None) -> str:
     return f"{run(best)} trained" + (f"; {run(failed)} did not" if failed else "")
 
 
-# ------------------------------------------------------------------------------------------------
-# results.csv
-# ------------------------------------------------------------------------------------------------
+# ---- results.csv ---------------------------------------------------------------------------------
 
 
-def csv_row(entry: LayoutResult, number: int, result: SearchResult) -> dict[str, str]:
-    """A row of results.csv: the columns of published_rows, and EXTRA_COLUMNS."""
-    config, layout = entry.candidate.config, entry.candidate.config.layout
-    model, training, machine = config.model, config.training, result.machine
-    values = dict.fromkeys((*published_rows.COLUMNS, *published_rows.OPTIONAL, *EXTRA_COLUMNS), "")
+def csv_text(result: SearchResult) -> str:
+    """The text of results.csv."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="")
+    writer.writeheader()
+    for number, row in enumerate(result.rows, start=1):
+        writer.writerow(_csv_row(row, number, result))
+    return text.getvalue()
+
+
+def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
+    """The columns of one row that are not empty."""
+    config = row.candidate.config
+    model, layout, training = config.model, config.layout, config.training
+    options = asdict(model) | asdict(layout) | asdict(training)
+    values = {name: options[name] for name in COLUMNS if name in options}
     values |= {
-        "row_id": f"{ROW_ID}{number}",
+        "row_id": f"tune-{number}",
         "section": f"tune {result.title}",
-        "gpu": machine.name,
-        "gpus": entry.candidate.ranks,
+        "gpu": result.machine.name,
+        "gpus": row.candidate.ranks,
         "size_b": f"{parameters(model) / BILLION:.6g}",
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
         "ffn": model.ffn_hidden,
         "seq": model.seq_length,
         "vocab": model.vocab_size,
-        "dp": layout.dp,
-        "tp": layout.tp,
-        "pp": layout.pp,
         "mbs": layout.micro_batch_size,
         "gbs": training.global_batch_size,
         "zero_stage": layout.zero,
-        "recompute": layout.recompute,
-        "precision": training.precision,
-        "optimizer": training.optimizer,
-        "status": {"ok": "ok", "oom": "OOM", "hang": "hang"}.get(entry.trials[0].status, "fail"),
-        "kv_heads": model.kv_heads,
-        "activation": model.activation,
-        "sequence_parallel": layout.sequence_parallel,
-        "schedule": layout.schedule,
-        "partition": layout.partition,
-        "trials": len(entry.trials),
-        "predicted_sec": f"{entry.predicted:.6g}",
-        "note": "; ".join(entry.notes),
+        "status": {"ok": "ok", "oom": "OOM", "hang": "hang"}.get(row.trials[0].status, "fail"),
+        "trials": len(row.trials),
+        "predicted_sec": f"{row.predicted:.6g}",
+        "note": "; ".join(row.notes),
     }
-    if entry.ok:
-        values |= _measured_columns(entry, machine)
-    return {name: str(value) for name, value in values.items()}
+    return values | _measured_columns(row, result.machine) if row.ok else values
 
 
-def _measured_columns(entry: LayoutResult, machine: Machine) -> dict[str, str]:
+def _measured_columns(row: LayoutResult, machine: Machine) -> dict[str, str]:
     """The columns that are empty unless the layout ran."""
-    hardware, model = entry.rate("tflops_hardware"), entry.rate("tflops_model")
+    hardware, model = row.rate("tflops_hardware"), row.rate("tflops_model")
     return {
-        "formula": entry.trials[0].formula,
-        "mem_gb": f"{max(entry.memory) / GIGA:.3f}",
-        "sec_per_it": f"{entry.seconds:.6g}",
-        "sec_clean": f"{entry.seconds:.6g}",
+        "formula": row.trials[0].formula,
+        "mem_gb": f"{max(row.memory) / GIGA:.3f}",
+        "sec_per_it": f"{row.seconds:.6g}",
+        "sec_clean": f"{row.seconds:.6g}",
         "tflops": f"{hardware:.6g}",
-        "sec_trials": " ".join(f"{trial.median:.6g}" for trial in entry.trials),
-        "spread": f"{entry.spread:.3f}",
-        "tokens_per_second": f"{entry.rate('tokens_per_second'):.6g}",
+        "sec_trials": " ".join(f"{trial.median:.6g}" for trial in row.trials),
+        "spread": f"{row.spread:.3f}",
+        "tokens_per_second": f"{row.rate('tokens_per_second'):.6g}",
         "mfu": f"{1e12 * model / machine.peak:.4f}",
         "hfu": f"{1e12 * hardware / machine.peak:.4f}",
-        "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in entry.memory),
+        "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in row.memory),
     }
-
-
-def csv_text(table: list[dict[str, str]], found: list[LayoutResult]) -> str:
-    """The text of results.csv, with the notes as they are after the check."""
-    text = io.StringIO()
-    names = (*published_rows.COLUMNS, *published_rows.OPTIONAL, *EXTRA_COLUMNS)
-    writer = csv.DictWriter(text, names)
-    writer.writeheader()
-    for values, entry in zip(table, found, strict=True):
-        writer.writerow(values | {"note": "; ".join(entry.notes)})
-    return text.getvalue()
 
 
 def format_number(number: float) -> str:

@@ -17,9 +17,9 @@ from pathlib import Path
 from config import command_line
 from config.messages import UserError
 from config.schema import Config, Layout
-from planner import hardware, published_rows
+from planner import hardware
 from planner.layouts import Rejected
-from tuner import html_report, result_tables, search_space, sweeps, trials
+from tuner import result_tables, search_space, sweeps, trials
 from tuner.progress import Budget, ProgressView
 from tuner.result_tables import SearchResult
 from tuner.search import Point, Search, features
@@ -93,7 +93,6 @@ class Session:
             rejected=self.rejected,
             machine=self.machine,
             ending=self.ending,
-            drift=trials.drift(own),
             command=self.command,
             tokens=self.options.tokens,
             title=self._title(),
@@ -250,23 +249,15 @@ def point(candidate: Candidate) -> Point:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write table.md, results.csv and report.html into `out`; the lines to print about them.
+    """Write table.md, results.csv and report.html into `out`; the lines to print about them."""
+    from tuner import html_report  # matplotlib is loaded here, and not for a user's mistake
 
-    Every row is checked as by `plan.py check` first; contradictions are added to its notes.
-    """
     out.mkdir(parents=True, exist_ok=True)
-    ranked, failed = result_tables.layout_results(result)
-    found = ranked + failed
-    rows = [result_tables.csv_row(one, number, result) for number, one in enumerate(found, start=1)]
-    for finding in published_rows.check(rows) if rows else []:
-        number = int(finding.row_id.removeprefix(result_tables.ROW_ID))
-        found[number - 1].notes.append(f"check: {finding.text}")
-    summary = result_tables.summary(result, ranked)
-    table = result_tables.markdown(result, ranked, failed, summary)
-    (out / "table.md").write_text("\n".join(table) + "\n")
-    (out / "results.csv").write_text(result_tables.csv_text(rows, found))
-    (out / "report.html").write_text(html_report.html(result, ranked, failed, summary))
-    lines = [result_tables.top_line(one) for one in ranked[:TOP]] + ["", *summary]
+    (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
+    (out / "results.csv").write_text(result_tables.csv_text(result))
+    (out / "report.html").write_text(html_report.html(result))
+    ranked = result.ranked
+    lines = [*map(result_tables.top_line, ranked[:TOP]), "", *result_tables.summary(result)]
     if ranked:
         command = shlex.join(result.command(ranked[0].candidate))
         lines += ["", "to train on the fastest:", f"    {command}"]
