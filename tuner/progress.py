@@ -59,6 +59,7 @@ class ProgressView:
         """For a search on that many ranks."""
         self.ranks, self.budget = ranks, budget
         self.finished: list[Trial] = []
+        self.best: Trial | None = None  # the fastest of this session
         self.running: tuple[Candidate, float] | None = None  # and when it started
         self.live = None
 
@@ -89,52 +90,36 @@ class ProgressView:
         """Print a trial's outcome."""
         self.finished.append(trial)
         self.running = None
-        self.print(self._line(trial))
-
-    @property
-    def best(self) -> Trial | None:
-        """The fastest of this session."""
-        ran = (trial for trial in self.finished if trial.status == "ok")
-        return min(ran, key=lambda trial: trial.median, default=None)
-
-    def _line(self, trial: Trial) -> str:
-        head = f"trial {len(self.finished):3} {trial.label:36} "
-        if trial.status != "ok":
-            return head + f"{trial.status}: {trial.reason}"
-        best = " best so far" * (trial is self.best)
-        return head + (
-            f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
-            f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB{best}; "
-            f"{self.budget.left(len(self.finished))}"
-        )
+        count = len(self.finished)
+        text, best = f"{trial.status}: {trial.reason}", ""
+        if trial.status == "ok":
+            if self.best is None or trial.median < self.best.median:
+                self.best, best = trial, " best so far"
+            text = (
+                f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
+                f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB{best}; "
+                f"{self.budget.left(count)}"
+            )
+        self.print(f"trial {count:3} {trial.label:36} {text}")
 
     def _table(self):
         from rich.table import Table
 
         best, count = self.best, len(self.finished)
+        captions = [f"best {best.label}: {best.median:.3f} s"] if best else []
+        if self.running:
+            candidate, start = self.running
+            captions.append(f"running {candidate.label} for {time.monotonic() - start:.0f} s")
         title = f"{count} trials on {self.ranks} ranks, {self.budget.left(count)}"
-        table = Table(title=title, caption=self._caption())
+        table = Table(title=title, caption="; ".join(captions))
         for name in ("layout", "s/iteration", "spread", "predicted", "ratio", "GB", "TFLOPs"):
             table.add_column(name, justify="left" if name == "layout" else "right")
         for trial in self.finished[-TABLE_ROWS:]:
-            if trial.status != "ok":
-                table.add_row(trial.label, trial.status, style="red")
-                continue
-            table.add_row(
-                trial.label,
-                f"{trial.median:.3f}",
-                f"{trial.spread:.0%}",
-                f"{trial.predicted:.3f}",
-                f"x {trial.median / trial.predicted:.2f}",
-                f"{max(trial.peak_memory) / 1e9:.2f}",
-                f"{trial.tflops_model:.3g}",
-                style="bold green" if trial is best else None,
-            )
+            cells, style = [trial.status], "red"
+            if trial.status == "ok":
+                style = "bold green" if trial is best else None
+                cells = [f"{trial.median:.3f}", f"{trial.spread:.0%}", f"{trial.predicted:.3f}"]
+                cells += [f"x {trial.median / trial.predicted:.2f}"]
+                cells += [f"{max(trial.peak_memory) / 1e9:.2f}", f"{trial.tflops_model:.3g}"]
+            table.add_row(trial.label, *cells, style=style)
         return table
-
-    def _caption(self) -> str:
-        parts = [f"best {self.best.label}: {self.best.median:.3f} s"] if self.best else []
-        if self.running:
-            candidate, start = self.running
-            parts.append(f"running {candidate.label} for {time.monotonic() - start:.0f} s")
-        return "; ".join(parts)

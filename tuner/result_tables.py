@@ -194,11 +194,10 @@ def environment_line(result: SearchResult) -> str:
     ran = next((t for t in reversed(result.trials) if t.cluster), None)
     if ran is None:
         return f"Machine model: {result.machine.name}."
-    c, v = ran.cluster, ran.versions
-    versions = ", ".join(f"{name} {version}" for name, version in v.items())
-    nodes = len(c["nodes"])
+    c, count = ran.cluster, len(ran.cluster["nodes"])
+    versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items())
     return (
-        f"{c['ranks']} ranks by {c['launcher']} on {nodes} node{'s' * (nodes > 1)}, {c['device']}, "
+        f"{c['ranks']} ranks by {c['launcher']} on {count} node{'s' * (count > 1)}, {c['device']}, "
         f"{c['backend']}, {c['threads_per_rank']} threads a rank; {versions}; "
         f"commit {(ran.commit or 'none')[:10]}; machine model {result.machine.name}; "
         f"{time.strftime('%Y-%m-%d')}."
@@ -207,11 +206,9 @@ def environment_line(result: SearchResult) -> str:
 
 def rejection_line(entry: Rejected) -> str:
     """A rejected layout and why, in one line."""
-    names = {"micro_batch_size": "mbs", "sequence_parallel": "sp"}
-    at = " ".join(
-        str(v) if k == "layout" else f"{names.get(k, k)} {v}" for k, v in entry.layout.items()
-    )
-    return f"{at}: {entry.reason}"
+    names = {"micro_batch_size": "mbs ", "sequence_parallel": "sp ", "layout": ""}
+    place = [f"{names.get(name, name + ' ')}{value}" for name, value in entry.layout.items()]
+    return f"{' '.join(place)}: {entry.reason}"
 
 
 def rejections_by_reason(rejected: list[Rejected]) -> list[tuple[int, str]]:

@@ -12,11 +12,12 @@ import dataclasses
 import math
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from config import command_line
 from config.messages import UserError
-from config.schema import Config, Layout
+from config.schema import Config
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
@@ -45,7 +46,10 @@ class Session:
         self.config = request.config
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         self.tried = sweeps.tried_values(options.tried)
-        self.held = self._held(request.given)
+        # The values of each layout axis that is held; --try replaces what was given otherwise.
+        axes = {"dp", *search_space.AXES} & request.given
+        self.held = {name: [getattr(self.config.layout, name)] for name in axes}
+        self.held |= {k: v for k, v in self.tried.items() if hasattr(self.config.layout, k)}
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
@@ -59,16 +63,8 @@ class Session:
 
     def _request(self, *more: str) -> command_line.Request:
         """The run asked for, by flag and by file, with its own folder if none is given."""
-        return command_line.parse_request(
-            [*more, *self.train_arguments], defaults=lambda given: {"out": "runs/tune"}
-        )
-
-    def _held(self, given: frozenset[str]) -> dict[str, list]:
-        """The values of each layout axis that is held; --try replaces what was given otherwise."""
-        axes = {"dp", *search_space.AXES}
-        held = {name: [getattr(self.config.layout, name)] for name in axes & given}
-        names = {field.name for field in dataclasses.fields(Layout)}
-        return held | {name: values for name, values in self.tried.items() if name in names}
+        arguments = [*more, *self.train_arguments]
+        return command_line.parse_request(arguments, defaults=lambda given: {"out": "runs/tune"})
 
     def run(self) -> None:
         """Measure what is asked, then write the report, also after Ctrl-C."""
@@ -86,25 +82,28 @@ class Session:
 
     def result(self) -> SearchResult:
         """Everything that the report contains."""
-        own = [t for t in self.store.trials if t.key in self.wanted]
+        options, subject = self.options, "the fastest layout"
+        if options.sweep:
+            subject = f"sweep of {options.sweep}"
+        elif options.max_params or options.min_ranks:
+            subject = "the largest model" if options.max_params else "fewest ranks"
         return SearchResult(
-            trials=own,
+            trials=[t for t in self.store.trials if t.key in self.wanted],
             candidates=list(self.wanted.values()),
             rejected=self.rejected,
             machine=self.machine,
             ending=self.ending,
             command=self.command,
-            tokens=self.options.tokens,
-            title=self._title(),
+            tokens=options.tokens,
+            title=f"{subject} on {options.ranks} ranks",
         )
 
     def command(self, candidate: Candidate) -> list[str]:
         """What to type to train on that layout, into a folder beside the trials'."""
-        config = candidate.config
+        config, steps = candidate.config, DEFAULT_STEPS
         run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
         if training.steps is None and training.train_samples is None:
-            steps = DEFAULT_STEPS
             if self.options.tokens:
                 tokens = training.global_batch_size * config.model.seq_length
                 steps = math.ceil(self.options.tokens / tokens)
@@ -114,39 +113,25 @@ class Session:
         names = ["python" if word == sys.executable else word for word in start]
         return [*names, "train.py", *search_space.to_cli_args(config)]
 
-    def _title(self) -> str:
-        options = self.options
-        subject = "the fastest layout"
-        if options.sweep:
-            subject = f"sweep of {options.sweep}"
-        elif options.max_params:
-            subject = "the largest model"
-        elif options.min_ranks:
-            subject = "fewest ranks"
-        return f"{subject} on {options.ranks} ranks"
-
-    # -- what is measured -------------------------------------------------------------------
+    # ---- What is measured ------------------------------------------------------------------------
 
     def _measure(self) -> None:
         options = self.options
+        space = self.config, self.machine, options.ranks, self.held
         if options.sweep:
             values = self.tried.get(options.sweep.replace("-", "_"), [])
-            runs, self.rejected = sweeps.sweep(
-                options.sweep, self.config, self.machine, options.ranks, self.held, values
-            )
+            runs, self.rejected = sweeps.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
         elif options.max_params or options.min_ranks:
-            self._bisect()
+            find = sweeps.largest_model if options.max_params else sweeps.fewest_ranks
+            self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
         else:
-            for config in self._models():
+            named = [self._request("--model", name).config for name in options.models]
+            for config in named or [self.config]:
                 self._search(config)
 
-    def _models(self) -> list[Config]:
-        """The run asked for, or one for each of --models."""
-        named = [self._request("--model", name).config for name in self.options.models]
-        return named or [self.config]
-
     def _search(self, config: Config) -> None:
+        """Measure the layouts of one model until the fastest is known, or the budget is spent."""
         ranks = self.options.ranks
         found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
         self.rejected += rejected
@@ -163,59 +148,50 @@ class Session:
         for index, candidate in enumerate(found):
             for trial in self.store.of(candidate.key):
                 self._add(search, found, index, trial)
-        if not self._decide(search, found):
-            self.ending = self.budget.ending
-            return
-        self._confirm(search, found)
+        for index, tag in self._order(search):
+            if not self.budget.spent(self.store.trials):
+                self._add(search, found, index, self._trial(found[index], tag))
+            elif not tag:
+                self.ending = self.budget.ending
+                return
         self.ending = (
             f"no other layout is likely to be {self.options.gain:g} % faster "
             f"(chance of each at most {search.max_chance:.0%})"
         )
 
-    def _decide(self, search: Search, found: list[Candidate]) -> bool:
-        """Measure until no other layout is likely to be faster; False if the budget ends it."""
+    def _order(self, search: Search) -> Iterator[tuple[int, str]]:
+        """The layouts to measure, each with the tag of its trial.
+
+        Every few trials the first layout that ran is measured once more, to see whether the machine
+        has changed; at the end those of which noise alone may decide which one is the fastest.
+        """
         every, count = self.options.reference_every, 0
         while (index := search.next()) is not None:
-            if self.budget.spent(self.store.trials):
-                return False
-            self._add(search, found, index, self._trial(found[index]))
+            yield index, ""
             count += 1
-            if every and count % every == 0:
-                self._measure_reference(search, found)
-        return True
-
-    def _confirm(self, search: Search, found: list[Candidate]) -> None:
-        """Measure once more the layouts of which noise alone may decide which is the fastest."""
+            if every and count % every == 0 and search.measured:
+                yield next(iter(search.measured)), "reference"
         for index in search.contenders():
-            if not self.budget.spent(self.store.trials):
-                self._add(search, found, index, self._trial(found[index], "confirm"))
+            yield index, "confirm"
 
     def _add(self, search: Search, found: list[Candidate], index: int, trial: Trial) -> None:
         """Add one trial to a search; out of memory also rules out layouts that need more of it."""
         search.add(index, trial.median if trial.status == "ok" else None)
         if trial.status == "oom":
+            reason = f"needs more memory than {trial.label}, which ran out of it"
             for other in search.untried:
                 if search_space.needs_more_memory(found[other], found[index]):
                     search.add(other, None)
-                    reason = f"needs more memory than {trial.label}, which ran out of it"
                     self.rejected.append(Rejected({"layout": found[other].label}, reason))
-        search.noise = trials.noise([t for i in search.measured for t in self._trials(found[i])])
-
-    def _trials(self, candidate: Candidate) -> list[Trial]:
-        return self.store.of(candidate.key)
-
-    def _measure_reference(self, search: Search, found: list[Candidate]) -> None:
-        """Measure the first layout that ran once more, to see whether the machine has changed."""
-        index = next(iter(search.measured), None)
-        if index is not None and not self.budget.spent(self.store.trials):
-            self._add(search, found, index, self._trial(found[index], "reference"))
+        ran = [t for i in search.measured for t in self.store.of(found[i].key)]
+        search.noise = trials.noise(ran)
 
     def _measure_all(self, runs: list[Candidate], tag: str) -> None:
         """Measure all that have no trial yet, in order; with --all, the first one repeatedly."""
         self.wanted |= {c.key: c for c in runs}
         every = self.options.reference_every if tag == "all" else 0
         for number, candidate in enumerate(runs, start=1):
-            if self._trials(candidate):
+            if self.store.of(candidate.key):
                 continue
             if self.budget.spent(self.store.trials):
                 self.ending = self.budget.ending
@@ -224,15 +200,11 @@ class Session:
             if every and number % every == 0:
                 self._trial(runs[0], "reference")
 
-    def _bisect(self) -> None:
-        def attempt(candidate: Candidate) -> bool:
-            self.wanted[candidate.key] = candidate
-            known = self._trials(candidate)
-            return (known[-1] if known else self._trial(candidate)).status == "ok"
-
-        find = sweeps.largest_model if self.options.max_params else sweeps.fewest_ranks
-        bound = find(self.config, self.machine, self.options.ranks, self.held, attempt)
-        self.ending = result_tables.bound_sentence(bound.best, bound.failed)
+    def _attempt(self, candidate: Candidate) -> bool:
+        """Whether a candidate of a bisection trains; a trial that is stored is not run again."""
+        self.wanted[candidate.key] = candidate
+        known = self.store.of(candidate.key)
+        return (known[-1] if known else self._trial(candidate)).status == "ok"
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it."""
