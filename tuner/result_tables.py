@@ -267,25 +267,22 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
         "predicted_sec": f"{row.predicted:.6g}",
         "note": "; ".join(row.notes),
     }
-    return values | _measured_columns(row, result.machine) if row.ok else values
-
-
-def _measured_columns(row: LayoutResult, machine: Machine) -> dict[str, str]:
-    """The columns that are empty unless the layout ran."""
-    hardware, model = row.rate("tflops_hardware"), row.rate("tflops_model")
-    return {
-        "formula": row.trials[0].formula,
-        "mem_gb": f"{max(row.memory) / GIGA:.3f}",
-        "sec_per_it": f"{row.seconds:.6g}",
-        "sec_clean": f"{row.seconds:.6g}",
-        "tflops": f"{hardware:.6g}",
-        "sec_trials": " ".join(f"{trial.median:.6g}" for trial in row.trials),
-        "spread": f"{row.spread:.3f}",
-        "tokens_per_second": f"{row.rate('tokens_per_second'):.6g}",
-        "mfu": f"{1e12 * model / machine.peak:.4f}",
-        "hfu": f"{1e12 * hardware / machine.peak:.4f}",
-        "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in row.memory),
-    }
+    if row.ok:
+        hardware, rate = row.rate("tflops_hardware"), row.rate("tflops_model")
+        values |= {
+            "formula": row.trials[0].formula,
+            "mem_gb": f"{max(row.memory) / GIGA:.3f}",
+            "sec_per_it": f"{row.seconds:.6g}",
+            "sec_clean": f"{row.seconds:.6g}",
+            "tflops": f"{hardware:.6g}",
+            "sec_trials": " ".join(f"{trial.median:.6g}" for trial in row.trials),
+            "spread": f"{row.spread:.3f}",
+            "tokens_per_second": f"{row.rate('tokens_per_second'):.6g}",
+            "mfu": f"{1e12 * rate / result.machine.peak:.4f}",
+            "hfu": f"{1e12 * hardware / result.machine.peak:.4f}",
+            "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in row.memory),
+        }
+    return values
 
 
 def format_number(number: float) -> str:

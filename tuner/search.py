@@ -26,6 +26,7 @@ ERROR_SCALES = ((0.02, 0.3), (0.04, 0.5), (0.08, 1.0), (0.16, 0.7), (0.32, 0.4),
 COMMON_FACTOR = 1.5  # standard deviation of the common factor: a machine's speed is often unknown
 RESIDUAL = 0.5  # the residual's scale, relative to one slope
 LENGTH_SCALE = 1.5  # distance in features over which two layouts share the residual
+MAX_CHANCE = 0.05  # the search ends when no layout is faster with a larger probability
 LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
 
 
@@ -60,20 +61,13 @@ def features(config: Config) -> tuple[float, ...]:
 class Search:
     """The measurements so far, and what follows from them for every layout."""
 
-    def __init__(
-        self,
-        points: Sequence[Point],
-        min_gain: float = 0.01,
-        max_chance: float = 0.05,
-        noise: float = LEAST_NOISE,
-    ):
-        """Stop when no layout has a chance above `max_chance` to be faster by `min_gain`.
+    def __init__(self, points: Sequence[Point], min_gain: float = 0.01, noise: float = LEAST_NOISE):
+        """Stop when no layout has a chance above MAX_CHANCE to be faster by `min_gain`.
 
         `min_gain` is a share of the best layout's seconds, `noise` the standard deviation of the
         logarithm of one measurement.
         """
-        self.points = list(points)
-        self.min_gain, self.max_chance = min_gain, max_chance
+        self.points, self.min_gain = list(points), min_gain
         self.noise = max(noise, LEAST_NOISE)
         self.measured: dict[int, list[float]] = {}  # seconds of each run, by layout
         self.failed: set[int] = set()
@@ -120,23 +114,18 @@ class Search:
 
     def next(self) -> int | None:
         """The layout to measure next, or None when no other is likely to be faster."""
-        untried = self.untried
+        untried, likely = self.untried, self.success_probability
         if not untried:
             return None
         if self.best is None:
-            return min(
-                untried, key=lambda i: self.points[i].predicted / self.success_probability(i)
-            )
-        chances = self.chances()
-        if max(chances[i] for i in untried) <= self.max_chance:
-            return None
+            return min(untried, key=lambda i: self.points[i].predicted / likely(i))
         mean, deviation = self.posterior()
         best = self._log_means()[self.best]
+        goal = best + math.log1p(-self.min_gain)
+        if all(normal_cdf((goal - mean[i]) / deviation[i]) <= MAX_CHANCE for i in untried):
+            return None
         return max(
-            untried,
-            key=lambda i: (
-                self.success_probability(i) * expected_improvement(best - mean[i], deviation[i])
-            ),
+            untried, key=lambda i: likely(i) * expected_improvement(best - mean[i], deviation[i])
         )
 
     def success_probability(self, index: int) -> float:
@@ -145,36 +134,28 @@ class Search:
         failed = sum(self._near_kernel[index, i] for i in self.failed)
         return (1 + ran) / (1 + ran + failed)
 
-    def chances(self) -> list[float]:
-        """Of every layout, the probability that it is faster than the best by `min_gain`."""
-        mean, deviation = self.posterior()
-        goal = self._log_means()[self.best] + math.log1p(-self.min_gain)
-        return [normal_cdf((goal - m) / d) for m, d in zip(mean, deviation, strict=True)]
-
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the logarithm of every layout's seconds."""
         means = self._log_means()
         known = sorted(means)
         errors = np.array([means[i] for i in known]) - self._log_predicted[known]
         noise = np.array([self.noise**2 / len(self.measured[i]) for i in known])
-        found = [self._regression(scale, known, errors, noise) for scale, _ in ERROR_SCALES]
-        weight = np.log([w for _, w in ERROR_SCALES]) + [evidence for evidence, _, _ in found]
+        fits = [self._regression(scale, known, errors, noise) for scale, _ in ERROR_SCALES]
+        evidence, means_by_scale, variances = map(np.array, zip(*fits, strict=True))
+        weight = np.log([prior for _, prior in ERROR_SCALES]) + evidence
         weight = np.exp(weight - weight.max())
         weight /= weight.sum()
-        mean = sum(w * m for w, (_, m, _) in zip(weight, found, strict=True))
+        mean = weight @ means_by_scale
         # The variance of a mixture: within its components and between them.
-        variance = sum(
-            w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(weight, found, strict=True)
-        )
+        variance = weight @ (variances + (means_by_scale - mean) ** 2)
         return self._log_predicted + mean, np.sqrt(variance)
 
     def _regression(
         self, scale: float, known: list[int], errors: np.ndarray, noise: np.ndarray
     ) -> tuple[float, np.ndarray, np.ndarray]:
         """Log evidence, and mean and variance of the planner's log error, at one error scale."""
-        covariance = COMMON_FACTOR**2 + scale**2 * (
-            self._linear_kernel + RESIDUAL**2 * self._near_kernel
-        )
+        kernel = self._linear_kernel + RESIDUAL**2 * self._near_kernel
+        covariance = COMMON_FACTOR**2 + scale**2 * kernel
         if not known:
             return 0.0, np.zeros(len(self.points)), np.diag(covariance)
         across = covariance[:, known]
@@ -184,7 +165,7 @@ class Search:
         reduced = np.linalg.solve(factor, across.T)
         variance = np.maximum(np.diag(covariance) - (reduced**2).sum(0), self.noise**2)
         evidence = -0.5 * solved @ solved - np.log(np.diag(factor)).sum()
-        return float(evidence), mean, variance
+        return evidence, mean, variance
 
 
 def expected_improvement(gap: float, deviation: float) -> float:

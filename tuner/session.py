@@ -23,7 +23,7 @@ from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
 from tuner.progress import Budget, ProgressView
 from tuner.result_tables import SearchResult
-from tuner.search import Point, Search, features
+from tuner.search import MAX_CHANCE, Point, Search, features
 from tuner.search_space import Candidate
 from tuner.trials import Runner, Trial, TrialStore
 
@@ -156,7 +156,7 @@ class Session:
                 return
         self.ending = (
             f"no other layout is likely to be {self.options.gain:g} % faster "
-            f"(chance of each at most {search.max_chance:.0%})"
+            f"(chance of each at most {MAX_CHANCE:.0%})"
         )
 
     def _order(self, search: Search) -> Iterator[tuple[int, str]]:

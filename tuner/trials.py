@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import psutil
 
 from config.messages import UserError
-from config.schema import Config
 from tuner import search_space
 from tuner.search import LEAST_NOISE
 
@@ -90,11 +88,6 @@ class Runner:
     timed: int = 3  # steps that are measured, after WARM_UP
     time_limit: float = 600.0  # seconds
 
-    def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
-        """The whole command line of a trial that writes into `out`."""
-        config = self.trial_config(candidate.config, out)
-        return [*self.launch_command(candidate.ranks), *search_space.to_cli_args(config)]
-
     def launch_command(self, ranks: int) -> list[str]:
         """Launcher, interpreter and program; UserError if the launcher has no {ranks}."""
         if "{ranks}" not in self.launch:
@@ -106,17 +99,19 @@ class Runner:
             words.append(sys.executable)
         return [*words, PROGRAM]
 
-    def trial_config(self, config: Config, out: Path) -> Config:
-        """The run that measures `config`: a few steps, nothing is saved or evaluated."""
-        steps = WARM_UP + self.timed
-        training = replace(config.training, **(search_space.FULL_BATCH | {"steps": steps}))
+    def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
+        """The command line of a trial in `out`: a few steps, nothing is saved or evaluated."""
+        config = candidate.config
+        length = {"steps": WARM_UP + self.timed}
+        training = replace(config.training, **(search_space.FULL_BATCH | length))
         data = replace(config.data, eval_every=0, eval_samples=0)
         quiet = {"save_every": 0, "save_every_minutes": 0.0, "keep_last": 0, "keep_every": 0}
         quiet |= {"resume": None, "check_replicas_every": 0, "tensorboard": False}
         quiet |= {"preflight": False, "exit_after_minutes": 0.0}
         quiet |= {"save_weights_only": False, "load_weights_only": False}
         run = replace(config.run, out=str(out), **quiet)
-        return replace(config, training=training, data=data, run=run)
+        config = replace(config, training=training, data=data, run=run)
+        return [*self.launch_command(candidate.ranks), *search_space.to_cli_args(config)]
 
 
 def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str = "") -> Trial:
@@ -133,7 +128,9 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     wall = time.monotonic() - began
     steps = WARM_UP + runner.timed
     status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
-    facts = _read_run_json(out / "run.json")
+    facts: dict[str, Any] = {}  # stay empty if train.py ended before it had written them
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+        facts = json.loads((out / "run.json").read_text())
     return Trial(
         key=candidate.key,
         label=candidate.label,
@@ -222,52 +219,35 @@ def classify(
 ) -> tuple[str, str, list[dict[str, Any]]]:
     """Status, reason and rows of a trial that ended with `exit_status` (None: over the limit)."""
     rows = read_metrics(out / "metrics.jsonl")
-    diverged = [row for row in rows if not math.isfinite(row["loss"])]
-    if diverged:
-        first = diverged[0]
-        return "diverged", f"the loss is {first['loss']} at step {first['iteration']}", rows
+    for row in rows:
+        if not math.isfinite(row["loss"]):
+            return "diverged", f"the loss is {row['loss']} at step {row['iteration']}", rows
     if exit_status is None:
         done = f"after step {len(rows)} of {steps}" if rows else "before the first step"
         return "hang", f"not done within {time_limit:g} s: stopped {done}", rows
     if exit_status == 0:
         short = f"ended with status 0 after {len(rows)} of {steps} steps"
         return ("ok", "", rows) if len(rows) == steps else ("crash", short, rows)
-    memory = [line for line in log.splitlines() if OUT_OF_MEMORY.search(line)]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    memory = [line for line in lines if OUT_OF_MEMORY.search(line)]
     if memory:
-        return "oom", memory[-1].strip()[:300], rows
-    if _was_killed(exit_status, log):
+        return "oom", memory[-1][:300], rows
+    # SIGKILL, as Popen, a shell or MPICH's mpirun (the bare 9) report it.
+    kill = signal.SIGKILL
+    if exit_status in (-kill, 128 + kill) or (exit_status == kill and "(signal 9)" in log):
         return "oom", "killed from outside, as the kernel does when memory runs out", rows
-    if exit_status == 2 and _last_line(log, "error: "):
-        return "rejected", _last_line(log, "error: ").removeprefix("error: "), rows
-    causes = (_last_line(log, text) for text in ("Error", ": DEAD: ", ""))
-    cause = next((line for line in causes if line), "no output")
+    mistakes = [line for line in lines if "error: " in line]
+    if exit_status == 2 and mistakes:
+        return "rejected", mistakes[-1][:300].removeprefix("error: "), rows
+    causes = ([line for line in lines if text in line] for text in ("Error", ": DEAD: ", ""))
+    cause = next((found[-1][:300] for found in causes if found), "no output")
     return "crash", f"status {exit_status}: {cause}", rows
-
-
-def _was_killed(exit_status: int, log: str) -> bool:
-    """Whether SIGKILL ended it, as Popen, a shell or MPICH's mpirun (the bare 9) report it."""
-    reported = exit_status in (-signal.SIGKILL, 128 + signal.SIGKILL)
-    return reported or (exit_status == signal.SIGKILL and "(signal 9)" in log)
-
-
-def _last_line(log: str, containing: str) -> str:
-    """The log's last line that is not empty and contains a text; empty if there is none."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and containing in line]
-    return lines[-1][:300] if lines else ""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of steps in a metrics.jsonl; a last line that is incomplete is left out."""
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [row for row in map(json.loads, lines) if "loss" in row]
-
-
-def _read_run_json(path: Path) -> dict[str, Any]:
-    """What train.py wrote about its run; empty if it ended before it had."""
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
-        return {}
 
 
 # ---- The file of trials --------------------------------------------------------------------------
@@ -278,9 +258,16 @@ class TrialStore:
 
     def __init__(self, path: Path):
         """Read the trials of an existing file; raises UserError if it is not a file of trials."""
-        self.path = path
-        self.trials = list(_read_trials(path)) if path.exists() else []
+        self.path, self.trials = path, []
         path.parent.mkdir(parents=True, exist_ok=True)
+        *lines, rest = path.read_text().split("\n") if path.exists() else [""]
+        if rest:  # interrupted in the middle of a line: remove it before appending
+            path.write_text("".join(line + "\n" for line in lines))
+        for number, line in enumerate(lines, start=1):
+            try:
+                self.trials.append(Trial(**json.loads(line)))
+            except (json.JSONDecodeError, TypeError) as error:
+                raise UserError(f"{path}, line {number}, is no trial: {error}") from None
 
     def add(self, trial: Trial) -> None:
         """Append one trial and wait until it is on the disk."""
@@ -293,17 +280,6 @@ class TrialStore:
     def of(self, key: str) -> list[Trial]:
         """All trials of one candidate, oldest first."""
         return [trial for trial in self.trials if trial.key == key]
-
-
-def _read_trials(path: Path) -> Iterator[Trial]:
-    lines = path.read_text().split("\n")
-    if lines[-1]:  # interrupted in the middle of a line: remove it before appending
-        path.write_text("".join(line + "\n" for line in lines[:-1]))
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            yield Trial(**json.loads(line))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise UserError(f"{path}, line {number}, is no trial: {error}") from None
 
 
 # ---- How much repeated trials of one layout vary -------------------------------------------------
