@@ -1,6 +1,6 @@
 """Charts of a search as SVG text for a web page: drawn by matplotlib, coloured by the page.
 
-    svg = scatter(memory, seconds, names, ("GB", "seconds"))
+    svg = scatter([("tp1 pp2", 12.5, 0.9), ("tp2 pp1", 9.1, 1.2)], "GB", "seconds")
 
 Colours are placeholders that become CSS variables of the page (--ink, --faint, --line, --mark,
 --good), so that one drawing serves its dark and light form. The same data give the same text.
@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+Point = tuple[str, float, float]  # a layout's name, shown as a tooltip; x and y
 SIZE = (4.8, 3.3)  # inches
 # By CSS variable: any distinct colours that matplotlib does not use by itself.
 COLORS = {"ink": "#1c1d20", "faint": "#696c74", "line": "#dcdcd6"}
@@ -34,18 +35,12 @@ SETTINGS = {
 }
 
 
-def scatter(
-    xs: Sequence[float],
-    ys: Sequence[float],
-    names: Sequence[str],
-    titles: tuple[str, str],
-    same_scale: bool = False,
-) -> str:
-    """Points over a linear x and a logarithmic y axis, with their names as tooltips.
+def scatter(points: Sequence[Point], x_title: str, y_title: str, same_scale: bool = False) -> str:
+    """Points over a linear x and a logarithmic y axis; the first one, the fastest, is marked.
 
-    `titles` are those of the x and y axes. The first point is the fastest layout and is marked.
     same_scale: two logarithmic axes of the same range, with the line on which x equals y.
     """
+    xs, ys = [x for _, x, _ in points], [y for _, _, y in points]
 
     def draw(axes: Axes) -> None:
         style = {"markeredgewidth": 0, "clip_on": False}
@@ -53,7 +48,7 @@ def scatter(
             size, color, alpha = (6, "mark", 0.75) if index else (9, "good", 1.0)
             style |= {"markersize": size, "color": COLORS[color], "alpha": alpha}
             axes.plot(xs[index], ys[index], "o", gid=f"point-{index}", **style)
-        axes.set(xlabel=titles[0], ylabel=titles[1])
+        axes.set(xlabel=x_title, ylabel=y_title)
         _logarithmic(axes, "y", [*xs, *ys] if same_scale else ys)
         if same_scale:
             _logarithmic(axes, "x", [*xs, *ys])
@@ -62,9 +57,8 @@ def scatter(
             axes.margins(x=0.08)
             axes.ticklabel_format(axis="x", style="plain", useOffset=False)
 
-    points = zip(names, xs, ys, strict=True)
     tooltips = [f"{name}: {x:.4g}, {y:.4g}" for name, x, y in points]
-    return _svg(draw, f"{titles[1]} over {titles[0]}", tooltips)
+    return _svg(draw, f"{y_title} over {x_title}", tooltips)
 
 
 def heat_map(cells: dict[tuple[int, int], float]) -> str:

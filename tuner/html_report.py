@@ -1,6 +1,7 @@
 """report.html: one page with its charts as inline SVG, no external resource, dark and light."""
 
 import html as escaping
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 
@@ -76,17 +77,14 @@ def text(value: object) -> str:
 
 def _figures(ranked: list[LayoutResult]) -> list[str]:
     """The charts: seconds against memory, predictions, and the best of each tp and pp."""
-    names = [row.candidate.label for row in ranked]
-    seconds = [row.seconds for row in ranked]
-    memory = [max(row.memory) / 1e9 for row in ranked]
-    predicted = [row.predicted for row in ranked]
-    titles = "predicted seconds", "measured seconds"
+    memory = [(row.candidate.label, max(row.memory) / 1e9, row.seconds) for row in ranked]
+    predicted = [(row.candidate.label, row.predicted, row.seconds) for row in ranked]
     drawings = {
         "Seconds an iteration against memory": charts.scatter(
-            memory, seconds, names, ("GB on the fullest rank", "seconds")
+            memory, "GB on the fullest rank", "seconds"
         ),
         "Predicted against measured seconds": charts.scatter(
-            predicted, seconds, names, titles, same_scale=True
+            predicted, "predicted seconds", "measured seconds", same_scale=True
         ),
     }
     cells: dict[tuple[int, int], float] = {}
@@ -154,8 +152,12 @@ def _cells(row: LayoutResult, machine: Machine) -> list[object]:
 
 
 def _rejected_table(rejected: list[Rejected]) -> str:
-    """The reasons, and every rejected layout in a list that opens on a click."""
-    reasons = _table(REASONS, (("", row) for row in result_tables.rejections_by_reason(rejected)))
+    """How many have the same reason but for its numbers, and all in a list that a click opens."""
+    alike: dict[str, list[str]] = {}
+    for entry in rejected:
+        alike.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry.reason)
+    counted = sorted(((len(reasons), reasons[0]) for reasons in alike.values()), reverse=True)
+    reasons = _table(REASONS, (("", cells) for cells in counted))
     every = "".join(f"<li>{text(result_tables.rejection_line(entry))}</li>" for entry in rejected)
     return (
         f"<h2>Rejected without a run: {len(rejected)}</h2>{reasons}"

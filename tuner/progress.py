@@ -46,9 +46,9 @@ class Budget:
         if self.minutes < math.inf:
             return f"{max(0.0, self.minutes - self.elapsed() / 60):.0f} minutes left"
         if self.trials < math.inf:
-            each = self.elapsed() / done / 60 if done else 0.0
             rest = max(0, self.trials - done)
-            return f"at most {rest} trials left" + (f", {rest * each:.0f} minutes" if done else "")
+            minutes = f", {rest * self.elapsed() / done / 60:.0f} minutes" if done else ""
+            return f"at most {rest} trials left{minutes}"
         return f"{self.elapsed() / 60:.0f} minutes so far"
 
 

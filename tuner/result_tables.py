@@ -7,7 +7,6 @@ result.rows         the same, then those that failed
 import csv
 import io
 import math
-import re
 import shlex
 import statistics
 import time
@@ -133,16 +132,18 @@ def summary(result: SearchResult) -> list[str]:
     ]
     if ranked:
         ratios = [row.seconds / row.predicted for row in ranked]
-        median = statistics.median(ratios)
-        rest = statistics.mean(abs(ratio / median - 1) for ratio in ratios)
-        lines.append(
-            f"Measured over predicted: median {median:.2f}, mean deviation from it {rest:.0%}."
-        )
-    if drift := trials.drift(result.trials):
-        worst = max(drift, key=lambda ratio: abs(ratio - 1)) - 1
+        middle = statistics.median(ratios)
+        rest = statistics.mean(abs(ratio / middle - 1) for ratio in ratios)
+        lines += [
+            f"Measured over predicted: median {middle:.2f}, mean deviation from it {rest:.0%}."
+        ]
+    repeated = trials.repeated_medians(result.trials)
+    if repeated:
+        longest = max(repeated, key=len)
+        worst = max((seconds / longest[0] - 1 for seconds in longest), key=abs)
         verdict = ": the machine's speed changes." if abs(worst) > DRIFT_LIMIT else "."
         lines.append(
-            f"One layout ran {len(drift)} times; largest change from its first trial: "
+            f"One layout ran {len(longest)} times; largest change from its first trial: "
             f"{worst:+.0%}{verdict}"
         )
     if ranked and result.tokens:
@@ -209,14 +210,6 @@ def rejection_line(entry: Rejected) -> str:
     names = {"micro_batch_size": "mbs ", "sequence_parallel": "sp ", "layout": ""}
     place = [f"{names.get(name, name + ' ')}{value}" for name, value in entry.layout.items()]
     return f"{' '.join(place)}: {entry.reason}"
-
-
-def rejections_by_reason(rejected: list[Rejected]) -> list[tuple[int, str]]:
-    """How many rejections have the same reason but for its numbers, with one example of each."""
-    found: dict[str, list[str]] = {}
-    for entry in rejected:
-        found.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry.reason)
-    return sorted(((len(reasons), reasons[0]) for reasons in found.values()), reverse=True)
 
 
 def bound_sentence(best: Candidate | None, failed: Candidate | None) -> str:
@@ -292,10 +285,8 @@ def format_number(number: float) -> str:
 
 def format_size(count: float) -> str:
     """A number of parameters, as 181B, 1.3B, 124M."""
-    for unit, name in ((1e9, "B"), (1e6, "M")):
-        if count >= unit:
-            return f"{count / unit:.3g}{name}"
-    return f"{count / 1e3:.3g}K"
+    unit, name = (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "K")
+    return f"{count / unit:.3g}{name}"
 
 
 def format_memory(size: float) -> str:

@@ -46,9 +46,7 @@ def features(config: Config) -> tuple[float, ...]:
     """
     at = config.layout
     return (
-        math.log2(at.tp),
-        math.log2(at.pp),
-        math.log2(at.micro_batch_size),
+        *map(math.log2, (at.tp, at.pp, at.micro_batch_size)),
         0.5 * (at.recompute == "full"),
         0.5 * (at.recompute == "selective"),
         0.5 * (at.sequence_parallel and at.tp > 1),

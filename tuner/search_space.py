@@ -45,10 +45,9 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """Hash of the options on which a run's speed depends: all but length, data and folder.
+        """Hash of the options that a run's speed depends on: all but length, data and folder.
 
-        Only options that differ from their defaults are hashed, so a key stays valid when train.py
-        gets a new option.
+        Options at their defaults are left out: a key stays valid when train.py gets a new one.
         """
         training = dataclasses.replace(self.config.training, **FULL_BATCH)
         place = Run(device=self.config.run.device, backend=self.config.run.backend)
@@ -75,13 +74,10 @@ def to_cli_args(config: Config) -> list[str]:
         for field in dataclasses.fields(cls):
             value = getattr(getattr(config, group), field.name)
             name = field.name.replace("_", "-")
-            if value is None or value == field.default:
-                continue
-            if isinstance(value, bool):
+            if isinstance(value, bool) and value != field.default:
                 found.append(f"--{name}" if value else f"--no-{name}")
-            else:
-                values = value if isinstance(value, tuple) else (value,)
-                found += [f"--{name}", *map(str, values)]
+            elif value is not None and value != field.default:
+                found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return found
 
 
@@ -113,9 +109,8 @@ def candidates(
 
     for values in itertools.product(*(given.get(axis) or choices(axis) for axis in OUTER_AXES)):
         outer = dict(zip(OUTER_AXES, values, strict=True))
-        ranked, refused = layouts.rank(
-            config.model, config.training, machine, ranks, fixed | outer, wanted
-        )
+        question = config.model, config.training, machine, ranks
+        ranked, refused = layouts.rank(*question, fixed | outer, wanted)
         for entry in ranked:
             try:
                 found.append(Candidate(with_layout(config, entry.layout), entry.prediction))
@@ -153,10 +148,7 @@ def _program(config: Config, layout: Layout) -> tuple:
     """Equal for two layouts that run the same program."""
     several = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
-        layout.tp,
-        layout.pp,
-        layout.micro_batch_size,
-        layout.recompute,
+        (layout.tp, layout.pp, layout.micro_batch_size, layout.recompute),
         layout.zero if layout.dp > 1 else None,
         layout.sequence_parallel if layout.tp > 1 else None,
         layout.schedule if layout.pp > 1 and several else None,
@@ -171,6 +163,5 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     """
     a, b = candidate.config.layout, other.config.layout
     same = dataclasses.replace(a, micro_batch_size=b.micro_batch_size, recompute=b.recompute) == b
-    kept = RECOMPUTE_BY_MEMORY.index
-    more_kept = kept(a.recompute) >= kept(b.recompute)
-    return same and more_kept and a.micro_batch_size >= b.micro_batch_size
+    kept = RECOMPUTE_BY_MEMORY.index(a.recompute) >= RECOMPUTE_BY_MEMORY.index(b.recompute)
+    return same and kept and a.micro_batch_size >= b.micro_batch_size

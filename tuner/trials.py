@@ -285,7 +285,7 @@ class TrialStore:
 # ---- How much repeated trials of one layout vary -------------------------------------------------
 
 
-def _medians_by_layout(trials: list[Trial]) -> list[list[float]]:
+def repeated_medians(trials: list[Trial]) -> list[list[float]]:
     """The medians of the trials that ran, of each layout that ran more than once, oldest first."""
     groups: dict[str, list[float]] = {}
     for trial in trials:
@@ -300,7 +300,7 @@ def noise(trials: list[Trial]) -> float:
     Pooled over the layouts that were measured more than once, and over a prior estimate from the
     steps within each trial, which counts as much as three repeats.
     """
-    repeated = [list(map(math.log, medians)) for medians in _medians_by_layout(trials)]
+    repeated = [list(map(math.log, medians)) for medians in repeated_medians(trials)]
     degrees = sum(len(g) - 1 for g in repeated)
     squares = sum((len(g) - 1) * statistics.variance(g) for g in repeated)
     # Three normal values have a range of 1.7 deviations on average, and their median has a
@@ -310,12 +310,3 @@ def noise(trials: list[Trial]) -> float:
     weight = 3
     variance = (weight * prior**2 + squares) / (weight + degrees)
     return min(0.3, max(LEAST_NOISE, math.sqrt(variance)))
-
-
-def drift(trials: list[Trial]) -> list[float]:
-    """Seconds over those of its first trial, of the layout measured most often.
-
-    Empty if none was repeated.
-    """
-    longest = max(_medians_by_layout(trials), key=len, default=[])
-    return [seconds / longest[0] for seconds in longest]
