@@ -24,20 +24,17 @@ p { margin: .3rem 0; overflow-wrap: anywhere; } .faint { color: var(--faint); fo
 .best { font-size: 1.15rem; } .best b { color: var(--good); }
 .charts { display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); }
-figure { margin: 0; padding: .8rem; background: var(--card); border: 1px solid var(--line);
-  border-radius: 8px; } figcaption { font-weight: 600; margin-bottom: .3rem; }
-svg { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; background: var(--card); border: 1px solid var(--line);
-  border-radius: 8px; }
+figure, .scroll, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
+figure { margin: 0; padding: .8rem; } figcaption { font-weight: 600; margin-bottom: .3rem; }
+svg { width: 100%; height: auto; display: block; } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .86rem;
   font-variant-numeric: tabular-nums; }
 th, td { padding: .34rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; } th { color: var(--faint); font-weight: 600; }
 td.text, th.text { text-align: left; } td.long { white-space: normal; min-width: 16rem; }
 tr:last-child td { border-bottom: 0; } tr.first td { color: var(--good); font-weight: 600; }
-tr.failed td { color: var(--bad); }
-pre span { display: inline-block; } pre { white-space: pre-wrap; padding: .8rem;
-  background: var(--card); border: 1px solid var(--line); border-radius: 8px; font-size: .84rem; }
+tr.failed td { color: var(--bad); } pre span { display: inline-block; }
+pre { white-space: pre-wrap; padding: .8rem; font-size: .84rem; }
 details { margin-top: .5rem; } summary { cursor: pointer; }
 """
 

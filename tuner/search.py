@@ -154,10 +154,8 @@ class Search:
         """Log evidence, and mean and variance of the planner's log error, at one error scale."""
         kernel = self._linear_kernel + RESIDUAL**2 * self._near_kernel
         covariance = COMMON_FACTOR**2 + scale**2 * kernel
-        if not known:
-            return 0.0, np.zeros(len(self.points)), np.diag(covariance)
         across = covariance[:, known]
-        factor = np.linalg.cholesky(covariance[np.ix_(known, known)] + np.diag(noise))
+        factor = np.linalg.cholesky(across[known] + np.diag(noise))
         solved = np.linalg.solve(factor, errors)
         mean = across @ np.linalg.solve(factor.T, solved)
         reduced = np.linalg.solve(factor, across.T)
