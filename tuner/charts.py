@@ -11,6 +11,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ SIZE = (4.8, 3.3)  # inches
 # By CSS variable: any distinct colours that matplotlib does not use by itself.
 COLORS = {"ink": "#1c1d20", "faint": "#696c74", "line": "#dcdcd6"}
 COLORS |= {"mark": "#2563b8", "good": "#13795b"}
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],  # part of matplotlib, so text has the same size everywhere
@@ -43,7 +44,7 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, same_scale: boo
     xs, ys = [x for _, x, _ in points], [y for _, _, y in points]
 
     def draw(axes: Axes) -> None:
-        style = {"markeredgewidth": 0, "clip_on": False}
+        style: dict[str, Any] = {"markeredgewidth": 0, "clip_on": False}
         for index in reversed(range(len(xs))):  # the first one above the others
             size, color, alpha = (6, "mark", 0.75) if index else (9, "good", 1.0)
             style |= {"markersize": size, "color": COLORS[color], "alpha": alpha}
@@ -117,7 +118,7 @@ def _svg(draw: Callable[[Axes], None], title: str, tooltips: Sequence[str]) -> s
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
-    view_box = re.search(r'viewBox="[^"]*"', text).group()
+    view_box = re.findall(r'viewBox="[^"]*"', text)[0]
     body = text[text.index("<defs>") :]
     body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it is for the whole page
     for name, color in COLORS.items():

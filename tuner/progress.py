@@ -4,6 +4,7 @@ import math
 import statistics
 import sys
 import time
+from typing import Any
 
 from config.messages import UserError
 from tuner.search_space import Candidate
@@ -61,7 +62,7 @@ class ProgressView:
         self.finished: list[Trial] = []
         self.best: Trial | None = None  # the fastest of this session
         self.running: tuple[Candidate, float] | None = None  # and when it started
-        self.live = None
+        self.live: Any = None  # a rich.live.Live on a terminal
 
     def __enter__(self) -> "ProgressView":
         if sys.stdout.isatty():

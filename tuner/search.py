@@ -92,7 +92,7 @@ class Search:
     def best(self) -> int | None:
         """The fastest measured layout, by the geometric mean of its runs."""
         means = self._log_means()
-        return min(means, key=means.get, default=None)
+        return min(means, key=means.__getitem__, default=None)
 
     def contenders(self, most: int = 3) -> list[int]:
         """Layouts to measure once more, because noise alone may decide which one is the fastest.
@@ -101,7 +101,7 @@ class Search:
         none if the best is faster than all others by more than noise explains.
         """
         means = self._log_means()
-        order = sorted(means, key=means.get)
+        order = sorted(means, key=means.__getitem__)
         near = [i for i in order if means[i] - means[order[0]] < 2 * math.sqrt(2) * self.noise]
         return [i for i in near if len(self.measured[i]) == 1][:most] if len(near) > 1 else []
 
@@ -117,7 +117,7 @@ class Search:
             return None
         if self.best is None:
             return min(untried, key=lambda i: self.points[i].predicted / likely(i))
-        mean, deviation = self.posterior()
+        mean, deviation = (values.tolist() for values in self.posterior())
         best = self._log_means()[self.best]
         goal = best + math.log1p(-self.min_gain)
         if all(normal_cdf((goal - mean[i]) / deviation[i]) <= MAX_CHANCE for i in untried):

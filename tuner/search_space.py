@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from config.messages import UserError
 from config.schema import GROUPS, Config, Layout, Run
@@ -27,7 +28,9 @@ INNER_AXES = ("micro_batch_size", "recompute")
 OUTER_AXES = ("zero", "sequence_parallel", "schedule", "partition")
 AXES = ("tp", "pp", *INNER_AXES, *OUTER_AXES)
 # Options that do not change a run's speed at its full batch.
-FULL_BATCH = dict.fromkeys(("steps", "train_samples", "rampup_batch_size", "batch_schedule"))
+FULL_BATCH: dict[str, Any] = dict.fromkeys(
+    ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
+)
 RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
 
 
@@ -120,8 +123,8 @@ def candidates(
                 refused.append(Rejected(place, str(error)))
         rejected += refused
     once: dict[tuple, Rejected] = {}
-    for entry in rejected:
-        once.setdefault((*sorted(entry.layout.items()), entry.reason), entry)
+    for refusal in rejected:
+        once.setdefault((*sorted(refusal.layout.items()), refusal.reason), refusal)
     return sorted(found, key=lambda c: c.prediction.seconds), list(once.values())
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from config.command_line import reshape
 from config.messages import UserError
@@ -135,8 +136,9 @@ def _changed(name: str, config: Config, value: int | str) -> Config:
     """The run with one option changed."""
     group, option = SWEEPS[name]
     old = getattr(config, group)
-    new = reshape(old, {option: value}) if group == "model" else replace(old, **{option: value})
-    return replace(config, **{group: new})
+    change: dict[str, Any] = {option: value}
+    change = {group: reshape(old, change) if group == "model" else replace(old, **change)}
+    return replace(config, **change)
 
 
 # ---- The largest model, the fewest ranks: by bisection with real runs ----------------------------
@@ -170,8 +172,8 @@ def scaled(config: Config, step: int) -> Config:
     kv_heads = heads if model.kv_heads == model.heads else model.kv_heads
     heads = -(-heads // kv_heads) * kv_heads
     ffn = None if model.ffn_hidden == model.default_ffn() else round(model.ffn_hidden * factor)
-    changes = {"layers": max(1, round(model.layers * factor)), "hidden": heads * model.head_size}
-    changes |= {"heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn}
+    changes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn}
+    changes |= {"layers": max(1, round(model.layers * factor)), "hidden": heads * model.head_size}
     return replace(config, model=replace(model, **changes))
 
 

@@ -102,11 +102,11 @@ class Runner:
     def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
         """The command line of a trial in `out`: a few steps, nothing is saved or evaluated."""
         config = candidate.config
-        length = {"steps": WARM_UP + self.timed}
-        training = replace(config.training, **(search_space.FULL_BATCH | length))
+        training = replace(config.training, **search_space.FULL_BATCH)
+        training = replace(training, steps=WARM_UP + self.timed)
         data = replace(config.data, eval_every=0, eval_samples=0)
-        quiet = {"save_every": 0, "save_every_minutes": 0.0, "keep_last": 0, "keep_every": 0}
-        quiet |= {"resume": None, "check_replicas_every": 0, "tensorboard": False}
+        quiet: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
+        quiet |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
         quiet |= {"preflight": False, "exit_after_minutes": 0.0}
         quiet |= {"save_weights_only": False, "load_weights_only": False}
         run = replace(config.run, out=str(out), **quiet)
@@ -169,7 +169,7 @@ def _execute(
     """Exit status (None: over the time limit) and the last 64 KiB of the output."""
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     with open(log, "wb") as output:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         try:  # in a session of its own: Ctrl-C reaches the search, which then ends the trial
             process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         except OSError as error:
