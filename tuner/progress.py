@@ -72,7 +72,7 @@ class ProgressView:
             self.live.start()
         return self
 
-    def __exit__(self, *failure) -> None:
+    def __exit__(self, *failure: object) -> None:
         if self.live:
             self.live.stop()
 
@@ -103,7 +103,7 @@ class ProgressView:
             )
         self.print(f"trial {count:3} {trial.label:36} {text}")
 
-    def _table(self):
+    def _table(self) -> Any:
         from rich.table import Table
 
         best, count = self.best, len(self.finished)
@@ -118,7 +118,7 @@ class ProgressView:
         for trial in self.finished[-TABLE_ROWS:]:
             cells, style = [trial.status], "red"
             if trial.status == "ok":
-                style = "bold green" if trial is best else None
+                style = "bold green" if trial is best else ""
                 cells = [f"{trial.median:.3f}", f"{trial.spread:.0%}", f"{trial.predicted:.3f}"]
                 cells += [f"x {trial.median / trial.predicted:.2f}"]
                 cells += [f"{max(trial.peak_memory) / 1e9:.2f}", f"{trial.tflops_model:.3g}"]
