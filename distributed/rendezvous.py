@@ -85,9 +85,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     return Meeting(node, local, places, device, backend, threads, store and _part(store, "trine"))
 
 
-# ------------------------------------------------------------------------------------------------
-# Device and cores
-# ------------------------------------------------------------------------------------------------
+# ---- Device and cores ----------------------------------------------------------------------------
 
 
 def _choose_device(run: Run, launch: Launch, local: Local, node: str):
@@ -140,9 +138,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     return cores, threads
 
 
-# ------------------------------------------------------------------------------------------------
-# The store
-# ------------------------------------------------------------------------------------------------
+# ---- The store -----------------------------------------------------------------------------------
 
 
 def _open_store(launch: Launch, local: Local):

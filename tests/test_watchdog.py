@@ -26,9 +26,7 @@ from watchdog.wait_graph import WaitGraph, find_culprits
 WORKER = "tests/fault_worker.py"
 PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 
-# ------------------------------------------------------------------------------------------------
-# Records
-# ------------------------------------------------------------------------------------------------
+# ---- Records -------------------------------------------------------------------------------------
 
 
 class Work:
@@ -124,9 +122,7 @@ def test_waits_of_a_stream_are_seen_by_events():
     assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
 
 
-# ------------------------------------------------------------------------------------------------
-# The wait graph
-# ------------------------------------------------------------------------------------------------
+# ---- The wait graph ------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -280,9 +276,7 @@ def test_a_cycle_and_different_operations_are_reported():
     assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
 
 
-# ------------------------------------------------------------------------------------------------
-# Slow ranks, options
-# ------------------------------------------------------------------------------------------------
+# ---- Slow ranks, options -------------------------------------------------------------------------
 
 
 def speed_check(layout: Layout, nodes: list[str], every: int) -> StragglerCheck:
@@ -330,9 +324,7 @@ def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
     assert start([sys.executable, "-c", code]).out == "1 1 :4096:8\n"
 
 
-# ------------------------------------------------------------------------------------------------
-# The monitor
-# ------------------------------------------------------------------------------------------------
+# ---- The monitor ---------------------------------------------------------------------------------
 
 
 def wait_until(condition, seconds: float = 30.0) -> None:
@@ -454,9 +446,7 @@ def test_process_states():
     assert heartbeat.start_time(2**22 + 1) is None
 
 
-# ------------------------------------------------------------------------------------------------
-# Real faults
-# ------------------------------------------------------------------------------------------------
+# ---- Real faults ---------------------------------------------------------------------------------
 
 # Each fault; every axis alone and with another; rank 0 and other culprits.
 JOBS = [
@@ -534,9 +524,7 @@ def test_under_mpirun(tmp_path, fault, culprit):
     assert f"CULPRIT: rank {culprit} (tp " in again.out
 
 
-# ------------------------------------------------------------------------------------------------
-# The report printed again
-# ------------------------------------------------------------------------------------------------
+# ---- The report printed again --------------------------------------------------------------------
 
 
 def write_report(out: Path) -> str:

@@ -16,48 +16,43 @@ benchmarks/watchdog.py measures the cost.
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
 RING = 256  # records kept
 STEPS = 101  # step durations kept, for their median
 DEVICE_WAITS = 4096  # waits on a GPU's stream kept until they are timed
 
 
+@dataclass(slots=True, eq=False)
 class Operation:
     """One collective or message of this rank: entered, perhaps waited for, ended.
 
-    It takes the place of torch's handle: `wait` waits for that one and records the time. `number`
-    counts the collectives of the group, or the messages to or from one `peer`, from 1; `bytes` is
-    the size on this rank; `entered`, `waited_since` and `ended` are times of time.monotonic().
+    It takes the place of torch's handle: `wait` waits for that one and records the time. Times are
+    those of time.monotonic().
     """
 
-    __slots__ = (
-        "bytes",
-        "ended",
-        "entered",
-        "group_log",
-        "handle",
-        "kind",
-        "number",
-        "peer",
-        "place",
-        "waited_since",
-    )
+    group_log: "GroupLog"
+    kind: str
+    number: int  # of the group's collectives, or of the messages to or from one peer, from 1
+    bytes: int  # the size on this rank
+    peer: int | None = None  # position in the group
+    place: Place = field(init=False)
+    entered: float = field(init=False)
+    waited_since: float | None = None
+    ended: float | None = None
+    handle: Any = None  # torch's
 
-    def __init__(
-        self, group_log: "GroupLog", kind: str, number: int, size: int, peer: int | None = None
-    ):
-        recorder = group_log.recorder
-        self.group_log, self.kind, self.number = group_log, kind, number
-        self.bytes, self.peer, self.place = size, peer, recorder.place
-        self.entered, self.waited_since, self.ended = time.monotonic(), None, None
-        self.handle = None
+    def __post_init__(self) -> None:
+        recorder = self.group_log.recorder
+        self.place, self.entered = recorder.place, time.monotonic()
         recorder.ring.append(self)
         recorder.progress += 1
 
-    def under_way(self, handle) -> "Operation":
+    def under_way(self, handle: Any) -> "Operation":
         """Keep the handle of the started operation; returns itself."""
         self.handle = handle
         return self
@@ -69,10 +64,7 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        if recorder.new_event is None:
-            self.handle.wait()
-        else:
-            recorder.wait_on_stream(self)
+        recorder.wait_for(self)
         self.handle = None
         self.ended = now = time.monotonic()
         recorder.waiting = None
@@ -83,10 +75,8 @@ class Operation:
 
     def name(self) -> str:
         """`all_reduce 12 of tp`, or `receive 3 of forward from 1`, by position in the group."""
-        name = f"{self.kind} {self.number} of {self.group_log.role}"
-        if self.peer is None:
-            return name
-        return f"{name} {'to' if self.kind == 'send' else 'from'} {self.peer}"
+        side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
+        return f"{self.kind} {self.number} of {self.group_log.role}{side}"
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """The record as plain values; times as seconds before `now`."""
@@ -139,10 +129,10 @@ class FlightRecorder:
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
-        self.ring: deque = deque(maxlen=RING)
-        self.group_logs: list[GroupLog] = []
+        self.ring: deque[Operation | tuple[Place, float]] = deque(maxlen=RING)
+        self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}
         self.coordinates: dict[str, int] = {}
-        self.place = ("start", 0, "start", None)
+        self.place: Place = ("start", 0, "start", None)
         self.since = time.monotonic()  # when it came to that place
         self.progress = 0
         self.waiting: Operation | None = None
@@ -150,19 +140,17 @@ class FlightRecorder:
         self.background: dict[str, Any] | None = None  # what the checkpoint's thread does
         self.background_progress = 0  # that thread's own count: two threads never write one
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
-        self.steps: deque = deque(maxlen=STEPS)
+        self.steps: deque[float] = deque(maxlen=STEPS)
         self.steps_done = 0
         self.spans: list[tuple] | None = None  # while a step is drawn (telemetry/step_trace.py)
         self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
-        self.new_event, self._events, self._on_stream = new_event, [], deque(maxlen=DEVICE_WAITS)
+        self.new_event = new_event
+        self._events: list[Any] = []  # to be used again
+        self._on_stream: deque[tuple[Operation, Any, Any]] = deque(maxlen=DEVICE_WAITS)
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
         """The log of a group; groups of the same ranks and role share one."""
-        for group_log in self.group_logs:
-            if (group_log.role, group_log.ranks) == (role, ranks):
-                return group_log
-        self.group_logs.append(GroupLog(self, role, ranks))
-        return self.group_logs[-1]
+        return self.group_logs.setdefault((role, ranks), GroupLog(self, role, ranks))
 
     # -- what the rank does now -------------------------------------------------------------
 
@@ -185,7 +173,7 @@ class FlightRecorder:
         """The next action of the phase begins: data, F, B, reduce, optimizer, ..."""
         self._move((self.place[0], self.place[1], action, micro_batch))
 
-    def _move(self, place: tuple) -> None:
+    def _move(self, place: Place) -> None:
         if self.settle is not None:
             self.settle()
         now = time.monotonic()
@@ -196,19 +184,19 @@ class FlightRecorder:
         self.progress += 1
 
     @contextmanager
-    def waiting_for(self, kind: str, ranks: Sequence[int] = ()):
+    def waiting_for(self, kind: str, ranks: Sequence[int] = ()) -> Iterator[None]:
         """A wait that is not an Operation: `store` (for `ranks`), `device` or `writer`.
 
         Not cleared by an exception, so that the report shows in which wait the rank failed.
         """
-        self.other_wait = {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
+        self.other_wait = _wait(kind, ranks)
         yield
         self.other_wait = None
         self.progress += 1
 
     def background_at(self, kind: str | None, ranks: Sequence[int] = ()) -> None:
         """What the checkpoint's thread does from now on, or waits for (`ranks`); None: ended."""
-        self.background = kind and {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
+        self.background = _wait(kind, ranks) if kind else None
         self.background_progress += 1
 
     # -- time in waits ----------------------------------------------------------------------
@@ -229,11 +217,14 @@ class FlightRecorder:
             self._events += [first, last]
         return waited
 
-    def wait_on_stream(self, operation: Operation) -> None:
-        """Wait for the handle between two events: the stream waits, the host goes on.
+    def wait_for(self, operation: Operation) -> None:
+        """Wait for the handle; on nccl between two events: the stream waits, the host goes on.
 
         The device has passed the operation when it has passed the second event.
         """
+        if self.new_event is None:
+            operation.handle.wait()
+            return
         first, last = (self._events.pop() if self._events else self.new_event() for _ in range(2))
         first.record()
         operation.handle.wait()
@@ -250,30 +241,25 @@ class FlightRecorder:
     def snapshot(self, records: int) -> dict[str, Any]:
         """What the rank does now and its last `records` records, as plain values."""
         now = time.monotonic()
-        phase, step, action, micro_batch = self.place
-        waiting, device = self.waiting, self.device_waits_for()
-        other, background = self.other_wait, self.background
+        waiting, device, other = self.waiting, self.device_waits_for(), self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
             waiting = device  # the host may be at any later place, its launch queue full
         return {
-            "phase": phase,
-            "step": step,
-            "action": action,
-            "micro_batch": micro_batch,
+            **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
             "since": _seconds_before(now, self.since),
             "progress": self.progress + self.background_progress,
             "steps_done": self.steps_done,
             "median_step": statistics.median(self.steps) if self.steps else 0.0,
             "wait": waiting.to_dict(now) if waiting else _wait_to_dict(other, now),
             "device": device.to_dict(now) if device else None,
-            "background": _wait_to_dict(background, now),
-            "counts": [(g.entered, g.sent, g.received) for g in list(self.group_logs)],
+            "background": _wait_to_dict(self.background, now),
+            "counts": [(g.entered, g.sent, g.received) for g in list(self.group_logs.values())],
             "last": [_record_to_dict(r, now) for r in list(self.ring)[-records:]],
         }
 
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
         """Role and ranks of every group, in the order of the snapshot's counts."""
-        return [(group_log.role, group_log.ranks) for group_log in list(self.group_logs)]
+        return list(self.group_logs)
 
 
 def describe_place(snapshot: dict[str, Any]) -> str:
@@ -288,14 +274,17 @@ def _seconds_before(now: float, moment: float | None) -> float | None:
     return None if moment is None else round(now - moment, 3)
 
 
+def _wait(kind: str, ranks: Sequence[int]) -> dict[str, Any]:
+    return {"kind": kind, "ranks": list(ranks), "began": time.monotonic()}
+
+
 def _wait_to_dict(wait: dict[str, Any] | None, now: float) -> dict[str, Any] | None:
-    if not wait:
+    if wait is None:
         return None
-    seconds = _seconds_before(now, wait["began"])
-    return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": seconds}
+    return {"kind": wait["kind"], "ranks": wait["ranks"], "seconds": round(now - wait["began"], 3)}
 
 
-def _record_to_dict(record, now: float) -> dict[str, Any]:
+def _record_to_dict(record: Operation | tuple[Place, float], now: float) -> dict[str, Any]:
     if isinstance(record, Operation):
         return record.to_dict(now)
     place, moment = record

@@ -7,13 +7,12 @@ The monitor writes, with `format_report` and `write_files`:
     OUT/hang/report.txt         the report as it was printed
     OUT/hang/rank_00003.json    one rank: what it did, its last records, its groups, its stacks
     OUT/hang/case.json          what was seen: a hang, a death, a failure; when; the culprits
-
-wait_graph.py finds the culprits.
 """
 
 import functools
+import itertools
 import json
-import os
+from pathlib import Path
 from typing import Any
 
 from config.messages import Parser, UserError, exit_with, number_ranges
@@ -30,7 +29,7 @@ SHOWN_LINES = 24  # of waits, and of places
 def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
     """The report as text for people. case: see monitor.py; out: the run's --out."""
     culprits, graph = case["culprits"], WaitGraph(ranks)
-    lines = ["", _RULE, _headline(case, ranks)]
+    lines = ["", _RULE, f"{case['time']}: {_headline(case, ranks)}"]
     for rank in culprits[:SHOWN_CULPRITS]:
         if rank in ranks:
             lines += _describe_rank(ranks[rank], graph)
@@ -46,25 +45,23 @@ def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
 
 
 def _headline(case: dict[str, Any], ranks: Ranks) -> str:
-    when = case["time"]
     if case["kind"] == "missing":
         return (
-            f"{when}: ranks {_ranges(case['missing'])} of {case['size']} did not connect to the "
-            f"watchdog in {case['limit']:.0f} s: see their output"
+            f"ranks {_ranges(case['missing'])} of {case['size']} did not connect to the watchdog "
+            f"in {case['limit']:.0f} s: see their output"
         )
     if case["kind"] == "failed":
-        return f"{when}: rank {case['first']} failed first, with the exception below"
+        return f"rank {case['first']} failed first, with the exception below"
     if case["kind"] == "dead":
         also = [rank for rank in case["gone"] if rank != case["first"]]
         rest = f"; ranks {_ranges(also)} ended after it" if also else ""
         return (
-            f"{when}: DEAD: {_name(ranks[case['first']])} ended without a goodbye: killed (by the "
+            f"DEAD: {_name(ranks[case['first']])} ended without a goodbye: killed (by the "
             f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
         )
-    still = ranks[case["still"]]["still"]
     return (
-        f"{when}: HANG: rank {case['still']} has made no progress for {still:.1f} s, "
-        f"the limit is {case['limit']:.1f} s (--hang-timeout)"
+        f"HANG: rank {case['still']} has made no progress for {ranks[case['still']]['still']:.1f} "
+        f"s, the limit is {case['limit']:.1f} s (--hang-timeout)"
     )
 
 
@@ -112,7 +109,10 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
     operations = [record for record in snapshot["last"] if "kind" in record]
     if operations and not (wait and "role" in wait):
         last = operations[-1]
-        lines.append(f"  its last operation: {_operation(last)}, {_progress(last)}")
+        done = f"not done, begun {last['seconds']:.1f} s before"
+        if last["ended"] is not None:
+            done = f"done {last['ended']:.1f} s before"
+        lines.append(f"  its last operation: {_operation(last)}, {done}")
     return lines
 
 
@@ -137,9 +137,10 @@ def mismatches(graph: WaitGraph) -> list[str]:
         key = (wait["role"], tuple(wait["ranks"]), wait["number"])
         first, other = found.setdefault(key, (number, wait))
         if (wait["kind"], wait["bytes"]) != (other["kind"], other["bytes"]):
+            sizes = [f"{one['kind']} of {one['bytes']:,} bytes" for one in (other, wait)]
             lines.append(
                 f"ranks {first} and {number} entered different operations as {wait['number']} of "
-                f"{wait['role']}: {_size(other)} and {_size(wait)}"
+                f"{wait['role']}: {' and '.join(sizes)}"
             )
     return lines
 
@@ -189,10 +190,6 @@ def _name(rank: dict[str, Any]) -> str:
     return f"rank {rank['rank']}{place} on {rank['node']}, pid {rank['pid']}"
 
 
-def _size(wait: dict[str, Any]) -> str:
-    return f"{wait['kind']} of {wait['bytes']:,} bytes"
-
-
 def _operation(wait: dict[str, Any]) -> str:
     """An operation, or a wait that is not one, in words."""
     if "role" not in wait:
@@ -202,16 +199,10 @@ def _operation(wait: dict[str, Any]) -> str:
     return f"{wait['kind']} {wait['number']} of {wait['role']}{peer}, {wait['bytes']:,} bytes"
 
 
-def _progress(record: dict[str, Any]) -> str:
-    if record["ended"] is not None:
-        return f"done {record['ended']:.1f} s before"
-    return f"not done, begun {record['seconds']:.1f} s before"
-
-
 def _short(frame: str) -> str:
     """A frame with the file's name in place of its path."""
     path, _, rest = frame.partition(":")
-    return f"{os.path.basename(path)}:{rest}"
+    return f"{Path(path).name}:{rest}"
 
 
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
@@ -219,21 +210,15 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
 
     The folder of an earlier case is renamed to hang.1, hang.2, ... Raises OSError.
     """
-    if os.path.exists(folder):
-        number = 1
-        while os.path.exists(f"{folder}.{number}"):
-            number += 1
-        os.rename(folder, f"{folder}.{number}")
-    os.makedirs(folder)
-    _write(folder, "report.txt", report + "\n")
+    path = Path(folder)
+    if path.exists():
+        names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+        path.rename(next(name for name in names if not name.exists()))
+    path.mkdir(parents=True)
+    (path / "report.txt").write_text(report + "\n")
     for number, rank in ranks.items():
-        _write(folder, f"rank_{number:05d}.json", _to_json(rank, depth=3))
-    _write(folder, "case.json", _to_json(case, depth=1))
-
-
-def _write(folder: str, name: str, text: str) -> None:
-    with open(os.path.join(folder, name), "w") as file:
-        file.write(text)
+        (path / f"rank_{number:05d}.json").write_text(_to_json(rank, depth=3))
+    (path / "case.json").write_text(_to_json(case, depth=1))
 
 
 def _to_json(value: Any, depth: int) -> str:
@@ -251,11 +236,9 @@ def _to_json(value: Any, depth: int) -> str:
 
 def read_report(out: str) -> str:
     """The newest report in a run's folder; UserError if there is none or it is not whole."""
-    folder = out if os.path.basename(os.path.normpath(out)) == "hang" else os.path.join(out, "hang")
-    path = os.path.join(folder, "report.txt")
+    path = Path(out, "report.txt" if Path(out).name == "hang" else "hang/report.txt")
     try:
-        with open(path) as file:
-            report = file.read()
+        report = path.read_text()
     except OSError as error:
         raise UserError(f"no report of a hang in {out}: {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -1,15 +1,12 @@
 """Each rank's connection to the monitor: it sends heartbeats, and ends the rank on its order.
 
-    rank 0      starts the monitor, a process of its own (monitor.py); all ranks get its address
-    every rank  two connections to it and one thread that sends a heartbeat every second
-    monitor     sees a dead rank by its closed connection and a hang by heartbeats without progress;
-                asks all ranks for their stacks, reports the cause, ends the job
+Rank 0 starts the monitor, a process of its own (monitor.py); every rank has two connections to it
+and one thread that sends a heartbeat every second.
 
 The thread runs while the main thread is inside a collective, because waits release Python's lock
 (the GIL). A rank whose lock is held, by a loop in C for example, sends no heartbeats; its stack is
 written into the second connection by faulthandler, which does not need the lock. A stopped process
-sends nothing, and the monitor reads its state from the kernel. Nothing here uses torch, its store
-or a collective.
+sends nothing, and the monitor reads its state from the kernel. No collective is used.
 """
 
 import contextlib
@@ -27,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from config.messages import UserError
 from watchdog.flight_recorder import RING, FlightRecorder, describe_place
@@ -46,11 +43,14 @@ ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
 REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed
 
+Address = tuple[str, int, str]  # of the monitor: host, port, password
+End = Callable[[int], None]  # ends the process with a status, from any thread
+
 
 def start_monitor(
     host: str, node: str, size: int, out: str, limit: float | None
-) -> tuple[tuple[str, int, str], subprocess.Popen]:
-    """Start the monitor of a job on this node; returns (host, port, password) and the process.
+) -> tuple[Address, subprocess.Popen]:
+    """Start the monitor of a job on this node; returns its address and the process.
 
     limit: --hang-timeout in seconds. The process gets a session of its own, so that it survives
     this rank. Raises UserError if it may not open as many files as it has connections.
@@ -64,7 +64,7 @@ def start_monitor(
         )
     listener = socket.create_server((host, 0), backlog=max(128, size))
     password, number = os.urandom(8).hex(), listener.fileno()
-    job = {"size": size, "out": os.path.abspath(out), "limit": limit}
+    job = {"size": size, "out": os.path.abspath(out), "limit": limit, "node": node}
     process = subprocess.Popen(
         [sys.executable, "-c", MONITOR, str(number)],
         cwd=ROOT,
@@ -74,33 +74,26 @@ def start_monitor(
         start_new_session=True,
         text=True,
     )
-    process.stdin.write(json.dumps(job | {"password": password, "node": node}))
-    process.stdin.close()
-    address = (host, listener.getsockname()[1], password)
-    listener.close()
-    return address, process
+    with cast(IO[str], process.stdin) as stdin:
+        json.dump(job | {"password": password}, stdin)
+    with listener:
+        return (host, listener.getsockname()[1], password), process
 
 
 class Watchdog:
-    """One rank's thread and connections. `end(status)` must end the process, from any thread."""
+    """One rank's thread and connections to the monitor."""
 
     def __init__(
-        self,
-        recorder: FlightRecorder,
-        address: tuple[str, int, str],
-        rank: int,
-        node: str,
-        end: Callable[[int], None],
-    ):
+        self, recorder: FlightRecorder, address: Address, rank: int, node: str, end: End
+    ) -> None:
         """Raises OSError if the monitor cannot be reached."""
         self.recorder, self.rank, self.node, self.end = recorder, rank, node, end
         host, port, password = address
         self._lock, self._closing = threading.Lock(), False
         self._first: bool | None = None  # whether this rank is the first that failed
-        self._answered = threading.Event()  # ... the monitor has said so
+        self._answered = threading.Event()  # the monitor has answered that
         self._unanswered, self._received = 0, b""
-        self._groups: list = []
-        self._memory = MemoryReader()
+        self._groups, self._memory = 0, MemoryReader()  # groups reported
         self._dump_after, self._armed = 60.0, -3600.0  # faulthandler's timer, and when it was set
         # From the clock of the records to the monitor's; the fastest answer gives the best value.
         self.clock_offset, self.clock_error = time.time() - time.monotonic(), 3600.0
@@ -126,11 +119,9 @@ class Watchdog:
         except OSError:
             return True
         self._answered.wait(EXIT_WAIT_SECONDS)
-        if self._first is None:
-            return True
-        if not self._first:
+        if self._first is False:
             time.sleep(EXIT_WAIT_SECONDS)
-        return self._first
+        return self._first is not False
 
     def end_job(self, status: int) -> None:
         """Report that this rank ends the job on purpose: the others end too, without a report."""
@@ -162,8 +153,8 @@ class Watchdog:
 
     def _beat(self) -> None:
         groups = self.recorder.groups()
-        if len(groups) != len(self._groups):
-            self._groups = groups
+        if len(groups) != self._groups:
+            self._groups = len(groups)
             self._send({"groups": groups, "coordinates": self.recorder.coordinates})
         snapshot = self.recorder.snapshot(BEAT_RECORDS)
         self._unanswered += 1
@@ -219,13 +210,10 @@ class Watchdog:
         """End: without the monitor no hang would be seen. It was killed, or its node is down."""
         if self._closing:
             return
-        print(
-            f"rank {self.rank} on {self.node}: lost the connection to the watchdog's monitor "
-            f"({why}), so the node of rank 0 may be down; this rank was in "
-            f"{describe_place(self.recorder.snapshot(0))}",
-            file=sys.stderr,
-            flush=True,
-        )
+        place = describe_place(self.recorder.snapshot(0))
+        text = f"lost the connection to the watchdog's monitor ({why}), so the node of rank 0 may "
+        text += f"be down; this rank was in {place}"
+        print(f"rank {self.rank} on {self.node}: {text}", file=sys.stderr, flush=True)
         self._end(1)
 
     def _end(self, status: int) -> None:
@@ -261,10 +249,9 @@ def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
 class MemoryReader:
     """Reads the memory of this process and its node; open files make that five times as fast."""
 
-    def __init__(self):
-        self._own, self._node = (
-            os.open(path, os.O_RDONLY) for path in ("/proc/self/statm", "/proc/meminfo")
-        )
+    def __init__(self) -> None:
+        self._own = os.open("/proc/self/statm", os.O_RDONLY)
+        self._node = os.open("/proc/meminfo", os.O_RDONLY)
 
     def read(self) -> dict[str, int]:
         """Bytes: resident of this process, and available on its node."""
@@ -275,10 +262,7 @@ class MemoryReader:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot, which tells it from a later one of the same id.
-
-    None if there is no such process.
-    """
+    """When a process began, in ticks since boot (process ids are used again); None: no process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 

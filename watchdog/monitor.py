@@ -1,7 +1,6 @@
 """The watchdog's monitor: one process beside rank 0 that watches all ranks and ends a stuck job.
 
-heartbeat.start_monitor starts it, with the listening socket's descriptor as its only argument and
-the facts of the job on stdin. It has no torch. It ends the job when
+heartbeat.start_monitor starts it. It ends the job when
 
     a connection closes without a goodbye   that rank is dead; the first one is the cause
     a rank reports that it fails            the first one prints its error, the others do not
@@ -60,7 +59,7 @@ class Rank:
     pid: int = 0
     started: int = 0
     connection: socket.socket | None = None  # for messages
-    groups: list = field(default_factory=list)
+    groups: list[tuple[str, list[int]]] = field(default_factory=list)
     coordinates: dict[str, int] = field(default_factory=dict)
     snapshot: dict[str, Any] | None = None
     memory: dict[str, int] | None = None
@@ -71,6 +70,11 @@ class Rank:
     process: str | None = None
     raw: bytes = b""  # what faulthandler wrote
     received: bytes = b""
+
+    @property
+    def descriptor(self) -> int:
+        """Of its connection for messages; -1 if that is closed."""
+        return self.connection.fileno() if self.connection else -1
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """As plain values, for the report and its files; times as seconds before `now`."""
@@ -97,11 +101,11 @@ class Rank:
 
 @dataclass
 class Connection:
-    """A socket, what comes on it (messages or stacks), and of which rank."""
+    """A socket, and what its first line said: whose it is, for messages or for stacks."""
 
     sock: socket.socket
-    kind: str = "unknown"  # until the first line; then messages, stacks or rejected
     rank: Rank | None = None
+    stacks: bool = False
 
 
 class Monitor:
@@ -138,16 +142,12 @@ class Monitor:
             if self.ranks and len(self.left) == len(self.ranks):
                 return
             if self.ending is not None:
-                self._end_ranks(self.ending, [])
-                return
+                return self._end_ranks(self.ending, [])
             if case := self._find_case(now):
-                self._close(case)
-                return
+                return self._close(case)
 
     def _extend_deadlines(self, seconds: float) -> None:
-        """If this process was suspended for so long, so was perhaps the job or the machine: the
-        time counts against no rank.
-        """
+        """A suspended process: perhaps the job was too, and the time counts against no rank."""
         if seconds > SUSPENDED_SECONDS:
             for rank in self.ranks.values():
                 rank.heard += seconds
@@ -160,15 +160,13 @@ class Monitor:
         events, and a connection for stacks has one when its rank ends: the first death is first.
         """
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
-        for number in sorted(numbers, key=lambda number: not self._for_stacks(number)):
+        stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
+        for number in sorted(numbers, key=lambda number: number not in stacks):
             if number == self.listener.fileno():
                 self._accept()
             elif number in self.connections:
                 self._read(number)
         self._mark_dead()
-
-    def _for_stacks(self, number: int) -> bool:
-        return number in self.connections and self.connections[number].kind == "stacks"
 
     def _accept(self) -> None:
         try:
@@ -183,23 +181,25 @@ class Monitor:
     def _read(self, number: int) -> None:
         connection = self.connections[number]
         data, closed = _receive_all(connection.sock)
-        if connection.kind == "unknown" and data:
+        if connection.rank is None and data:
             data = self._identify(connection, data)
         rank = connection.rank
-        if connection.kind == "stacks":
+        if rank is None:
+            closed = closed or data != b""  # not a rank of this job
+        elif connection.stacks:
             rank.raw = (rank.raw + data)[-RAW_BYTES:]
-        elif connection.kind == "messages":
+            if closed:
+                self.closed.append((rank, time.monotonic()))
+        else:
             *lines, rank.received = (rank.received + data).split(b"\n")
             for line in lines:
                 self._handle(rank, json.loads(line))
-        if closed or connection.kind == "rejected":
+        if closed:
             self.poll.unregister(number)
             self.connections.pop(number).sock.close()
-            if connection.kind == "stacks":
-                self.closed.append((rank, time.monotonic()))
 
     def _identify(self, connection: Connection, data: bytes) -> bytes:
-        """Take rank and kind from a connection's first line; returns the data after it."""
+        """Take the rank from a connection's first line, if it is of this job; the data after it."""
         first, _, rest = data.partition(b"\n")
         try:
             message = json.loads(first)
@@ -207,12 +207,11 @@ class Monitor:
         except (ValueError, KeyError, TypeError):
             known = False
         if not known:
-            connection.kind = "rejected"
-            return rest
-        connection.kind = "stacks" if "stacks" in message else "messages"
-        number, now = message.get("stacks", message.get("rank")), time.monotonic()
+            return data
+        connection.stacks = "stacks" in message
+        number, now = message["stacks" if connection.stacks else "rank"], time.monotonic()
         rank = connection.rank = self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
-        if connection.kind == "messages":
+        if not connection.stacks:
             rank.node, rank.pid, rank.started = message["node"], message["pid"], message["started"]
             rank.connection = connection.sock
         return rest
@@ -224,15 +223,12 @@ class Monitor:
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
                 waiting.append((rank, when))  # its other connection has not been read yet
                 continue
-            if self._connected(rank):
-                self._read(rank.connection.fileno())
+            if rank.descriptor in self.connections:
+                self._read(rank.descriptor)
             if rank.state == "alive":
                 rank.state = "gone"
                 self.dead.append(rank.rank)
         self.closed = waiting
-
-    def _connected(self, rank: Rank) -> bool:
-        return rank.connection is not None and rank.connection.fileno() in self.connections
 
     def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
         rank.heard = now = time.monotonic()
@@ -296,9 +292,8 @@ class Monitor:
             quiet = now - rank.heard > self._limit_of(rank) / 2
             ranks[rank.rank]["state"] = "silent" if quiet else "answered"
         ends = WaitGraph(ranks).chain_ends(rank.rank for rank in stalled)
-        if ends and all(
-            now - self.ranks[end].moved < self._limit_of(self.ranks[end]) for end in ends
-        ):
+        causes = [self.ranks[end] for end in ends]
+        if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
             return None
         slowest = min(stalled, key=lambda rank: rank.moved)
         return {"kind": "hang", "still": slowest.rank, "limit": self._limit_of(slowest)}
@@ -322,11 +317,8 @@ class Monitor:
         else:
             self._inspect_ranks()
         ranks = self._describe_ranks(time.monotonic())
-        case |= {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "size": self.size,
-            "gone": list(self.dead),
-        }
+        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        case |= {"time": when, "size": self.size, "gone": list(self.dead)}
         mistake = failed and self.ranks[case["first"]].mistake
         if not mistake:
             case["culprits"] = find_culprits(case, WaitGraph(ranks))
@@ -359,7 +351,7 @@ class Monitor:
             if rank.state == "failed":
                 self._send(rank, {"first": rank is first})
         until = time.monotonic() + PRINT_TIMEOUT
-        while self._connected(first) and time.monotonic() < until:
+        while first.descriptor in self.connections and time.monotonic() < until:
             self._receive()
 
     def _report(self, case: dict[str, Any], ranks: Ranks) -> None:
@@ -397,7 +389,7 @@ class Monitor:
 
 def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
     """What has arrived on a connection, and whether the other side has closed it."""
-    parts = []
+    parts: list[bytes] = []
     while True:
         try:
             data = connection.recv(1 << 20)

@@ -46,9 +46,12 @@ class WaitGraph:
         group, peer = (wait["role"], tuple(wait["ranks"])), wait["peer"]
         if peer is None:
             return [other for other in self._not_entered(group, wait["number"]) if other != rank]
-        counts = self.counts.get(group, {}).get(peer)
+        # Of the peer's messages the other halves of this rank's, by position as JSON has it.
+        _, sent, received = self.counts.get(group, {}).get(peer, [0, {}, {}])
+        halves = sent if wait["kind"] == "receive" else received
+        entered = halves.get(str(group[1].index(rank)), 0)
         known = peer in self.ranks and peer != rank
-        return [peer] if known and _matching(counts, rank, wait) < wait["number"] else []
+        return [peer] if known and entered < wait["number"] else []
 
     def _not_entered(self, group: tuple[str, tuple], number: int) -> list[int]:
         """The known members that have not entered that collective, silent ones included."""
@@ -90,16 +93,6 @@ def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
     if wait and wait["kind"] == "writer":
         wait = snapshot["background"]  # its checkpoint's thread, which may wait for others
     return wait if wait and wait["ranks"] else None
-
-
-def _matching(counts: list | None, rank: int, wait: dict[str, Any]) -> int:
-    """How many of the other halves of `rank`'s messages the counted rank has entered."""
-    if counts is None:
-        return 0
-    _, sent, received = counts
-    position = str(list(wait["ranks"]).index(rank))
-    numbers = {str(k): v for k, v in (sent if wait["kind"] == "receive" else received).items()}
-    return numbers.get(position, 0)
 
 
 def find_culprits(case: dict[str, Any], graph: WaitGraph) -> list[int]:
