@@ -1,8 +1,7 @@
 """Groups of ranks and their collectives: reduce, gather, scatter, all-to-all, send, receive.
 
 All data that crosses ranks in a training step goes through `Group`, over NCCL on GPUs and over
-gloo on CPUs (or on GPUs that ranks share: then through host memory). Each call returns a handle;
-the result may be used after its `wait()`.
+gloo on CPUs (or on GPUs that ranks share: then through host memory).
 
 In gloo's rings every rank must be scheduled once per hop, and oversubscribed cores make each hop
 slow. So over gloo a message that is short, or goes to more than two ranks, is one all-to-all and a
@@ -13,7 +12,9 @@ A group with a log records every call before it starts and while it is waited fo
 (watchdog/flight_recorder.py), so that the rank that causes a hang can be found.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,26 +48,19 @@ class _Done:
         """Return at once."""
 
 
-class _Then:
-    """The handle of a communication that a local step completes."""
+@dataclass
+class _Started:
+    """The handle of a communication, and the local step, if any, that completes it."""
 
-    def __init__(self, work, step):
-        self.work, self.step = work, step
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.step()
-
-
-class _Holding:
-    """The handle of a communication; keeps the tensor that is sent alive until the wait."""
-
-    def __init__(self, work, tensor: Tensor):
-        self.work, self.tensor = work, tensor
+    work: Any
+    complete: Callable[[], object] | None = None
+    sent: Tensor | None = None  # kept alive until the wait
 
     def wait(self) -> None:
         self.work.wait()
-        self.tensor = None
+        if self.complete:
+            self.complete()
+        self.complete = self.sent = None
 
 
 class Group:
@@ -82,7 +76,7 @@ class Group:
         self,
         ranks: tuple[int, ...] = (0,),
         rank: int = 0,
-        handle=None,
+        handle: dist.ProcessGroup | None = None,
         group_log: GroupLog | None = None,
         blocking: bool = False,
     ):
@@ -100,27 +94,21 @@ class Group:
         """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
         if self.size == 1:
             return _Done()
-        return self._recorded("all_reduce", tensor, self._all_reduce, tensor, op)
+        return self._start("all_reduce", tensor.nbytes, self._all_reduce, tensor, op)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         """`output` = this rank's slice, along dimension 0, of the sum of `source` over the group.
 
         `output` may be that slice of `source` itself; the rest of `source` is then undefined.
         """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
-        return self._recorded("reduce_scatter", source, self._reduce_scatter, output, source)
+        return self._start("reduce_scatter", source.nbytes, self._reduce_scatter, output, source)
 
     def all_gather(self, output: Tensor, source: Tensor) -> Handle:
         """`output` = every rank's `source`, joined along dimension 0 in group order.
 
         `source` may be this rank's slice of `output`.
         """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
-        return self._recorded("all_gather", output, self._all_gather, output, source)
+        return self._start("all_gather", output.nbytes, self._all_gather, output, source)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
         """Block j of `output` = block `rank` of member j's `source`.
@@ -128,22 +116,22 @@ class Group:
         Both are contiguous and of one shape, cut along dimension 0 into a block for each member;
         the group's size must divide it. They must not overlap.
         """
-        if self.size == 1:
-            output.copy_(source)
-            return _Done()
-        return self._recorded("all_to_all", source, self._all_to_all, output, source)
+        return self._start("all_to_all", source.nbytes, self._all_to_all, output, source)
 
     def send(self, tensor: Tensor, to: int) -> Handle:
         """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
         tensor = tensor.cpu() if self._gloo else tensor
-        work = _Holding(dist.isend(tensor, self.ranks[to], group=self.handle), tensor)
+        sending = dist.isend(tensor, self.ranks[to], group=self.handle)
+        work = _Started(sending, sent=tensor)
         return record.under_way(work) if record else work
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
         """Receive into `tensor` from the group's rank `source`."""
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
-        work = self._receive(tensor, source)
+        host = torch.empty_like(tensor, device="cpu") if self._gloo and tensor.is_cuda else tensor
+        receiving = dist.irecv(host, self.ranks[source], group=self.handle)
+        work = _Started(receiving, None if host is tensor else lambda: tensor.copy_(host))
         return record.under_way(work) if record else work
 
     def values(self, tensor: Tensor) -> list:
@@ -155,16 +143,18 @@ class Group:
 
     # -- the operations by backend ----------------------------------------------------------
 
-    def _recorded(self, kind: str, message: Tensor, run, *arguments) -> Handle:
-        if self.group_log is None:
-            handle = run(*arguments)
-        else:
-            record = self.group_log.enter(kind, message.nbytes)
-            handle = record.under_way(run(*arguments))
-        if not self.blocking:
-            return handle
-        handle.wait()
-        return _Done()
+    def _start(self, kind: str, size: int, run: Callable, output: Tensor, other: Any) -> Handle:
+        """Record an operation of `size` bytes and start it: `run(output, other)`."""
+        if self.size == 1:
+            output.copy_(other)
+            return _Done()
+        record = self.group_log.enter(kind, size) if self.group_log else None
+        handle = run(output, other)
+        if record:
+            handle = record.under_way(handle)
+        if self.blocking:
+            handle.wait()
+        return handle
 
     def _all_reduce(self, tensor: Tensor, op) -> Handle:
         if not self._gloo:
@@ -172,16 +162,16 @@ class Group:
         if not self._prefers_one_hop(tensor.nbytes):
             host = tensor.cpu()  # the tensor itself if it is on the CPU
             work = dist.all_reduce(host, op, group=self.handle, async_op=True)
-            return work if host is tensor else _Then(work, lambda: tensor.copy_(host))
+            return work if host is tensor else _Started(work, lambda: tensor.copy_(host))
         work, received = self._one_hop(self._for_each(tensor))
         reduce = torch.sum if op == SUM else torch.amax
-        return _Then(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
+        return _Started(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
         work, received = self._one_hop(source.reshape(self.size, -1))
-        return _Then(work, lambda: output.copy_(received.sum(0).view_as(output)))
+        return _Started(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
@@ -190,21 +180,14 @@ class Group:
             parts = list(output.view(self.size, -1).unbind())
             return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
         work, received = self._one_hop(self._for_each(source))
-        return _Then(work, lambda: output.copy_(received.view_as(output)))
+        return _Started(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
         sent = source.cpu() if self._gloo else source  # the source itself if it is on the CPU
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = dist.all_to_all_single(received, sent, group=self.handle, async_op=True)
-        work = _Holding(work, sent)
-        return work if received is output else _Then(work, lambda: output.copy_(received))
-
-    def _receive(self, tensor: Tensor, source: int) -> Handle:
-        if self._gloo and tensor.is_cuda:
-            host = torch.empty_like(tensor, device="cpu")
-            work = dist.irecv(host, self.ranks[source], group=self.handle)
-            return _Then(work, lambda: tensor.copy_(host))
-        return dist.irecv(tensor, self.ranks[source], group=self.handle)
+        complete = None if received is output else lambda: output.copy_(received)
+        return _Started(work, complete, sent)
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member beats gloo's rings."""

@@ -12,6 +12,7 @@ No call waits longer than a time limit; `NoAnswer` then names the ranks that wer
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,23 +32,6 @@ class NoAnswer(TimeoutError):
         names = f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
         limit = f"{seconds / 60:g} minutes" if seconds >= 60 else f"{seconds:g} s"
         super().__init__(f"{names} did not answer within {limit}")
-
-
-class _LocalStore(dict):
-    """The store of a world of one."""
-
-    def set(self, key: str, value: str) -> None:
-        self[key] = value.encode()
-
-    def add(self, key: str, amount: int) -> int:
-        self[key] = self.get(key, 0) + amount
-        return self[key]
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return all(key in self for key in keys)
-
-    def delete_key(self, key: str) -> None:
-        del self[key]
 
 
 class StoreExchange:
@@ -72,7 +56,9 @@ class StoreExchange:
         store: torch's, or None in a world of one. recorder: where waits of the calling thread are
         recorded; None: nowhere. seconds: after which a silent rank is considered lost.
         """
-        self.store = _LocalStore() if store is None else store
+        import torch.distributed as dist
+
+        self.store = dist.HashStore() if store is None else store
         self.rank, self.size, self.seconds = rank, size, seconds
         self.recorder = recorder or FlightRecorder()
         self._name = f"{name}/{self.store.add(f'{name}s/{rank}', 1)}"
@@ -109,13 +95,10 @@ class StoreExchange:
         return result["value"]
 
     def _wait_for_rank_0(self, key: str) -> None:
-        """Return when the key is there; NoAnswer after twice the limit that rank 0 itself has, or
-        when rank 0, which holds the store, is gone.
+        """Return when the key is there; NoAnswer if rank 0 is gone, or after twice its own limit.
 
         The store wakes its clients: hundreds of ranks do not poll it.
         """
-        if self.size == 1:
-            return
         import torch.distributed as dist
 
         began = time.monotonic()
@@ -142,12 +125,9 @@ class StoreExchange:
         for rank, key_of_rank in enumerate(keys):
             if record:
                 record("store", (rank,))
-                arrived = self._arrives(key_of_rank, limit)
-            else:
-                with self.recorder.waiting_for("store", (rank,)):
-                    arrived = self._arrives(key_of_rank, limit)
-            if not arrived:
-                silent.append(rank)
+            with nullcontext() if record else self.recorder.waiting_for("store", (rank,)):
+                if not self._arrives(key_of_rank, limit):
+                    silent.append(rank)
         if silent:
             raise NoAnswer(silent, self.seconds)
         values = [json.loads(self.store.get(key_of_rank)) for key_of_rank in keys]
