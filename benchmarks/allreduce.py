@@ -194,7 +194,7 @@ def rates(world, machine: hardware.Machine | None) -> dict[str, float]:
     if machine:
         found["gemm_fraction"] = flops / (machine.peak if cuda else machine.vector_peak)
     if not cuda:
-        local = world.context.local_size
+        local = world.context.local.size
         held = psutil.Process().memory_info().rss
         found |= {"memory": psutil.virtual_memory().available / local + held, "node": local}
         mine = psutil.Process().cpu_affinity()

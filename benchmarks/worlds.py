@@ -79,7 +79,7 @@ class TorchWorld:
         """Bytes that this rank may allocate for buffers."""
         if self.device.type == "cuda":
             return self.torch.cuda.mem_get_info(self.device)[0] / 3
-        return psutil.virtual_memory().available / self.context.local_size / 4
+        return psutil.virtual_memory().available / self.context.local.size / 4
 
     def stop(self) -> None:
         """End this rank; collective."""

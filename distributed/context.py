@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,8 +30,7 @@ import psutil
 from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed.launch import Launch, job_nodes
-from distributed.placement import Place
-from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, host_address, meet
+from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, host_address, meet
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
@@ -53,20 +53,9 @@ def prepare(run: Run) -> None:
 
 
 @dataclass
-class Context:
-    """This process among all ranks, made by `start`."""
+class Context(Meeting):
+    """This process among all ranks, made by `start`: where it is, and what it shares with them."""
 
-    launch: Launch
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node: str
-    places: list[Place]  # of every rank
-    device: Any  # torch.device
-    backend: str  # nccl, gloo, or none for a single process
-    threads: int
-    store: Any = None  # torch's key-value store, shared by all ranks
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     blocking: bool = False  # wait for every collective where it starts
     watchdog: Watchdog | None = None
@@ -102,18 +91,22 @@ class Context:
 
     def describe(self) -> dict[str, Any]:
         """Where the run takes place, for run.json."""
+        import torch
+
+        cores, on_gpu = f"{psutil.cpu_count() or 1} CPU cores", self.device.type == "cuda"
+        device = torch.cuda.get_device_name(self.device) if on_gpu else cores
         return {
             "launcher": self.launch.launcher,
             "ranks": self.size,
             "nodes": sorted(set(self.nodes)),
-            "device": _device_name(self.device),
+            "device": device,
             "backend": self.backend,
             "threads_per_rank": self.threads,
             "places": [dataclasses.asdict(place) for place in self.places],
         }
 
     @contextlib.contextmanager
-    def failing_loudly(self):
+    def failing_loudly(self) -> Iterator[None]:
         """End every rank, non-zero, if an exception leaves the block; does no collective."""
         try:
             yield
@@ -181,9 +174,7 @@ class Context:
         self.end_all_ranks(2 if mistake else 1)
 
     def end_all_ranks(self, status: int) -> None:
-        """End every rank at once, from any thread; without MPI this process, and the monitor and
-        the launcher end the others.
-        """
+        """End every rank at once, from any thread; without MPI the monitor ends the others."""
         if self.watchdog:
             self.watchdog.end_job(status)
         if self.launch.mpi:
@@ -202,23 +193,14 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
     Errors end the process as `rendezvous.meet` says; a watchdog that cannot be started does too.
     """
     meeting = meet(launch, run, meet_within)
-    context = Context(
-        launch,
-        launch.rank,
-        launch.size,
-        meeting.local.rank,
-        meeting.local.size,
-        meeting.node,
-        meeting.places,
-        meeting.device,
-        meeting.backend,
-        meeting.threads,
-        meeting.store,
-        recorder=_recorder(meeting.backend),
-        blocking=run.blocking,
-    )
+    import torch
+
+    new_event = functools.partial(torch.cuda.Event, enable_timing=True)
+    recorder = FlightRecorder(new_event if meeting.backend == "nccl" else None)
+    context = Context(**vars(meeting), recorder=recorder, blocking=run.blocking)
     if run.deterministic:
-        _make_deterministic()
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
     return context
@@ -228,10 +210,9 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
     address, mistake = None, None
     if context.rank == 0:
+        job = context.node, context.size, run.out, run.hang_timeout
         try:
-            address, context._monitor = start_monitor(
-                host, context.node, context.size, run.out, run.hang_timeout
-            )
+            address, context._monitor = start_monitor(host, *job)
         except UserError as error:
             mistake = str(error)
     exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
@@ -242,26 +223,3 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
         context.recorder, tuple(address), context.rank, context.node, context.end_all_ranks
     )
     atexit.register(context.watchdog.close)  # sys.exit deregisters from the monitor too
-
-
-def _recorder(backend: str) -> FlightRecorder:
-    if backend != "nccl":
-        return FlightRecorder()
-    import torch
-
-    return FlightRecorder(functools.partial(torch.cuda.Event, enable_timing=True))
-
-
-def _make_deterministic() -> None:
-    import torch
-
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-
-
-def _device_name(device) -> str:
-    if device.type != "cuda":
-        return f"{psutil.cpu_count() or 1} CPU cores"
-    import torch
-
-    return torch.cuda.get_device_name(device)

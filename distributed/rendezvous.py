@@ -3,9 +3,7 @@
     meeting = meet(launch, config.run)        # collective over all ranks
 
 Over MPI, rank 0 opens the store at a port that the system chooses, and broadcasts the address;
-under torchrun, torch's own rendezvous gives the store. torch and mpi4py are imported in the
-functions that need them, so that a user's mistake is reported before the seconds that these
-imports take.
+under torchrun, torch's own rendezvous gives the store.
 """
 
 import dataclasses
@@ -21,16 +19,9 @@ import psutil
 
 from config.messages import UserError, exit_with
 from config.schema import Run
+from distributed import placement
 from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
-from distributed.placement import (
-    Place,
-    allowed_cores,
-    check_gpus,
-    choose_gpu,
-    keep_to,
-    physical_cores,
-    share_of_cores,
-)
+from distributed.placement import Place
 from distributed.store import StoreExchange
 
 # torch's own limit, the last resort: the watchdog reports a hang long before it.
@@ -41,10 +32,13 @@ MEETING_TIMEOUT = timedelta(minutes=30)
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Meeting:
     """What a rank knows when all have met."""
 
+    launch: Launch
+    rank: int
+    size: int
     node: str
     local: Local
     places: list[Place]  # of every rank
@@ -77,12 +71,13 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     faulthandler.cancel_dump_traceback_later()
     if backend == "nccl":
         try:
-            check_gpus(places)  # the same result on every rank
+            placement.check_gpus(places)  # the same result on every rank
         except UserError as mistake:
             exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if store is not None:
-        _start_process_groups(store, launch, device, backend)
-    return Meeting(node, local, places, device, backend, threads, store and _part(store, "trine"))
+        store = _start_process_groups(store, launch, device, backend)
+    who = launch, launch.rank, launch.size, node, local
+    return Meeting(*who, places, device, backend, threads, store)
 
 
 # ---- Device and cores ----------------------------------------------------------------------------
@@ -104,7 +99,8 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     if not on_gpu:
         return torch.device("cpu"), backend
     visible = torch.cuda.device_count()
-    gpu = choose_gpu(local.rank, local.size, visible, node, sharing=backend != "nccl")
+    sharing = backend != "nccl"
+    gpu = placement.choose_gpu(local.rank, local.size, visible, node, sharing)
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device, backend
@@ -126,11 +122,11 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     """
     import torch
 
-    cores = allowed_cores()
-    physical = physical_cores(cores)
-    share = share_of_cores(physical, local.sharing, local.place_among_sharing)
+    cores = placement.allowed_cores()
+    physical = placement.physical_cores(cores)
+    share = placement.share_of_cores(physical, local.sharing, local.place_among_sharing)
     if share is not None and run.bind_cores and local.sharing > 1:
-        keep_to(share)
+        placement.keep_to(share)
         cores = share
     requested = os.environ.get("OMP_NUM_THREADS")
     threads = int(requested) if requested else max(1, len(physical) // local.sharing)
@@ -169,30 +165,20 @@ def _store_over_mpi(launch: Launch, local: Local):
     import torch.distributed as dist
     from mpi4py import MPI
 
-    world, address, store = MPI.COMM_WORLD, None, None
-    if launch.rank == 0:
-        host = host_address(local)
-        store = dist.TCPStore(host, 0, is_master=True, timeout=MEETING_TIMEOUT)
-        address = (host, store.port)
-    host, port = world.bcast(address)
-    if launch.rank != 0:
-        store = dist.TCPStore(host, port, is_master=False, timeout=MEETING_TIMEOUT)
-    _progress_mpi_until_all_met(world, store)
-    return store
-
-
-def _progress_mpi_until_all_met(world, store) -> None:
-    """Call MPI until every rank has the address.
-
-    Over libfabric a message moves only while its sender is inside MPI: rank 0 would otherwise wait
-    in the store for ranks that still wait for its broadcast.
-    """
+    world, first = MPI.COMM_WORLD, launch.rank == 0
+    host, port = (host_address(local), 0) if first else world.bcast(None)
+    store = dist.TCPStore(host, port, is_master=first, timeout=MEETING_TIMEOUT)
+    if first:
+        world.bcast((host, store.port))
+    # Over libfabric a message moves only while its sender is inside MPI: rank 0 would otherwise
+    # wait in the store for ranks that still wait for its broadcast.
     store.add("met", 1)
     pause = FIRST_PAUSE
     while store.add("met", 0) < world.size:
         world.Iprobe()
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)  # hundreds of ranks poll one store
+    return store
 
 
 def host_address(local: Local) -> str:
@@ -212,13 +198,6 @@ def host_address(local: Local) -> str:
     return address
 
 
-def _part(store, name: str):
-    """The part of the store whose keys begin with the name."""
-    import torch.distributed as dist
-
-    return dist.PrefixStore(name, store)
-
-
 def _gather_places(store, launch: Launch, own: Place) -> list[Place]:
     """The place of every rank; collective over all ranks."""
     seconds = MEETING_TIMEOUT.total_seconds()
@@ -227,15 +206,16 @@ def _gather_places(store, launch: Launch, own: Place) -> list[Place]:
     return [Place(**place | {"cores": tuple(place["cores"])}) for place in places]
 
 
-def _start_process_groups(store, launch: Launch, device, backend: str) -> None:
-    """Start torch.distributed; collective over all ranks."""
+def _start_process_groups(store, launch: Launch, device, backend: str):
+    """Start torch.distributed; collective over all ranks. Returns the part of the store for us."""
     import torch.distributed as dist
 
     dist.init_process_group(
         backend,
-        store=_part(store, "groups"),
+        store=dist.PrefixStore("groups", store),
         rank=launch.rank,
         world_size=launch.size,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
+    return dist.PrefixStore("trine", store)
