@@ -11,6 +11,7 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from config.messages import UserError
@@ -36,39 +37,30 @@ class Launch:
         return 1.0 if self.launcher == "mpirun" else 10.0
 
 
-def discover(environment: dict[str, str] | None = None) -> Launch:
+def discover(environment: Mapping[str, str] | None = None) -> Launch:
     """The launcher that started this process, its rank and the number of ranks."""
     env = os.environ if environment is None else environment
-
-    def launch(name: str, rank: str, size: str, mpi: bool) -> Launch:
-        return Launch(name, int(env[rank]), int(env[size]), mpi)
-
     if "TORCHELASTIC_RUN_ID" in env:
-        return launch("torchrun", "RANK", "WORLD_SIZE", mpi=False)
+        return Launch("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
     if "OMPI_COMM_WORLD_SIZE" in env:
-        name = "mpirun of Open MPI"
-        return launch(name, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", mpi=True)
+        rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
+        return Launch("mpirun of Open MPI", rank, size, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
     # In a Slurm job MPICH's mpirun starts its helper processes with srun: that step is not ours.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
-        return launch("mpirun", "PMI_RANK", "PMI_SIZE", mpi=True)
+        return Launch("mpirun", int(env["PMI_RANK"]), int(env["PMI_SIZE"]), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
-        tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-        return launch("srun", "SLURM_PROCID", tasks, mpi=True)
+        return Launch("srun", int(env["SLURM_PROCID"]), _slurm_tasks(env), mpi=True)
     return Launch("python")
 
 
-def check_launch(launch: Launch, environment: dict[str, str] | None = None) -> str | None:
-    """A warning about how this process was started, or None; UserError if it cannot work.
-
-    From the launchers' variables alone; `find_local` and `rendezvous.meet` check what needs MPI
-    or the other ranks.
-    """
+def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
+    """A warning about how this process was started, or None; UserError if it cannot work."""
     env = os.environ if environment is None else environment
+    tasks = _slurm_tasks(env)
     if launch.launcher == "torchrun":
         outer = max(int(env.get(n, 1)) for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-        if "SLURM_STEP_ID" in env:
-            outer = max(outer, _slurm_tasks(env))
+        outer = max(outer, tasks if "SLURM_STEP_ID" in env else 1)
         if outer > 1 and env.get("GROUP_WORLD_SIZE") == "1":
             raise UserError(
                 f"{outer} torchruns were started, and each is alone (--nnodes 1): {outer} runs "
@@ -76,15 +68,15 @@ def check_launch(launch: Launch, environment: dict[str, str] | None = None) -> s
                 f"torchrun --nnodes {outer} --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
             )
     in_job = "SLURM_JOB_ID" in env and "SLURM_STEP_ID" not in env
-    if launch.launcher == "python" and in_job and _slurm_tasks(env) > 1:
+    if launch.launcher == "python" and in_job and tasks > 1:
         return (
-            f"this Slurm job has {_slurm_tasks(env)} tasks, but this process was started without "
-            f"srun and is alone: `srun --mpi=pmi2 python train.py ...` starts them all"
+            f"this Slurm job has {tasks} tasks, but this process was started without srun and is "
+            f"alone: `srun --mpi=pmi2 python train.py ...` starts them all"
         )
     return None
 
 
-def _slurm_tasks(env: dict[str, str]) -> int:
+def _slurm_tasks(env: Mapping[str, str]) -> int:
     return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
 
 
@@ -142,11 +134,10 @@ def _local_by_mpi(launch: Launch) -> Local:
             f"run scripts/setup.sh with the mpirun first on PATH that is to start the job"
         ) from None
     library = " ".join(MPI.Get_library_version().split()[:3]).strip(",")
+    advice = _right_launcher(launch, library)
     # MPICH's MPI_Init ends the process if Open MPI's mpirun started it: check before.
     if launch.launcher == "mpirun of Open MPI" and "Open MPI" not in library:
-        raise UserError(
-            f"{launch.launcher} started {launch.size} tasks; {_right_launcher(launch, library)}"
-        )
+        raise UserError(f"{launch.launcher} started {launch.size} tasks; {advice}")
     if not MPI.Is_initialized():
         if launch.launcher == "srun":
             _prefer_libfabric(MPI.Get_library_version())
@@ -155,8 +146,7 @@ def _local_by_mpi(launch: Launch) -> Local:
     if (world.size, world.rank) != (launch.size, launch.rank):
         raise UserError(
             f"{launch.launcher} started {launch.size} tasks and numbered this one {launch.rank}, "
-            f"but MPI ({library}) reports rank {world.rank} of {world.size}; "
-            f"{_right_launcher(launch, library)}"
+            f"but MPI ({library}) reports rank {world.rank} of {world.size}; {advice}"
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     cores = allowed_cores()
@@ -168,9 +158,9 @@ def _local_by_mpi(launch: Launch) -> Local:
 def _prefer_libfabric(library: str) -> None:
     """Make an MPICH with both UCX and libfabric use libfabric, unless the variable is set.
 
-    Over UCX it passes Slurm its whole address buffer of 4 KiB, of which the unused part is not
-    initialised. If that has a line longer than 1,023 bytes, the pmi2 plugin (22.05) fails and
-    MPI_Init hangs: once in some hundred starts. Over libfabric an address is one line of 65 bytes.
+    Over UCX it passes Slurm an address buffer of 4 KiB whose unused part is not initialised. With
+    a line above 1,023 bytes in it, the pmi2 plugin (22.05) fails and MPI_Init hangs: once in some
+    hundred starts. Over libfabric an address is one line of 65 bytes.
     """
     device = next((line for line in library.splitlines() if "MPICH Device" in line), "")
     if {"ucx", "ofi"} <= set(device.replace(":", " ").replace(",", " ").split()):

@@ -86,7 +86,7 @@ class Mesh:
         """The group of the row that has this rank; one in no row (tied, middle ranks) is alone."""
         own, context = Group((self.rank,)), self._context
         for row in rows:
-            handle = context.process_group(row, role) if len(row) > 1 else None
+            handle = context.process_group(row, role) if context and len(row) > 1 else None
             if self.rank in row:
                 log = context.recorder.group_log(role, row) if context else None
                 blocking = context is not None and context.blocking

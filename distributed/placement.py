@@ -8,8 +8,10 @@ All facts are arguments, so that a cluster can be tested on a machine without on
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,6 +32,14 @@ class Place:
     gpu: str | None  # unique among all GPUs of the job; None on a CPU
     cores: tuple[int, ...]  # the logical CPUs on which it may run
     asked_cores: int | None = None  # --cpus-per-task of the Slurm job
+
+
+def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value, given every rank's value in rank order."""
+    ranks: dict[Any, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 # ---- Cores ---------------------------------------------------------------------------------------
@@ -96,12 +106,8 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
 
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
-    ranks: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        if place.gpu is not None:
-            ranks.setdefault(place.gpu, []).append(rank)
-    for gpu, several in ranks.items():
-        if len(several) > 1:
+    for gpu, several in ranks_by(place.gpu for place in places).items():
+        if gpu is not None and len(several) > 1:
             place = places[several[0]]
             on_node = sum(other.node == place.node for other in places)
             raise UserError(
@@ -128,7 +134,7 @@ def placement_warnings(
 
 def _unequal_nodes(places: list[Place]) -> str | None:
     ranks = Counter(place.node for place in places)
-    low, high = min(ranks, key=ranks.get), max(ranks, key=ranks.get)
+    low, high = min(ranks, key=ranks.__getitem__), max(ranks, key=ranks.__getitem__)
     if ranks[low] == ranks[high]:
         return None
     return (
@@ -157,11 +163,7 @@ def _split_tensor_group(places: list[Place], layout: Layout) -> str | None:
 
 
 def _cores_not_inherited(places: list[Place]) -> str | None:
-    short = [
-        rank
-        for rank, place in enumerate(places)
-        if place.asked_cores and len(place.cores) < place.asked_cores
-    ]
+    short = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
     if not short:
         return None
     place = places[short[0]]
@@ -187,11 +189,8 @@ def table(places: list[Place], layout: Layout) -> str:
 
 
 def _table_of_nodes(places: list[Place]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        ranks.setdefault(place.node, []).append(rank)
     rows = [f"{'node':20} {'devices':>8}  {'cores':16} ranks (the place of each is in run.json)"]
-    for node, own in ranks.items():
+    for node, own in ranks_by(place.node for place in places).items():
         devices = len({places[rank].gpu or rank for rank in own})
         cores = {core for rank in own for core in places[rank].cores}
         rows.append(f"{node:20} {devices:8}  {number_ranges(cores):16} {number_ranges(own)}")
