@@ -1,8 +1,5 @@
 """Fast checks of every node before step 1: faults that would otherwise end the run hours later.
 
-    introduce(config, context)                     # before anything large is built
-    check_room(config, context, needed, say)       # when a checkpoint's bytes are known
-
 Every rank must answer, have the code, the versions and the time of the others, allocate memory and
 multiply; every group of the layout must all-reduce. Values go through torch's store with a time
 limit: a node that does not answer is named, whatever the reason, and can be left out.
@@ -15,7 +12,7 @@ import shutil
 import statistics
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,34 +41,34 @@ SLOW = {"cuda": 1.1, "cpu": 2.0}
 # Of a GPU's free memory: allocated and freed at once.
 SHARE_TO_ALLOCATE = 0.9
 
+Say = Callable[[str], None]  # prints a line on rank 0
+
 
 def enabled(config: Config, context: Context) -> bool:
     """--preflight or --no-preflight; without either, whether there are several nodes."""
-    if config.run.preflight is not None:
-        return config.run.preflight
-    return len(set(context.nodes)) > 1
+    given = config.run.preflight
+    return len(set(context.nodes)) > 1 if given is None else given
 
 
-class Peers:
+class Peers(StoreExchange):
     """All ranks: their values, within a time limit, and how messages name them."""
 
     def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
         """seconds: after which a silent rank is considered lost."""
-        self.context, self.seconds = context, seconds
+        self.context = context
         # A connection of its own: another thread may wait on the context's.
         store = context.store.clone() if context.store is not None else None
-        self._exchange = StoreExchange(
-            store, context.rank, context.size, "preflight", context.recorder, seconds
-        )
+        name = "preflight"
+        super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
 
-    def gather(self, what: str, value: Any) -> list[Any]:
+    def gather(self, key: str, value: Any) -> list[Any]:
         """Every rank's value in rank order; UserError, on every rank, that names silent ranks."""
         try:
-            return self._exchange.gather(what, value)
+            return super().gather(key, value)
         except NoAnswer as error:
             raise UserError(
                 f"preflight: {self.named(error.ranks)} did not answer in {self.seconds:g} s "
-                f"({what}); {self.without(error.ranks)}"
+                f"({key}); {self.without(error.ranks)}"
             ) from None
 
     def named(self, ranks: list[int]) -> str:
@@ -110,15 +107,11 @@ def introduce(config: Config, context: Context) -> None:
 
 
 def check_nodes(
-    config: Config,
-    context: Context,
-    say: Callable[[str], None],
-    seconds: float = SECONDS_TO_ANSWER,
+    config: Config, context: Context, say: Say, seconds: float = SECONDS_TO_ANSWER
 ) -> None:
     """Check answers, versions, clocks, devices and groups; collective over all ranks.
 
-    UserError, on every rank, for what cannot work. say: prints warnings on rank 0. seconds: the
-    limit of each check.
+    UserError, on every rank, for what cannot work. seconds: the limit of each check.
     """
     began, peers = time.perf_counter(), Peers(context, seconds)
     check_versions(peers.gather("start", versions(config)), peers)
@@ -171,16 +164,14 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
             )
 
 
-def check_clocks(clocks: list[float], peers: Peers, say: Callable[[str], None]) -> float:
+def check_clocks(clocks: list[float], peers: Peers, say: Say) -> float:
     """Seconds between the first and the last clock; warns if they are far apart."""
     middle = statistics.median(clocks)
     far = [rank for rank, clock in enumerate(clocks) if abs(clock - middle) > SECONDS_OF_CLOCKS]
     if far:
         ahead = clocks[far[0]] - middle
-        say(
-            f"preflight: the clock of {peers.named(far)} is {abs(ahead):.0f} s "
-            f"{'ahead' if ahead > 0 else 'behind'}"
-        )
+        apart = f"{abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        say(f"preflight: the clock of {peers.named(far)} is {apart}")
     return max(clocks) - min(clocks)
 
 
@@ -219,9 +210,7 @@ def multiply(device: torch.device) -> float:
     return 2 * edge**3 / min(seconds[1:])
 
 
-def check_devices(
-    answers: list[dict[str, Any]], kind: str, peers: Peers, say: Callable[[str], None]
-) -> str:
+def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: Say) -> str:
     """The range of speeds as text; UserError if devices failed; warns of slow ones."""
     failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
@@ -231,13 +220,13 @@ def check_devices(
         )
     speeds = [answer["flops"] for answer in answers]
     median = statistics.median(speeds)
-    slow = [rank for rank, speed in enumerate(speeds) if median / speed > SLOW[kind]]
-    for rank in slow:
-        say(
-            f"preflight: {peers.named([rank])} multiplies at {speeds[rank] / 1e12:.3f} TFLOP/s, "
-            f"{median / speeds[rank]:.1f} times slower than the median {median / 1e12:.3f}; "
-            f"{peers.without([rank])}"
-        )
+    for rank, speed in enumerate(speeds):
+        if median / speed > SLOW[kind]:
+            say(
+                f"preflight: {peers.named([rank])} multiplies at {speed / 1e12:.3f} TFLOP/s, "
+                f"{median / speed:.1f} times slower than the median {median / 1e12:.3f}; "
+                f"{peers.without([rank])}"
+            )
     return f"{min(speeds) / 1e12:.3f} to {max(speeds) / 1e12:.3f} TFLOP/s"
 
 
@@ -250,27 +239,28 @@ def check_groups(config: Config, context: Context, peers: Peers) -> None:
     The all-reduces run in a thread; if it hangs, the job ends with it.
     """
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
-    at, errors, done = [0], [], threading.Event()
+    answer: dict[str, Any] = {"at": 0, "error": None}
+    done = threading.Event()
 
     def reduce() -> None:
-        """Make the groups and sum ones in each; appends a failure to `errors`."""
+        """Make the groups and sum ones in each; how far it came, and a failure, in `answer`."""
         try:
             if context.device.type == "cuda":
                 torch.cuda.set_device(context.device)  # a setting of each thread
             mesh = Mesh(config.layout.axes, context)
-            for at[0], role in enumerate(ROLES, 1):
+            for answer["at"], role in enumerate(ROLES, 1):
                 group, total = getattr(mesh, role), torch.ones(1, device=context.device)
                 group.all_reduce(total).wait()
                 if total.item() != group.size:
                     raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")
-            at[0] = len(names)
+            answer["at"] = len(names)
         except RuntimeError as error:
-            errors.append(str(error).splitlines()[0])
+            answer["error"] = str(error).splitlines()[0]
         done.set()
 
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
     done.wait(peers.seconds)
-    answers = peers.gather("groups", {"at": at[0], "error": "".join(errors)})
+    answers = peers.gather("groups", answer)
     # The ranks that got least far are those that the others wait for, or that cannot connect.
     least = min(answer["at"] for answer in answers)
     if least == len(names):
@@ -285,7 +275,7 @@ def check_groups(config: Config, context: Context, peers: Peers) -> None:
 # ---- Room for checkpoints ------------------------------------------------------------------------
 
 
-def check_room(config: Config, context: Context, needed: int, say: Callable[[str], None]) -> None:
+def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     """Check that memory and disk have room for a checkpoint; collective over all ranks.
 
     needed: bytes, rank 0's counts. UserError with both numbers if the run is to save and cannot.
@@ -299,8 +289,7 @@ def check_room(config: Config, context: Context, needed: int, say: Callable[[str
     saves = run.save_every or run.save_every_minutes
     if saves and run.async_save:
         _check_memory(answers, needed, peers)
-    disk = min(range(len(answers)), key=lambda rank: answers[rank]["disk"])
-    free = answers[disk]["disk"]
+    free, disk = min((answer["disk"], rank) for rank, answer in enumerate(answers))
     if needed > free:
         sentence = (
             f"preflight: a checkpoint takes {needed / 1e9:.3f} GB, and {free / 1e9:.3f} GB are "
@@ -313,10 +302,7 @@ def check_room(config: Config, context: Context, needed: int, say: Callable[[str
 
 def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> None:
     """UserError if a node has no memory for its ranks' copies of a checkpoint."""
-    ranks_of = defaultdict(list)
-    for rank, node in enumerate(peers.context.nodes):
-        ranks_of[node].append(rank)
-    for node, ranks in ranks_of.items():
+    for node, ranks in placement.ranks_by(peers.context.nodes).items():
         copy = needed * len(ranks) / peers.context.size
         memory = min(answers[rank]["memory"] for rank in ranks)
         if copy > memory:
@@ -329,9 +315,7 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
 def free_disk(folder: str) -> int:
     """Free bytes of the file system where that folder is or will be."""
     path = Path(folder).resolve()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 def available_memory() -> int:

@@ -1,6 +1,6 @@
 """What ends or saves a run early: signals, a time limit, files.
 
-    signals = listen()                               # first of all, before slow imports
+    signals = Signals()                              # first of all, before slow imports
     conditions = StopConditions(config.run, signals, first=rank == 0)
     action = conditions.requested_action(ahead)      # exchanged with step_stats; the largest counts
 
@@ -55,10 +55,11 @@ class RequestedAction(enum.IntEnum):
 
 
 class Signals:
-    """The signals that this process has received; `end(status)` ends all ranks at once.
+    """Handles SIGTERM and SIGUSR1 from here on; made in the main thread.
 
-    A thread reads them from a pipe that the interpreter writes as they arrive: the main thread may
-    be inside a collective that never returns.
+    first: the first signal received. end: ends all ranks at once, with a status. A thread reads
+    signals from a pipe that the interpreter writes as they arrive: the main thread may be inside a
+    collective that never returns.
     """
 
     def __init__(self, end: Callable[[int], None] = os._exit):
@@ -68,9 +69,7 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {
-            number: signal.signal(number, lambda number, frame: None) for number in HANDLED
-        }
+        self._previous = {number: signal.signal(number, lambda *_: None) for number in HANDLED}
         threading.Thread(target=self._read, name="signals", daemon=True).start()
 
     def close(self) -> None:
@@ -96,11 +95,6 @@ class Signals:
             self.end(128 + number)
 
 
-def listen() -> Signals:
-    """Handle SIGTERM and SIGUSR1 from here on; only in the main thread."""
-    return Signals()
-
-
 def check_kill_switch(run: Run) -> None:
     """UserError if the file of --kill-switch exists before the run begins."""
     if run.kill_switch and os.path.exists(run.kill_switch):
@@ -123,7 +117,10 @@ class StopConditions:
 
         ahead: seconds to expect until the next boundary besides the step: evaluation and a save.
         """
-        self._time_step()
+        now = time.monotonic()
+        if self._boundary is not None:
+            self._steps.append(now - self._boundary)
+        self._boundary = now
         self.reason = self.reason or self._reason_to_stop(ahead)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP
@@ -131,17 +128,9 @@ class StopConditions:
 
     def saved(self) -> None:
         """Remove the file of --save-switch: the save that it requested is complete."""
-        if not self._saving:
-            return
-        self._saving = False
-        if os.path.exists(self.run.save_switch):
+        if self._saving and os.path.exists(self.run.save_switch):
             os.remove(self.run.save_switch)
-
-    def _time_step(self) -> None:
-        now = time.monotonic()
-        if self._boundary is not None:
-            self._steps.append(now - self._boundary)
-        self._boundary = now
+        self._saving = False
 
     def _reason_to_stop(self, ahead: float) -> str | None:
         if self.signals.first is not None:
