@@ -15,7 +15,7 @@ from config.messages import UserError, exit_with
 from config.validation import check
 from distributed.context import prepare
 from distributed.launch import check_launch, discover
-from distributed.stop_conditions import check_kill_switch, listen
+from distributed.stop_conditions import Signals, check_kill_switch
 from planner import memory
 
 
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
 
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """
-    signals, launch = listen(), discover()
+    signals, launch = Signals(), discover()
     try:
         warning = check_launch(launch)
         if warning:

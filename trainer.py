@@ -29,7 +29,6 @@ from distributed.stop_conditions import (
     RequestedAction,
     Signals,
     StopConditions,
-    listen,
 )
 from model import Stage, attention_kernel
 from parallel import ParamFactory
@@ -152,11 +151,11 @@ def main(
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: of `listen()`, if that was called before. predicted_memory: bytes by part for every
+    signals: if they are handled already. predicted_memory: bytes by part for every
     stage, to be shown beside what is measured.
     """
     listening = signals is None
-    signals = signals or listen()
+    signals = signals or Signals()
     context = start(launch, config.run)
     signals.end = context.end_all_ranks
     with context.failing_loudly(), memory_report.snapshot(config.run, context):

@@ -7,8 +7,7 @@
         ...
     context.stop()
 
-torch and mpi4py are imported in the functions that need them, so that a user's mistake is
-reported before the seconds that these imports take.
+torch and mpi4py are imported where they are needed: a mistake is reported before that takes time.
 """
 
 import atexit
@@ -58,6 +57,7 @@ class Context(Meeting):
 
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     blocking: bool = False  # wait for every collective where it starts
+    job_nodes: int | None = None  # of the Slurm job
     watchdog: Watchdog | None = None
     _monitor: Any = None  # its process, on rank 0
     _groups: dict = field(default_factory=dict)
@@ -66,11 +66,6 @@ class Context(Meeting):
     def nodes(self) -> list[str]:
         """The node of every rank."""
         return [place.node for place in self.places]
-
-    @property
-    def job_nodes(self) -> int | None:
-        """How many nodes the Slurm job holds, if this is one."""
-        return job_nodes()
 
     def process_group(self, ranks: tuple[int, ...], role: str) -> Any:
         """torch's process group of these ranks; collective over all ranks, in one order.
@@ -116,10 +111,7 @@ class Context(Meeting):
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """End in order: a rank closes its connections when no other uses them; collective.
-
-        A status other than 0 becomes the whole job's, and this does not return.
-        """
+        """End in order; collective. A status other than 0 becomes the job's: it does not return."""
         self.recorder.enter("end")
         if self.size > 1:
             import torch.distributed as dist
@@ -137,9 +129,9 @@ class Context(Meeting):
     def _exit_job(self, status: int) -> None:
         """Exit such that the launcher reports this status.
 
-        When a rank exits with a status other than 0, launchers kill the others and may report the
-        kill's status. Under srun therefore only rank 0 exits with ours, after the others. MPICH's
-        mpirun reports exactly the status that MPI_Abort is given.
+        When a rank exits with another status than 0, launchers kill the others and may report the
+        kill's. So under srun only rank 0 exits with ours, after the others. MPICH's mpirun reports
+        exactly the status that MPI_Abort is given.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -160,15 +152,13 @@ class Context(Meeting):
     def _fail(self, error: BaseException) -> None:
         """Report the error and end the job.
 
-        If another rank failed first or is dead, this error is a consequence: the monitor ends this
-        process before the last line.
+        If another rank failed first or is dead, the monitor ends this process before the last line.
         """
         mistake = isinstance(error, UserError)
         trace = "".join(traceback.format_exception(error))
         if self.watchdog is None or self.watchdog.fail(trace, mistake):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
-            text = f"error: {error}" if mistake else where + trace
-            print(text, file=sys.stderr, flush=True)
+            print(f"error: {error}" if mistake else where + trace, file=sys.stderr, flush=True)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(2 if mistake else 1)
@@ -197,7 +187,8 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
 
     new_event = functools.partial(torch.cuda.Event, enable_timing=True)
     recorder = FlightRecorder(new_event if meeting.backend == "nccl" else None)
-    context = Context(**vars(meeting), recorder=recorder, blocking=run.blocking)
+    context = Context(**vars(meeting), recorder=recorder, job_nodes=job_nodes())
+    context.blocking = run.blocking
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
@@ -219,7 +210,6 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
     address, mistake = exchange.agree([address, mistake], lambda values: values[0])
     if mistake:
         exit_with(UserError(mistake), context.rank == 0, context.launch.exit_delay)
-    context.watchdog = Watchdog(
-        context.recorder, tuple(address), context.rank, context.node, context.end_all_ranks
-    )
+    own = context.rank, context.node, context.end_all_ranks
+    context.watchdog = Watchdog(context.recorder, tuple(address), *own)
     atexit.register(context.watchdog.close)  # sys.exit deregisters from the monitor too

@@ -191,11 +191,9 @@ def host_address(local: Local) -> str:
     address = socket.gethostbyname(socket.gethostname())
     if not address.startswith("127."):
         return address
-    for cards in psutil.net_if_addrs().values():
-        for card in cards:
-            if card.family == socket.AF_INET and not card.address.startswith("127."):
-                return card.address
-    return address
+    cards = [card for several in psutil.net_if_addrs().values() for card in several]
+    found = [card.address for card in cards if card.family == socket.AF_INET]
+    return next((other for other in found if not other.startswith("127.")), address)
 
 
 def _gather_places(store, launch: Launch, own: Place) -> list[Place]:

@@ -10,11 +10,11 @@ import trainer
 from config import validation
 from config.command_line import parse
 from distributed.launch import discover
-from distributed.stop_conditions import listen
+from distributed.stop_conditions import Signals
 
 
 def main() -> None:
-    signals, launch, pause = listen(), discover(), float(sys.argv[1])
+    signals, launch, pause = Signals(), discover(), float(sys.argv[1])
     step = trainer.step
 
     def paced(*arguments):
