@@ -41,26 +41,20 @@ class Handle(Protocol):
         """Return when its output may be used and its input overwritten."""
 
 
-class _Done:
-    """The handle where no communication was needed."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 @dataclass
-class _Started:
-    """The handle of a communication, and the local step, if any, that completes it."""
+class _Pending:
+    """A communication, if any was needed, and the local step, if any, that completes it."""
 
-    work: Any
+    work: Any = None
     complete: Callable[[], object] | None = None
     sent: Tensor | None = None  # kept alive until the wait
 
     def wait(self) -> None:
-        self.work.wait()
-        if self.complete:
+        if self.work is not None:
+            self.work.wait()
+        if self.complete is not None:
             self.complete()
-        self.complete = self.sent = None
+        self.work = self.complete = self.sent = None
 
 
 class Group:
@@ -93,7 +87,7 @@ class Group:
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
         """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
         if self.size == 1:
-            return _Done()
+            return _Pending()
         return self._start("all_reduce", tensor.nbytes, self._all_reduce, tensor, op)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
@@ -123,7 +117,7 @@ class Group:
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
         tensor = tensor.cpu() if self._gloo else tensor
         sending = dist.isend(tensor, self.ranks[to], group=self.handle)
-        work = _Started(sending, sent=tensor)
+        work = _Pending(sending, sent=tensor)
         return record.under_way(work) if record else work
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
@@ -131,7 +125,7 @@ class Group:
         record = self.group_log.enter_receive(tensor.nbytes, source) if self.group_log else None
         host = torch.empty_like(tensor, device="cpu") if self._gloo and tensor.is_cuda else tensor
         receiving = dist.irecv(host, self.ranks[source], group=self.handle)
-        work = _Started(receiving, None if host is tensor else lambda: tensor.copy_(host))
+        work = _Pending(receiving, None if host is tensor else lambda: tensor.copy_(host))
         return record.under_way(work) if record else work
 
     def values(self, tensor: Tensor) -> list:
@@ -147,7 +141,7 @@ class Group:
         """Record an operation of `size` bytes and start it: `run(output, other)`."""
         if self.size == 1:
             output.copy_(other)
-            return _Done()
+            return _Pending()
         record = self.group_log.enter(kind, size) if self.group_log else None
         handle = run(output, other)
         if record:
@@ -162,16 +156,16 @@ class Group:
         if not self._prefers_one_hop(tensor.nbytes):
             host = tensor.cpu()  # the tensor itself if it is on the CPU
             work = dist.all_reduce(host, op, group=self.handle, async_op=True)
-            return work if host is tensor else _Started(work, lambda: tensor.copy_(host))
+            return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
         work, received = self._one_hop(self._for_each(tensor))
         reduce = torch.sum if op == SUM else torch.amax
-        return _Started(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
+        return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
         work, received = self._one_hop(source.reshape(self.size, -1))
-        return _Started(work, lambda: output.copy_(received.sum(0).view_as(output)))
+        return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
@@ -180,14 +174,14 @@ class Group:
             parts = list(output.view(self.size, -1).unbind())
             return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
         work, received = self._one_hop(self._for_each(source))
-        return _Started(work, lambda: output.copy_(received.view_as(output)))
+        return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
         sent = source.cpu() if self._gloo else source  # the source itself if it is on the CPU
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = dist.all_to_all_single(received, sent, group=self.handle, async_op=True)
         complete = None if received is output else lambda: output.copy_(received)
-        return _Started(work, complete, sent)
+        return _Pending(work, complete, sent)
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member beats gloo's rings."""

@@ -34,8 +34,7 @@ from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
-# For mpirun to pass on what was printed, before it is ended.
-SECONDS_TO_FLUSH = 0.5
+SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
 SECONDS_FOR_MONITOR_TO_END = 5.0
 # Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
 # under mpirun it ends them, and they wait for that at most so long.
@@ -68,10 +67,7 @@ class Context(Meeting):
         return [place.node for place in self.places]
 
     def process_group(self, ranks: tuple[int, ...], role: str) -> Any:
-        """torch's process group of these ranks; collective over all ranks, in one order.
-
-        Groups of the same ranks and role are made once: meshes of several layouts share them.
-        """
+        """torch's process group of these ranks and role, made once; collective over all ranks."""
         import torch.distributed as dist
 
         if (ranks, role) not in self._groups:
@@ -187,8 +183,8 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
 
     new_event = functools.partial(torch.cuda.Event, enable_timing=True)
     recorder = FlightRecorder(new_event if meeting.backend == "nccl" else None)
-    context = Context(**vars(meeting), recorder=recorder, job_nodes=job_nodes())
-    context.blocking = run.blocking
+    context = Context(**vars(meeting), recorder=recorder, blocking=run.blocking)
+    context.job_nodes = job_nodes()
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False

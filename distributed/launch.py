@@ -29,11 +29,9 @@ class Launch:
 
     @property
     def exit_delay(self) -> float:
-        """Seconds that ranks wait before they exit for an error that another rank reports.
-
-        Launchers end all ranks when the first exits, and ranks start seconds apart where many
-        read their modules from one disk; but MPICH's mpirun waits for each.
-        """
+        """Seconds that ranks wait before they exit for an error that another rank reports."""
+        # Launchers end all ranks when the first exits, and ranks start seconds apart where many
+        # read their modules from one disk; but MPICH's mpirun waits for each.
         return 1.0 if self.launcher == "mpirun" else 10.0
 
 

@@ -7,13 +7,12 @@
 All facts are arguments, so that a cluster can be tested on a machine without one.
 """
 
+import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from config.messages import UserError, number_ranges
 from config.schema import Layout, coordinates, rows_along
@@ -47,10 +46,7 @@ def ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 
 def allowed_cores() -> tuple[int, ...]:
     """The logical CPUs that Slurm, a cgroup or taskset allow this process."""
-    process = psutil.Process()
-    if not hasattr(process, "cpu_affinity"):  # macOS
-        return tuple(range(psutil.cpu_count() or 1))
-    return tuple(process.cpu_affinity())
+    return tuple(sorted(os.sched_getaffinity(0)))
 
 
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -75,13 +71,6 @@ def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tupl
         return None
     own = cores[index * len(cores) // ranks : (index + 1) * len(cores) // ranks]
     return tuple(sorted(cpu for core in own for cpu in core))
-
-
-def keep_to(cores: tuple[int, ...]) -> None:
-    """Bind this process, and threads that it starts later, to these logical CPUs."""
-    process = psutil.Process()
-    if hasattr(process, "cpu_affinity"):
-        process.cpu_affinity(list(cores))
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------
@@ -127,51 +116,44 @@ def placement_warnings(
 
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
-    found = [_unequal_nodes(places), _unused_nodes(places, job_nodes)]
-    found += [_split_tensor_group(places, layout), _cores_not_inherited(places)]
-    return [sentence for sentence in found if sentence]
+    found = [*_uneven_nodes(places, job_nodes), *_split_tensor_group(places, layout)]
+    return found + _cores_not_inherited(places)
 
 
-def _unequal_nodes(places: list[Place]) -> str | None:
+def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
     ranks = Counter(place.node for place in places)
     low, high = min(ranks, key=ranks.__getitem__), max(ranks, key=ranks.__getitem__)
-    if ranks[low] == ranks[high]:
-        return None
-    return (
-        f"nodes have unequal numbers of ranks: {ranks[high]} on {high}, {ranks[low]} on {low}; "
-        f"--ntasks-per-node (mpirun: -ppn) sets one for all"
-    )
+    if ranks[low] != ranks[high]:
+        yield (
+            f"nodes have unequal numbers of ranks: {ranks[high]} on {high}, {ranks[low]} on {low}; "
+            f"--ntasks-per-node (mpirun: -ppn) sets one for all"
+        )
+    if job_nodes is not None and len(ranks) < job_nodes:
+        used = f"{len(places)} ranks are on {len(ranks)} of them"
+        yield f"the job holds {job_nodes} nodes, but its {used}"
 
 
-def _unused_nodes(places: list[Place], job_nodes: int | None) -> str | None:
-    used = len({place.node for place in places})
-    if job_nodes is None or used >= job_nodes:
-        return None
-    return f"the job holds {job_nodes} nodes, but its {len(places)} ranks are on {used} of them"
-
-
-def _split_tensor_group(places: list[Place], layout: Layout) -> str | None:
+def _split_tensor_group(places: list[Place], layout: Layout) -> list[str]:
     for ranks in rows_along(layout.axes, ("tp",)):
         nodes = sorted({places[rank].node for rank in ranks})
         if len(nodes) > 1:
-            return (
+            return [
                 f"tensor-parallel ranks {ranks[0]} to {ranks[-1]} are on nodes "
                 f"{', '.join(nodes)}: every layer waits for the network; choose a tp that divides "
                 f"the ranks of a node, and place ranks node by node (srun --distribution=block)"
-            )
-    return None
+            ]
+    return []
 
 
-def _cores_not_inherited(places: list[Place]) -> str | None:
+def _cores_not_inherited(places: list[Place]) -> list[str]:
     short = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
-    if not short:
-        return None
-    place = places[short[0]]
-    return (
-        f"{len(short)} ranks, the first is {short[0]} on {place.node}, have {len(place.cores)} "
-        f"cores, but the job asked for --cpus-per-task={place.asked_cores}: since Slurm 22.05 srun "
-        f"does not inherit it; give it to srun as well"
-    )
+    return [
+        f"{len(short)} ranks, the first is {rank} on {places[rank].node}, have "
+        f"{len(places[rank].cores)} cores, but the job asked for --cpus-per-task="
+        f"{places[rank].asked_cores}: since Slurm 22.05 srun does not inherit it; give it to srun "
+        f"as well"
+        for rank in short[:1]
+    ]
 
 
 def table(places: list[Place], layout: Layout) -> str:

@@ -29,17 +29,14 @@ from distributed.mesh import ROLES, Mesh
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-# A rank that has not answered by then is considered lost; slow imports are done before.
-SECONDS_TO_ANSWER = 60.0
-# Clocks further apart than this make the logs of several nodes hard to compare.
-SECONDS_OF_CLOCKS = 2.0
+SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports are done before
+SECONDS_OF_CLOCKS = 2.0  # further apart, the logs of several nodes are hard to compare
 # Edge of the square GEMM, its repetitions, and how many times slower than the median a rank may be
 # before it is reported. On CPUs other processes share the cores.
 GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_REPEATS = 5
 SLOW = {"cuda": 1.1, "cpu": 2.0}
-# Of a GPU's free memory: allocated and freed at once.
-SHARE_TO_ALLOCATE = 0.9
+SHARE_TO_ALLOCATE = 0.9  # of a GPU's free memory: allocated and freed at once
 
 Say = Callable[[str], None]  # prints a line on rank 0
 
@@ -234,10 +231,7 @@ def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: S
 
 
 def check_groups(config: Config, context: Context, peers: Peers) -> None:
-    """All-reduce in every group of the layout; UserError with the ranks that do not finish.
-
-    The all-reduces run in a thread; if it hangs, the job ends with it.
-    """
+    """All-reduce in every group of the layout; UserError with the ranks that do not finish."""
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     answer: dict[str, Any] = {"at": 0, "error": None}
     done = threading.Event()
@@ -258,6 +252,7 @@ def check_groups(config: Config, context: Context, peers: Peers) -> None:
             answer["error"] = str(error).splitlines()[0]
         done.set()
 
+    # If this hangs, the job ends with it.
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
     done.wait(peers.seconds)
     answers = peers.gather("groups", answer)

@@ -24,12 +24,9 @@ from distributed.launch import Launch, Local, cores_asked_for, find_local, node_
 from distributed.placement import Place
 from distributed.store import StoreExchange
 
-# torch's own limit, the last resort: the watchdog reports a hang long before it.
-COLLECTIVE_TIMEOUT = timedelta(hours=4)
-# Until all ranks have met: the watchdog does not run yet.
-MEETING_TIMEOUT = timedelta(minutes=30)
-# Between two looks for ranks that do not have the store's address yet, in seconds.
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1
+COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
+MEETING_TIMEOUT = timedelta(minutes=30)  # until all have met: the watchdog does not run yet
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks for ranks without the address
 
 
 @dataclass
@@ -55,25 +52,23 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     launcher and MPI disagree, or the device or backend asked for is not there, the first rank of
     each node prints the error and every rank that sees it exits with status 2.
     """
-    node, local = node_name(), None
+    node, speaker = node_name(), launch.rank
     # From a thread that needs no Python lock: MPI_Init holds it.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:
         local = find_local(launch)
-        device, backend = _choose_device(run, launch, local, node)
+        speaker = local.rank  # what one rank finds, all of its node do
+        device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
         store = _open_store(launch, local)
+        speaker = launch.rank
+        own = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
+        places = _gather_places(store, launch, own)
+        faulthandler.cancel_dump_traceback_later()
+        if backend == "nccl":
+            placement.check_gpus(places)
     except UserError as mistake:
-        rank_on_node = local.rank if local else launch.rank
-        exit_with(mistake, rank_on_node == 0, launch.exit_delay)
-    own = Place(node, local.rank, str(device), _gpu_id(device), cores, cores_asked_for())
-    places = _gather_places(store, launch, own)
-    faulthandler.cancel_dump_traceback_later()
-    if backend == "nccl":
-        try:
-            placement.check_gpus(places)  # the same result on every rank
-        except UserError as mistake:
-            exit_with(mistake, launch.rank == 0, launch.exit_delay)
+        exit_with(mistake, speaker == 0, launch.exit_delay)
     if store is not None:
         store = _start_process_groups(store, launch, device, backend)
     who = launch, launch.rank, launch.size, node, local
@@ -84,7 +79,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
 
 
 def _choose_device(run: Run, launch: Launch, local: Local, node: str):
-    """The rank's torch.device, and nccl, gloo or none."""
+    """The rank's torch.device, the identifier of its GPU, and nccl, gloo or none."""
     import torch
 
     available = torch.cuda.is_available()
@@ -97,28 +92,19 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     if launch.size == 1:
         backend = "none"
     if not on_gpu:
-        return torch.device("cpu"), backend
+        return torch.device("cpu"), None, backend
     visible = torch.cuda.device_count()
     sharing = backend != "nccl"
     gpu = placement.choose_gpu(local.rank, local.size, visible, node, sharing)
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
-    return device, backend
-
-
-def _gpu_id(device) -> str | None:
-    if device.type != "cuda":
-        return None
-    import torch
-
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}", backend
 
 
 def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     """Bind this process to its share of the cores; those cores, and the number of threads.
 
-    Cores that Slurm or a cgroup allows to several ranks alike are divided among them if there is
-    a core for each. OMP_NUM_THREADS, where set, is the number of threads.
+    Cores that several ranks are allowed alike are divided among them if there is one for each.
     """
     import torch
 
@@ -126,7 +112,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     physical = placement.physical_cores(cores)
     share = placement.share_of_cores(physical, local.sharing, local.place_among_sharing)
     if share is not None and run.bind_cores and local.sharing > 1:
-        placement.keep_to(share)
+        os.sched_setaffinity(0, share)  # of this thread, and of those that it starts later
         cores = share
     requested = os.environ.get("OMP_NUM_THREADS")
     threads = int(requested) if requested else max(1, len(physical) // local.sharing)

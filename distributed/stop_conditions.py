@@ -7,11 +7,10 @@
     SIGTERM, SIGUSR1          save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
 
-A signal or file seen by any rank takes effect on all ranks at the same step boundary. A run stopped
-in this way ends with status 75 (EX_TEMPFAIL of sysexits.h: try again later), and the script that
-started it can queue it again. The same signal a second time ends all ranks at once, without a save.
-SIGTERM after SIGUSR1 does not: Slurm sends it at the time limit that SIGUSR1 announced, when the
-save can still finish in time.
+A signal or file seen by any rank takes effect on all ranks at the same step boundary. The run ends
+with status 75 (EX_TEMPFAIL of sysexits.h: try again later). The same signal a second time ends all
+ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at the time limit that
+SIGUSR1 announced, when the save can still finish in time.
 
 Which signals reach the ranks (tried with MPICH 5, Open MPI 5, Slurm 22.05, torch 2.13):
 
@@ -42,8 +41,7 @@ STOPPED_EARLY = 75
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 # A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
-# The next step is expected to take as long as the slowest of this many last ones.
-STEPS_REMEMBERED = 20
+STEPS_REMEMBERED = 20  # the next step may take as long as the slowest of these
 
 
 class RequestedAction(enum.IntEnum):
@@ -124,7 +122,10 @@ class StopConditions:
         self.reason = self.reason or self._reason_to_stop(ahead)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP
-        return RequestedAction.SAVE if self._save_requested() else RequestedAction.GO_ON
+        if not self.first or self._saving or not self.run.save_switch:
+            return RequestedAction.GO_ON
+        self._saving = os.path.exists(self.run.save_switch)  # True once for each save
+        return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
 
     def saved(self) -> None:
         """Remove the file of --save-switch: the save that it requested is complete."""
@@ -141,10 +142,3 @@ class StopConditions:
         if limit and time.time() - self._began + max(self._steps, default=0.0) + ahead > limit:
             return f"--exit-after-minutes {self.run.exit_after_minutes:g}"
         return None
-
-    def _save_requested(self) -> bool:
-        """Whether the file of --save-switch has appeared; True once for each time."""
-        if not self.first or self._saving or not self.run.save_switch:
-            return False
-        self._saving = os.path.exists(self.run.save_switch)
-        return self._saving

@@ -18,8 +18,7 @@ from typing import Any
 
 from watchdog.flight_recorder import FlightRecorder
 
-# Seconds between two looks of rank 0 for a value that is not there yet.
-PAUSE = 0.005
+PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
 # A rank that has sent nothing by then is considered lost; a save on a slow disk takes minutes.
 SECONDS_TO_ANSWER = 3600.0
 
@@ -37,9 +36,11 @@ class NoAnswer(TimeoutError):
 class StoreExchange:
     """JSON values that ranks leave for one another under keys of one name.
 
-    Every rank makes its exchanges in the same order, so that two of one name do not read one
-    another's values. A thread that waits keeps the store's connection busy: one that must not
-    wait for it takes a connection of its own (`store.clone()`).
+    store: torch's, or None in a world of one. recorder: where waits of the calling thread are
+    recorded; None: nowhere. seconds: after which a silent rank is considered lost. Every rank makes
+    its exchanges in the same order, so that two of one name do not read one another's values. A
+    thread that waits keeps the store's connection busy: one that must not wait for it takes a
+    connection of its own (`store.clone()`).
     """
 
     def __init__(
@@ -51,11 +52,7 @@ class StoreExchange:
         recorder: FlightRecorder | None = None,
         seconds: float = SECONDS_TO_ANSWER,
     ):
-        """No communication with other ranks yet.
-
-        store: torch's, or None in a world of one. recorder: where waits of the calling thread are
-        recorded; None: nowhere. seconds: after which a silent rank is considered lost.
-        """
+        """No communication with other ranks yet."""
         import torch.distributed as dist
 
         self.store = dist.HashStore() if store is None else store
@@ -67,16 +64,12 @@ class StoreExchange:
     def gather(self, key: str, value: Any) -> list[Any]:
         """Every rank's value in rank order, on every rank; every rank must call.
 
-        `key` names the question in the store. Raises NoAnswer, on every rank, with the ranks that
-        were silent.
+        Raises NoAnswer, on every rank, with the ranks that were silent.
         """
         return self.agree(value, lambda values: values, key)
 
     def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
-        """`combine` of every rank's value in rank order, computed on rank 0; every rank must call.
-
-        Raises NoAnswer as `gather` does.
-        """
+        """As `gather`, but `combine` of the values, computed on rank 0."""
         self._agreed += 1
         key = f"{key}/{self._agreed}"
         self.tell(key, value)
