@@ -5,6 +5,7 @@ multiply; every group of the layout must all-reduce. Values go through torch's s
 limit: a node that does not answer is named, whatever the reason, and can be left out.
 """
 
+import functools
 import hashlib
 import json
 import platform
@@ -90,11 +91,7 @@ def introduce(config: Config, context: Context) -> None:
 
     Collective over all ranks; UserError, on every rank, for what cannot work.
     """
-
-    def say(line: str) -> None:
-        if context.rank == 0:
-            print(line, flush=True)
-
+    say: Say = functools.partial(print, flush=True) if context.rank == 0 else lambda line: None
     if context.size > 1:
         say(placement.table(context.places, config.layout))
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):

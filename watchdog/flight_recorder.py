@@ -7,10 +7,9 @@
     operation = group_log.enter("all_reduce", 4096)  before the call, because the call may hang
     operation.under_way(handle).wait()
 
-Each rank numbers the operations of a group, so ranks can be compared: the one that never entered
-the operation in which the others wait has a lower count. The training thread writes, the watchdog's
-thread reads, without locks: a count that is out of date by a microsecond does no harm.
-benchmarks/watchdog.py measures the cost.
+Each rank numbers the operations of a group: the one that never entered the operation in which the
+others wait has a lower count. The training thread writes, the watchdog's thread reads, without
+locks: a count may be out of date by a microsecond. benchmarks/watchdog.py measures the cost.
 """
 
 import statistics
@@ -29,11 +28,7 @@ DEVICE_WAITS = 4096  # waits on a GPU's stream kept until they are timed
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective or message of this rank: entered, perhaps waited for, ended.
-
-    It takes the place of torch's handle: `wait` waits for that one and records the time. Times are
-    those of time.monotonic().
-    """
+    """One collective or message of this rank, in place of torch's handle; times are monotonic."""
 
     group_log: "GroupLog"
     kind: str
@@ -207,10 +202,8 @@ class FlightRecorder:
         A stream's wait counts when the stream has passed it: call this after the step's last
         `values`, which waits for the device.
         """
-        waited, self.waited = self.waited, 0.0
-        if self.new_event is None:
-            return waited
-        waited = 0.0
+        waited = self.waited if self.new_event is None else 0.0
+        self.waited = 0.0
         while self._on_stream and self._on_stream[0][2].query():
             _, first, last = self._on_stream.popleft()
             waited += first.elapsed_time(last) / 1e3
@@ -218,10 +211,7 @@ class FlightRecorder:
         return waited
 
     def wait_for(self, operation: Operation) -> None:
-        """Wait for the handle; on nccl between two events: the stream waits, the host goes on.
-
-        The device has passed the operation when it has passed the second event.
-        """
+        """Wait for the handle; on nccl between two events: the stream waits, the host goes on."""
         if self.new_event is None:
             operation.handle.wait()
             return
@@ -233,7 +223,7 @@ class FlightRecorder:
 
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet."""
-        waits = list(self._on_stream)
+        waits = list(self._on_stream)  # passed: when the second event has been
         return next((operation for operation, _, last in waits if not last.query()), None)
 
     # -- for the watchdog's thread ----------------------------------------------------------

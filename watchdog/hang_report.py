@@ -21,9 +21,7 @@ from watchdog.wait_graph import Ranks, WaitGraph
 
 _ranges = functools.partial(number_ranges, between=", ")
 _RULE = "=" * 80  # the first and the last line
-SHOWN_CULPRITS = 8
-SHOWN_FRAMES = 6
-SHOWN_LINES = 24  # of waits, and of places
+SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24  # lines: of waits, and of places
 
 
 def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
@@ -59,9 +57,9 @@ def _headline(case: dict[str, Any], ranks: Ranks) -> str:
             f"DEAD: {_name(ranks[case['first']])} ended without a goodbye: killed (by the "
             f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
         )
+    still, limit = ranks[case["still"]]["still"], f"{case['limit']:.1f} s (--hang-timeout)"
     return (
-        f"HANG: rank {case['still']} has made no progress for {ranks[case['still']]['still']:.1f} "
-        f"s, the limit is {case['limit']:.1f} s (--hang-timeout)"
+        f"HANG: rank {case['still']} has made no progress for {still:.1f} s, the limit is {limit}"
     )
 
 
@@ -98,20 +96,17 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
     snapshot = rank["snapshot"]
     it_is = "it is" if rank["state"] == "answered" else "at its last message it was"
     lines = [f"  {it_is} in {describe_place(snapshot)}, without progress for {rank['still']:.1f} s"]
-    if background := snapshot["background"]:
-        seconds = background["seconds"]
-        lines.append(f"  its checkpoint's thread: {background['kind']}, for {seconds:.1f} s")
-    wait = snapshot["wait"]
-    if wait and wait["kind"] != "device":
+    if thread := snapshot["background"]:
+        lines.append(f"  its checkpoint's thread: {thread['kind']}, for {thread['seconds']:.1f} s")
+    if (wait := snapshot["wait"]) and wait["kind"] != "device":
         lines.append(f"  {it_is} waiting in {_operation(wait)}")
     if snapshot["device"]:
         lines.append(f"  its GPU has not passed {_operation(snapshot['device'])}")
     operations = [record for record in snapshot["last"] if "kind" in record]
     if operations and not (wait and "role" in wait):
         last = operations[-1]
-        done = f"not done, begun {last['seconds']:.1f} s before"
-        if last["ended"] is not None:
-            done = f"done {last['ended']:.1f} s before"
+        ended, begun = last["ended"], f"not done, begun {last['seconds']:.1f} s before"
+        done = begun if ended is None else f"done {ended:.1f} s before"
         lines.append(f"  its last operation: {_operation(last)}, {done}")
     return lines
 
@@ -163,8 +158,7 @@ def _describe_places(ranks: Ranks) -> list[str]:
     for number, rank in ranks.items():
         places.setdefault(_place(rank), []).append(number)
     ordered = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    lines = [f"  {len(members):4} x {_ranges(members)}: {at}" for at, members in ordered]
-    return _shortened(lines)
+    return _shortened([f"  {len(own):4} x {_ranges(own)}: {at}" for at, own in ordered])
 
 
 def _shortened(lines: list[str]) -> list[str]:
@@ -222,10 +216,7 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
 
 
 def _to_json(value: Any, depth: int) -> str:
-    """JSON with line breaks down to that depth: one line per record and per frame of a stack.
-
-    json's own indentation breaks lines down to the last number and takes ten times as long.
-    """
+    """JSON with line breaks down to that depth; json's own indentation takes ten times as long."""
     if depth == 0 or not value or not isinstance(value, dict | list | tuple):
         return json.dumps(value)
     if isinstance(value, dict):

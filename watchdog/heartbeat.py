@@ -1,12 +1,10 @@
 """Each rank's connection to the monitor: it sends heartbeats, and ends the rank on its order.
 
 Rank 0 starts the monitor, a process of its own (monitor.py); every rank has two connections to it
-and one thread that sends a heartbeat every second.
-
-The thread runs while the main thread is inside a collective, because waits release Python's lock
-(the GIL). A rank whose lock is held, by a loop in C for example, sends no heartbeats; its stack is
-written into the second connection by faulthandler, which does not need the lock. A stopped process
-sends nothing, and the monitor reads its state from the kernel. No collective is used.
+and one thread that sends a heartbeat every second, also while the main thread is inside a
+collective. A rank whose Python lock (the GIL) is held, by a loop in C for example, sends none; its
+stack is written into the second connection by faulthandler, which does not need the lock. A
+stopped process sends nothing, and the monitor reads its state from the kernel.
 """
 
 import contextlib
@@ -109,10 +107,9 @@ class Watchdog:
     # -- for the main thread ----------------------------------------------------------------
 
     def fail(self, text: str, mistake: bool) -> bool:
-        """Report that this rank fails; True if it is the first, which prints the error.
+        """Report that this rank fails, by a user's mistake or not; whether it is the first.
 
-        mistake: of the user, not of the program. Another rank than the first is normally ended
-        before this returns.
+        The first prints the error; another is normally ended before this returns.
         """
         try:
             self._send({"failed": text, "mistake": mistake})
@@ -161,7 +158,7 @@ class Watchdog:
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
         # If the lock is held, no heartbeat re-arms the timer, and it writes the stacks. Re-arming
-        # ends a thread and starts one, most of the cost of a heartbeat: not done in each.
+        # ends and starts a thread, most of the cost of a heartbeat: not done in each.
         if now - self._armed > REARM_FRACTION * self._dump_after:
             faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now

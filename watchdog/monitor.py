@@ -28,10 +28,9 @@ from watchdog import hang_report
 from watchdog.heartbeat import encode, kill_process, process_state
 from watchdog.wait_graph import Ranks, WaitGraph, find_culprits
 
-# The default of --hang-timeout: at least so many seconds, and so many median steps.
-MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0
-# Until a rank has done so many steps, data and checkpoints are read and kernels built: the limit
-# is multiplied by that factor, and is so many seconds at least.
+MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0  # the default of --hang-timeout: the longer one
+# Until so many steps are done, data and checkpoints are read and kernels built: the limit is
+# multiplied by that factor, and is so many seconds at least.
 STARTUP_STEPS, STARTUP_FACTOR, STARTUP_SECONDS = 2, 4.0, 120.0
 POLL_SECONDS = 0.25  # between checks
 FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # to connect
@@ -156,9 +155,8 @@ class Monitor:
     # -- messages ---------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Handle what arrives within POLL_SECONDS. epoll gives descriptors in the order of their
-        events, and a connection for stacks has one when its rank ends: the first death is first.
-        """
+        """Handle what arrives within POLL_SECONDS, ends of connections for stacks first."""
+        # epoll gives descriptors in the order of their events: the first death is first.
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
@@ -218,17 +216,16 @@ class Monitor:
 
     def _mark_dead(self) -> None:
         """Ranks whose connection for stacks has closed are dead, unless they said goodbye."""
-        now, waiting = time.monotonic(), []
-        for rank, when in self.closed:
+        now, closed, self.closed = time.monotonic(), self.closed, []
+        for rank, when in closed:
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
-                waiting.append((rank, when))  # its other connection has not been read yet
+                self.closed.append((rank, when))  # its other connection has not been read yet
                 continue
             if rank.descriptor in self.connections:
                 self._read(rank.descriptor)
             if rank.state == "alive":
                 rank.state = "gone"
                 self.dead.append(rank.rank)
-        self.closed = waiting
 
     def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
         rank.heard = now = time.monotonic()
@@ -246,8 +243,7 @@ class Monitor:
             for other, state in rank.status.pop("processes").items():
                 self.ranks[int(other)].process = state
         elif "failed" in message:
-            rank.state, rank.error = "failed", message["failed"]
-            rank.mistake = message["mistake"]
+            rank.state, rank.error, rank.mistake = "failed", message["failed"], message["mistake"]
             self.failures.append((rank.rank, now))
             if self.first is not None:
                 self._send(rank, {"first": False})
@@ -362,7 +358,7 @@ class Monitor:
             if case["kind"] != "failed":  # then the rank itself has printed its error
                 print(report, file=sys.stderr, flush=True)
             try:
-                hang_report.write_files(os.path.join(self.out, "hang"), case, ranks, report)
+                hang_report.write_files(f"{self.out}/hang", case, ranks, report)
             except OSError as error:
                 print(f"the watchdog cannot write its files: {error}", file=sys.stderr, flush=True)
 

@@ -4,10 +4,9 @@
     graph.blockers(3)                    the ranks for which rank 3 waits
     find_culprits(case, graph)           the ranks that caused the hang
 
-A rank waits in an operation with a number, for the members of the group that have not entered the
-operation of that number. Each of these may itself wait, on another axis of the mesh, and so on; a
-rank at the end of such a chain does not wait and is the cause. What ranks share is computed once
-for all of them: in a collective of a thousand ranks, each of a thousand waits for the same ranks.
+A rank waits in an operation for the members of the group that have not entered it. Each of these
+may itself wait, on another axis of the mesh, and so on; a rank at the end of such a chain does not
+wait and is the cause. What ranks share is computed once for all: they may be a thousand.
 """
 
 from collections.abc import Iterable
@@ -34,10 +33,7 @@ class WaitGraph:
                 self.waits[number] = wait
 
     def blockers(self, rank: int) -> list[int]:
-        """The ranks for which a rank waits: they have not entered its operation, or are silent.
-
-        Empty if the rank does not wait, or if all have entered.
-        """
+        """The ranks for which a rank waits: they have not entered its operation, or are silent."""
         wait = self.waits.get(rank)
         if wait is None:
             return []
@@ -57,24 +53,20 @@ class WaitGraph:
         """The known members that have not entered that collective, silent ones included."""
         if (group, number) not in self._missing:
             counts = self.counts.get(group, {})
-            self._missing[group, number] = [
-                other
-                for other in group[1]
-                if other in self.ranks and counts.get(other, [0])[0] < number
-            ]
+            known = [other for other in group[1] if other in self.ranks]
+            missing = [other for other in known if counts.get(other, [0])[0] < number]
+            self._missing[group, number] = missing
         return self._missing[group, number]
 
     def chain_ends(self, start: Iterable[int]) -> list[int]:
-        """The ranks at the ends of the chains of waits from `start`: those that do not wait.
-
-        A rank that waits although all have entered is not one: the fault is between the ranks.
-        """
+        """The ranks at the ends of the chains of waits from `start`: those that do not wait."""
         seen, queue = set(), list(start)
         while queue:
             rank = queue.pop()
             if rank not in seen:
                 seen.add(rank)
                 queue += [other for other in self.blockers(rank) if other not in seen]
+        # Not a rank that waits although all have entered: the fault is between the ranks.
         return sorted(seen - set(self.waits))
 
     def waiter_for(self, culprit: int) -> tuple[int, dict[str, Any]] | None:
