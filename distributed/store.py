@@ -70,6 +70,8 @@ class StoreExchange:
 
     def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
         """As `gather`, but `combine` of the values, computed on rank 0."""
+        import torch.distributed as dist
+
         self._agreed += 1
         key = f"{key}/{self._agreed}"
         self.tell(key, value)
@@ -80,25 +82,16 @@ class StoreExchange:
             except NoAnswer as error:
                 result = {"silent": error.ranks}
             self.store.set(result_key, json.dumps(result))
+        began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
-            self._wait_for_rank_0(result_key)
+            try:  # the store wakes its clients: hundreds of ranks do not poll it
+                self.store.wait([result_key], timedelta(seconds=2 * self.seconds))
+            except dist.DistError as error:  # rank 0, which has the store, is gone or silent
+                raise NoAnswer([0], round(time.monotonic() - began, 1)) from error
         result = json.loads(self.store.get(result_key))
         if "silent" in result:
             raise NoAnswer(result["silent"], self.seconds)
         return result["value"]
-
-    def _wait_for_rank_0(self, key: str) -> None:
-        """Return when the key is there; NoAnswer if rank 0 is gone, or after twice its own limit.
-
-        The store wakes its clients: hundreds of ranks do not poll it.
-        """
-        import torch.distributed as dist
-
-        began = time.monotonic()
-        try:
-            self.store.wait([key], timedelta(seconds=2 * self.seconds))
-        except dist.DistError as error:
-            raise NoAnswer([0], round(time.monotonic() - began, 1)) from error
 
     def tell(self, key: str, value: Any) -> None:
         """Leave this rank's value for rank 0, which must collect it before the key's next use."""

@@ -118,9 +118,8 @@ class FlightRecorder:
     """The records of one rank: its last operations and actions, and what it does now.
 
     new_event: makes a timing CUDA event where a wait makes the stream wait and not the host
-    (nccl); None where the host waits (gloo). place: phase, step, action, micro-batch. coordinates:
-    position of this rank on the axes of the mesh, such as {"tp": 0, "pp": 1, "dp": 0}; the mesh
-    sets it. progress: grows with every record; a rank whose progress does not grow may hang.
+    (nccl); None where the host waits (gloo). coordinates: this rank's on the axes of the mesh,
+    which sets them. progress: grows with every record; a rank whose progress stands may hang.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):

@@ -58,9 +58,8 @@ def _headline(case: dict[str, Any], ranks: Ranks) -> str:
             f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
         )
     still, limit = ranks[case["still"]]["still"], f"{case['limit']:.1f} s (--hang-timeout)"
-    return (
-        f"HANG: rank {case['still']} has made no progress for {still:.1f} s, the limit is {limit}"
-    )
+    progress = f"no progress for {still:.1f} s, the limit is {limit}"
+    return f"HANG: rank {case['still']} has made {progress}"
 
 
 def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:

@@ -35,8 +35,7 @@ BEAT_RECORDS = 4  # of the recorder, in a heartbeat
 MAX_UNANSWERED = 30  # heartbeats; then the monitor or its node is considered lost
 CONNECT_TIMEOUT = 60.0
 FILES_PER_RANK, OTHER_FILES = 2, 32  # that the monitor has open: connections, and its own
-# A rank that failed after another one waits so long to be ended, so that the first is printed.
-EXIT_WAIT_SECONDS = 10.0
+EXIT_WAIT_SECONDS = 10.0  # for a rank that failed after another to be ended: the first prints
 ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
 REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed

@@ -34,9 +34,7 @@ MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0  # the default of --hang-timeout: t
 STARTUP_STEPS, STARTUP_FACTOR, STARTUP_SECONDS = 2, 4.0, 120.0
 POLL_SECONDS = 0.25  # between checks
 FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # to connect
-# A failure that a death caused may arrive before the death is seen: a busy machine takes time to
-# close the connections of a killed process.
-FAILURE_DELAY = 1.0
+FAILURE_DELAY = 1.0  # the death that caused a failure may be seen later than the failure
 GOODBYE_TIMEOUT = 1.0  # from a closed connection for stacks to the goodbye on the other one
 PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
 STATUS_TIMEOUT = 4.0  # for stacks and records, since the last that came
@@ -134,7 +132,10 @@ class Monitor:
         while True:
             self._receive()
             now = time.monotonic()
-            self._extend_deadlines(now - before)
+            if now - before > SUSPENDED_SECONDS:  # perhaps the job too: it counts against no rank
+                for rank in self.ranks.values():
+                    rank.heard += now - before
+                    rank.moved += now - before
             before = now
             if not self.ranks and now - self.began > FIRST_RANK_TIMEOUT:
                 return
@@ -144,13 +145,6 @@ class Monitor:
                 return self._end_ranks(self.ending, [])
             if case := self._find_case(now):
                 return self._close(case)
-
-    def _extend_deadlines(self, seconds: float) -> None:
-        """A suspended process: perhaps the job was too, and the time counts against no rank."""
-        if seconds > SUSPENDED_SECONDS:
-            for rank in self.ranks.values():
-                rank.heard += seconds
-                rank.moved += seconds
 
     # -- messages ---------------------------------------------------------------------------
 
