@@ -66,12 +66,9 @@ class Operation:
         recorder.waited += now - began
         recorder.progress += 1
         if recorder.spans is not None:
-            recorder.spans.append(("wait", self.name(), began, now))
-
-    def name(self) -> str:
-        """`all_reduce 12 of tp`, or `receive 3 of forward from 1`, by position in the group."""
-        side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
-        return f"{self.kind} {self.number} of {self.group_log.role}{side}"
+            side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
+            name = f"{self.kind} {self.number} of {self.group_log.role}{side}"
+            recorder.spans.append(("wait", name, began, now))
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """The record as plain values; times as seconds before `now`."""

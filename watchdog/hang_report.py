@@ -85,8 +85,8 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
             lines.append(f"  its {name} thread is at" if name != "main" else "  it is at")
             lines += [f"    {_short(frame)}" for frame in frames[:SHOWN_FRAMES]]
     if not rank["stacks"] and rank["raw"]:
-        lines += ["  its stack, written by faulthandler:"]
-        lines += [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
+        raw = [f"    {line}" for line in rank["raw"].strip().splitlines()[: 2 * SHOWN_FRAMES]]
+        lines += ["  its stack, written by faulthandler:", *raw]
     return lines
 
 

@@ -106,9 +106,9 @@ class Watchdog:
     # -- for the main thread ----------------------------------------------------------------
 
     def fail(self, text: str, mistake: bool) -> bool:
-        """Report that this rank fails, by a user's mistake or not; whether it is the first.
+        """Report that this rank fails, by a user's mistake or not; True: it is to print the error.
 
-        The first prints the error; another is normally ended before this returns.
+        That is the first that fails; another is normally ended before this returns.
         """
         try:
             self._send({"failed": text, "mistake": mistake})
@@ -207,9 +207,9 @@ class Watchdog:
         if self._closing:
             return
         place = describe_place(self.recorder.snapshot(0))
-        text = f"lost the connection to the watchdog's monitor ({why}), so the node of rank 0 may "
-        text += f"be down; this rank was in {place}"
-        print(f"rank {self.rank} on {self.node}: {text}", file=sys.stderr, flush=True)
+        text = f"rank {self.rank} on {self.node}: lost the connection to the watchdog's monitor "
+        text += f"({why}), so the node of rank 0 may be down; this rank was in {place}"
+        print(text, file=sys.stderr, flush=True)
         self._end(1)
 
     def _end(self, status: int) -> None:

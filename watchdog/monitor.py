@@ -137,9 +137,8 @@ class Monitor:
                     rank.heard += now - before
                     rank.moved += now - before
             before = now
-            if not self.ranks and now - self.began > FIRST_RANK_TIMEOUT:
-                return
-            if self.ranks and len(self.left) == len(self.ranks):
+            absent = not self.ranks and now - self.began > FIRST_RANK_TIMEOUT
+            if absent or (self.ranks and len(self.left) == len(self.ranks)):
                 return
             if self.ending is not None:
                 return self._end_ranks(self.ending, [])
