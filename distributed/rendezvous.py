@@ -52,27 +52,28 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
     launcher and MPI disagree, or the device or backend asked for is not there, the first rank of
     each node prints the error and every rank that sees it exits with status 2.
     """
-    node, speaker = node_name(), launch.rank
+    node, index = node_name(), launch.rank  # index 0, of the ranks that see a mistake, prints it
     # From a thread that needs no Python lock: MPI_Init holds it.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:
         local = find_local(launch)
-        speaker = local.rank  # what one rank finds, all of its node do
+        index = local.rank  # the next mistakes are a node's
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
         store = _open_store(launch, local)
-        speaker = launch.rank
+        index = launch.rank
         own = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         places = _gather_places(store, launch, own)
         faulthandler.cancel_dump_traceback_later()
         if backend == "nccl":
             placement.check_gpus(places)
     except UserError as mistake:
-        exit_with(mistake, speaker == 0, launch.exit_delay)
+        exit_with(mistake, index == 0, launch.exit_delay)
     if store is not None:
         store = _start_process_groups(store, launch, device, backend)
-    who = launch, launch.rank, launch.size, node, local
-    return Meeting(*who, places, device, backend, threads, store)
+    return Meeting(
+        launch, launch.rank, launch.size, node, local, places, device, backend, threads, store
+    )
 
 
 # ---- Device and cores ----------------------------------------------------------------------------
@@ -191,7 +192,7 @@ def _gather_places(store, launch: Launch, own: Place) -> list[Place]:
 
 
 def _start_process_groups(store, launch: Launch, device, backend: str):
-    """Start torch.distributed; collective over all ranks. Returns the part of the store for us."""
+    """Start torch.distributed in a part of the store; collective. Returns the part for values."""
     import torch.distributed as dist
 
     dist.init_process_group(
