@@ -2,7 +2,6 @@
 
     python plan.py layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048
     python plan.py largest --gpu v100-32 --gpus 4
-    python plan.py check benchmarks/data/measured_rows.csv
 
 Options that describe the model, the layout and the training are those of train.py, as flags or in
 a --config FILE; a layout option that is given is held fixed, the others are tried. `--json` prints
@@ -11,7 +10,7 @@ the same as data.
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from functools import partial
 
 from config.command_line import parse_request
@@ -36,25 +35,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 def ask(arguments: list[str]) -> Answer:
     """The answer to a command line; raises UserError."""
+    if arguments[:1] == ["check"]:
+        raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     options, rest = _parser().parse_known_args(arguments)
-    if options.question == "check":
-        return questions.check(options.file)
     if options.question == "constants":
         return questions.constants()
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")
     machine = hardware.load(options.gpu or "a100-80", options.calibration)
-    _check_numbers(options)
-    request = parse_request(rest, defaults=partial(questions.defaults, options.question))
-    answer, _ = QUESTIONS[options.question]
-    return answer(Question(options, request.config, request.given, machine))
-
-
-def _check_numbers(options: Namespace) -> None:
     for name in ("nodes", "gpus", "top", "tokens", "size"):
         number = getattr(options, name)
         if number is not None and number <= 0:
             raise UserError(f"--{name} must be above 0, not {number:g}")
+    request = parse_request(rest, defaults=partial(questions.defaults, options.question))
+    answer, _ = QUESTIONS[options.question]
+    return answer(Question(options, request.config, request.given, machine))
 
 
 def _parser() -> ArgumentParser:
@@ -68,21 +63,18 @@ def _parser() -> ArgumentParser:
     shared = Parser(add_help=False, allow_abbrev=False)
     shared.add_argument("--json", action="store_true", help="print data, not a table")
     common = Parser(add_help=False, allow_abbrev=False, parents=[shared])
-    common.add_argument("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
-    common.add_argument("--nodes", type=int, help="full nodes (default 1)")
-    common.add_argument("--gpus", type=int, help="GPUs, in place of nodes")
-    common.add_argument(
-        "--calibration", metavar="FILE", help="measured rates of this machine, TOML"
-    )
-    common.add_argument("--top", type=int, default=20, help="layouts to print (default 20)")
-    common.add_argument("--rejected", action="store_true", help="print every rejected layout")
-    common.add_argument("--tokens", type=float, help="tokens to train on")
-    common.add_argument("--size", type=float, help="parameters wanted")
-    common.add_argument("--trace", metavar="FILE", help="write a Chrome trace")
+    add = common.add_argument
+    add("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
+    add("--nodes", type=int, help="full nodes (default 1)")
+    add("--gpus", type=int, help="GPUs, in place of nodes")
+    add("--calibration", metavar="FILE", help="measured rates of this machine, TOML")
+    add("--top", type=int, default=20, help="layouts to print (default 20)")
+    add("--rejected", action="store_true", help="print every rejected layout")
+    add("--tokens", type=float, help="tokens to train on")
+    add("--size", type=float, help="parameters wanted")
+    add("--trace", metavar="FILE", help="write a Chrome trace")
     for name, (_, text) in QUESTIONS.items():
         commands.add_parser(name, help=text, parents=[common], allow_abbrev=False)
-    text = "rows of a CSV file that cannot be"
-    commands.add_parser("check", help=text, parents=[shared]).add_argument("file")
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
     return parser

@@ -22,9 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import published_cases
+import published_rows
 
 from config.messages import UserError, exit_with
-from planner import hardware, memory, published_rows, step_time
+from planner import hardware, memory, step_time
 
 DATA = ROOT / "benchmarks" / "data"
 

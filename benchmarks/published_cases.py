@@ -9,9 +9,11 @@ notes can be read in several ways. Rows that tune.py wrote need none of it.
 import re
 from dataclasses import dataclass, replace
 
+import published_rows
+from published_rows import integer
+
 from config.schema import Layout, ModelShape, Training
-from planner import hardware, published_rows
-from planner.published_rows import integer
+from planner import hardware
 
 # Virtual stages that the source states elsewhere: (layers, pp) of Megatron's tables in
 # examples/sc21/run_table_1.sh and arXiv 2205.05198. The H100 table states none: 4 is assumed.

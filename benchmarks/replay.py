@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import published_cases
+import published_rows
 from published_cases import Case
 
 from config.messages import UserError
 from config.schema import Config
-from planner import hardware, published_rows
+from planner import hardware
 from planner.step_time import predict
 from tuner.search import Point, Search, features
 

@@ -25,10 +25,11 @@ sys.path.insert(0, str(ROOT))
 
 import numpy
 import plan_accuracy as accuracy
+import published_rows
 import replay
 
 from config.messages import Parser, UserError, exit_with
-from planner import hardware, published_rows
+from planner import hardware
 
 DATA = ROOT / "benchmarks" / "data"
 CPU = DATA / "tune_cpu.csv"

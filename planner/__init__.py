@@ -5,6 +5,5 @@ op_costs        seconds of GEMMs, attention, memory traffic, collectives
 step_time       seconds of a step, from the simulated schedule
 memory          bytes of each stage's GPU
 layouts         every layout, ranked or rejected with a reason
-published_rows  rows of measurements, read and checked
 questions       what plan.py answers, as text and as data
 """

@@ -3,8 +3,8 @@
     question = Question(options, request.config, request.given, hardware.load("a100-80"))
     print(ranked_layouts(question).text)
 
-QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; `check` and
-`constants` need none of them.
+QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; `constants` needs
+none of them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any
 from config import model_stats, schema, validation
 from config.messages import UserError
 from config.schema import Config
-from planner import hardware, layouts, memory, published_rows, step_time
+from planner import hardware, layouts, memory, step_time
 from schedules import drawing, partition, simulation
 from schedules.schedule import build
 
@@ -346,14 +346,6 @@ def _write(path: str, text: str) -> None:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-def check(path: str) -> Answer:
-    """Rows of a CSV file that contradict themselves or each other."""
-    found = published_rows.check(published_rows.read(path))
-    lines = [f"{f.row_id:10} {f.kind:9} {f.text}" for f in found]
-    lines.append(f"{len(found)} findings in {len({f.row_id for f in found})} rows")
-    return Answer("\n".join(lines), [dataclasses.asdict(f) for f in found])
 
 
 def constants() -> Answer:

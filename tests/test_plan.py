@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import check_rows
+import published_rows
 
 import plan
 from config.messages import UserError
 from config.presets import preset
 from config.schema import Training
-from planner import hardware, layouts, published_rows, questions
+from planner import hardware, layouts, questions
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
@@ -24,9 +28,9 @@ def ask(line: str) -> questions.Answer:
     return plan.ask(line.split())
 
 
-def command(line: str) -> subprocess.CompletedProcess:
+def command(line: str, program: str = "plan.py") -> subprocess.CompletedProcess:
     """The command as a user types it, from another folder."""
-    arguments = [sys.executable, str(ROOT / "plan.py"), *line.split()]
+    arguments = [sys.executable, str(ROOT / program), *line.split()]
     return subprocess.run(arguments, capture_output=True, text=True, cwd="/", check=False)
 
 
@@ -40,7 +44,6 @@ QUESTIONS = [
     "shapes --size 200e9 --tp 8 --micro-batch-size 4",
     "rampup --rampup-batch-size 192 16 9765625 --tp 4 --pp 12 --nodes 48",
     "timeline --model gpt2-124m --tp 1 --pp 3 --gpus 3 --global-batch-size 4",
-    f"check {ROWS}",
     "constants",
 ]
 
@@ -81,7 +84,7 @@ def test_the_command_prints_json_and_imports_nothing_heavy():
             "rampup --rampup-batch-size 192 17 1000",
             "from 192 by 17 over 1000 samples does not reach",
         ),
-        ("check nowhere.csv", "cannot read nowhere.csv: No such file"),
+        ("check rows.csv", "rows are checked by `python benchmarks/check_rows.py FILE [--json]`"),
         ("model --model 176b --calibration x.toml", "--calibration needs --gpu"),
         ("model --model 176b --gpu a100-80 --calibration x.toml", "cannot read x.toml"),
     ],
@@ -92,6 +95,19 @@ def test_a_mistake_is_one_sentence_and_status_2(line, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_check_rows_prints_findings_as_text_and_as_data(capsys):
+    check_rows.main([ROWS])
+    lines = capsys.readouterr().out.splitlines()
+    check_rows.main([ROWS, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert len(lines) == len(found) + 1 > 20
+    assert set(found[0]) == {"row_id", "kind", "text"}
+    assert lines[-1].startswith(f"{len(found)} findings in ")
+    done = command("nowhere.csv", "benchmarks/check_rows.py")
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot read nowhere.csv: No such file or directory\n"
 
 
 def test_check_refuses_what_is_not_a_table(tmp_path):

@@ -11,9 +11,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import plan_accuracy as accuracy
 import published_cases
+import published_rows
 
 from config.messages import UserError
-from planner import hardware, published_rows
+from planner import hardware
 
 VALUES = {c.name: c.value for c in hardware.constants()}
 FIGURES = ("in-sample", "held out")
