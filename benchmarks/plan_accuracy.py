@@ -26,6 +26,7 @@ import published_rows
 
 from config.messages import UserError, exit_with
 from planner import hardware, memory, step_time
+from planner.job import Job
 
 DATA = ROOT / "benchmarks" / "data"
 
@@ -76,7 +77,7 @@ def predictions(cases, kind: str, values: dict[str, float]) -> dict[str, float]:
 def _value(case, kind: str, machine: hardware.Machine) -> float:
     if kind == "seconds":
         return step_time.predict(case.model, case.layout, case.training, machine).seconds
-    table = memory.stages(case.model, case.layout, case.training, machine)
+    table = memory.stages(Job(case.model, case.layout, case.training, machine))
     # Seed 002 observed one node of two: it prints 15 GB, and an OOM at twice the micro-batch.
     observed = table[:1] if case.source == "002" else (table[0], table[-1])
     return max(stage.total for stage in observed) / 1e9
@@ -218,7 +219,7 @@ def out_of_memory(cases, values: dict[str, float]) -> tuple[list, list, list]:
         if case.invalid or case.duplicate or case.status not in ("ok", "OOM"):
             continue
         machine = case.on(hardware.load(case.machine, **values))
-        table = memory.stages(case.model, case.layout, case.training, machine)
+        table = memory.stages(Job(case.model, case.layout, case.training, machine))
         over = max(stage.total for stage in table) / machine.memory - 1
         entry = f"{case.id} ({100 * over:+.0f} %)"
         if case.status == "OOM":

@@ -1,6 +1,7 @@
 """What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, software, from hardware/*.toml
+job             a model, a layout, training and a machine: what every formula takes
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
 step_time       seconds of a step, from the simulated schedule
 memory          bytes of each stage's GPU

@@ -8,9 +8,8 @@ numbers have their source there. A name in place of a number is a constant fitte
 `hardware/fitted.toml` has its value, unit, meaning and those rows.
 """
 
-import dataclasses
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -128,13 +127,12 @@ def _merged(name: str) -> dict[str, Any]:
 
 
 def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:
-    def number(entry):
-        return values[entry] if isinstance(entry, str) and entry in values else entry
+    def filled(entry: Any) -> Any:
+        if isinstance(entry, dict):
+            return {key: filled(value) for key, value in entry.items()}
+        return values.get(entry, entry) if isinstance(entry, str) else entry
 
-    def filled(table):
-        return {key: number(entry) for key, entry in table.items()}
-
-    entries = {k: filled(v) if isinstance(v, dict) else number(v) for k, v in entries.items()}
+    entries = filled(entries)
     for link in ("nvlink", "network"):
         entries[link] = Link(**entries[link])
     entries["software"] = Software(**entries.get("software", {}))
@@ -151,20 +149,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path.name} is not TOML: {error}") from None
 
 
-# ------------------------------------------------------------------------------------------------
-# Calibration
-# ------------------------------------------------------------------------------------------------
+# ---- Calibration ---------------------------------------------------------------------------------
 
-CALIBRATED = (
-    "gemm_fraction",
-    "flash_fraction",
-    "bandwidth",
-    "memory",
-    "node",
-    "ranks_per_core",
-    "context",
-    "host_per_block",
-)
+RATES = ("gemm_fraction", "flash_fraction", "bandwidth", "memory", "node", "ranks_per_core")
+CALIBRATED = (*RATES, "context", "host_per_block")
 
 
 def calibrate(machine: Machine, path: str) -> Machine:
@@ -199,7 +187,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
     changes: dict[str, Any] = {}
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
-            changes[key] = _calibrated_link(path, key, entry, getattr(machine, key))
+            changes[key] = _calibrated_link(f"the calibration {path}", key, entry, machine)
         elif key in CALIBRATED and isinstance(entry, (int, float)) and entry >= 0:
             changes[key] = int(entry) if key == "node" else float(entry)
         else:
@@ -207,14 +195,15 @@ def calibrate(machine: Machine, path: str) -> Machine:
             raise UserError(f"the calibration {path} says {key} = {entry!r}; it may have {known}")
     if "host_per_block" in changes:
         host = changes.pop("host_per_block")
-        changes["software"] = dataclasses.replace(machine.software, host_per_block=host)
-    return dataclasses.replace(machine, **changes)
+        changes["software"] = replace(machine.software, host_per_block=host)
+    return replace(machine, **changes)
 
 
-def _calibrated_link(path: str, key: str, entry: Any, link: Link) -> Link:
+def _calibrated_link(file: str, key: str, entry: Any, machine: Machine) -> Link:
     if not isinstance(entry, dict) or set(entry) != {"alpha", "beta"}:
-        raise UserError(f"the calibration {path} needs alpha and beta in [{key}], not {entry!r}")
+        raise UserError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
     alpha, beta = entry["alpha"], entry["beta"]
     if not all(isinstance(v, (int, float)) for v in (alpha, beta)) or alpha < 0 or beta <= 0:
-        raise UserError(f"the calibration {path} has [{key}] alpha = {alpha}, beta = {beta}")
-    return Link(float(alpha), link.bandwidth, beta / link.bandwidth)
+        raise UserError(f"{file} has [{key}] alpha = {alpha}, beta = {beta}")
+    bandwidth = getattr(machine, key).bandwidth
+    return Link(float(alpha), bandwidth, beta / bandwidth)

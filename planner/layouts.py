@@ -6,7 +6,7 @@ Every layout is either ranked or rejected with a sentence. Nothing here prints.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from config.schema import Layout, ModelShape, Training, batch_schedule
 from config.validation import check_batch, check_shape, check_split
 from planner import memory
 from planner.hardware import Machine
+from planner.job import Job
 from planner.step_time import Prediction, block_pass, predict
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def rank(
         if isinstance(candidate, Rejected):
             rejected.append(candidate)
         elif wanted(candidate):
-            reason = does_not_fit(model, candidate, training, machine)
+            reason = does_not_fit(Job(model, candidate, training, machine))
             if reason:
                 rejected.append(_rejected(candidate, reason))
             else:
@@ -70,7 +70,9 @@ def rank(
     return sorted(ranked, key=lambda r: r.prediction.seconds), rejected
 
 
-def _candidates(model, training, machine, gpus, fixed) -> Iterator[Layout | Rejected]:
+def _candidates(
+    model: ModelShape, training: Training, machine: Machine, gpus: int, fixed: dict[str, Any]
+) -> Iterator[Layout | Rejected]:
     """Every layout that divides GPUs, model and batch, and why the others do not."""
     single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
     for tp in _choices(fixed, "tp", _divisors(gpus)):
@@ -88,8 +90,13 @@ def _candidates(model, training, machine, gpus, fixed) -> Iterator[Layout | Reje
             yield from _variants(base, training, machine, fixed)
 
 
-def _variants(base: Layout, training, machine, fixed) -> Iterator[Layout | Rejected]:
+def _variants(
+    base: Layout, training: Training, machine: Machine, fixed: dict[str, Any]
+) -> Iterator[Layout | Rejected]:
     """A placed layout with every micro-batch and recomputation."""
+    # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
+    flash = machine.software.attention == "flash"
+    tried = ("none", "full") if flash else ("none", "selective", "full")
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
         layout = replace(base, micro_batch_size=micro)
         try:
@@ -97,7 +104,7 @@ def _variants(base: Layout, training, machine, fixed) -> Iterator[Layout | Rejec
         except UserError as error:
             yield _rejected(layout, str(error))
             continue
-        for recompute in _choices(fixed, "recompute", recomputations(machine)):
+        for recompute in _choices(fixed, "recompute", tried):
             yield replace(layout, recompute=recompute)
 
 
@@ -120,13 +127,7 @@ def _rejected(layout: Layout, reason: str) -> Rejected:
     return Rejected({name: getattr(layout, name) for name in names}, reason)
 
 
-def recomputations(machine: Machine) -> list[str]:
-    """What is tried: all, but for selective where a flash kernel recomputes the scores anyway."""
-    flash = machine.software.attention == "flash"
-    return [r for r in RECOMPUTE if not (flash and r == "selective")]
-
-
-def _choices(fixed: dict, name: str, default) -> list:
+def _choices(fixed: dict[str, Any], name: str, default: Iterable[Any]) -> list[Any]:
     given = fixed.get(name, default)
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
@@ -136,9 +137,9 @@ def _divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def does_not_fit(model, layout, training, machine) -> str:
+def does_not_fit(job: Job) -> str:
     """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
-    fullest = memory.fullest(model, layout, training, machine)
+    fullest, machine = memory.fullest(job), job.machine
     if fullest.total <= machine.memory:
         return ""
     return (
@@ -147,9 +148,7 @@ def does_not_fit(model, layout, training, machine) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# How large, how few
-# ------------------------------------------------------------------------------------------------
+# ---- How large, how few --------------------------------------------------------------------------
 
 
 def largest(
@@ -164,7 +163,8 @@ def largest(
     for hidden in range(512, 32768, 256):
         found = _deepest(machine, gpus, training, like, hidden)
         if found and found[0].layers >= hidden // 200:
-            best = max(best or (0,), (parameters(found[0]), *found), key=lambda entry: entry[0])
+            size = parameters(found[0])
+            best = (size, *found) if best is None or size > best[0] else best
         elif best:
             break
     if best is None:
@@ -172,7 +172,9 @@ def largest(
     return best
 
 
-def _deepest(machine, gpus, training, like, hidden) -> tuple[ModelShape, Layout] | None:
+def _deepest(
+    machine: Machine, gpus: int, training: Training, like: ModelShape, hidden: int
+) -> tuple[ModelShape, Layout] | None:
     """Bisection for the most blocks of that width that fit on some layout."""
     low, high, found = 1, hidden // 60, None
     while low <= high:
@@ -198,44 +200,40 @@ def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) 
     for tp in [d for d in _divisors(gpus) if d <= machine.node][::-1]:
         for pp in _divisors(gpus // tp):
             layout = Layout(tp=tp, pp=pp, dp=gpus // (tp * pp), recompute="full")
-            if _trains(model, layout, training, machine):
+            if _trains(Job(model, layout, training, machine)):
                 return layout
     return None
 
 
-def _trains(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> bool:
+def _trains(job: Job) -> bool:
     """Whether it divides the model and fits, with the batch rounded up to a multiple of dp."""
-    if layout.pp > model.layers:
-        return False
+    model, layout, training, machine = job
     states = parameters(model) * (2 + machine.software.gradient_bytes)  # not sharded by dp
-    if states / (layout.tp * layout.pp) > machine.memory:
+    if layout.pp > model.layers or states / (layout.tp * layout.pp) > machine.memory:
         return False
     try:
         check_split(model, layout)
     except UserError:
         return False
     samples = -(-training.global_batch_size // layout.dp) * layout.dp
-    training = replace(training, global_batch_size=samples)
-    if memory.least(model, layout, training, machine) > machine.memory:
-        return False  # without building a schedule
-    return memory.fullest(model, layout, training, machine).total <= machine.memory
+    job = job._replace(training=replace(training, global_batch_size=samples))
+    # One micro-batch in flight is the least of any schedule, and known without building one.
+    needs_least = memory.fullest(job, [1] * layout.pp).total
+    return needs_least <= machine.memory and not does_not_fit(job)
 
 
 def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
     """The fewest nodes on which the model trains, and a layout there; UserError beyond 10,000."""
     check_shape(model)
-    nodes = max(1, math.floor(4 * parameters(model) / (machine.memory * machine.node)))
-    while nodes <= 10000:
+    fewest = max(1, math.floor(4 * parameters(model) / (machine.memory * machine.node)))
+    for nodes in range(fewest, 10001):
         layout = leanest(model, training, machine, nodes * machine.node)
         if layout:
             return nodes, layout
-        nodes += 1
     raise UserError(f"the model fits on no number of {machine.name} nodes up to 10000")
 
 
-# ------------------------------------------------------------------------------------------------
-# Shapes that suit the hardware
-# ------------------------------------------------------------------------------------------------
+# ---- Shapes that suit the hardware ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,6 @@ class Shape:
     model: ModelShape
     parameters: int
     efficiency: float  # of the peak, in one block's forward and backward, everything counted
-    ratio: float  # hidden over layers
     stages: list[int]  # pp for which layers + 2 divide, so that embedding and head count as blocks
 
 
@@ -263,40 +260,27 @@ def shapes(
         layers = round((size - like.vocab_size * hidden) / (12 * hidden**2 + 13 * hidden))
         if layers < 1 or not 80 <= hidden / layers <= 250:
             continue
-        for heads in _heads(hidden, layout):
+        for head in range(64, 257, 8):
+            heads, rest = divmod(hidden, head)
+            if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
+                continue
             model = _resized(like, layers, hidden, heads)
-            count = parameters(model)
-            if abs(count / size - 1) < 0.03:
-                found.append(_shape(model, count, layout, training, machine))
+            if abs(parameters(model) / size - 1) < 0.03:
+                found.append(_shape(Job(model, layout, training, machine)))
     if not found:
         raise UserError(f"no shape of {size:g} parameters with hidden a multiple of {step}")
     return sorted(found, key=lambda shape: -shape.efficiency)
 
 
-def _heads(hidden: int, layout: Layout) -> list[int]:
-    micro = layout.micro_batch_size
-    return [
-        hidden // head
-        for head in range(64, 257, 8)
-        if hidden % head == 0
-        and hidden // head % layout.tp == 0
-        and (hidden // head // layout.tp * micro) % 4 == 0
-    ]
+def _shape(job: Job) -> Shape:
+    passes = 4 if job.layout.recompute == "full" else 3
+    flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
+    efficiency = flops / block_pass(job).total / job.machine.peak
+    suited = [pp for pp in range(2, 65) if (job.model.layers + 2) % pp == 0]
+    return Shape(job.model, parameters(job.model), efficiency, suited)
 
 
-def _shape(model, count, layout, training, machine) -> Shape:
-    seconds = block_pass(model, layout, training, machine).total
-    tokens = model.seq_length * layout.micro_batch_size
-    passes = 4 if layout.recompute == "full" else 3
-    flops = passes * tokens * block_flops(model) / layout.tp
-    suited = [pp for pp in range(2, 65) if (model.layers + 2) % pp == 0]
-    efficiency = flops / seconds / machine.peak
-    return Shape(model, count, efficiency, model.hidden / model.layers, suited)
-
-
-# ------------------------------------------------------------------------------------------------
-# Batch-size ramp-up
-# ------------------------------------------------------------------------------------------------
+# ---- Batch-size ramp-up --------------------------------------------------------------------------
 
 
 def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
@@ -305,10 +289,8 @@ def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
     if len(levels) == 1:
         return "-"
     share = layout.micro_batch_size * layout.dp
-    for level in levels:
-        if level.batch % share:
-            return f"batch {level.batch} does not divide by {share}"
-    return "fits"
+    odd = next((level.batch for level in levels if level.batch % share), None)
+    return "fits" if odd is None else f"batch {odd} does not divide by {share}"
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,13 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
     working      the larger of the block that is being recomputed and the logits
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from config.messages import UserError
 from config.model_stats import block_parameters, norm_parameters
-from config.schema import BUCKET_ELEMENTS, Config, Layout, ModelShape, Training
+from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
-from planner.hardware import Machine
+from planner.job import Job
 from schedules import simulation
 from schedules.partition import StageSpec, stage_specs
 
@@ -53,51 +51,28 @@ class StageMemory:
         return held + self.working + self.buffers + self.context
 
 
-def stages(
-    model: ModelShape, layout: Layout, training: Training, machine: Machine
-) -> list[StageMemory]:
-    """Memory of every stage of a layout whose dp is filled in; UserError as `micro_batches`."""
-    in_flight = scheduled(layout, training).peak
-    rows = zip(stage_specs(model, layout), in_flight, strict=True)
-    return [_stage(spec, held, model, layout, training, machine) for spec, held in rows]
+def stages(job: Job) -> list[StageMemory]:
+    """Memory of every stage; UserError as `Job.micro_batches`."""
+    rows = zip(stage_specs(job.model, job.layout), _in_flight(job), strict=True)
+    return [_stage(spec, held, job) for spec, held in rows]
 
 
-def fullest(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> StageMemory:
-    """The fullest stage alone; UserError as `micro_batches`."""
-    return _fullest(scheduled(layout, training).peak, model, layout, training, machine)
+def fullest(job: Job, in_flight: Sequence[int] | None = None) -> StageMemory:
+    """The fullest stage; UserError as `Job.micro_batches`.
 
-
-def least(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> float:
-    """Bytes of the fullest stage with one micro-batch in flight: any schedule needs as many."""
-    return _fullest([1] * layout.pp, model, layout, training, machine).total
-
-
-def _fullest(in_flight: Sequence[int], model, layout, training, machine) -> StageMemory:
-    """The fullest stage; of stages with the same parts, only the one with the most in flight."""
+    in_flight: of how many micro-batches each stage keeps activations, default: by the schedule.
+    """
     most: dict[tuple[bool, bool, int], tuple[StageSpec, int]] = {}
-    for spec, held in zip(stage_specs(model, layout), in_flight, strict=True):
-        alike = (spec.embedding, spec.head, spec.blocks)
+    for entry in zip(stage_specs(job.model, job.layout), in_flight or _in_flight(job), strict=True):
+        spec, held = entry
+        alike = (spec.embedding, spec.head, spec.blocks)  # of these, the one that keeps the most
         if alike not in most or held > most[alike][1]:
-            most[alike] = (spec, held)
-    tried = [_stage(*entry, model, layout, training, machine) for entry in most.values()]
-    return max(tried, key=lambda stage: stage.total)
+            most[alike] = entry
+    return max((_stage(*entry, job) for entry in most.values()), key=lambda stage: stage.total)
 
 
-def scheduled(layout: Layout, training: Training) -> simulation.NamedSchedule:
-    """The pipeline schedule of one step; UserError as `micro_batches`."""
-    count = micro_batches(layout, training)
-    return simulation.named(layout.schedule, layout.pp, count)
-
-
-def micro_batches(layout: Layout, training: Training) -> int:
-    """Micro-batches of one replica in a step; UserError if the batch is too small for one."""
-    samples, micro, dp = training.global_batch_size, layout.micro_batch_size, layout.dp
-    if samples < micro * dp:
-        raise UserError(
-            f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} is more than "
-            f"global-batch-size({samples})"
-        )
-    return samples // (micro * dp)
+def _in_flight(job: Job) -> Sequence[int]:
+    return simulation.named(job.layout.schedule, job.layout.pp, job.micro_batches).peak
 
 
 def of_run(config: Config) -> list[dict[str, float]]:
@@ -107,48 +82,49 @@ def of_run(config: Config) -> list[dict[str, float]]:
     """
     # Any machine will do: with this software and no overhead, its numbers are not in these parts.
     machine = hardware.load("a100-80")
-    machine = dataclasses.replace(machine, software=hardware.Software(), activation_overhead=1.0)
+    machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.batches.levels())
-    training = dataclasses.replace(config.training, global_batch_size=batch)
-    table = stages(config.model, config.layout, training, machine)
+    training = replace(config.training, global_batch_size=batch)
+    table = stages(Job(config.model, config.layout, training, machine))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
 
 
-# ------------------------------------------------------------------------------------------------
-# One stage
-# ------------------------------------------------------------------------------------------------
+# ---- One stage -----------------------------------------------------------------------------------
 
 
-def _stage(spec: StageSpec, in_flight: float, model, layout, training, machine) -> StageMemory:
+def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
     """Bytes of one stage that keeps the activations of `in_flight` micro-batches."""
-    software = machine.software
-    held = held_parameters(spec, model, layout)
-    in_flight *= _interleaving(layout, machine)
-    working = block_working(model, layout, training, machine)
+    software, layout = job.machine.software, job.layout
+    if software.virtual_stages > 1:
+        # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
+        # measured rows alone.
+        in_flight *= 1.0 + (layout.pp - 1) / (layout.pp * software.virtual_stages)
+    held = held_parameters(spec, job)
+    working = block_working(job)
     if spec.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
-        columns = model.padded_vocab(layout) / layout.tp
-        working = max(working, float(size) * _rows(model, layout) * columns)
+        working = max(working, float(size) * job.tokens * job.vocab_columns)
     return StageMemory(
         stage=spec.index,
         blocks=spec.blocks,
         parameters=held,
-        weights=_weights(held, spec, model, layout, training),
-        gradients=_gradients(held, layout, training, machine) + held * software.workspace_bytes,
-        optimizer=held * _sharded_bytes(training, machine) / (layout.dp if layout.zero else 1),
-        activations=in_flight * _kept_of_stage(spec.blocks, model, layout, training, machine),
+        weights=_weights(held, spec, job),
+        gradients=_gradients(held, job) + held * software.workspace_bytes,
+        optimizer=held * _sharded_bytes(job) / (layout.dp if layout.zero else 1),
+        activations=in_flight * _kept_of_stage(spec.blocks, job),
         working=working,
         buffers=software.buffers,
-        context=machine.context,
+        context=job.machine.context,
     )
 
 
-def held_parameters(spec: StageSpec, model: ModelShape, layout: Layout) -> float:
+def held_parameters(spec: StageSpec, job: Job) -> float:
     """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
+    model, layout = job.model, job.layout
     norms = 2 * norm_parameters(model)
     held = spec.blocks * ((block_parameters(model) - norms) / layout.tp + norms)
-    matrix = model.padded_vocab(layout) * model.hidden / layout.tp
+    matrix = job.vocab_columns * model.hidden
     if spec.embedding:
         held += matrix
         held += model.max_positions * model.hidden if model.positions == "learned" else 0
@@ -157,98 +133,75 @@ def held_parameters(spec: StageSpec, model: ModelShape, layout: Layout) -> float
     return held
 
 
-def number_bytes(training: Training) -> int:
-    """Bytes of a number in forward and backward; fp64 counts as fp32."""
-    return 2 if training.precision in ("fp16", "bf16") else 4
-
-
-def _weights(held: float, spec: StageSpec, model, layout, training) -> float:
+def _weights(held: float, spec: StageSpec, job: Job) -> float:
     """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
-    size = number_bytes(training)
+    size, layout = job.number_bytes, job.layout
     if layout.zero < 3 or layout.dp == 1:
         return held * size
-    block = block_parameters(model) / layout.tp  # the one that runs, and the next being gathered
+    block = block_parameters(job.model) / layout.tp  # the one that runs, and the next one
     shared = held - spec.blocks * block
     return size * (shared + 2 * block) + (0.0 if size == 2 else held * 4.0 / layout.dp)
 
 
-def _gradients(held: float, layout: Layout, training: Training, machine: Machine) -> float:
+def _gradients(held: float, job: Job) -> float:
     """Bytes of the gradients; from --zero 2 on a sum of 1/dp, and two buckets being reduced."""
-    number = number_bytes(training)
-    size = machine.software.gradient_bytes if number == 2 else 4.0
-    if training.grad_dtype == "bf16":
+    number, layout = job.number_bytes, job.layout
+    size = job.machine.software.gradient_bytes if number == 2 else 4.0
+    if job.training.grad_dtype == "bf16":
         size -= 2.0
     if layout.zero < 2 or layout.dp == 1:
         return held * size
     return held * 4.0 / layout.dp + min(held, BUCKET_ELEMENTS) * (2 * size + number)
 
 
-def _sharded_bytes(training: Training, machine: Machine) -> float:
+def _sharded_bytes(job: Job) -> float:
     """Bytes per parameter of master weights and moments, before they are divided by dp."""
-    state = machine.software.sharded_bytes
-    if number_bytes(training) == 4:
-        state = 8.0  # the moments: the weights are their own master
-    return state - SAVED_STATE.get(training.optimizer, 0.0)
+    # In fp32 the weights are their own master, which leaves the moments.
+    state = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
+    return state - SAVED_STATE.get(job.training.optimizer, 0.0)
 
 
-# ------------------------------------------------------------------------------------------------
-# Activations
-# ------------------------------------------------------------------------------------------------
+# ---- Activations ---------------------------------------------------------------------------------
 
 
-def _interleaving(layout: Layout, machine: Machine) -> float:
-    """Times as many activations in flight with v virtual stages: 1 + (pp-1)/(pp v).
-
-    arXiv 2205.05198. For measured rows of Megatron-LM alone, whose interleaved schedule is none of
-    ours: everything else takes the number in flight from its schedule.
-    """
-    v = machine.software.virtual_stages
-    return 1.0 if v == 1 else 1.0 + (layout.pp - 1) / (layout.pp * v)
-
-
-def _kept_of_stage(blocks: int, model, layout, training, machine) -> float:
+def _kept_of_stage(blocks: int, job: Job) -> float:
     """Bytes that a stage's blocks keep of one micro-batch until its backward."""
-    kept = kept_bytes(model, layout, training, machine)
-    if layout.recompute == "none":
+    kept = kept_bytes(job)
+    if job.layout.recompute == "none":
         return blocks * kept
-    again = layout.recomputed_blocks(blocks)
-    plain = block_activations(model, layout, training, machine, True)
+    again = job.layout.recomputed_blocks(blocks)
     # What is kept is allocated between what is not, which leaves gaps.
-    return again * kept * machine.activation_overhead + (blocks - again) * plain
+    recomputed = again * kept * job.machine.activation_overhead
+    return recomputed + (blocks - again) * block_activations(job, True)
 
 
-def kept_bytes(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> float:
+def kept_bytes(job: Job) -> float:
     """Bytes one block keeps of one micro-batch until its backward."""
-    if layout.recompute == "full":
-        shared = layout.tp if layout.sequence_parallel else 1
-        return number_bytes(training) * _rows(model, layout) * model.hidden / shared
-    return block_activations(model, layout, training, machine, layout.recompute == "none")
+    if job.layout.recompute == "full":
+        return job.activation_bytes / (job.layout.tp if job.layout.sequence_parallel else 1)
+    return block_activations(job, job.layout.recompute == "none")
 
 
-def block_activations(model, layout, training, machine, scores: bool) -> float:
+def block_activations(job: Job, scores: bool) -> float:
     """All that one block keeps without recomputation, arXiv 2205.05198 section 4, in bytes.
 
     Outside the tensor-parallel region 10 s b h, inside it 24 s b h / t for f = 4 h, and 5 a s^2 b
     of attention scores unless they are recomputed or never written (flash).
     """
-    rows, t, h = _rows(model, layout), layout.tp, model.hidden
-    masks = 2.0 if machine.software.dropout else 0.0
-    outside = (8.0 + masks) * h / (t if layout.sequence_parallel else 1)
-    inside = 2.0 * (model.qkv_width + h + model.up_width + model.ffn_hidden) / t
-    size = rows * (outside + inside)
-    if scores and machine.software.attention == "fused":
-        each = 5.0 if machine.software.dropout else 2.0
-        size += each * model.heads / t * model.seq_length * rows
-    return size * number_bytes(training) / 2
+    model, t, software = job.model, job.layout.tp, job.machine.software
+    outside = (10.0 if software.dropout else 8.0) * model.hidden
+    if job.layout.sequence_parallel:
+        outside /= t
+    inside = 2.0 * (model.qkv_width + model.hidden + model.up_width + model.ffn_hidden) / t
+    size = job.tokens * (outside + inside)
+    if scores and software.attention == "fused":
+        each = 5.0 if software.dropout else 2.0
+        size += each * model.heads / t * model.seq_length * job.tokens
+    return size * job.number_bytes / 2
 
 
-def block_working(model, layout, training, machine) -> float:
+def block_working(job: Job) -> float:
     """Bytes of the block whose backward runs: all it keeps, if it had to be recomputed."""
-    if layout.recompute == "full":
-        return block_activations(model, layout, training, machine, True)
-    widest = 2.0 * number_bytes(training) * model.ffn_hidden / layout.tp
-    return widest * _rows(model, layout)
-
-
-def _rows(model: ModelShape, layout: Layout) -> int:
-    return model.seq_length * layout.micro_batch_size
+    if job.layout.recompute == "full":
+        return block_activations(job, True)
+    return 2.0 * job.number_bytes * job.model.ffn_hidden / job.layout.tp * job.tokens

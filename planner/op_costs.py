@@ -73,9 +73,7 @@ def moved(machine: Machine, count: float) -> float:
     return count / (machine.bandwidth * COPY_MEMORY)
 
 
-# ------------------------------------------------------------------------------------------------
-# Attention: q k^T, softmax, times v
-# ------------------------------------------------------------------------------------------------
+# ---- Attention: q k^T, softmax, times v ----------------------------------------------------------
 
 
 def attention(
@@ -113,9 +111,7 @@ def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tupl
     return 2 * product * padded / rate + LAUNCH, 5 * product * padded / rate + LAUNCH
 
 
-# ------------------------------------------------------------------------------------------------
-# Between ranks
-# ------------------------------------------------------------------------------------------------
+# ---- Between ranks -------------------------------------------------------------------------------
 
 
 def ring(machine: Machine, ranks: int, stride: int) -> Link:

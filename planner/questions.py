@@ -7,26 +7,28 @@ QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; 
 none of them.
 """
 
-import dataclasses
 import json
 import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from config import model_stats, schema, validation
 from config.messages import UserError
 from config.schema import Config
 from planner import hardware, layouts, memory, step_time
+from planner.job import Job
 from schedules import drawing, partition, simulation
 from schedules.schedule import build
 
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
-BILLION, GIGA = 1e9, 1e9
+BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Answer:
     """What a question found: text for people, data for --json."""
 
@@ -34,7 +36,7 @@ class Answer:
     data: object
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Question:
     """A question's arguments."""
 
@@ -48,23 +50,19 @@ class Question:
         """--gpus, or --nodes full nodes."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
-    @property
-    def fixed(self) -> dict[str, Any]:
-        """The layout options that were given."""
-        names = {field.name for field in dataclasses.fields(schema.Layout)}
-        return {name: getattr(self.config.layout, name) for name in names & set(self.given)}
-
     def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
         """All layouts on these GPUs that agree with what was given, and those that cannot run."""
-        run = self.config
-        return layouts.rank(run.model, run.training, self.machine, self.gpus, self.fixed)
+        run, names = self.config, {field.name for field in fields(schema.Layout)}
+        fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
+        return layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
 
-    def placed(self) -> Config:
-        """The configuration with dp filled in for the GPUs asked for; UserError if impossible."""
+    def job(self) -> Job:
+        """The given layout on the GPUs asked for; UserError if it is impossible there."""
         layout = self.config.layout
         gpus = self.options.gpus or (self.options.nodes or 0) * self.machine.node
         gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
-        return validation.check_any_length(self.config, gpus)
+        run = validation.check_any_length(self.config, gpus)
+        return Job(run.model, run.layout, run.training, self.machine)
 
 
 def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
@@ -87,33 +85,27 @@ def model(question: Question) -> Answer:
     shape, samples = question.config.model, question.config.training.global_batch_size
     validation.check_shape(shape)
     total = model_stats.parameters(shape)
-    data = {
-        "parameters": total,
+    parts = {
         "block": model_stats.block_parameters(shape),
         "embedding": model_stats.embedding_parameters(shape),
         "head": model_stats.head_parameters(shape),
-        "bytes_18": 18 * total,
-        "flops_per_step": {
-            name: {
-                "model": model_stats.model_flops(shape, samples, name),
-                "hardware_full_recompute": model_stats.hardware_flops(shape, samples, "full", name),
-            }
-            for name in model_stats.FORMULAS
-        },
     }
     lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
-    for name, count in (("block", shape.layers), ("embedding", 1), ("head", 1)):
-        lines.append(f"  {name:10} {count:4} x {data[name]:15,}")
-    lines.append(f"{18 * total / GIGA:,.0f} GB at 18 bytes per parameter, before activations")
+    for name, part in parts.items():
+        lines.append(f"  {name:10} {shape.layers if name == 'block' else 1:4} x {part:15,}")
+    lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")
     lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
-    for name, flops in data["flops_per_step"].items():
-        lines.append(f"  {name:14} {flops['model']:22.4g} {flops['hardware_full_recompute']:13.4g}")
+    flops = {}
+    for name in model_stats.FORMULAS:
+        needed = model_stats.model_flops(shape, samples, name)
+        executed = model_stats.hardware_flops(shape, samples, "full", name)
+        flops[name] = {"model": needed, "hardware_full_recompute": executed}
+        lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
+    data = {"parameters": total} | parts | {"bytes_18": 18 * total, "flops_per_step": flops}
     return Answer("\n".join(lines), data)
 
 
-# ------------------------------------------------------------------------------------------------
-# Layouts
-# ------------------------------------------------------------------------------------------------
+# ---- Layouts -------------------------------------------------------------------------------------
 
 
 def ranked_layouts(question: Question) -> Answer:
@@ -125,8 +117,7 @@ def ranked_layouts(question: Question) -> Answer:
         "machine": machine.name,
         "global_batch_size": training.global_batch_size,
         "ranked": [
-            dataclasses.asdict(r.layout) | {"rampup": r.rampup} | r.prediction.as_dict()
-            for r in ranked
+            asdict(r.layout) | {"rampup": r.rampup} | r.prediction.as_dict() for r in ranked
         ],
         "rejected": [r.layout | {"reason": r.reason} for r in rejected],
     }
@@ -134,81 +125,75 @@ def ranked_layouts(question: Question) -> Answer:
         f"{len(ranked)} layouts fit on {question.gpus} GPUs of {machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     )
-    lines = [head, _RANKED_HEAD, *map(_ranked_line, ranked[:top])]
+    lines = [head, *_ranked_lines(ranked[:top])]
     lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
-    lines += _warnings(ranked[0].prediction if ranked else None)
+    lines += _notes(ranked[:1])
     return Answer("\n".join(lines), data)
 
 
-_RANKED_HEAD = (
-    "   tp   pp    dp  mbs recompute   s/step   tokens/s    MFU  bubble  "
-    "GB first/max/last  free GB  ramp-up"
-)
-
-
-def _ranked_line(ranked: layouts.Ranked) -> str:
-    at, p = ranked.layout, ranked.prediction
-    held = [stage.total / GIGA for stage in p.memory]
-    return (
-        f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
-        f"{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
-        f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / GIGA:9.1f}  {ranked.rampup}"
-    )
+def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
+    head = "   tp   pp    dp  mbs recompute   s/step   tokens/s    MFU  bubble  "
+    lines = [head + "GB first/max/last  free GB  ramp-up"]
+    for r in ranked:
+        at, p = r.layout, r.prediction
+        held = [stage.total / BILLION for stage in p.memory]
+        lines.append(
+            f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
+            f"{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
+            f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}  {r.rampup}"
+        )
+    return lines
 
 
 def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
     if every:
-        return [
-            "  " + " ".join(f"{k}={v}" for k, v in r.layout.items()) + f": {r.reason}"
-            for r in rejected
-        ]
-    kinds: dict[str, list[layouts.Rejected]] = {}
+        values = [" ".join(f"{k}={v}" for k, v in r.layout.items()) for r in rejected]
+        return [f"  {at}: {r.reason}" for at, r in zip(values, rejected, strict=True)]
+    kinds: dict[str, list[str]] = {}
     for r in rejected:
-        kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r)
-    lines = [f"  {len(own):4}  {own[0].reason}" for own in kinds.values()]
+        kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r.reason)
+    lines = [f"  {len(reasons):4}  {reasons[0]}" for reasons in kinds.values()]
     return [*lines, "  (one example of each kind; --rejected shows all)"]
 
 
-def _warnings(prediction: step_time.Prediction | None) -> list[str]:
-    return [f"note: {text}" for text in prediction.warnings] if prediction else []
+def _notes(ranked: list[layouts.Ranked]) -> list[str]:
+    return [f"note: {text}" for r in ranked for text in r.prediction.warnings]
 
 
 def stages(question: Question) -> Answer:
     """Blocks, parameters, time and memory per stage, and the times as bars."""
-    run = question.placed()
-    rows = partition.stage_specs(run.model, run.layout)
-    table = memory.stages(run.model, run.layout, run.training, question.machine)
+    job = question.job()
+    rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
-    lines = [partition.stage_table(rows, run.model), ""]
-    lines += [_memory_table(table, fullest, question.machine), "", "share of time"]
+    lines = [partition.stage_table(rows, job.model), ""]
+    lines += [*_memory_lines(table, fullest, job.machine), "", "share of time"]
     widest = max(row.share for row in rows)
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {
-        "stages": [dataclasses.asdict(row) for row in rows],
-        "memory": [dataclasses.asdict(stage) | {"total": stage.total} for stage in table],
+        "stages": [asdict(row) for row in rows],
+        "memory": [asdict(stage) | {"total": stage.total} for stage in table],
         "fullest": fullest,
     }
     return Answer("\n".join(lines), data)
 
 
-def _memory_table(table: list[memory.StageMemory], fullest: int, machine) -> str:
-    names = (*memory.OF_RUN, "buffers", "context")
-    head = "GB per GPU" + "".join(f"{name:>12}" for name in (*names, "total", "free"))
-    lines = [f"on {machine.name}", head]
+def _memory_lines(
+    table: list[memory.StageMemory], fullest: int, machine: hardware.Machine
+) -> list[str]:
+    names = (*memory.OF_RUN, "buffers", "context", "total")
+    head = "".join(f"{name:>12}" for name in (*names, "free"))
+    lines = [f"on {machine.name}", f"GB per GPU{head}"]
     for stage in table:
-        parts = [getattr(stage, name) for name in names]
-        parts += [stage.total, machine.memory - stage.total]
-        mark = "  <- fullest" * (stage.stage == fullest)
-        lines.append(f"stage {stage.stage:<4}" + "".join(f"{p / GIGA:12.1f}" for p in parts) + mark)
-    return "\n".join(lines)
+        parts = [getattr(stage, name) for name in names] + [machine.memory - stage.total]
+        line = f"stage {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
+        lines.append(line + "  <- fullest" * (stage.stage == fullest))
+    return lines
 
 
-# ------------------------------------------------------------------------------------------------
-# How large, how few, how long, which shape
-# ------------------------------------------------------------------------------------------------
+# ---- How large, how few, how long, which shape ---------------------------------------------------
 
 
 def largest(question: Question) -> Answer:
@@ -216,7 +201,7 @@ def largest(question: Question) -> Answer:
     like, gpus = question.config.model, question.gpus
     size, found, layout = layouts.largest(question.machine, gpus, question.config.training, like)
     data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
-    data |= {"model": dataclasses.asdict(found), "layout": dataclasses.asdict(layout)}
+    data |= {"model": asdict(found), "layout": asdict(layout)}
     text = (
         f"{size / BILLION:.1f} B parameters on {gpus} x {question.machine.name}: "
         f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads; {_leanest(layout)}"
@@ -228,7 +213,7 @@ def smallest(question: Question) -> Answer:
     """The fewest nodes that hold the model."""
     run, machine = question.config, question.machine
     nodes, layout = layouts.smallest(run.model, run.training, machine)
-    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": dataclasses.asdict(layout)}
+    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
     return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
 
 
@@ -249,10 +234,10 @@ def days(question: Question) -> Answer:
     best = ranked[0]
     seconds = tokens / best.prediction.tokens_per_second
     data = {"days": seconds / 86400, "tokens": tokens, "gpus": question.gpus}
-    data |= {"layout": dataclasses.asdict(best.layout), "seconds_per_step": best.prediction.seconds}
+    data |= {"layout": asdict(best.layout), "seconds_per_step": best.prediction.seconds}
     head = f"{seconds / 86400:.1f} days for {tokens:.3g} tokens on {where}, "
-    lines = [head + "without stops and ramp-up", _RANKED_HEAD, _ranked_line(best)]
-    return Answer("\n".join(lines + _warnings(best.prediction)), data)
+    lines = [head + "without stops and ramp-up", *_ranked_lines([best]), *_notes([best])]
+    return Answer("\n".join(lines), data)
 
 
 def shapes(question: Question) -> Answer:
@@ -261,11 +246,8 @@ def shapes(question: Question) -> Answer:
     if not size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
     found = layouts.shapes(size, run.model, run.layout, run.training, machine)
-    data = [
-        dataclasses.asdict(s.model)
-        | {"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages}
-        for s in found
-    ]
+    more = [{"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages} for s in found]
+    data = [asdict(s.model) | own for s, own in zip(found, more, strict=True)]
     lines = [
         f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
         "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
@@ -273,7 +255,7 @@ def shapes(question: Question) -> Answer:
     for s in found[: question.options.top]:
         m = s.model
         lines.append(
-            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{s.ratio:7.0f}"
+            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
             f"{s.parameters / BILLION:10.1f}{s.efficiency:9.1%}   {' '.join(map(str, s.stages))}"
         )
     return Answer("\n".join(lines), data)
@@ -291,70 +273,59 @@ def rampup(question: Question) -> Answer:
     replica = run.layout.tp * run.layout.pp
     most = -(-(question.options.gpus or 0) // node) or question.options.nodes
     most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
-    table = [(level, layouts.allowed(run.layout, level.batch, node, most)) for level in levels]
     divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch
     everywhere = layouts.allowed(run.layout, divisor, node, most)
     lines = [
         f"on 1 to {most} nodes of {node} {question.machine.name}, {replica} GPUs a replica; "
         f"nodes: micro-batch sizes",
-        f"every batch runs on {_allowed_text(everywhere) or 'no number of nodes'}",
+        f"every batch runs on {_allowed_text(everywhere)}",
         " batch  first step    consumed   steps   runs on",
     ]
-    for level, every in table:
+    found = []
+    for level in levels:
+        every = layouts.allowed(run.layout, level.batch, node, most)
         steps = "" if level.steps is None else level.steps
         line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}   "
-        lines.append(line + (_allowed_text(every) or "no number of nodes"))
-    data = {
-        "levels": [
-            dataclasses.asdict(level) | {"allowed": [dataclasses.asdict(one) for one in every]}
-            for level, every in table
-        ],
-        "every": [dataclasses.asdict(one) for one in everywhere],
-    }
+        lines.append(line + _allowed_text(every))
+        found.append(asdict(level) | {"allowed": [asdict(one) for one in every]})
+    data = {"levels": found, "every": [asdict(one) for one in everywhere]}
     return Answer("\n".join(lines), data)
 
 
 def _allowed_text(every: list[layouts.Allowed]) -> str:
-    return "; ".join(f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every)
+    found = [f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every]
+    return "; ".join(found) or "no number of nodes"
 
 
 def timeline(question: Question) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
-    run, path = question.placed(), question.options.trace
-    passes = step_time.stage_passes(run.model, run.layout, run.training, question.machine)
-    count = run.micro_batches(run.batches.levels()[-1].batch)
-    count = min(count, 4 * run.layout.pp)
-    order = build(run.layout.schedule, run.layout.pp, count)
-    picture = drawing.draw(simulation.simulate(order))
-    slots = simulation.simulate(order, step_time.action_seconds(passes))
+    job, path = question.job(), question.options.trace
+    count = min(job.micro_batches, 4 * job.layout.pp)
+    order = build(job.layout.schedule, job.layout.pp, count)
+    slots = simulation.simulate(order, step_time.action_seconds(step_time.stage_passes(job)))
     events = [
         drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)
         for slot in row
     ]
-    bubble = simulation.bubble(slots)
-    lines = [picture, f"bubble {bubble:.1%} with {count} micro-batches"]
+    trace, bubble = drawing.trace(events), simulation.bubble(slots)
+    lines = [drawing.draw(simulation.simulate(order))]
+    lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
     if path:
-        _write(path, json.dumps(drawing.trace(events)))
+        try:
+            Path(path).write_text(json.dumps(trace))
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
         lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")
-    return Answer("\n".join(lines), drawing.trace(events) | {"bubble": bubble})
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    return Answer("\n".join(lines), trace | {"bubble": bubble})
 
 
 def constants() -> Answer:
     """Every fitted constant with its value, meaning and rows."""
-    found = hardware.constants()
-    lines = []
+    found, lines = hardware.constants(), []
     for c in found:
         lines += [f"{c.name} = {c.value:g} {c.unit}", f"    {c.meaning}; fitted on {c.fitted_on}"]
-    return Answer("\n".join(lines), [dataclasses.asdict(c) for c in found])
+    return Answer("\n".join(lines), [asdict(c) for c in found])
 
 
 QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {

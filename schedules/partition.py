@@ -77,21 +77,18 @@ def stage_specs(
     """
     costs = costs or part_costs(model)
     whole = costs.embedding + model.layers * costs.block + costs.head
-    per_block, first, result = block_parameters(model), 0, []
+    per_block, first = block_parameters(model), 0
+    result: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding, head = index == 0, index == layout.pp - 1
         count = blocks * per_block
         count += embedding_parameters(model) if embedding else 0
         count += head_parameters(model) if head else 0
-        count += model.vocab_size * model.hidden if _holds_tied_copy(model, layout, head) else 0
+        count += model.vocab_size * model.hidden if head and model.tied and layout.pp > 1 else 0
         cost = blocks * costs.block + embedding * costs.embedding + head * costs.head
         result.append(StageSpec(index, first, first + blocks, embedding, head, count, cost / whole))
         first += blocks
     return result
-
-
-def _holds_tied_copy(model: ModelShape, layout: Layout, head: bool) -> bool:
-    return head and model.tied and layout.pp > 1
 
 
 def blocks_per_stage(
@@ -108,47 +105,38 @@ def blocks_per_stage(
     if layout.partition == "blocks":  # tr11's rule: embedding and head weigh one block each
         units = _share_out(model.layers + 2, layout.pp)
         return [units[0] - 1, *units[1:-1], units[-1] - 1]
-    return balanced_partition(model.layers, layout.pp, costs or part_costs(model))
+    return list(balanced_partition(model.layers, layout.pp, costs or part_costs(model)))
 
 
-def balanced_partition(layers: int, pp: int, costs: PartCosts) -> list[int]:
+@lru_cache(maxsize=4096)
+def balanced_partition(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
     """Blocks per stage such that the slowest stage is as fast as possible; pp >= 2.
 
     Blocks are alike, so only the counts of the first and the last stage are free: every pair is
     tried. Of equally fast ones, the one whose slower end stage is fastest is taken, then the one
     with the least time in both: these stages also hold the embedding's and the logits' memory.
+    Cached, since layouts that differ in the micro-batch alone ask for the same.
     """
-    return list(_balanced(layers, pp, costs))
-
-
-@lru_cache(maxsize=4096)
-def _balanced(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
-    """The search itself; cached, since layouts that differ in the micro-batch ask for the same."""
     if pp == 2:
         pairs = [(first, layers - first) for first in range(layers + 1)]
-    else:
-        most = -(-layers // (pp - 2))  # an end with more than a middle stage is never faster
+    else:  # an end with more blocks than a middle stage is never faster
+        most = -(-layers // (pp - 1))
         pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
     front = [costs.embedding + blocks * costs.block for blocks in range(layers + 1)]
     back = [costs.head + blocks * costs.block for blocks in range(layers + 1)]
     middle = [-(-blocks // max(1, pp - 2)) * costs.block for blocks in range(layers + 1)]
-    *_, first, last = min(
-        (
-            max(front[f], back[b], middle[layers - f - b]),
-            max(front[f], back[b]),
-            front[f] + back[b],
-            f,
-            b,
-        )
-        for f, b in pairs
-    )
-    rest = layers - first - last
-    return (first, *(_spread(rest, pp - 2) if pp > 2 else []), last)
+
+    def slowest(pair: tuple[int, int]) -> tuple[float, float, float]:
+        f, b = front[pair[0]], back[pair[1]]
+        return max(f, b, middle[layers - sum(pair)]), max(f, b), f + b
+
+    first, last = min(pairs, key=slowest)
+    return (first, *_spread(layers - first - last, pp - 2), last)
 
 
 def _spread(count: int, stages: int) -> list[int]:
     """Equal shares, the remainder on the later stages, which hold fewer activations in 1F1B."""
-    share, extra = divmod(count, stages)
+    share, extra = divmod(count, max(1, stages))
     return [share + (i >= stages - extra) for i in range(stages)]
 
 

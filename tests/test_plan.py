@@ -19,6 +19,7 @@ from config.messages import UserError
 from config.presets import preset
 from config.schema import Training
 from planner import hardware, layouts, questions
+from planner.job import Job
 
 ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
@@ -221,7 +222,7 @@ def test_largest_and_smallest_fit_and_are_tight():
     machine = hardware.load("v100-32")
     size, model, layout = layouts.largest(machine, 4, training, preset("gpt3-175b"))
     assert 5e9 < size < 4 * 34.1e9 / 18
-    assert not layouts.does_not_fit(model, layout, training, machine)
+    assert not layouts.does_not_fit(Job(model, layout, training, machine))
     nodes, layout = layouts.smallest(preset("gpt3-175b"), training, machine)
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None

@@ -12,6 +12,7 @@ from config.model_stats import parameters
 from config.presets import preset
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, layouts, memory, op_costs, step_time
+from planner.job import Job
 from schedules import schedule, simulation
 
 A100 = hardware.load("a100-80")
@@ -322,17 +323,17 @@ def test_mixed_precision_costs_18_bytes_and_zero_shards_12():
     model = preset("1b3")
     for dp, zero, each in ((1, 0, 18), (8, 0, 18), (8, 1, 6 + 12 / 8), (64, 1, 6 + 12 / 64)):
         layout = Layout(dp=dp, zero=zero)
-        table = memory.stages(model, layout, training(64), A100)[0]
+        table = memory.stages(Job(model, layout, training(64), A100))[0]
         states = table.weights + table.gradients + table.optimizer
         assert states == pytest.approx(each * table.parameters)
 
 
 def test_fp32_costs_16_bytes_and_8_bit_adam_saves_6():
     model, layout = preset("1b3"), Layout(dp=1, zero=0)
-    full = memory.stages(model, layout, training(8, precision="fp32"), A100)[0]
+    full = memory.stages(Job(model, layout, training(8, precision="fp32"), A100))[0]
     assert full.weights + full.gradients + full.optimizer == pytest.approx(16 * full.parameters)
-    half = memory.stages(model, layout, training(8), A100)[0]
-    small = memory.stages(model, layout, training(8, optimizer="adamw8bit"), A100)[0]
+    half = memory.stages(Job(model, layout, training(8), A100))[0]
+    small = memory.stages(Job(model, layout, training(8, optimizer="adamw8bit"), A100))[0]
     scales = 2 * 4 / 256
     assert half.optimizer - small.optimizer == pytest.approx((6 - scales) * half.parameters)
 
@@ -340,7 +341,7 @@ def test_fp32_costs_16_bytes_and_8_bit_adam_saves_6():
 def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
     model, options = preset("1b3"), training(64)
     one, two, three = (
-        memory.stages(model, Layout(dp=8, zero=zero), options, A100)[0] for zero in (1, 2, 3)
+        memory.stages(Job(model, Layout(dp=8, zero=zero), options, A100))[0] for zero in (1, 2, 3)
     )
     buckets = 2**24 * (2 * 4 + 2)
     assert one.gradients == 4 * one.parameters
@@ -348,7 +349,7 @@ def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
     assert one.optimizer == two.optimizer == three.optimizer
     assert three.weights < one.weights / 4
     slower = [
-        step_time.step_parts(model, Layout(dp=8, zero=zero), options, A100)["reduce"]
+        step_time.step_parts(Job(model, Layout(dp=8, zero=zero), options, A100))["reduce"]
         for zero in (1, 2, 3)
     ]
     assert slower[0] < slower[1] < slower[2]
@@ -371,7 +372,7 @@ def test_recomputing_some_blocks_lies_between_all_and_none():
 def test_seed_004_reads_22_and_18_gb():
     """18 bytes per parameter, the context of 1,271 MiB, and one checkpoint per block in flight."""
     model, layout = preset("104b"), Layout(tp=4, pp=32, dp=1, recompute="full", partition="layers")
-    kept = memory.kept_bytes(model, layout, training(2048), A100)
+    kept = memory.kept_bytes(Job(model, layout, training(2048), A100))
     assert kept == 2 * 2048 * 11600
     context = 1271 * 2**20
     assert (17_157_252_600 + context + 2 * 32 * kept) / 1e9 == pytest.approx(22, abs=0.6)
@@ -384,8 +385,8 @@ def test_activations_are_those_that_the_schedule_holds(pp, count, name):
     model = ModelShape(2 * pp, 256, 4)
     layout = Layout(pp=pp, dp=1, schedule=name, partition="layers", recompute="full")
     machine = dataclasses.replace(A100, activation_overhead=1.0)
-    table = memory.stages(model, layout, training(count), machine)
-    kept = 2 * memory.kept_bytes(model, layout, training(count), machine)
+    table = memory.stages(Job(model, layout, training(count), machine))
+    kept = 2 * memory.kept_bytes(Job(model, layout, training(count), machine))
     peak = schedule.build(name, pp, count).peak
     assert [stage.activations for stage in table] == [held * kept for held in peak]
 
@@ -393,8 +394,10 @@ def test_activations_are_those_that_the_schedule_holds(pp, count, name):
 def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
     model, layout = preset("gpt2-124m"), Layout(dp=8, micro_batch_size=2)
     message = r"micro-batch-size\(2\) \* dp\(8\) = 16 is more than global-batch-size\(4\)"
+    job = Job(model, layout, training(4), A100)
+    with pytest.raises(UserError, match=message):
+        step_time.predict(*job)
     for ask in (
-        step_time.predict,
         step_time.pipeline_time,
         step_time.step_parts,
         memory.stages,
@@ -402,7 +405,7 @@ def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
         layouts.does_not_fit,
     ):
         with pytest.raises(UserError, match=message):
-            ask(model, layout, training(4), A100)
+            ask(job)
     ranked, rejected = layouts.rank(model, training(4), A100, 8, {"tp": 1, "pp": 1})
     assert ranked == []
     reasons = {r.layout["micro_batch_size"]: r.reason for r in rejected}
@@ -422,16 +425,16 @@ def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recom
         return
     model = ModelShape(layers, 1024, 16, vocab_size=250000)
     layout = Layout(pp=pp, dp=1, partition=partition, schedule=name, recompute=recompute)
-    table = memory.stages(model, layout, training(16), A100)
-    found = memory.fullest(model, layout, training(16), A100)
+    table = memory.stages(Job(model, layout, training(16), A100))
+    found = memory.fullest(Job(model, layout, training(16), A100))
     assert found.total == max(stage.total for stage in table)
-    assert memory.least(model, layout, training(16), A100) <= found.total
+    assert memory.fullest(Job(model, layout, training(16), A100), [1] * pp).total <= found.total
 
 
 def test_held_parameters_are_the_models():
     model = preset("bloom-176b")
     layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
-    table = memory.stages(model, layout, training(2048), A100)
+    table = memory.stages(Job(model, layout, training(2048), A100))
     copies = model.vocab_size * model.hidden
     whole = parameters(model) + copies
     assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
@@ -442,7 +445,7 @@ def test_recomputation_keeps_less():
 
     def kept(recompute, machine):
         layout = Layout(tp=8, pp=12, dp=4, recompute=recompute)
-        return memory.kept_bytes(model, layout, training(2048), machine)
+        return memory.kept_bytes(Job(model, layout, training(2048), machine))
 
     assert kept("full", JEAN_ZAY) < kept("selective", JEAN_ZAY) < kept("none", JEAN_ZAY)
     assert kept("selective", A100) == kept("none", A100)  # flash writes no scores
@@ -457,15 +460,15 @@ def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
     layout = Layout(pp=8, dp=1, micro_batch_size=2)
     at_16 = Training(global_batch_size=16)
     machine = hardware.load("cpu")
-    alone, waits = step_time.pipeline_time(model, layout, at_16, machine)
+    alone, waits = step_time.pipeline_time(Job(model, layout, at_16, machine))
     shared, idle = step_time.pipeline_time(
-        model, layout, at_16, dataclasses.replace(machine, ranks_per_core=4)
+        Job(model, layout, at_16, dataclasses.replace(machine, ranks_per_core=4))
     )
     assert waits > 0.2
     assert idle == pytest.approx(0.0)
     assert shared == pytest.approx(alone * (1 - waits))
     # With but little sharing the schedule still decides, at the speed of a core for oneself.
     slightly, _ = step_time.pipeline_time(
-        model, layout, at_16, dataclasses.replace(machine, ranks_per_core=1.1)
+        Job(model, layout, at_16, dataclasses.replace(machine, ranks_per_core=1.1))
     )
     assert slightly == pytest.approx(alone / 1.1)

@@ -1,0 +1,77 @@
+"""What every formula of the planner is about, and what follows from it at once.
+
+job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.load("a100-80"))
+memory.stages(job)
+"""
+
+from typing import NamedTuple
+
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from planner.hardware import Machine
+
+
+class Job(NamedTuple):
+    """A model, a layout whose dp is filled in, how it is trained, and a machine."""
+
+    model: ModelShape
+    layout: Layout
+    training: Training
+    machine: Machine
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.layout.tp * self.layout.pp * self.layout.dp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro-batch, which are the rows of its activations."""
+        return self.model.seq_length * self.layout.micro_batch_size
+
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a number in forward and backward; fp64 counts as fp32."""
+        return 2 if self.training.precision in ("fp16", "bf16") else 4
+
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of one micro-batch between two blocks."""
+        return float(self.number_bytes) * self.tokens * self.model.hidden
+
+    @property
+    def vocab_columns(self) -> int:
+        """Rows of the vocabulary, padding included, on one tensor rank: columns of the logits."""
+        return self.model.padded_vocab(self.layout) // self.layout.tp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one replica in a step; UserError if the batch is too small for one."""
+        samples, micro, dp = (
+            self.training.global_batch_size,
+            self.layout.micro_batch_size,
+            self.layout.dp,
+        )
+        if samples < micro * dp:
+            raise UserError(
+                f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} is more than "
+                f"global-batch-size({samples})"
+            )
+        return samples // (micro * dp)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is outside the range that the machine's constants were fitted on, in sentences."""
+        values = {
+            "hidden": self.model.hidden,
+            "gpus": self.gpus,
+            "micro_batch_size": self.layout.micro_batch_size,
+            "seq_length": self.model.seq_length,
+        }
+        found = []
+        for name, (low, high) in self.machine.fitted_range.items():
+            if not low <= values[name] <= high:
+                seen = f"{low} to {high}" if high else "nothing"
+                where = f"outside what was fitted on {self.machine.name}: {seen}"
+                found.append(f"{name} {values[name]} is {where}")
+        return found
