@@ -43,12 +43,7 @@ class StageMemory:
     working: float
     buffers: float
     context: float
-
-    @property
-    def total(self) -> float:
-        """All of it, in bytes."""
-        held = self.weights + self.gradients + self.optimizer + self.activations
-        return held + self.working + self.buffers + self.context
+    total: float
 
 
 def stages(job: Job) -> list[StageMemory]:
@@ -101,22 +96,23 @@ def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
         # measured rows alone.
         in_flight *= 1.0 + (layout.pp - 1) / (layout.pp * software.virtual_stages)
     held = held_parameters(spec, job)
+    # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
+    state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
+    state -= SAVED_STATE.get(job.training.optimizer, 0.0)
     working = block_working(job)
     if spec.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
         working = max(working, float(size) * job.tokens * job.vocab_columns)
-    return StageMemory(
-        stage=spec.index,
-        blocks=spec.blocks,
-        parameters=held,
-        weights=_weights(held, spec, job),
-        gradients=_gradients(held, job) + held * software.workspace_bytes,
-        optimizer=held * _sharded_bytes(job) / (layout.dp if layout.zero else 1),
-        activations=in_flight * _kept_of_stage(spec.blocks, job),
-        working=working,
-        buffers=software.buffers,
-        context=job.machine.context,
-    )
+    parts = {
+        "weights": _weights(held, spec, job),
+        "gradients": _gradients(held, job) + held * software.workspace_bytes,
+        "optimizer": held * state / (layout.dp if layout.zero else 1),
+        "activations": in_flight * _kept_of_stage(spec.blocks, job),
+        "working": working,
+        "buffers": software.buffers,
+        "context": job.machine.context,
+    }
+    return StageMemory(spec.index, spec.blocks, held, **parts, total=sum(parts.values()))
 
 
 def held_parameters(spec: StageSpec, job: Job) -> float:
@@ -152,13 +148,6 @@ def _gradients(held: float, job: Job) -> float:
     if layout.zero < 2 or layout.dp == 1:
         return held * size
     return held * 4.0 / layout.dp + min(held, BUCKET_ELEMENTS) * (2 * size + number)
-
-
-def _sharded_bytes(job: Job) -> float:
-    """Bytes per parameter of master weights and moments, before they are divided by dp."""
-    # In fp32 the weights are their own master, which leaves the moments.
-    state = 8.0 if job.number_bytes == 4 else job.machine.software.sharded_bytes
-    return state - SAVED_STATE.get(job.training.optimizer, 0.0)
 
 
 # ---- Activations ---------------------------------------------------------------------------------

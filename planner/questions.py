@@ -116,9 +116,7 @@ def ranked_layouts(question: Question) -> Answer:
         "gpus": question.gpus,
         "machine": machine.name,
         "global_batch_size": training.global_batch_size,
-        "ranked": [
-            asdict(r.layout) | {"rampup": r.rampup} | r.prediction.as_dict() for r in ranked
-        ],
+        "ranked": [asdict(r.layout) | {"rampup": r.rampup} | asdict(r.prediction) for r in ranked],
         "rejected": [r.layout | {"reason": r.reason} for r in rejected],
     }
     head = (
@@ -174,7 +172,7 @@ def stages(question: Question) -> Answer:
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {
         "stages": [asdict(row) for row in rows],
-        "memory": [asdict(stage) | {"total": stage.total} for stage in table],
+        "memory": [asdict(stage) for stage in table],
         "fullest": fullest,
     }
     return Answer("\n".join(lines), data)

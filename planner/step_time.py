@@ -8,9 +8,9 @@ Symbols: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config.model_stats import block_parameters, model_flops
 from config.schema import Layout, ModelShape, Training
@@ -48,13 +48,6 @@ class Prediction:
     hardware_tflops: float  # per GPU, with recomputation
     mfu: float
     warnings: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for --json."""
-        values = asdict(self)
-        for row, stage in zip(values["memory"], self.memory, strict=True):
-            row["total"] = stage.total
-        return values
 
 
 def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:

@@ -8,15 +8,7 @@ with the head.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from config.model_stats import (
-    block_flops,
-    block_parameters,
-    embedding_parameters,
-    hardware_flops,
-    head_flops,
-    head_parameters,
-    parameters,
-)
+from config import model_stats
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
 
@@ -44,8 +36,8 @@ def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
     h, flops_per_byte = model.hidden, FLOPS_PER_BYTE[device]
     return PartCosts(
         embedding=4.0 * 6 * h * flops_per_byte,
-        block=3.0 * block_flops(model) + 4.0 * 40 * h * flops_per_byte,
-        head=3.0 * head_flops(model) + 4.0 * 4 * model.vocab_size * flops_per_byte,
+        block=3.0 * model_stats.block_flops(model) + 4.0 * 40 * h * flops_per_byte,
+        head=3.0 * model_stats.head_flops(model) + 4.0 * 4 * model.vocab_size * flops_per_byte,
     )
 
 
@@ -77,13 +69,13 @@ def stage_specs(
     """
     costs = costs or part_costs(model)
     whole = costs.embedding + model.layers * costs.block + costs.head
-    per_block, first = block_parameters(model), 0
+    per_block, first = model_stats.block_parameters(model), 0
     result: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding, head = index == 0, index == layout.pp - 1
         count = blocks * per_block
-        count += embedding_parameters(model) if embedding else 0
-        count += head_parameters(model) if head else 0
+        count += model_stats.embedding_parameters(model) if embedding else 0
+        count += model_stats.head_parameters(model) if head else 0
         count += model.vocab_size * model.hidden if head and model.tied and layout.pp > 1 else 0
         cost = blocks * costs.block + embedding * costs.embedding + head * costs.head
         result.append(StageSpec(index, first, first + blocks, embedding, head, count, cost / whole))
@@ -154,7 +146,7 @@ def executed_flops(
 ) -> float:
     """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
     again = sum(layout.recomputed_blocks(spec.blocks) for spec in stage_specs(model, layout))
-    return hardware_flops(model, samples, layout.recompute, formula, again)
+    return model_stats.hardware_flops(model, samples, layout.recompute, formula, again)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
@@ -167,10 +159,10 @@ def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
     copies = model.vocab_size * model.hidden if len(rows) > 1 and model.tied else 0
     blocks, total = sum(s.blocks for s in rows), sum(s.parameters for s in rows)
-    if blocks != model.layers or total != parameters(model) + copies:
+    if blocks != model.layers or total != model_stats.parameters(model) + copies:
         raise ValueError(
             f"stages hold {blocks} blocks and {total} parameters, the model has "
-            f"{model.layers} and {parameters(model)} + {copies} in the tied copy"
+            f"{model.layers} and {model_stats.parameters(model)} + {copies} in the tied copy"
         )
     lines.append(f"  sum   {'':28} {blocks:6} {total:16,} {sum(s.share for s in rows):14.1%}")
     if copies:

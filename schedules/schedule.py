@@ -164,11 +164,11 @@ def _check_messages(schedule: Schedule) -> None:
                 sent[kind, rank, rank_of[stage + step]].append(action)
             if step and 0 <= stage - step < stages:
                 received[kind, rank_of[stage - step], rank].append((kind, stage - step, m))
-    for channel, actions in sent.items():
+    for channel, sending in sent.items():
         kind, source, to = channel
-        if source != to and received[channel] != actions:
+        if source != to and received[channel] != sending:
             raise ScheduleError(
-                f"ranks {source} and {to} disagree on the order of {kind}: {_row(actions)} are "
+                f"ranks {source} and {to} disagree on the order of {kind}: {_row(sending)} are "
                 f"sent and {_row(Action(*one) for one in received[channel])} received"
             )
 

@@ -69,45 +69,34 @@ def bubble(slots: list[list[Slot]]) -> float:
     return 1.0 - busy / (end * len(slots))
 
 
-# ---- The end alone -------------------------------------------------------------------------------
+# ---- The end alone ------------------------------------------------------------------------------
 
-
-class Node(NamedTuple):
-    """An action of some micro-batch. Messages of one kind to one stage arrive in their order."""
-
-    rank: int
-    kind: str
-    stage: int
-    receives: tuple[str, int] | None  # kind and stage of a message from another rank
-    sends: tuple[str, int] | None  # the same, to another rank
+# (rank, action) in an order that can run, in parts, and how often each part runs. A part that runs
+# again stands for the same actions of the next micro-batches.
+Parts = list[tuple[list[tuple[int, Action]], int]]
 
 
 def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
     """The end of the last action of `simulate`."""
-    nodes = _nodes(schedule, dependency_order(schedule))
-    return _end([(nodes, 1)], seconds, transfer)
+    return _end([(dependency_order(schedule), 1)], schedule.rank_of, seconds, transfer)
 
 
-def _nodes(schedule: Schedule, order: list[tuple[int, Action]]) -> list[Node]:
-    rank_of, stages, found = schedule.rank_of, schedule.stages, []
-    for rank, (kind, stage, _) in order:
-        step = STEPS[kind]
-        received = step and 0 <= stage - step < stages and rank_of[stage - step] != rank
-        sent = step and 0 <= stage + step < stages and rank_of[stage + step] != rank
-        receives = (kind, stage) if received else None
-        found.append(Node(rank, kind, stage, receives, (kind, stage + step) if sent else None))
-    return found
-
-
-def _end(parts: list[tuple[list[Node], int]], seconds: Seconds, transfer: float) -> float:
-    """The end of the last action; parts: nodes in an order that can run, and how often each."""
+def _end(parts: Parts, rank_of: tuple[int, ...], seconds: Seconds, transfer: float) -> float:
+    """The end of the last action. Messages of one kind to one stage arrive in their order."""
     clocks: dict[int, float] = defaultdict(float)
     messages: dict[tuple[str, int], deque[float]] = defaultdict(deque)
-    for nodes, times in parts:
+
+    def channel(kind: str, source: int, to: int) -> deque[float] | None:
+        """The messages between two stages, None within a rank and beyond the pipeline's ends."""
+        between = min(source, to) >= 0 and max(source, to) < len(rank_of)
+        return messages[kind, to] if between and rank_of[source] != rank_of[to] else None
+
+    for order, times in parts:
         bound = []
-        for rank, kind, stage, *ends in nodes:
-            received, sent = (messages[end] if end else None for end in ends)
-            bound.append((rank, seconds[kind, stage], received, sent))
+        for rank, (kind, stage, _) in order:
+            step, duration = STEPS[kind], seconds[kind, stage]
+            received = channel(kind, stage - step, stage)
+            bound.append((rank, duration, received, channel(kind, stage, stage + step)))
         for rank, duration, received, sent in bound * times:
             clock = clocks[rank]
             if received is not None:
@@ -119,87 +108,82 @@ def _end(parts: list[tuple[list[Node], int]], seconds: Seconds, transfer: float)
     return max(clocks.values())
 
 
-# ---- Named schedules of many micro-batches -------------------------------------------------------
+# ---- Named schedules of many micro-batches ------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """What `build(name, ranks, micro_batches)` holds and takes."""
+    """What a schedule of a name holds and takes."""
 
-    name: str
-    ranks: int
-    micro_batches: int
-
-    @property
-    def _more(self) -> int:
-        """How often the repeated actions come more often than with a micro-batch per rank."""
-        return max(0, self.micro_batches - self.ranks) if self.name in REPEATED else 0
+    base: Schedule
+    more: int  # how often the repeated actions come more often than in `base`
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
         """As `Schedule.peak`."""
-        if not self._more:
-            return _built(self.name, self.ranks, self.micro_batches).peak
-        short, long = (_built(self.name, self.ranks, self.ranks + more) for more in (0, 1))
-        return tuple(a + self._more * (b - a) for a, b in zip(short.peak, long.peak, strict=True))
+        if not self.more:
+            return self.base.peak
+        ranks = len(self.base.ranks)
+        longer = _built(self.base.name, ranks, ranks + 1).peak
+        peaks = zip(self.base.peak, longer, strict=True)
+        return tuple(held + self.more * (then - held) for held, then in peaks)
 
     @cached_property
-    def parts(self) -> list[tuple[list[Node], int]]:
-        """Nodes in an order that can run, in parts, and how often each part runs."""
-        if not self._more:
-            schedule = _built(self.name, self.ranks, self.micro_batches)
-            return [(_nodes(schedule, dependency_order(schedule)), 1)]
-        parts = enumerate(_repeating(self.name, self.ranks))
-        return [(nodes, self._more if number % 2 else 1) for number, nodes in parts]
+    def parts(self) -> Parts:
+        """All actions, by kind and stage."""
+        if not self.more:
+            return [(dependency_order(self.base), 1)]
+        parts = enumerate(_repeating(self.base.name, len(self.base.ranks)))
+        return [(order, self.more if number % 2 else 1) for number, order in parts]
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
-        return _end(self.parts, seconds, transfer)
-
-
-@lru_cache(maxsize=4096)
-def named(name: str, ranks: int, micro_batches: int) -> NamedSchedule:
-    """The schedule of that name, for any two counts >= 1; `name` is checked by config."""
-    return NamedSchedule(name, ranks, micro_batches)
+        return _end(self.parts, self.base.rank_of, seconds, transfer)
 
 
 _built = lru_cache(maxsize=128)(build)
 
 
+@lru_cache(maxsize=4096)
+def named(name: str, ranks: int, micro_batches: int) -> NamedSchedule:
+    """The schedule of that name, for any two counts >= 1; `name` is checked by config."""
+    more = max(0, micro_batches - ranks) if name in REPEATED else 0
+    return NamedSchedule(_built(name, ranks, micro_batches - more), more)
+
+
 @lru_cache(maxsize=256)
-def _repeating(name: str, ranks: int) -> list[list[Node]]:
-    """Nodes with one micro-batch more than ranks, in parts: every second one is what is repeated.
+def _repeating(name: str, ranks: int) -> list[list[tuple[int, Action]]]:
+    """Actions with one micro-batch more than ranks, in parts: every second one is what is repeated.
 
     Raises ValueError if the schedule does not grow as REPEATED says: a mistake in that table.
     """
-    short, long = _built(name, ranks, ranks), _built(name, ranks, ranks + 1)
+    base, longer = (_built(name, ranks, ranks + more) for more in (0, 1))
+    lengths = REPEATED[name]
     part_of: dict[Action, int] = {}
-    for before, after in zip(short.ranks, long.ranks, strict=True):
-        cut = sections(before, after, REPEATED[name])
-        part_of |= {action: part for part, own in enumerate(cut) for action in own}
+    for before, after in zip(base.ranks, longer.ranks, strict=True):
+        part_of |= zip(after, part_numbers(before, after, lengths), strict=True)
     # What a part needs is in itself or in earlier parts, so it can run once they have.
-    parts: list[list[Node]] = [[] for _ in range(2 * len(REPEATED[name]) + 1)]
-    order = dependency_order(long)
-    for (_, action), node in zip(order, _nodes(long, order), strict=True):
-        parts[part_of[action]].append(node)
+    parts: list[list[tuple[int, Action]]] = [[] for _ in range(2 * len(lengths) + 1)]
+    for rank, action in dependency_order(longer):
+        parts[part_of[action]].append((rank, action))
     return parts
 
 
-def sections(
+def part_numbers(
     before: tuple[Action, ...], after: tuple[Action, ...], lengths: tuple[int, ...]
-) -> list[tuple[Action, ...]]:
-    """`after` cut where it has actions that `before` has not: common, added, common, ..., common.
+) -> list[int]:
+    """A number for each action of `after`: odd if added to `before`, then even, and so on.
 
     Compared by kind and stage. Raises ValueError if more than `lengths` was added.
     """
     short, long = ([action[:2] for action in row] for row in (before, after))
-    found, i, j = [], 0, 0
-    for length in lengths:
-        start = j
-        while i < len(short) and short[i] == long[j]:
-            i, j = i + 1, j + 1
-        found += [after[start:j], after[j : j + length]]
-        j += length
-    if short[i:] != long[j:]:
+    numbers: list[int] = []
+    common = 0
+    for part, length in enumerate(lengths):
+        while common < len(short) and short[common] == long[len(numbers)]:
+            numbers.append(2 * part)
+            common += 1
+        numbers += [2 * part + 1] * length
+    if short[common:] != long[len(numbers) :]:
         raise ValueError(f"{' '.join(map(str, after))} repeats other actions than {lengths}")
-    return [*found, after[j:]]
+    return numbers + [2 * len(lengths)] * (len(long) - len(numbers))

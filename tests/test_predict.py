@@ -161,10 +161,10 @@ def durations(draw, stages: int) -> dict[tuple[str, int], float]:
 
 def rows(priced: simulation.NamedSchedule) -> list[list[tuple[str, int]]]:
     """Kind and stage of every rank's actions, in order."""
-    found = [[] for _ in range(priced.ranks)]
-    for nodes, times in priced.parts:
-        for node in nodes * times:
-            found[node.rank].append((node.kind, node.stage))
+    found = [[] for _ in priced.base.ranks]
+    for order, times in priced.parts:
+        for rank, action in order * times:
+            found[rank].append(action[:2])
     return found
 
 
@@ -214,9 +214,9 @@ def test_the_makespan_of_any_schedule_is_the_simulated_end(
 
 def test_a_wrong_entry_in_the_table_of_repeated_actions_is_found():
     short, long = (schedule.build("1f1b", 3, count).ranks[0] for count in (3, 4))
-    assert [len(part) for part in simulation.sections(short, long, (2,))] == [4, 2, 2]
+    assert simulation.part_numbers(short, long, (2,)) == [0, 0, 0, 0, 1, 1, 2, 2]
     with pytest.raises(ValueError, match=r"repeats other actions than \(1,\)"):
-        simulation.sections(short, long, (1,))
+        simulation.part_numbers(short, long, (1,))
 
 
 def test_a_step_is_priced_by_its_schedule():
