@@ -158,24 +158,14 @@ CALIBRATED = (*RATES, "context", "host_per_block")
 def calibrate(machine: Machine, path: str) -> Machine:
     """The machine with measured rates.
 
-    Raises UserError if the file is of another device, cannot be read or has entries other than
-    these, of which all but `device` are optional:
+    Raises UserError if the file is of another device, cannot be read or has other entries than
+    `device` (as torch.cuda.get_device_name() has it) and, each optional:
 
-        device = "NVIDIA A100-SXM4-80GB"       # torch.cuda.get_device_name()
-        gemm_fraction = 0.78                   # of the machine's peak, large aligned GEMM
-        flash_fraction = 0.55
-        bandwidth = 1.7e12                     # bytes/s read and written by a long copy
-        memory = 3e9                           # bytes a rank may use, where ranks share a host's
-        node = 8                               # ranks on a node
-        ranks_per_core = 4.0                   # above 1 if CPU ranks share cores
-        context = 1.6e9                        # bytes
-        host_per_block = 0.0                   # seconds
-        [nvlink]                               # a tensor group: t = 2 (n-1) alpha + 2 (n-1)/n bytes
-        alpha = 8e-6                           # seconds                                 / beta
-        beta = 210e9                           # bytes/s of one GPU
-        [network]                              # the same between nodes
-        alpha = 2e-5
-        beta = 160e9                           # bytes/s of one node, all its GPUs at once
+        the names in CALIBRATED    as in Machine; `memory` and `node` are those of the ranks, where
+                                   several share a host; host_per_block is that of Software
+        [nvlink] alpha, beta       seconds and one GPU's bytes/s: an all-reduce of n ranks takes
+                                   2 (n-1) alpha + 2 (n-1)/n bytes / beta
+        [network] alpha, beta      the same between nodes, bytes/s of one node
     """
     entries = _read(Path(path))
     device = str(entries.pop("device", ""))

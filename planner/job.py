@@ -47,27 +47,18 @@ class Job(NamedTuple):
     @property
     def micro_batches(self) -> int:
         """Micro-batches of one replica in a step; UserError if the batch is too small for one."""
-        samples, micro, dp = (
-            self.training.global_batch_size,
-            self.layout.micro_batch_size,
-            self.layout.dp,
-        )
+        samples, micro = self.training.global_batch_size, self.layout.micro_batch_size
+        dp = self.layout.dp
         if samples < micro * dp:
-            raise UserError(
-                f"micro-batch-size({micro}) * dp({dp}) = {micro * dp} is more than "
-                f"global-batch-size({samples})"
-            )
+            product = f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}"
+            raise UserError(f"{product} is more than global-batch-size({samples})")
         return samples // (micro * dp)
 
     @property
     def warnings(self) -> list[str]:
         """What is outside the range that the machine's constants were fitted on, in sentences."""
-        values = {
-            "hidden": self.model.hidden,
-            "gpus": self.gpus,
-            "micro_batch_size": self.layout.micro_batch_size,
-            "seq_length": self.model.seq_length,
-        }
+        values = {"hidden": self.model.hidden, "seq_length": self.model.seq_length}
+        values |= {"gpus": self.gpus, "micro_batch_size": self.layout.micro_batch_size}
         found = []
         for name, (low, high) in self.machine.fitted_range.items():
             if not low <= values[name] <= high:

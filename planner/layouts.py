@@ -236,21 +236,12 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
 # ---- Shapes that suit the hardware ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A shape near a wanted size, and how well it suits tiles, tensor ranks and stages."""
-
-    model: ModelShape
-    parameters: int
-    efficiency: float  # of the peak, in one block's forward and backward, everything counted
-    stages: list[int]  # pp for which layers + 2 divide, so that embedding and head count as blocks
-
-
 def shapes(
     size: float, like: ModelShape, layout: Layout, training: Training, machine: Machine
-) -> list[Shape]:
-    """Shapes within 3 % of `size` parameters, the most efficient first; UserError if none.
+) -> list[tuple[ModelShape, float]]:
+    """Shapes within 3 % of `size` parameters and their share of the peak, the highest first.
 
+    The share is that of one block's forward and backward, everything counted. UserError if none.
     Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
     divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
     """
@@ -266,18 +257,16 @@ def shapes(
                 continue
             model = _resized(like, layers, hidden, heads)
             if abs(parameters(model) / size - 1) < 0.03:
-                found.append(_shape(Job(model, layout, training, machine)))
+                found.append((model, _efficiency(Job(model, layout, training, machine))))
     if not found:
         raise UserError(f"no shape of {size:g} parameters with hidden a multiple of {step}")
-    return sorted(found, key=lambda shape: -shape.efficiency)
+    return sorted(found, key=lambda entry: -entry[1])
 
 
-def _shape(job: Job) -> Shape:
+def _efficiency(job: Job) -> float:
     passes = 4 if job.layout.recompute == "full" else 3
     flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
-    efficiency = flops / block_pass(job).total / job.machine.peak
-    suited = [pp for pp in range(2, 65) if (job.model.layers + 2) % pp == 0]
-    return Shape(job.model, parameters(job.model), efficiency, suited)
+    return flops / block_pass(job).total / job.machine.peak
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------
@@ -293,24 +282,16 @@ def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
     return "fits" if odd is None else f"batch {odd} does not divide by {share}"
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """A number of nodes that can run a batch, and the micro-batch sizes with which it can."""
+def allowed(layout: Layout, batch: int, node: int, most_nodes: int) -> list[dict[str, Any]]:
+    """The numbers of `nodes` of `node` GPUs, up to `most_nodes`, whose replicas divide a batch.
 
-    nodes: int
-    dp: int
-    micro_batches: list[int]
-
-
-def allowed(layout: Layout, batch: int, node: int, most_nodes: int) -> list[Allowed]:
-    """The numbers of nodes of `node` GPUs, up to `most_nodes`, whose replicas divide a batch.
-
-    One replica has tp x pp GPUs; micro-batches are those that the ranking tries.
+    Each with its `dp`, one replica having tp x pp GPUs, and with those `micro_batches` of the
+    ranking that divide the batch.
     """
     found, replica = [], layout.tp * layout.pp
     for nodes in range(1, most_nodes + 1):
         dp, rest = divmod(nodes * node, replica)
         if rest == 0 and batch % dp == 0:
             sizes = [size for size in MICRO_BATCHES if batch // dp % size == 0]
-            found.append(Allowed(nodes, dp, sizes))
+            found.append({"nodes": nodes, "dp": dp, "micro_batches": sizes})
     return found

@@ -99,7 +99,9 @@ def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    working = block_working(job)
+    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
+    if layout.recompute == "full":  # all that the block keeps whose backward runs
+        working = block_activations(job, True)
     if spec.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
         working = max(working, float(size) * job.tokens * job.vocab_columns)
@@ -187,10 +189,3 @@ def block_activations(job: Job, scores: bool) -> float:
         each = 5.0 if software.dropout else 2.0
         size += each * model.heads / t * model.seq_length * job.tokens
     return size * job.number_bytes / 2
-
-
-def block_working(job: Job) -> float:
-    """Bytes of the block whose backward runs: all it keeps, if it had to be recomputed."""
-    if job.layout.recompute == "full":
-        return block_activations(job, True)
-    return 2.0 * job.number_bytes * job.model.ffn_hidden / job.layout.tp * job.tokens

@@ -25,6 +25,9 @@ from schedules import drawing, partition, simulation
 from schedules.schedule import build
 
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
+# Models of the questions that need one only as an example.
+EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
+EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -69,10 +72,7 @@ def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
     """Values of train.py's options for the question of that name, where nothing gave them."""
     values: dict[str, Any] = {}
     if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
-        if name in ("largest", "shapes"):
-            values["model"] = "gpt3-175b"
-        elif name in ("rampup", "timeline"):
-            values["model"] = "bloom-176b"
+        values = {"model": EXAMPLES[name]} if name in EXAMPLES else {}
     if "precision" not in given:
         values["precision"] = "bf16"
     if not {"global_batch_size", "batch_schedule"} & set(given):
@@ -244,19 +244,21 @@ def shapes(question: Question) -> Answer:
     if not size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
     found = layouts.shapes(size, run.model, run.layout, run.training, machine)
-    more = [{"parameters": s.parameters, "efficiency": s.efficiency, "pp": s.stages} for s in found]
-    data = [asdict(s.model) | own for s, own in zip(found, more, strict=True)]
     lines = [
         f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
         "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
     ]
-    for s in found[: question.options.top]:
-        m = s.model
+    data = []
+    for m, efficiency in found:
+        count = model_stats.parameters(m)
+        # With these, embedding and head can count as a block each.
+        pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
+        data.append(asdict(m) | {"parameters": count, "efficiency": efficiency, "pp": pp})
         lines.append(
             f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
-            f"{s.parameters / BILLION:10.1f}{s.efficiency:9.1%}   {' '.join(map(str, s.stages))}"
+            f"{count / BILLION:10.1f}{efficiency:9.1%}   {' '.join(map(str, pp))}"
         )
-    return Answer("\n".join(lines), data)
+    return Answer("\n".join(lines[: 2 + question.options.top]), data)
 
 
 def rampup(question: Question) -> Answer:
@@ -285,13 +287,12 @@ def rampup(question: Question) -> Answer:
         steps = "" if level.steps is None else level.steps
         line = f"{level.batch:6}{level.first_step:12,}{level.consumed:12,}{steps:>8}   "
         lines.append(line + _allowed_text(every))
-        found.append(asdict(level) | {"allowed": [asdict(one) for one in every]})
-    data = {"levels": found, "every": [asdict(one) for one in everywhere]}
-    return Answer("\n".join(lines), data)
+        found.append(asdict(level) | {"allowed": every})
+    return Answer("\n".join(lines), {"levels": found, "every": everywhere})
 
 
-def _allowed_text(every: list[layouts.Allowed]) -> str:
-    found = [f"{one.nodes}: {' '.join(map(str, one.micro_batches))}" for one in every]
+def _allowed_text(every: list[dict[str, Any]]) -> str:
+    found = [f"{one['nodes']}: {' '.join(map(str, one['micro_batches']))}" for one in every]
     return "; ".join(found) or "no number of nodes"
 
 

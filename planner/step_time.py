@@ -88,12 +88,8 @@ def block_pass(job: Job) -> Pass:
     """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
     model, layout, _, machine = job
     t, h, size, software = layout.tp, model.hidden, job.number_bytes, machine.software
-    shapes = [
-        (model.qkv_width // t, h),
-        (h, model.attention_width // t),
-        (model.up_width // t, h),
-        (h, model.ffn_hidden // t),
-    ]
+    shapes = [(model.qkv_width // t, h), (h, model.attention_width // t)]
+    shapes += [(model.up_width // t, h), (h, model.ffn_hidden // t)]
     layers = [op_costs.linear(machine, job.tokens, outs, ins, size) for outs, ins in shapes]
     micro, heads = layout.micro_batch_size, model.heads // t
     core = op_costs.attention(machine, model.seq_length, model.head_size, heads, micro, size)
@@ -234,6 +230,7 @@ def step_parts(job: Job) -> dict[str, float]:
     elif layout.zero:
         volume += weight
     reduced = op_costs.all_reduce(op_costs.ring(machine, dp, t), dp, held * volume / 2)
+    reduced *= 1 - software.overlap_data
     tied = 0.0
     if layout.pp > 1 and model.tied:
         sharing = min(machine.node, t * dp)
@@ -241,9 +238,4 @@ def step_parts(job: Job) -> dict[str, float]:
         tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)
     shard = held / (dp if layout.zero else 1)
     optimizer = op_costs.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
-    return {
-        "reduce": reduced * (1 - software.overlap_data),
-        "tied": tied,
-        "optimizer": optimizer,
-        "fixed": software.per_step,
-    }
+    return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}

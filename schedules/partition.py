@@ -70,13 +70,13 @@ def stage_specs(
     costs = costs or part_costs(model)
     whole = costs.embedding + model.layers * costs.block + costs.head
     per_block, first = model_stats.block_parameters(model), 0
+    copy = model.vocab_size * model.hidden if model.tied and layout.pp > 1 else 0
     result: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding, head = index == 0, index == layout.pp - 1
         count = blocks * per_block
         count += model_stats.embedding_parameters(model) if embedding else 0
-        count += model_stats.head_parameters(model) if head else 0
-        count += model.vocab_size * model.hidden if head and model.tied and layout.pp > 1 else 0
+        count += model_stats.head_parameters(model) + copy if head else 0
         cost = blocks * costs.block + embedding * costs.embedding + head * costs.head
         result.append(StageSpec(index, first, first + blocks, embedding, head, count, cost / whole))
         first += blocks
