@@ -10,6 +10,8 @@ What is modelled, the most important first:
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
 """
 
+import math
+
 from planner.hardware import Link, Machine
 
 # Rows and columns of a tile, and its speed relative to the largest: a smaller tile reuses less of
@@ -55,11 +57,7 @@ def _tensor_cores(machine: Machine, m: int, n: int, k: int, batch: int) -> float
 
 def _aligned(*sizes: int) -> float:
     """The power of two of which every row's bytes are a multiple, over 16; at most 1."""
-    worst = ALIGNMENT
-    for size in sizes:
-        while size % worst:
-            worst //= 2
-    return worst / ALIGNMENT
+    return math.gcd(ALIGNMENT, *sizes) / ALIGNMENT
 
 
 def linear(machine: Machine, rows: int, outs: int, ins: int, size: int = 2) -> tuple[float, float]:

@@ -114,13 +114,12 @@ def balanced_partition(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...
     else:  # an end with more blocks than a middle stage is never faster
         most = -(-layers // (pp - 1))
         pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
-    front = [costs.embedding + blocks * costs.block for blocks in range(layers + 1)]
-    back = [costs.head + blocks * costs.block for blocks in range(layers + 1)]
-    middle = [-(-blocks // max(1, pp - 2)) * costs.block for blocks in range(layers + 1)]
 
     def slowest(pair: tuple[int, int]) -> tuple[float, float, float]:
-        f, b = front[pair[0]], back[pair[1]]
-        return max(f, b, middle[layers - sum(pair)]), max(f, b), f + b
+        front = costs.embedding + pair[0] * costs.block
+        back = costs.head + pair[1] * costs.block
+        middle = -(-(layers - sum(pair)) // max(1, pp - 2)) * costs.block
+        return max(front, back, middle), max(front, back), front + back
 
     first, last = min(pairs, key=slowest)
     return (first, *_spread(layers - first - last, pp - 2), last)

@@ -1,10 +1,9 @@
 """When each action of a schedule runs, how long it all takes, and how much of that time is idle.
 
     slots = simulate(build("1f1b", 4, 8), seconds)
-    makespan(build("1f1b", 4, 8), seconds, transfer)      the end of the last action alone
-    named("1f1b", 48, 2048).makespan(seconds, transfer)   the same, without building 200,000 actions
+    named("1f1b", 48, 2048).makespan(seconds, transfer)   the end alone, of 200,000 actions
 
-`simulate` is the definition; tests hold the other two to it. With more micro-batches a named
+`simulate` is the definition; tests hold `makespan` to it. With more micro-batches a named
 schedule repeats the same actions more often (1F1B: a forward and a backward), so `named` builds it
 with as many micro-batches as ranks and with one more, and takes what differs as often as needed.
 """
@@ -69,54 +68,19 @@ def bubble(slots: list[list[Slot]]) -> float:
     return 1.0 - busy / (end * len(slots))
 
 
-# ---- The end alone ------------------------------------------------------------------------------
+# ---- Schedules of many micro-batches ------------------------------------------------------------
 
 # (rank, action) in an order that can run, in parts, and how often each part runs. A part that runs
 # again stands for the same actions of the next micro-batches.
 Parts = list[tuple[list[tuple[int, Action]], int]]
 
 
-def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
-    """The end of the last action of `simulate`."""
-    return _end([(dependency_order(schedule), 1)], schedule.rank_of, seconds, transfer)
-
-
-def _end(parts: Parts, rank_of: tuple[int, ...], seconds: Seconds, transfer: float) -> float:
-    """The end of the last action. Messages of one kind to one stage arrive in their order."""
-    clocks: dict[int, float] = defaultdict(float)
-    messages: dict[tuple[str, int], deque[float]] = defaultdict(deque)
-
-    def channel(kind: str, source: int, to: int) -> deque[float] | None:
-        """The messages between two stages, None within a rank and beyond the pipeline's ends."""
-        between = min(source, to) >= 0 and max(source, to) < len(rank_of)
-        return messages[kind, to] if between and rank_of[source] != rank_of[to] else None
-
-    for order, times in parts:
-        bound = []
-        for rank, (kind, stage, _) in order:
-            step, duration = STEPS[kind], seconds[kind, stage]
-            received = channel(kind, stage - step, stage)
-            bound.append((rank, duration, received, channel(kind, stage, stage + step)))
-        for rank, duration, received, sent in bound * times:
-            clock = clocks[rank]
-            if received is not None:
-                arrival = received.popleft()
-                clock = arrival if arrival > clock else clock
-            clocks[rank] = clock = clock + duration
-            if sent is not None:
-                sent.append(clock + transfer)
-    return max(clocks.values())
-
-
-# ---- Named schedules of many micro-batches ------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class NamedSchedule:
-    """What a schedule of a name holds and takes."""
+class LongSchedule:
+    """What a schedule holds and takes, without a list of all its actions."""
 
     base: Schedule
-    more: int  # how often the repeated actions come more often than in `base`
+    more: int = 0  # how often the repeated actions come more often than in `base`
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
@@ -138,17 +102,40 @@ class NamedSchedule:
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
-        return _end(self.parts, self.base.rank_of, seconds, transfer)
+        rank_of = self.base.rank_of
+        clocks: dict[int, float] = defaultdict(float)
+        messages: dict[tuple[str, int], deque[float]] = defaultdict(deque)
+
+        def channel(kind: str, source: int, to: int) -> deque[float] | None:
+            """Messages from stage to stage, in order; None within a rank and beyond the ends."""
+            between = min(source, to) >= 0 and max(source, to) < len(rank_of)
+            return messages[kind, to] if between and rank_of[source] != rank_of[to] else None
+
+        for order, times in self.parts:
+            bound = []
+            for rank, (kind, stage, _) in order:
+                step, duration = STEPS[kind], seconds[kind, stage]
+                received = channel(kind, stage - step, stage)
+                bound.append((rank, duration, received, channel(kind, stage, stage + step)))
+            for rank, duration, received, sent in bound * times:
+                clock = clocks[rank]
+                if received is not None:
+                    arrival = received.popleft()
+                    clock = arrival if arrival > clock else clock
+                clocks[rank] = clock = clock + duration
+                if sent is not None:
+                    sent.append(clock + transfer)
+        return max(clocks.values())
 
 
 _built = lru_cache(maxsize=128)(build)
 
 
 @lru_cache(maxsize=4096)
-def named(name: str, ranks: int, micro_batches: int) -> NamedSchedule:
+def named(name: str, ranks: int, micro_batches: int) -> LongSchedule:
     """The schedule of that name, for any two counts >= 1; `name` is checked by config."""
     more = max(0, micro_batches - ranks) if name in REPEATED else 0
-    return NamedSchedule(_built(name, ranks, micro_batches - more), more)
+    return LongSchedule(_built(name, ranks, micro_batches - more), more)
 
 
 @lru_cache(maxsize=256)

@@ -159,7 +159,7 @@ def durations(draw, stages: int) -> dict[tuple[str, int], float]:
     return {(kind, stage): draw(seconds) for kind in "FBW" for stage in range(stages)}
 
 
-def rows(priced: simulation.NamedSchedule) -> list[list[tuple[str, int]]]:
+def rows(priced: simulation.LongSchedule) -> list[list[tuple[str, int]]]:
     """Kind and stage of every rank's actions, in order."""
     found = [[] for _ in priced.base.ranks]
     for order, times in priced.parts:
@@ -208,7 +208,7 @@ def test_the_makespan_of_any_schedule_is_the_simulated_end(
     order = handmade.split(order, count) if split else order
     seconds = data.draw(durations(order.stages))
     expected = simulated(order, seconds, transfer)
-    found = simulation.makespan(order, seconds, transfer)
+    found = simulation.LongSchedule(order).makespan(seconds, transfer)
     assert found == pytest.approx(expected, rel=1e-9)
 
 

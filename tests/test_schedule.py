@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedules import schedule
 from schedules.drawing import draw, trace, trace_event
 from schedules.schedule import Action, Schedule, ScheduleError
-from schedules.simulation import bubble, makespan, simulate, unit_seconds
+from schedules.simulation import LongSchedule, bubble, simulate, unit_seconds
 
 RANKS = st.integers(1, 9)
 MICRO_BATCHES = st.integers(1, 24)
@@ -39,7 +39,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
     ends = {slot.action: slot.end for row in slots for slot in row}
     kinds = "FBW" if order.split else "FB"
     assert len(ends) == len(kinds) * order.stages * count
-    assert makespan(order, unit_seconds(order), transfer) == max(ends.values())
+    assert LongSchedule(order).makespan(unit_seconds(order), transfer) == max(ends.values())
     for rank, row in enumerate(slots):
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
         for slot in row:
@@ -138,4 +138,4 @@ def test_simulated_time_has_the_closed_form(ranks, micro_batches, ratio, transfe
     order = schedule.build("gpipe", ranks, micro_batches)
     seconds = {(kind, s): 1.0 if kind == "F" else ratio for kind in "FB" for s in range(ranks)}
     expected = (micro_batches + ranks - 1) * (1 + ratio) + 2 * (ranks - 1) * transfer
-    assert makespan(order, seconds, transfer) == pytest.approx(expected)
+    assert LongSchedule(order).makespan(seconds, transfer) == pytest.approx(expected)
