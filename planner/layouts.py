@@ -61,8 +61,7 @@ def rank(
         if isinstance(candidate, Rejected):
             rejected.append(candidate)
         elif wanted(candidate):
-            reason = does_not_fit(Job(model, candidate, training, machine))
-            if reason:
+            if reason := does_not_fit(Job(model, candidate, training, machine)):
                 rejected.append(_rejected(candidate, reason))
             else:
                 prediction = predict(model, candidate, training, machine)
@@ -180,8 +179,7 @@ def _deepest(
     while low <= high:
         layers = (low + high) // 2
         model = _resized(like, layers, hidden, hidden // 128)
-        layout = leanest(model, training, machine, gpus)
-        if layout:
+        if layout := leanest(model, training, machine, gpus):
             found, low = (model, layout), layers + 1
         else:
             high = layers - 1
@@ -227,8 +225,7 @@ def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[i
     check_shape(model)
     fewest = max(1, math.floor(4 * parameters(model) / (machine.memory * machine.node)))
     for nodes in range(fewest, 10001):
-        layout = leanest(model, training, machine, nodes * machine.node)
-        if layout:
+        if layout := leanest(model, training, machine, nodes * machine.node):
             return nodes, layout
     raise UserError(f"the model fits on no number of {machine.name} nodes up to 10000")
 

@@ -149,8 +149,8 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
         values = [" ".join(f"{k}={v}" for k, v in r.layout.items()) for r in rejected]
         return [f"  {at}: {r.reason}" for at, r in zip(values, rejected, strict=True)]
     kinds: dict[str, list[str]] = {}
-    for r in rejected:
-        kinds.setdefault(re.sub(r"[\d.]+", "", r.reason), []).append(r.reason)
+    for reason in (r.reason for r in rejected):
+        kinds.setdefault(re.sub(r"[\d.]+", "", reason), []).append(reason)
     lines = [f"  {len(reasons):4}  {reasons[0]}" for reasons in kinds.values()]
     return [*lines, "  (one example of each kind; --rejected shows all)"]
 
@@ -170,12 +170,8 @@ def stages(question: Question) -> Answer:
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
-    data = {
-        "stages": [asdict(row) for row in rows],
-        "memory": [asdict(stage) for stage in table],
-        "fullest": fullest,
-    }
-    return Answer("\n".join(lines), data)
+    data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
+    return Answer("\n".join(lines), data | {"fullest": fullest})
 
 
 def _memory_lines(

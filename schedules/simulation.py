@@ -159,9 +159,9 @@ def _repeating(name: str, ranks: int) -> list[list[tuple[int, Action]]]:
 def part_numbers(
     before: tuple[Action, ...], after: tuple[Action, ...], lengths: tuple[int, ...]
 ) -> list[int]:
-    """A number for each action of `after`: odd if added to `before`, then even, and so on.
+    """The part of each action of `after`: an even one if `before` has it, an odd one if not.
 
-    Compared by kind and stage. Raises ValueError if more than `lengths` was added.
+    Parts ascend, and actions are compared by kind and stage. Raises ValueError if more than `lengths` was added.
     """
     short, long = ([action[:2] for action in row] for row in (before, after))
     numbers: list[int] = []
