@@ -161,7 +161,7 @@ def part_numbers(
 ) -> list[int]:
     """The part of each action of `after`: an even one if `before` has it, an odd one if not.
 
-    Parts ascend, and actions are compared by kind and stage. Raises ValueError if more than `lengths` was added.
+    Actions are compared by kind and stage. Raises ValueError if more than `lengths` was added.
     """
     short, long = ([action[:2] for action in row] for row in (before, after))
     numbers: list[int] = []
