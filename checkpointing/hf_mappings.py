@@ -34,35 +34,138 @@ class Rule:
     to_theirs: Callable[[Tensor], tuple[Tensor, ...]]
 
 
+# ---- The families --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Family:
-    """The names that transformers has for one family's modules and fields, and what it supports.
+    """What is particular to one family of transformers.
 
-    modules: our module -> theirs, * for a block's number. transposed: whether weights of blocks are
-    (in, out). reshaped: rules for the tensors of a block that have another shape there.
-
-    fields: our field -> its names in config.json; the first is written. defaults: values of fields
-    that config.json may lack, by our name; other fields are required. ours: the values that our
-    fields must have. theirs: the values that fields of config.json must have if they are there.
+    block: the name of a block, * is its number. defaults: values of fields that config.json may
+    lack, by our name; other fields are required. allowed: the values that fields of config.json,
+    by their name, must have if they are there.
     """
 
     architecture: str
-    modules: dict[str, str]
-    reshaped: Callable[[ModelShape, int], list[Rule]]
-    fields: dict[str, tuple[str, ...]]
+    block: str
     defaults: dict[str, Any]
-    ours: dict[str, tuple]
-    theirs: dict[str, tuple]
-    transposed: bool = False
+    allowed: dict[str, tuple]
 
 
-# ------------------------------------------------------------------------------------------------
-# Tensors of another shape
-# ------------------------------------------------------------------------------------------------
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        block="transformer.h.*",
+        defaults={"ffn_hidden": None, "seq_length": 1024, "norm_eps": 1e-5, "tied": True},
+        allowed={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+        },
+    ),
+    "bloom": Family(
+        architecture="BloomForCausalLM",
+        block="transformer.h.*",
+        defaults={"seq_length": 2048, "norm_eps": 1e-5, "tied": True},
+        allowed={"apply_residual_connection_post_layernorm": (False,)},
+    ),
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        block="model.layers.*",
+        defaults={"kv_heads": None, "seq_length": 2048, "norm_eps": 1e-6, "tied": False},
+        allowed={"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
+    ),
+}
+
+# The columns of these tables are gpt2, bloom, llama; None: the family has nothing of the kind.
+
+# Our module -> theirs, if its tensors have the same shape there, transposed at the most.
+_MODULES = {
+    "embedding.tokens": ("wte", "word_embeddings", "embed_tokens"),
+    "embedding.positions": ("wpe", None, None),
+    "embedding.norm": (None, "word_embeddings_layernorm", None),
+    "head.norm": ("ln_f", "ln_f", "norm"),
+    "blocks.*.attention_norm": ("ln_1", "input_layernorm", "input_layernorm"),
+    "blocks.*.attention.out": ("attn.c_proj", "self_attention.dense", "self_attn.o_proj"),
+    "blocks.*.mlp_norm": ("ln_2", "post_attention_layernorm", "post_attention_layernorm"),
+    "blocks.*.mlp.up": ("mlp.c_fc", "mlp.dense_h_to_4h", None),
+    "blocks.*.mlp.down": ("mlp.c_proj", "mlp.dense_4h_to_h", "mlp.down_proj"),
+}
+# Our field -> its name in config.json, or several: the first is written, all are read.
+_FIELDS = {
+    "vocab_size": ("vocab_size", "vocab_size", "vocab_size"),
+    "tied": ("tie_word_embeddings", "tie_word_embeddings", "tie_word_embeddings"),
+    "layers": ("n_layer", "n_layer", "num_hidden_layers"),
+    "hidden": ("n_embd", ("hidden_size", "n_embed"), "hidden_size"),
+    "heads": ("n_head", ("n_head", "num_attention_heads"), "num_attention_heads"),
+    "kv_heads": (None, None, "num_key_value_heads"),
+    "ffn_hidden": ("n_inner", None, "intermediate_size"),
+    "seq_length": ("n_positions", "seq_length", "max_position_embeddings"),
+    "norm_eps": ("layer_norm_epsilon", "layer_norm_epsilon", "rms_norm_eps"),
+}
+# Our field -> the value that it must have, or several.
+_NEEDED = {
+    "norm": ("layernorm", "layernorm", "rmsnorm"),
+    "bias": (True, True, False),
+    "positions": ("learned", "alibi", "rotary"),
+    "activation": (("gelu_tanh", "gelu"), "gelu_tanh", "swiglu"),
+    "embedding_norm": (False, True, False),
+}
 
 
-def _gpt2_reshaped(model: ModelShape, block: int) -> list[Rule]:
-    """GPT-2: all queries, then all keys, then all values; the matrix is transposed."""
+def _column(table: dict[str, tuple], family: str) -> dict[str, tuple]:
+    """What a table has for a family, each as a tuple."""
+    number = list(FAMILIES).index(family)
+    cells = {ours: row[number] for ours, row in table.items() if row[number] is not None}
+    return {ours: cell if isinstance(cell, tuple) else (cell,) for ours, cell in cells.items()}
+
+
+def family(model: ModelShape) -> str:
+    """gpt2, bloom or llama; UserError with the fields that each would need."""
+    obstacles = []
+    for name in FAMILIES:
+        fields, needed = _column(_FIELDS, name), _column(_NEEDED, name)
+        if "kv_heads" not in fields:
+            needed["kv_heads"] = (model.heads,)
+        if "ffn_hidden" not in fields:
+            needed["ffn_hidden"] = (4 * model.hidden,)
+        wrong = [
+            f"{field} {' or '.join(map(str, values))}, not {getattr(model, field)}"
+            for field, values in needed.items()
+            if getattr(model, field) not in values
+        ]
+        if not wrong:
+            return name
+        obstacles.append(f"{name} needs {' and '.join(wrong)}")
+    raise UserError(f"transformers has no such model: {'; '.join(obstacles)}")
+
+
+# ---- Tensors -------------------------------------------------------------------------------------
+
+
+def rules(model: ModelShape) -> list[Rule]:
+    """The rules for all tensors of the model; UserError if it is of none of the families."""
+    name = family(model)
+    block, found = FAMILIES[name].block, []
+    for ours, (theirs,) in _column(_MODULES, name).items():
+        in_block = ours.startswith("blocks.")
+        theirs = f"{block if in_block else block.split('.')[0]}.{theirs}"
+        bias = model.bias and (in_block or ours.endswith("norm"))
+        # In GPT-2's blocks, weights are (in, out).
+        convert = (torch.t, torch.t) if in_block and name == "gpt2" else ()
+        for i in map(str, range(model.layers if in_block else 1)):
+            found += _one_to_one(ours.replace("*", i), theirs.replace("*", i), bias, *convert)
+    for i in map(str, range(model.layers)):
+        found += _RESHAPED[name](model, f"blocks.{i}", block.replace("*", i))
+    return found if model.tied else found + _one_to_one("head", "lm_head", False)
+
+
+# The tensors of a block that have another shape there; their names begin with `ours` and `theirs`.
+# a: heads, d: head size, g: key/value heads, h: hidden.
+
+
+def _gpt2_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
+    """All queries, then all keys, then all values; the matrix is transposed."""
     h, a, d = model.hidden, model.heads, model.head_size
 
     def to_ours(t: Tensor) -> Tensor:  # (h, 3 h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
@@ -71,12 +174,11 @@ def _gpt2_reshaped(model: ModelShape, block: int) -> list[Rule]:
     def to_theirs(t: Tensor) -> Tensor:
         return t.transpose(0, 1).reshape(3 * h, *t.shape[3:]).t()
 
-    ours, theirs = f"blocks.{block}.attention.qkv", f"transformer.h.{block}.attn.c_attn"
-    return _rules_of_module(ours, theirs, True, to_ours, to_theirs)
+    return _one_to_one(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", True, to_ours, to_theirs)
 
 
-def _bloom_reshaped(model: ModelShape, block: int) -> list[Rule]:
-    """BLOOM: for each head its query, key and value, as here."""
+def _bloom_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
+    """For each head its query, key and value, as here."""
     h, a, d = model.hidden, model.heads, model.head_size
 
     def to_ours(t: Tensor) -> Tensor:  # (3 h, h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
@@ -85,14 +187,13 @@ def _bloom_reshaped(model: ModelShape, block: int) -> list[Rule]:
     def to_theirs(t: Tensor) -> Tensor:
         return t.reshape(3 * h, *t.shape[3:])
 
-    theirs = f"transformer.h.{block}.self_attention.query_key_value"
-    return _rules_of_module(f"blocks.{block}.attention.qkv", theirs, True, to_ours, to_theirs)
+    theirs += ".self_attention.query_key_value"
+    return _one_to_one(f"{ours}.attention.qkv", theirs, True, to_ours, to_theirs)
 
 
-def _llama_reshaped(model: ModelShape, block: int) -> list[Rule]:
-    """Llama: separate matrices for queries, keys and values, and for gate and up."""
+def _llama_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
+    """Separate matrices for queries, keys and values, and for gate and up."""
     h, g, d, queries = model.hidden, model.kv_heads, model.head_size, model.heads // model.kv_heads
-    ours, theirs = f"blocks.{block}", f"model.layers.{block}"
     return [
         Rule(
             f"{ours}.attention.qkv.weight",
@@ -109,11 +210,14 @@ def _llama_reshaped(model: ModelShape, block: int) -> list[Rule]:
     ]
 
 
+_RESHAPED = {"gpt2": _gpt2_reshaped, "bloom": _bloom_reshaped, "llama": _llama_reshaped}
+
+
 def _keep(t: Tensor) -> Tensor:
     return t
 
 
-def _rules_of_module(
+def _one_to_one(
     ours: str, theirs: str, bias: bool, to_ours: Convert = _keep, to_theirs: Convert = _keep
 ) -> list[Rule]:
     """One conversion for the weight and, if there is one, the bias of a module."""
@@ -123,160 +227,20 @@ def _rules_of_module(
     ]
 
 
-# ------------------------------------------------------------------------------------------------
-# The families
-# ------------------------------------------------------------------------------------------------
-
-_LAYERNORM_AND_BIAS = {"norm": ("layernorm",), "bias": (True,)}
-FAMILIES = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        modules={
-            "embedding.tokens": "transformer.wte",
-            "embedding.positions": "transformer.wpe",
-            "head.norm": "transformer.ln_f",
-            "blocks.*.attention_norm": "transformer.h.*.ln_1",
-            "blocks.*.attention.out": "transformer.h.*.attn.c_proj",
-            "blocks.*.mlp_norm": "transformer.h.*.ln_2",
-            "blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",
-            "blocks.*.mlp.down": "transformer.h.*.mlp.c_proj",
-        },
-        transposed=True,
-        reshaped=_gpt2_reshaped,
-        fields={
-            "layers": ("n_layer",),
-            "hidden": ("n_embd",),
-            "heads": ("n_head",),
-            "ffn_hidden": ("n_inner",),
-            "seq_length": ("n_positions",),
-            "norm_eps": ("layer_norm_epsilon",),
-        },
-        defaults={"ffn_hidden": None, "seq_length": 1024, "norm_eps": 1e-5, "tied": True},
-        ours=_LAYERNORM_AND_BIAS
-        | {
-            "positions": ("learned",),
-            "activation": ("gelu_tanh", "gelu"),
-            "embedding_norm": (False,),
-        },
-        theirs={
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-        },
-    ),
-    "bloom": Family(
-        architecture="BloomForCausalLM",
-        modules={
-            "embedding.tokens": "transformer.word_embeddings",
-            "embedding.norm": "transformer.word_embeddings_layernorm",
-            "head.norm": "transformer.ln_f",
-            "blocks.*.attention_norm": "transformer.h.*.input_layernorm",
-            "blocks.*.attention.out": "transformer.h.*.self_attention.dense",
-            "blocks.*.mlp_norm": "transformer.h.*.post_attention_layernorm",
-            "blocks.*.mlp.up": "transformer.h.*.mlp.dense_h_to_4h",
-            "blocks.*.mlp.down": "transformer.h.*.mlp.dense_4h_to_h",
-        },
-        reshaped=_bloom_reshaped,
-        fields={
-            "layers": ("n_layer",),
-            "hidden": ("hidden_size", "n_embed"),  # BLOOM's own files have the second
-            "heads": ("n_head", "num_attention_heads"),
-            "seq_length": ("seq_length",),
-            "norm_eps": ("layer_norm_epsilon",),
-        },
-        defaults={"seq_length": 2048, "norm_eps": 1e-5, "tied": True},
-        ours=_LAYERNORM_AND_BIAS
-        | {"positions": ("alibi",), "activation": ("gelu_tanh",), "embedding_norm": (True,)},
-        theirs={"apply_residual_connection_post_layernorm": (False,)},
-    ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        modules={
-            "embedding.tokens": "model.embed_tokens",
-            "head.norm": "model.norm",
-            "blocks.*.attention_norm": "model.layers.*.input_layernorm",
-            "blocks.*.attention.out": "model.layers.*.self_attn.o_proj",
-            "blocks.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-            "blocks.*.mlp.down": "model.layers.*.mlp.down_proj",
-        },
-        reshaped=_llama_reshaped,
-        fields={
-            "layers": ("num_hidden_layers",),
-            "hidden": ("hidden_size",),
-            "heads": ("num_attention_heads",),
-            "kv_heads": ("num_key_value_heads",),
-            "ffn_hidden": ("intermediate_size",),
-            "seq_length": ("max_position_embeddings",),
-            "norm_eps": ("rms_norm_eps",),
-        },
-        defaults={"kv_heads": None, "seq_length": 2048, "norm_eps": 1e-6, "tied": False},
-        ours={
-            "positions": ("rotary",),
-            "norm": ("rmsnorm",),
-            "activation": ("swiglu",),
-            "bias": (False,),
-            "embedding_norm": (False,),
-        },
-        theirs={"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
-    ),
-}
-# Fields that every family calls the same.
-_COMMON_FIELDS = {"vocab_size": ("vocab_size",), "tied": ("tie_word_embeddings",)}
-
-
-def family(model: ModelShape) -> str:
-    """gpt2, bloom or llama; UserError with the fields that each would need."""
-    obstacles = []
-    for name, facts in FAMILIES.items():
-        needed = dict(facts.ours)
-        if "kv_heads" not in facts.fields:
-            needed["kv_heads"] = (model.heads,)
-        if "ffn_hidden" not in facts.fields:
-            needed["ffn_hidden"] = (4 * model.hidden,)
-        wrong = [
-            f"{field} {' or '.join(map(str, values))}, not {getattr(model, field)}"
-            for field, values in needed.items()
-            if getattr(model, field) not in values
-        ]
-        if not wrong:
-            return name
-        obstacles.append(f"{name} needs {' and '.join(wrong)}")
-    raise UserError(f"transformers has no such model: {'; '.join(obstacles)}")
-
-
-def rules(model: ModelShape) -> list[Rule]:
-    """The rules for all tensors of the model; UserError if it is of none of the families."""
-    facts, found = FAMILIES[family(model)], []
-    for ours, theirs in facts.modules.items():
-        in_block = "*" in ours
-        bias = model.bias and (in_block or ours.endswith("norm"))
-        convert = (torch.t, torch.t) if in_block and facts.transposed else ()
-        for i in range(model.layers if in_block else 1):
-            names = ours.replace("*", str(i)), theirs.replace("*", str(i))
-            found += _rules_of_module(*names, bias, *convert)
-    for i in range(model.layers):
-        found += facts.reshaped(model, i)
-    return found if model.tied else found + _rules_of_module("head", "lm_head", False)
-
-
-# ------------------------------------------------------------------------------------------------
-# config.json
-# ------------------------------------------------------------------------------------------------
+# ---- config.json ---------------------------------------------------------------------------------
 
 
 def hf_config(model: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of the model, whose weights have that type."""
     name = family(model)
-    facts = FAMILIES[name]
-    config = {
+    config: dict[str, Any] = {
         "model_type": name,
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
-        "architectures": [facts.architecture],
+        "architectures": [FAMILIES[name].architecture],
     }
-    fields = _COMMON_FIELDS | facts.fields
-    config |= {theirs[0]: getattr(model, ours) for ours, theirs in fields.items()}
+    config |= {names[0]: getattr(model, ours) for ours, names in _column(_FIELDS, name).items()}
     if name == "gpt2":
         config["n_positions"] = model.max_positions
         config["activation_function"] = "gelu_new" if model.activation == "gelu_tanh" else "gelu"
@@ -296,29 +260,21 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     if name not in FAMILIES:
         raise UserError(f"{where} is a {name!r}; known are {', '.join(FAMILIES)}")
     facts = FAMILIES[name]
-    for field, values in facts.theirs.items():
+    for field, values in facts.allowed.items():
         if config.get(field, values[0]) not in values:
             wanted = " or ".join(map(str, values))
             raise UserError(f"{where}: {field} is {config[field]}; this project has {wanted}")
-    shape = {field: values[0] for field, values in facts.ours.items()}
-    for ours, theirs in (_COMMON_FIELDS | facts.fields).items():
-        shape[ours] = _read_field(config, theirs, ours, facts.defaults, where)
+    shape = {field: values[0] for field, values in _column(_NEEDED, name).items()}
+    for ours, names in _column(_FIELDS, name).items():
+        found = [config[theirs] for theirs in names if config.get(theirs) is not None]
+        if not found and ours not in facts.defaults:
+            raise UserError(f"{where} has no {names[-1]!r}")
+        shape[ours] = found[0] if found else facts.defaults[ours]
     if name == "gpt2" and config.get("activation_function") == "gelu":
         shape["activation"] = "gelu"
     if name == "llama":
         shape["rotary_base"] = _rotary_base(config, where)
     return ModelShape(**shape)
-
-
-def _read_field(
-    config: dict[str, Any], names: tuple[str, ...], ours: str, defaults: dict[str, Any], where: str
-) -> Any:
-    for name in names:
-        if config.get(name) is not None:
-            return config[name]
-    if ours not in defaults:
-        raise UserError(f"{where} has no {names[-1]!r}")
-    return defaults[ours]
 
 
 def _rotary_base(config: dict[str, Any], where: str) -> float:
