@@ -27,13 +27,7 @@ def check_files(folder: str, contents: bool) -> dict[str, Any]:
     """
     manifest = folders.read_manifest(folder)
     for name, entry in manifest["files"].items():
-        path = os.path.join(folder, name)
-        if contents:
-            problem = folders.find_problem(folder, name, entry)
-        elif not os.path.isfile(path) or os.path.getsize(path) != entry["bytes"]:
-            problem = f"{path} is missing, or does not have its {entry['bytes']} bytes"
-        else:
-            problem = None
+        problem = folders.find_problem(folder, name, entry, contents)
         if problem:
             raise UserError(problem)
     return manifest
@@ -66,9 +60,9 @@ def run_command(arguments: list[str]) -> None:
         from checkpointing.hf_export import import_weights
 
         model = import_weights(given.source, given.target)
-        flags = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+        flags = _as_flags(dataclasses.asdict(model))
         print(f"weights of {given.source} are in {given.target}; to begin training with them:")
-        print(f"  --resume {given.target} --load-weights-only {_as_flags(flags)}")
+        print(f"  --resume {given.target} --load-weights-only {flags}")
         return
     folder = folders.find_checkpoints(given.source)[0]
     if given.command == "show":

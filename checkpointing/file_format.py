@@ -25,7 +25,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,17 @@ INDEX = "index.h5"
 CHUNK = 2**20  # bytes: checksummed, then written while still in the CPU's cache
 PAGE = 4096  # arrays begin at multiples of this in their files
 
+Shape = tuple[int, ...]
 # A part of a tensor: for each dimension, the first index and the one after the last.
 Box = tuple[tuple[int, int], ...]
+# Where a box is stored: in this shard, from this element of its flat arrays on.
+Source = tuple["ShardFile", int, Box]
 
 
-# ------------------------------------------------------------------------------------------------
-# Flat ranges and boxes
-# ------------------------------------------------------------------------------------------------
+# ---- Flat ranges and boxes -----------------------------------------------------------------------
 
 
-def split_into_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
     """Elements [start, stop) of an array in C order as boxes, in order, each contiguous in memory.
 
     At most two for every dimension but the last: (5, 4), 3, 14 -> row 0 from 3, rows 1-2, row 3
@@ -81,9 +82,7 @@ def as_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in box)
 
 
-# ------------------------------------------------------------------------------------------------
-# Writing
-# ------------------------------------------------------------------------------------------------
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,21 +104,23 @@ class ShardFile:
         return sum(elements_in(box) for _, boxes in self.tensors for box in boxes)
 
 
-def write_shard(path: str, elements: int, arrays: dict[str, tuple[str, Iterable]]):
+def write_shard(
+    path: str, elements: int, arrays: Mapping[str, tuple[str, Iterable[np.ndarray]]]
+) -> tuple[int, int]:
     """Write flat arrays to an HDF5 file and to the disk; returns the file's bytes and CRC-32.
 
     arrays: by kind, the dtype and the runs (numpy) that make up `elements`. HDF5 lays out the
     file; the elements are then written without HDF5, so that the checksum is taken on the way,
     nothing is copied, and other threads run meanwhile. Raises OSError.
     """
-    with _hdf5_errors(path), _create(path) as file:
-        offsets = {
-            kind: _reserve(file, kind, dtype, elements) for kind, (dtype, _) in arrays.items()
-        }
+    # No file locks: some parallel file systems refuse them, and no other process writes here.
+    create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
+    with _hdf5_errors(path), h5py.File(path, "w", **create) as file:
+        offsets = {kind: _reserve(file, kind, arrays[kind][0], elements) for kind in arrays}
     descriptor = os.open(path, os.O_RDWR)
     try:
         total, at, crc = os.fstat(descriptor).st_size, 0, 0
-        for kind in sorted(offsets, key=offsets.get):
+        for kind in sorted(offsets, key=offsets.__getitem__):
             crc = _crc32_of_range(descriptor, at, offsets[kind], crc)
             at = offsets[kind]
             for run in arrays[kind][1]:
@@ -132,17 +133,12 @@ def write_shard(path: str, elements: int, arrays: dict[str, tuple[str, Iterable]
 
 
 @contextlib.contextmanager
-def _hdf5_errors(path: str):
+def _hdf5_errors(path: str) -> Iterator[None]:
     """Turn RuntimeError, which h5py raises for some failed writes, into OSError."""
     try:
         yield
     except RuntimeError as error:
         raise OSError(f"HDF5 cannot write {path}: {error}") from error
-
-
-def _create(path: str) -> h5py.File:
-    # No file locks: some parallel file systems refuse them, and no other process writes here.
-    return h5py.File(path, "w", locking=False, alignment_threshold=PAGE, alignment_interval=PAGE)
 
 
 def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
@@ -158,7 +154,7 @@ def _reserve(file: h5py.File, kind: str, dtype: str, elements: int) -> int:
 
 def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int, int]:
     """Write a run of elements at an offset; the offset after it, and the checksum so far."""
-    data = memoryview(run).cast("B")
+    data = run.data.cast("B")
     for start in range(0, len(data), CHUNK):
         chunk = data[start : start + CHUNK]
         crc = zlib.crc32(chunk, crc)
@@ -179,12 +175,12 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
     return crc
 
 
-def index_image(shapes: dict[str, tuple[int, ...]], shards: list[ShardFile]) -> bytes:
+def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
     """The bytes of an index.h5 without attributes: every whole tensor as a virtual dataset.
 
     The same for every save of a run. Raises RuntimeError if the shards do not cover a tensor.
     """
-    sources: dict[str, list[tuple[ShardFile, int, Box]]] = {name: [] for name in shapes}
+    sources: dict[str, list[Source]] = {name: [] for name in shapes}
     for shard in shards:
         at = 0
         for name, boxes in shard.tensors:
@@ -194,12 +190,13 @@ def index_image(shapes: dict[str, tuple[int, ...]], shards: list[ShardFile]) -> 
     with h5py.File(INDEX, "w", driver="core", backing_store=False, libver="latest") as file:
         for name, found in sources.items():
             covered = sum(elements_in(box) for _, _, box in found)
-            if covered != math.prod(shapes[name]):
+            shape = shapes[name]
+            if covered != math.prod(shape):
                 raise RuntimeError(
-                    f"the ranks wrote {covered} elements of {name}, which has {shapes[name]}"
+                    f"the ranks wrote {covered} elements of {name}, which has {shape}"
                 )
             for kind in shards[0].dtypes:
-                _create_virtual_dataset(file, kind, name, shapes[name], found)
+                _create_virtual_dataset(file, kind, name, shape, found)
         file.flush()
         return file.id.get_file_image()
 
@@ -214,20 +211,14 @@ def write_index(
     with _hdf5_errors(path), h5py.File(path, "r+", libver="latest", locking=False) as file:
         for group, values in attributes.items():
             file.require_group(group).attrs.update(values)
-    return checksum_file(path, flush=True)
+    flush(path)
+    return checksum_file(path)
 
 
 def _create_virtual_dataset(
-    file: h5py.File,
-    kind: str,
-    name: str,
-    shape: tuple[int, ...],
-    sources: list[tuple[ShardFile, int, Box]],
+    file: h5py.File, kind: str, name: str, shape: Shape, sources: list[Source]
 ) -> None:
-    """One virtual dataset of the whole tensor; sources: file, first element in it, box.
-
-    With HDF5's low-level calls: h5py's classes for virtual datasets take ten times as long.
-    """
+    """With HDF5's low-level calls: h5py's classes for virtual datasets take ten times as long."""
     dtype = np.dtype(sources[0][0].dtypes[kind])
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_fill_value(np.array(np.nan, dtype))
@@ -242,22 +233,26 @@ def _create_virtual_dataset(
     h5py.h5d.create(group, name.encode(), kind_type, h5py.h5s.create_simple(shape), properties)
 
 
-def checksum_file(path: str, flush: bool = False) -> tuple[int, int]:
-    """Bytes and CRC-32 of a file; with `flush`, also write it to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR if flush else os.O_RDONLY)
+def checksum_file(path: str) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         total = os.fstat(descriptor).st_size
-        crc = _crc32_of_range(descriptor, 0, total, 0)
-        if flush:
-            os.fsync(descriptor)
+        return total, _crc32_of_range(descriptor, 0, total, 0)
     finally:
         os.close(descriptor)
-    return total, crc
 
 
-# ------------------------------------------------------------------------------------------------
-# Reading
-# ------------------------------------------------------------------------------------------------
+def flush(path: str) -> None:
+    """Bring a file's data, or a folder's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 class Index:
@@ -275,9 +270,8 @@ class Index:
             raise UserError(f"cannot open {folder}/{INDEX}: {error}") from None
         self._open_files: dict[str, h5py.File] = {}
         self._seen: set[tuple[str, Box]] = set()
-        self.kinds = [name for name, group in self.file.items() if len(group)]
-        self.kinds.sort(key=lambda kind: (kind != "weights", kind))
-        self._groups = {kind: self.file[kind] for kind in self.kinds}
+        kinds = [name for name, group in self.file.items() if len(group)]
+        self.kinds = sorted(kinds, key=lambda kind: (kind != "weights", kind))
 
     def __enter__(self) -> "Index":
         return self
@@ -293,9 +287,9 @@ class Index:
             for key, value in self.file[group].attrs.items()
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, Shape]:
         """Every tensor's global shape, by name."""
-        return {name: dataset.shape for name, dataset in self._groups["weights"].items()}
+        return {name: dataset.shape for name, dataset in self.file["weights"].items()}
 
     def dtype(self, kind: str) -> np.dtype:
         """The type in which a kind was saved."""
@@ -303,7 +297,7 @@ class Index:
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
         """Fill the flat array `out`, which has the tensor's dtype, with its boxes in order."""
-        dataset, at = self._groups[kind][name], 0
+        dataset, at = self.file[kind][name], 0
         for box in boxes:
             self._keep_sources_open(dataset, name, box)
             run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
@@ -311,10 +305,7 @@ class Index:
             at += elements_in(box)
 
     def _keep_sources_open(self, dataset: h5py.Dataset, name: str, box: Box) -> None:
-        """Keep the shards of a box open: HDF5 would open them again for every read.
-
-        They are the same for every kind.
-        """
+        """HDF5 would open the shards of a box, the same for every kind, again at every read."""
         if (name, box) in self._seen:
             return
         self._seen.add((name, box))

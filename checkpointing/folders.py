@@ -16,16 +16,14 @@ import re
 import shutil
 from typing import Any
 
-from checkpointing.file_format import checksum_file
+from checkpointing.file_format import checksum_file, flush
 from config.messages import UserError
 
 VERSION = 1
 MANIFEST = "manifest.json"
 
 
-# ------------------------------------------------------------------------------------------------
-# The manifest
-# ------------------------------------------------------------------------------------------------
+# ---- The manifest --------------------------------------------------------------------------------
 
 
 def write_manifest(folder: str, step: int, files: dict[str, tuple[int, int]]) -> None:
@@ -64,20 +62,24 @@ def read_manifest(folder: str) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: its contents do not match its own checksum")
     if body["version"] != VERSION:
         raise UserError(f"{folder} has format version {body['version']}; this code reads {VERSION}")
-    named = step_of(folder)
-    if named not in (None, body["step"]):
+    if step_of(folder) not in (-1, body["step"]):
         raise UserError(f"{folder} holds step {body['step']}, not the step of its name")
     return body
 
 
-def find_problem(folder: str, name: str, expected: dict[str, int]) -> str | None:
-    """What is wrong with a file of a checkpoint, in a sentence, or None; reads the whole file."""
+def find_problem(
+    folder: str, name: str, expected: dict[str, int], contents: bool = True
+) -> str | None:
+    """What is wrong with a file of a checkpoint, in a sentence, or None.
+
+    contents: whether to read the whole file and compare its checksum, or to compare its size only.
+    """
     path = os.path.join(folder, name)
     try:
         actual = os.path.getsize(path)
         if actual != expected["bytes"]:
             return f"{path} has {actual} bytes, not {expected['bytes']}"
-        crc = checksum_file(path)[1]
+        crc = checksum_file(path)[1] if contents else expected["crc32"]
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
     if crc != expected["crc32"]:
@@ -85,9 +87,7 @@ def find_problem(folder: str, name: str, expected: dict[str, int]) -> str | None
     return None
 
 
-# ------------------------------------------------------------------------------------------------
-# Names
-# ------------------------------------------------------------------------------------------------
+# ---- Names ---------------------------------------------------------------------------------------
 
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 
@@ -102,10 +102,10 @@ def hidden_name(step: int, token: str) -> str:
     return f".{folder_name(step)}.{token}.partial"
 
 
-def step_of(folder: str) -> int | None:
-    """The step in a checkpoint's name, None for other names."""
+def step_of(folder: str) -> int:
+    """The step in a checkpoint's name, -1 for other names."""
     match = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
-    return int(match[1]) if match else None
+    return int(match[1]) if match else -1
 
 
 def list_checkpoints(parent: str) -> list[str]:
@@ -122,15 +122,13 @@ def find_checkpoints(path: str) -> list[str]:
 
     Any other path is returned as it is: `read_manifest` then says what is missing.
     """
-    if step_of(path) is not None or os.path.exists(os.path.join(path, MANIFEST)):
+    if step_of(path) >= 0 or os.path.exists(os.path.join(path, MANIFEST)):
         return [path]
     inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
     return inside or [path]
 
 
-# ------------------------------------------------------------------------------------------------
-# Appearing and disappearing
-# ------------------------------------------------------------------------------------------------
+# ---- Appearing and disappearing ------------------------------------------------------------------
 
 
 def publish(hidden: str, final: str) -> None:
@@ -174,10 +172,10 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     return [step for step in older if not keep_every or step % keep_every]
 
 
-def flush(path: str) -> None:
-    """Bring a file's data, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def delete_surplus(parent: str, keep_last: int, keep_every: int) -> None:
+    """Delete the checkpoints that `surplus` names. Raises OSError."""
+    found = list_checkpoints(parent)
+    delete = surplus(sorted({step_of(path) for path in found}), keep_last, keep_every)
+    for path in found:
+        if step_of(path) in delete:
+            remove(path)

@@ -13,19 +13,19 @@ import dataclasses
 import json
 import math
 import os
-import platform
 import shutil
-import time
 from collections.abc import Iterator
+from typing import Any
 
-import h5py
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from checkpointing import file_format, folders
 from checkpointing.hf_mappings import Rule, hf_config, model_shape, rules
+from checkpointing.load import Progress
+from checkpointing.save import origin
 from config.messages import UserError
 from config.schema import ModelShape
 
@@ -33,9 +33,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-# ------------------------------------------------------------------------------------------------
-# Out
-# ------------------------------------------------------------------------------------------------
+# ---- Out -----------------------------------------------------------------------------------------
 
 
 def export_weights(
@@ -56,12 +54,16 @@ def export_weights(
         saved = torch.from_numpy(index.read_whole("weights", "head.norm.weight")).dtype
         chosen = DTYPES[dtype] if dtype else saved
         all_rules, shapes = rules(model), index.shapes()
-        _check_complete(all_rules, shapes, source)
+        missing = [rule.name for rule in all_rules if rule.name not in shapes]
+        surplus = sorted(shapes.keys() - {rule.name for rule in all_rules})
+        if missing or surplus:
+            sides = f"lacks {missing[:5]} or has {surplus[:5]} on top of its model"
+            raise UserError(f"{source} {sides}")
         config = hf_config(model, chosen)
         if tokenizer:
             config |= _copy_tokenizer(tokenizer, folder, model)
         files = _group(all_rules, shapes, chosen.itemsize, shard_bytes)
-        file_of = {}
+        file_of: dict[str, str] = {}
         for number, group in enumerate(files, 1):
             name = SINGLE
             if len(files) > 1:
@@ -75,19 +77,13 @@ def export_weights(
         return sorted(os.listdir(folder))
 
 
-def _check_complete(all_rules: list[Rule], shapes: dict, source: str) -> None:
-    missing = [rule.name for rule in all_rules if rule.name not in shapes]
-    surplus = sorted(shapes.keys() - {rule.name for rule in all_rules})
-    if missing or surplus:
-        raise UserError(f"{source} lacks {missing[:5]} or has {surplus[:5]} on top of its model")
-
-
 def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> list[list[Rule]]:
     """Rules in files of up to `limit` bytes; a tensor that is larger has a file of its own."""
-    files, filled = [[]], 0
+    files: list[list[Rule]] = []
+    filled = math.inf
     for rule in all_rules:
         size = math.prod(shapes[rule.name]) * itemsize
-        if files[-1] and filled + size > limit:
+        if filled + size > limit:
             files.append([])
             filled = 0
         files[-1].append(rule)
@@ -105,7 +101,7 @@ def _write_safetensors(
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
-    folders.flush(path)
+    file_format.flush(path)
 
 
 def _copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
@@ -157,9 +153,7 @@ def new_folder(target: str) -> Iterator[str]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# ------------------------------------------------------------------------------------------------
-# In
-# ------------------------------------------------------------------------------------------------
+# ---- In ------------------------------------------------------------------------------------------
 
 
 def import_weights(source: str, target: str) -> ModelShape:
@@ -168,53 +162,48 @@ def import_weights(source: str, target: str) -> ModelShape:
     In fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Returns the model's shape.
     Raises UserError if a file is missing or the model is none of ours.
     """
-    config = _read_json(source, "config.json")
-    model = model_shape(config, os.path.join(source, "config.json"))
+    model = model_shape(_read_json(source, "config.json"), os.path.join(source, "config.json"))
     all_rules = rules(model)
-    tensors = _Safetensors(source)
-    tensors.check(all_rules)
-    dtype = tensors.dtype(all_rules[0].theirs[0])
+    tensors = _open_tensors(source, all_rules)
+    dtype = tensors[all_rules[0].theirs[0]].get_dtype()
     kind = "float64" if dtype == "F64" else "float32"
-    shapes = {rule.name: tuple(rule.to_ours(*tensors.meta(rule)).shape) for rule in all_rules}
 
-    def runs() -> Iterator:
+    def shape_of(rule: Rule) -> tuple[int, ...]:
+        theirs = [torch.empty(tensors[name].get_shape(), device="meta") for name in rule.theirs]
+        return tuple(rule.to_ours(*theirs).shape)
+
+    def runs() -> Iterator[np.ndarray]:
         for rule in all_rules:
-            ours = rule.to_ours(*(tensors.read(name) for name in rule.theirs))
+            ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
             yield ours.to(getattr(torch, kind)).contiguous().numpy()
 
+    shapes = {rule.name: shape_of(rule) for rule in all_rules}
+    parts = [(name, [tuple((0, size) for size in shape)]) for name, shape in shapes.items()]
     with new_folder(target) as folder:
-        hidden = os.path.join(folder, folders.folder_name(0))
+        hidden, name = os.path.join(folder, folders.folder_name(0)), "rank_00000.h5"
         os.mkdir(hidden)
-        name, total = "rank_00000.h5", sum(map(math.prod, shapes.values()))
-        written = file_format.write_shard(
-            os.path.join(hidden, name), total, {"weights": (kind, runs())}
-        )
-        parts = [(n, [tuple((0, size) for size in shape)]) for n, shape in shapes.items()]
-        shard_file = file_format.ShardFile(name, *written, {"weights": kind}, parts)
-        image = file_format.index_image(shapes, [shard_file])
+        count, arrays = sum(map(math.prod, shapes.values())), {"weights": (kind, runs())}
+        total, crc = file_format.write_shard(os.path.join(hidden, name), count, arrays)
+        shard = file_format.ShardFile(name, total, crc, {"weights": kind}, parts)
+        image = file_format.index_image(shapes, [shard])
         index = file_format.write_index(hidden, image, _attributes(model, source))
-        folders.write_manifest(hidden, 0, {name: written, file_format.INDEX: index})
+        folders.write_manifest(hidden, 0, {name: (total, crc), file_format.INDEX: index})
         if os.path.exists(os.path.join(source, "tokenizer.json")):
             shutil.copy(os.path.join(source, "tokenizer.json"), folder)
     return model
 
 
-def _attributes(model: ModelShape, source: str) -> dict[str, dict]:
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+def _attributes(model: ModelShape, source: str) -> dict[str, dict[str, Any]]:
     return {
         "model": dataclasses.asdict(model),
-        "progress": {"iteration": 0, "consumed_samples": 0, "skipped_samples": 0},
+        "progress": dataclasses.asdict(Progress()),
         "optimizer": {"kind": "none"},
         "data": {"seed": 0, "fingerprint": ""},
-        "run": {
-            "config": json.dumps({"imported_from": os.path.basename(os.path.normpath(source))}),
-            "versions": json.dumps(versions | {"h5py": h5py.__version__}),
-            "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        },
+        "run": origin({"imported_from": os.path.basename(os.path.normpath(source))}),
     }
 
 
-def _read_json(folder: str, name: str) -> dict:
+def _read_json(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     try:
         with open(path) as file:
@@ -229,49 +218,33 @@ def _read_json(folder: str, name: str) -> dict:
 _IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
 
 
-class _Safetensors:
-    """The tensors of a folder, in one file or in several with an index, read one at a time."""
+def _open_tensors(folder: str, all_rules: list[Rule]) -> dict[str, Any]:
+    """The tensors of one file, or of several with an index, as slices by the names of the rules.
 
-    def __init__(self, folder: str):
-        self.folder, names = folder, [SINGLE]
-        if not os.path.exists(os.path.join(folder, SINGLE)):
-            names = sorted(set(_read_json(folder, INDEX)["weight_map"].values()))
-        self._file_of = {}
-        for name in names:
-            try:
-                file = safe_open(os.path.join(folder, name), "pt")
-            except Exception as error:  # SafetensorError or OSError
-                raise UserError(f"cannot read {folder}/{name}: {error}") from None
-            self._file_of |= dict.fromkeys(file.keys(), file)
-
-    def check(self, all_rules: list[Rule]) -> None:
-        """UserError if a tensor is missing, or if no rule takes one that is there."""
-        wanted = {self._find(name) or name for rule in all_rules for name in rule.theirs}
-        missing = sorted(wanted - self._file_of.keys())
-        surplus = sorted(n for n in self._file_of.keys() - wanted if not n.endswith(_IGNORED))
-        if missing or surplus:
-            raise UserError(
-                f"{self.folder} lacks {len(missing)} tensors of its model {missing[:3]} and has "
-                f"{len(surplus)} others {surplus[:3]}"
-            )
-
-    def _find(self, name: str) -> str | None:
-        """The name of a tensor in its file: some files omit the first component."""
-        short = name.split(".", 1)[1]
-        return name if name in self._file_of else short if short in self._file_of else None
-
-    def _slice(self, name: str):
-        name = self._find(name)
-        return self._file_of[name].get_slice(name)
-
-    def dtype(self, name: str) -> str:
-        """The type of a tensor, as safetensors calls it."""
-        return self._slice(name).get_dtype()
-
-    def meta(self, rule: Rule) -> list[Tensor]:
-        """The rule's tensors without their data."""
-        return [torch.empty(self._slice(name).get_shape(), device="meta") for name in rule.theirs]
-
-    def read(self, name: str) -> Tensor:
-        name = self._find(name)
-        return self._file_of[name].get_tensor(name)
+    UserError if a tensor is missing, or if no rule takes one that is there.
+    """
+    files = [SINGLE]
+    if not os.path.exists(os.path.join(folder, SINGLE)):
+        files = sorted(set(_read_json(folder, INDEX)["weight_map"].values()))
+    there: dict[str, Any] = {}
+    for name in files:
+        try:
+            file = safe_open(os.path.join(folder, name), "pt")
+        except Exception as error:  # SafetensorError or OSError
+            raise UserError(f"cannot read {folder}/{name}: {error}") from None
+        keys = file.keys()
+        there |= {key: file.get_slice(key) for key in keys}
+    found, missing = {}, []
+    for name in sorted(name for rule in all_rules for name in rule.theirs):
+        short = name.split(".", 1)[1]  # some files omit the first component
+        if name in there or short in there:
+            found[name] = there.pop(name if name in there else short)
+        else:
+            missing.append(name)
+    surplus = sorted(name for name in there if not name.endswith(_IGNORED))
+    if missing or surplus:
+        raise UserError(
+            f"{folder} lacks {len(missing)} tensors of its model {missing[:3]} and has "
+            f"{len(surplus)} others {surplus[:3]}"
+        )
+    return found

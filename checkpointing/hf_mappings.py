@@ -37,48 +37,11 @@ class Rule:
 # ---- The families --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Family:
-    """What is particular to one family of transformers.
-
-    block: the name of a block, * is its number. defaults: values of fields that config.json may
-    lack, by our name; other fields are required. allowed: the values that fields of config.json,
-    by their name, must have if they are there.
-    """
-
-    architecture: str
-    block: str
-    defaults: dict[str, Any]
-    allowed: dict[str, tuple]
-
-
-FAMILIES = {
-    "gpt2": Family(
-        architecture="GPT2LMHeadModel",
-        block="transformer.h.*",
-        defaults={"ffn_hidden": None, "seq_length": 1024, "norm_eps": 1e-5, "tied": True},
-        allowed={
-            "scale_attn_weights": (True,),
-            "scale_attn_by_inverse_layer_idx": (False,),
-            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-        },
-    ),
-    "bloom": Family(
-        architecture="BloomForCausalLM",
-        block="transformer.h.*",
-        defaults={"seq_length": 2048, "norm_eps": 1e-5, "tied": True},
-        allowed={"apply_residual_connection_post_layernorm": (False,)},
-    ),
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        block="model.layers.*",
-        defaults={"kv_heads": None, "seq_length": 2048, "norm_eps": 1e-6, "tied": False},
-        allowed={"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
-    ),
-}
-
-# The columns of these tables are gpt2, bloom, llama; None: the family has nothing of the kind.
-
+# The columns of these tables; None: the family has nothing of the kind.
+FAMILIES = ("gpt2", "bloom", "llama")
+ARCHITECTURES = ("GPT2LMHeadModel", "BloomForCausalLM", "LlamaForCausalLM")
+# What the names of a block's modules begin with; * is its number.
+_BLOCKS = ("transformer.h.*", "transformer.h.*", "model.layers.*")
 # Our module -> theirs, if its tensors have the same shape there, transposed at the most.
 _MODULES = {
     "embedding.tokens": ("wte", "word_embeddings", "embed_tokens"),
@@ -111,11 +74,27 @@ _NEEDED = {
     "activation": (("gelu_tanh", "gelu"), "gelu_tanh", "swiglu"),
     "embedding_norm": (False, True, False),
 }
+# Values of fields that config.json may lack, by our name; other fields are required.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt2": {"ffn_hidden": None, "seq_length": 1024, "norm_eps": 1e-5, "tied": True},
+    "bloom": {"seq_length": 2048, "norm_eps": 1e-5, "tied": True},
+    "llama": {"kv_heads": None, "seq_length": 2048, "norm_eps": 1e-6, "tied": False},
+}
+# Values that fields of config.json, by their name, must have if they are there.
+_ALLOWED: dict[str, dict[str, tuple]] = {
+    "gpt2": {
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+    },
+    "bloom": {"apply_residual_connection_post_layernorm": (False,)},
+    "llama": {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish")},
+}
 
 
 def _column(table: dict[str, tuple], family: str) -> dict[str, tuple]:
     """What a table has for a family, each as a tuple."""
-    number = list(FAMILIES).index(family)
+    number = FAMILIES.index(family)
     cells = {ours: row[number] for ours, row in table.items() if row[number] is not None}
     return {ours: cell if isinstance(cell, tuple) else (cell,) for ours, cell in cells.items()}
 
@@ -146,7 +125,7 @@ def family(model: ModelShape) -> str:
 def rules(model: ModelShape) -> list[Rule]:
     """The rules for all tensors of the model; UserError if it is of none of the families."""
     name = family(model)
-    block, found = FAMILIES[name].block, []
+    block, found = _BLOCKS[FAMILIES.index(name)], []
     for ours, (theirs,) in _column(_MODULES, name).items():
         in_block = ours.startswith("blocks.")
         theirs = f"{block if in_block else block.split('.')[0]}.{theirs}"
@@ -168,27 +147,27 @@ def _gpt2_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
     """All queries, then all keys, then all values; the matrix is transposed."""
     h, a, d = model.hidden, model.heads, model.head_size
 
-    def to_ours(t: Tensor) -> Tensor:  # (h, 3 h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
-        return t.t().reshape(3, a, d, *t.shape[:-1]).transpose(0, 1)
-
-    def to_theirs(t: Tensor) -> Tensor:
-        return t.transpose(0, 1).reshape(3 * h, *t.shape[3:]).t()
-
-    return _one_to_one(f"{ours}.attention.qkv", f"{theirs}.attn.c_attn", True, to_ours, to_theirs)
+    return _one_to_one(
+        f"{ours}.attention.qkv",
+        f"{theirs}.attn.c_attn",
+        True,
+        # (h, 3 h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
+        lambda t: t.t().reshape(3, a, d, *t.shape[:-1]).transpose(0, 1),
+        lambda t: t.transpose(0, 1).reshape(3 * h, *t.shape[3:]).t(),
+    )
 
 
 def _bloom_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
     """For each head its query, key and value, as here."""
     h, a, d = model.hidden, model.heads, model.head_size
 
-    def to_ours(t: Tensor) -> Tensor:  # (3 h, h) -> (a, 3, d, h), or (3 h,) -> (a, 3, d)
-        return t.reshape(a, 3, d, *t.shape[1:])
-
-    def to_theirs(t: Tensor) -> Tensor:
-        return t.reshape(3 * h, *t.shape[3:])
-
-    theirs += ".self_attention.query_key_value"
-    return _one_to_one(f"{ours}.attention.qkv", theirs, True, to_ours, to_theirs)
+    return _one_to_one(
+        f"{ours}.attention.qkv",
+        f"{theirs}.self_attention.query_key_value",
+        True,
+        lambda t: t.reshape(a, 3, d, *t.shape[1:]),  # from (3 h, h) or (3 h,)
+        lambda t: t.reshape(3 * h, *t.shape[3:]),
+    )
 
 
 def _llama_reshaped(model: ModelShape, ours: str, theirs: str) -> list[Rule]:
@@ -238,7 +217,7 @@ def hf_config(model: ModelShape, dtype: torch.dtype) -> dict[str, Any]:
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": None,
         "eos_token_id": None,
-        "architectures": [FAMILIES[name].architecture],
+        "architectures": [ARCHITECTURES[FAMILIES.index(name)]],
     }
     config |= {names[0]: getattr(model, ours) for ours, names in _column(_FIELDS, name).items()}
     if name == "gpt2":
@@ -259,17 +238,16 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     name = config.get("model_type")
     if name not in FAMILIES:
         raise UserError(f"{where} is a {name!r}; known are {', '.join(FAMILIES)}")
-    facts = FAMILIES[name]
-    for field, values in facts.allowed.items():
+    for field, values in _ALLOWED[name].items():
         if config.get(field, values[0]) not in values:
             wanted = " or ".join(map(str, values))
             raise UserError(f"{where}: {field} is {config[field]}; this project has {wanted}")
     shape = {field: values[0] for field, values in _column(_NEEDED, name).items()}
     for ours, names in _column(_FIELDS, name).items():
         found = [config[theirs] for theirs in names if config.get(theirs) is not None]
-        if not found and ours not in facts.defaults:
+        if not found and ours not in _DEFAULTS[name]:
             raise UserError(f"{where} has no {names[-1]!r}")
-        shape[ours] = found[0] if found else facts.defaults[ours]
+        shape[ours] = found[0] if found else _DEFAULTS[name][ours]
     if name == "gpt2" and config.get("activation_function") == "gelu":
         shape["activation"] = "gelu"
     if name == "llama":

@@ -14,19 +14,17 @@ import os
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from checkpointing import file_format, folders
+from checkpointing import folders
+from checkpointing.file_format import Box, Index, split_into_boxes
 from config.messages import UserError
 from config.schema import Config
+from data import Samples
+from distributed.mesh import Mesh
 from distributed.store import StoreExchange
-
-if TYPE_CHECKING:
-    from distributed.mesh import Mesh
-    from parallel import ParamSpec
-    from zero import Optimizer
+from zero import Optimizer, ParamShard
 
 
 @dataclass(frozen=True)
@@ -43,31 +41,30 @@ def checkpoints_folder(config: Config) -> str:
     return os.path.join(config.run.out, "checkpoints")
 
 
-# ------------------------------------------------------------------------------------------------
-# Which part of its tensor a local parameter is, and which samples were consumed
-# ------------------------------------------------------------------------------------------------
+# ---- Which part of its tensor a local parameter is, and which samples were consumed --------------
 
 
-def unpadded(spec: "ParamSpec", shape: tuple[int, ...]) -> int:
-    """How many leading elements of the local tensor, which has that shape, are not padding.
+def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
+    """All that this rank owns of the optimizer's state, without padding.
 
-    Raises ValueError if it is padded along another dimension than the first.
+    Raises ValueError if a tensor is padded along another dimension than the first.
     """
-    if spec.dim is None or shape[spec.dim] == spec.stop - spec.start:
-        return math.prod(shape)
-    if spec.dim != 0:
-        raise ValueError(
-            f"{spec.name} is padded along dimension {spec.dim}, which is not the first"
-        )
-    return (spec.stop - spec.start) * math.prod(shape[1:])
-
-
-def global_boxes(
-    spec: "ParamSpec", shape: tuple[int, ...], start: int, stop: int
-) -> list[file_format.Box]:
-    """Elements [start, stop) of the local tensor, which has that shape, as boxes of the global."""
     result = []
-    for box in file_format.split_into_boxes(shape, start, stop):
+    for shard in optimizer.owned():
+        spec, shape, stop = shard.spec, shard.shape, shard.stop
+        if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
+            if spec.dim != 0:
+                raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
+            stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
+        if shard.start < stop:
+            result.append(dataclasses.replace(shard, stop=stop))
+    return result
+
+
+def global_boxes(shard: ParamShard) -> list[Box]:
+    """The shard's elements as boxes of the global tensor, in order."""
+    spec, result = shard.spec, []
+    for box in split_into_boxes(shard.shape, shard.start, shard.stop):
         if spec.dim is not None:
             a, b = box[spec.dim]
             moved = (a + spec.start, b + spec.start)
@@ -76,7 +73,7 @@ def global_boxes(
     return result
 
 
-def fingerprint(samples, consumed: int) -> str:
+def fingerprint(samples: Samples | None, consumed: int) -> str:
     """Which samples were consumed: a hash of the 1st, 2nd, 4th, 8th, ... of them; "" for none."""
     if samples is None:
         return ""
@@ -87,27 +84,22 @@ def fingerprint(samples, consumed: int) -> str:
     return digest.hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------
-# Loading
-# ------------------------------------------------------------------------------------------------
+# ---- Loading -------------------------------------------------------------------------------------
 
 
+@dataclass
 class Loader:
-    """Loads one run's state; `Checkpointer` explains the arguments."""
+    """Loads one run's state; `Checkpointer` explains the fields."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: "Mesh",
-        optimizer: "Optimizer",
-        exchange: StoreExchange,
-        samples,
-        print_line: Callable[[str], None],
-    ):
-        self.config, self.run, self.mesh, self.optimizer = config, config.run, mesh, optimizer
-        self.exchange, self.samples, self.print_line = exchange, samples, print_line
-        self.is_rank_0 = mesh.rank == 0
-        self.parent = checkpoints_folder(config)
+    config: Config
+    mesh: Mesh
+    optimizer: Optimizer
+    exchange: StoreExchange
+    samples: Samples | None
+    print_line: Callable[[str], None]
+
+    def __post_init__(self):
+        self.run, self.parent = self.config.run, checkpoints_folder(self.config)
 
     def resume(self) -> Progress:
         """Load what --resume asks for; the progress of that run, or of a new one.
@@ -120,7 +112,7 @@ class Loader:
         if folder is None:
             self.print_line(f"no checkpoint in {self.parent} yet: training begins at step 0")
             return Progress()
-        with file_format.Index(folder) as index:
+        with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
             self._check_tensors(index, folder)
@@ -133,13 +125,14 @@ class Loader:
             scalars.pop("kind")
             self.optimizer.after_load(scalars)
             progress = Progress(**index.attributes("progress"))
-            self._print_resumed(index, folder, progress)
+            if self.mesh.rank == 0:
+                self._print_resumed(index, folder, progress)
             return progress
 
     def _choose(self) -> str | None:
         """The folder to load, its files checked; None if --resume auto finds none."""
         candidates, is_only_one = self.exchange.agree(
-            self._candidates() if self.is_rank_0 else None, lambda values: values[0]
+            self._candidates() if self.mesh.rank == 0 else None, lambda values: values[0]
         )
         problems = []
         for folder in candidates:
@@ -163,7 +156,7 @@ class Loader:
         newest = folders.list_checkpoints(self.parent)[:1]
         if found != [path]:
             return found, False
-        if newest and folders.step_of(newest[0]) > (folders.step_of(path) or 0):
+        if newest and folders.step_of(newest[0]) > folders.step_of(path):
             self.print_line(
                 f"{newest[0]} has a later step than {path}: --resume auto will take it, "
                 f"unless it is moved away or --out is another folder"
@@ -171,20 +164,18 @@ class Loader:
         return found, True
 
     def _find_problem(self, folder: str) -> str | None:
-        """Why a checkpoint cannot be loaded, or None; every rank reads its share of the files."""
+        """Why a checkpoint cannot be loaded, or None; every rank reads some of the files."""
         try:
             files = folders.read_manifest(folder)["files"]
         except UserError as error:
-            problems = [str(error)]
+            problem: str | None = str(error)
         else:
             own = list(files.items())[self.mesh.rank :: self.mesh.size]
-            problems = [folders.find_problem(folder, name, entry) for name, entry in own]
-        found = [problem for problem in problems if problem]
-        return self.exchange.agree(
-            found[:1], lambda of_ranks: next((own[0] for own in of_ranks if own), None)
-        )
+            problems = (folders.find_problem(folder, *item) for item in own)
+            problem = next(filter(None, problems), None)
+        return self.exchange.agree(problem, lambda of_ranks: next(filter(None, of_ranks), None))
 
-    def _check_model(self, index: file_format.Index, folder: str) -> None:
+    def _check_model(self, index: Index, folder: str) -> None:
         """UserError if the checkpoint's model is another one; a line with --load-weights-only."""
         ours, theirs = dataclasses.asdict(self.config.model), index.attributes("model")
         if self.config.model.positions != "learned":
@@ -198,7 +189,7 @@ class Loader:
             raise UserError(sentence)
         self.print_line(sentence)
 
-    def _check_tensors(self, index: file_format.Index, folder: str) -> None:
+    def _check_tensors(self, index: Index, folder: str) -> None:
         """UserError that lists tensors missing, surplus or of another shape in the checkpoint."""
         reports = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0  # the others have the same
         own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
@@ -215,53 +206,46 @@ class Loader:
         surplus = sorted(theirs.keys() - ours.keys())
         notes = [f"missing there: {_list_some(missing)}"] if missing else []
         notes += [f"not in this model: {_list_some(surplus)}"] if surplus else []
+        text = "; ".join(notes)
         if notes and not self.run.load_weights_only:
-            raise UserError(
-                f"{folder}: {'; '.join(notes)}; --load-weights-only loads what there is"
-            )
+            raise UserError(f"{folder}: {text}; --load-weights-only loads what there is")
         if notes:
-            self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
+            self.print_line(f"{folder}: {text}; these keep their values")
 
-    def _kinds_of(self, index: file_format.Index, folder: str) -> tuple[str, ...]:
+    def _kinds_of(self, index: Index, folder: str) -> tuple[str, ...]:
         """The optimizer's tensors of a checkpoint; UserError if they are not this optimizer's."""
         ours, theirs = ("weights", *self.optimizer.state_kinds), tuple(index.kinds)
-        here = self.optimizer.state_name
-        there = index.attributes("optimizer")["kind"]
+        here, there = self.optimizer.state_name, index.attributes("optimizer")["kind"]
         if theirs == ("weights",):
             raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
         if sorted(ours) != sorted(theirs) or here != there:
             raise UserError(
                 f"{folder} has the state of {there} ({', '.join(theirs[1:])}), this run's "
-                f"optimizer is {here} ({', '.join(ours[1:])}); --load-weights-only "
-                f"loads only the weights"
+                f"optimizer is {here} ({', '.join(ours[1:])}); --load-weights-only loads only the "
+                f"weights"
             )
         return ours
 
-    def _read(self, index: file_format.Index, kinds: tuple[str, ...]) -> None:
+    def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
         """Fill this rank's state, one local parameter at a time."""
         names = index.shapes()
-        for shard in self.optimizer.owned():
-            stop = min(shard.stop, unpadded(shard.spec, shard.shape))
-            if shard.spec.name not in names or stop <= shard.start:
+        for shard in unpadded_shards(self.optimizer):
+            if shard.spec.name not in names:
                 continue
             self.mesh.recorder.at("load")
-            boxes = global_boxes(shard.spec, shard.shape, shard.start, stop)
+            boxes = global_boxes(shard)
             for kind in kinds:
-                current = shard.read(kind, shard.start, stop)
+                current = shard.read(kind, shard.start, shard.stop)
                 loaded = current.new_empty(current.shape, device="cpu")
                 index.read(kind, shard.spec.name, boxes, loaded.numpy())
                 shard.write(kind, shard.start, loaded.to(current.device))
 
-    def _print_resumed(self, index: file_format.Index, folder: str, progress: Progress) -> None:
-        if not self.is_rank_0:
-            return
-        self.print_line(
-            f"resumed from {folder}: step {progress.iteration}, "
-            f"{progress.consumed_samples} samples consumed"
-        )
+    def _print_resumed(self, index: Index, folder: str, progress: Progress) -> None:
         consumed = progress.consumed_samples
-        here = fingerprint(self.samples, consumed)
-        there = index.attributes("data")["fingerprint"]
+        self.print_line(
+            f"resumed from {folder}: step {progress.iteration}, {consumed} samples consumed"
+        )
+        here, there = fingerprint(self.samples, consumed), index.attributes("data")["fingerprint"]
         if here != there:
             self.print_line(
                 f"the samples before {consumed} are not those that the checkpoint was trained "

@@ -17,25 +17,25 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import h5py
 import numpy as np
+import torch
+from torch import Tensor
 
 from checkpointing import folders
 from checkpointing.load import Loader, Progress, checkpoints_folder, fingerprint
-from checkpointing.writer import PendingSave, Share, Writer, own_shares
+from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
 from config import model_stats
 from config.messages import UserError
 from config.schema import Config
+from data import Samples
+from distributed.collectives import MAX
+from distributed.context import Context
+from distributed.mesh import Mesh
 from distributed.store import StoreExchange
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from distributed.context import Context
-    from distributed.mesh import Mesh
-    from zero import Optimizer
+from zero import Optimizer
 
 # Of one rank; assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
@@ -52,10 +52,10 @@ class Checkpointer:
     def __init__(
         self,
         config: Config,
-        mesh: "Mesh",
-        optimizer: "Optimizer",
-        context: "Context | None" = None,
-        samples=None,
+        mesh: Mesh,
+        optimizer: Optimizer,
+        context: Context | None = None,
+        samples: Samples | None = None,
         print_line: Callable[[str], None] = print,
     ):
         self.config, self.run, self.mesh, self.optimizer = config, config.run, mesh, optimizer
@@ -112,10 +112,6 @@ class Checkpointer:
 
     def _broadcast(self, answer: bool) -> bool:
         """Rank 0's answer, on every rank; collective over the world."""
-        import torch
-
-        from distributed.collectives import MAX
-
         flag = torch.tensor(int(answer and self.is_rank_0), device=self.optimizer.device)
         self.mesh.world.all_reduce(flag, MAX).wait()
         return bool(self.mesh.world.values(flag))
@@ -128,8 +124,8 @@ class Checkpointer:
     @property
     def bytes_needed(self) -> int:
         """Bytes on the disk of one checkpoint with its index, about; for rank 0."""
-        bytes_each = self._element_bytes(self.kinds)
-        return int(model_stats.parameters(self.config.model) * bytes_each * 1.01) + 2**20
+        count = model_stats.parameters(self.config.model)
+        return int(count * self._element_bytes(self.kinds) * 1.01) + 2**20
 
     @property
     def seconds_to_save(self) -> float:
@@ -138,7 +134,7 @@ class Checkpointer:
         Twice that while a save is under way.
         """
         if self._seconds is None:
-            count = sum(share.elements for share in own_shares(self.optimizer))
+            count = count_elements(shards_to_write(self.optimizer))
             size = count * self._element_bytes(self._all_kinds)
             self._seconds = size / SLOW_DISK_BYTES_PER_SECOND
         return self._seconds * (2 if self.saving else 1)
@@ -150,10 +146,7 @@ class Checkpointer:
     def _element_bytes(self, kinds: tuple[str, ...]) -> int:
         """Bytes of one parameter in a checkpoint; 0 on a rank that owns none (never rank 0)."""
         own = self.optimizer.owned()
-        if not own:
-            return 0
-        first = Share(own[0], own[0].start, own[0].start + 1)
-        return sum(first.read(kind).element_size() for kind in kinds)
+        return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -167,17 +160,15 @@ class Checkpointer:
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
             return
         attributes = self._attributes(progress) if self.is_rank_0 else {}
-        shares = own_shares(self.optimizer)
-        save = PendingSave(progress, self.kinds, hidden, attributes, shares, began)
+        shards = shards_to_write(self.optimizer)
+        save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
         self._pending = save
-        if not self.run.async_save:
-            self.writer.write(save, self._read(save))
-        else:
-            runs = self._copy_to_host(save)
-            self._thread = threading.Thread(
-                target=self.writer.write, args=(save, runs), daemon=True
-            )
+        if self.run.async_save:
+            arguments = (save, self._copy_to_host(save))
+            self._thread = threading.Thread(target=self.writer.write, args=arguments, daemon=True)
             self._thread.start()
+        else:
+            self.writer.write(save, self._read(save))
         save.pause = time.perf_counter() - began
 
     def _can_begin(self, hidden: str, step: int) -> bool:
@@ -187,40 +178,37 @@ class Checkpointer:
             os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free
             if free < needed:
-                problem = f"it may take {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
-            else:
-                shutil.rmtree(hidden, ignore_errors=True)
-                os.mkdir(hidden)
-                return True
+                sizes = f"it may take {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
+                raise OSError(sizes)
+            shutil.rmtree(hidden, ignore_errors=True)
+            os.mkdir(hidden)
         except OSError as error:
-            problem = str(error)
-        self._print_failure(step, problem)
-        return False
+            self._print_failure(step, str(error))
+            return False
+        return True
 
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """The state without a copy on a CPU: by kind, an iterator over the arrays of the shares."""
+        """The state without a copy on a CPU: by kind, an iterator over the arrays of the shards."""
 
         def runs(kind: str) -> Iterator[np.ndarray]:
-            for share in save.shares:
-                yield share.read(kind).cpu().numpy()
+            for shard in save.shards:
+                yield shard.read(kind, shard.start, shard.stop).cpu().numpy()
 
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
         """A copy of the state in host memory by kind, in buffers that every save uses again."""
-        import torch
-
-        if not save.shares:
+        if not save.shards:
             return {kind: [] for kind in save.kinds}
-        count, on_gpu = sum(share.elements for share in save.shares), False
+        count, on_gpu = count_elements(save.shards), False
         for kind in save.kinds:
-            runs = [share.read(kind) for share in save.shares]
+            runs = [shard.read(kind, shard.start, shard.stop) for shard in save.shards]
             on_gpu = runs[0].is_cuda
             if kind not in self._buffers:
                 buffer = torch.empty(count, dtype=runs[0].dtype, pin_memory=on_gpu)
                 self._buffers[kind] = buffer
             if on_gpu:
-                targets = self._buffers[kind].split([run.numel() for run in runs])
+                targets = self._buffers[kind].split([len(run) for run in runs])
                 for target, run in zip(targets, runs):
                     target.copy_(run, non_blocking=True)
             else:  # half the time of copies one by one
@@ -253,18 +241,18 @@ class Checkpointer:
 
     def _is_visible(self, progress: Progress) -> bool:
         """Whether this step's checkpoint is complete, on every rank; collective over the world."""
-        folder = os.path.join(self.parent, folders.folder_name(progress.iteration))
-        return self._broadcast(os.path.isdir(folder))
+        return self._broadcast(os.path.isdir(self._folder_of(progress)))
+
+    def _folder_of(self, progress: Progress) -> str:
+        return os.path.join(self.parent, folders.folder_name(progress.iteration))
 
     def resume(self) -> Progress:
         """Load what --resume asks for; the progress of that run, or of a new one.
 
         Collective over the world. UserError on every rank if it cannot be loaded.
         """
-        loader = Loader(
-            self.config, self.mesh, self.optimizer, self.exchange, self.samples, self.print_line
-        )
-        progress = loader.resume()
+        about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
+        progress = Loader(*about, self.print_line).resume()
         self._last_step = progress.iteration
         return progress
 
@@ -280,8 +268,8 @@ class Checkpointer:
             with self.recorder.waiting_for("writer"):
                 self._thread.join(self.exchange.seconds)
             if self._thread.is_alive():
-                step, minutes = self._pending.progress.iteration, self.exchange.seconds / 60
-                raise TimeoutError(f"step {step} is not saved after {minutes:g} minutes")
+                minutes = self.exchange.seconds / 60
+                raise TimeoutError(f"step {self._last_step} is not saved after {minutes:g} minutes")
         self._report()
 
     def _report(self) -> None:
@@ -296,12 +284,12 @@ class Checkpointer:
             self._print_failure(save.progress.iteration, save.failure)
             return
         self._seconds = save.seconds
-        if self.is_rank_0:
-            name = folders.folder_name(save.progress.iteration)
-            self.print_line(
-                f"saved {os.path.join(self.parent, name)}: "
-                f"{save.bytes / 1e9:.3f} GB in {save.seconds:.2f} s, pause {save.pause:.3f} s"
-            )
+        self.print_line(
+            f"saved {self._folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
+            f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
+        )
+        if not self._interval_printed:
+            self._interval_printed = True
             self._print_best_interval(save)
 
     def _print_failure(self, step: int, problem: str) -> None:
@@ -313,10 +301,7 @@ class Checkpointer:
         self.print_line(f"{name} was not saved in {self.parent}: {problem}; {then}{newest}")
 
     def _print_best_interval(self, save: PendingSave) -> None:
-        """Once: how often to save, by Young and Daly, from the times of this save."""
-        if self._interval_printed:
-            return
-        self._interval_printed = True
+        """How often to save, by Young and Daly, from the times of this save."""
         hours = self.run.node_mtbf_hours
         interval = best_interval(save.pause, save.seconds, hours * 3600 / self.nodes)
         self.print_line(
@@ -327,25 +312,22 @@ class Checkpointer:
 
     def _attributes(self, progress: Progress) -> dict[str, dict[str, Any]]:
         """The attributes of index.h5; for rank 0, whose optimizer has the run's scalars."""
-        import torch
-
-        training = self.config.training
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
+        read = fingerprint(self.samples, progress.consumed_samples)
         return {
             "model": dataclasses.asdict(self.config.model),
             "progress": dataclasses.asdict(progress),
             "optimizer": {"kind": self.optimizer.state_name, **self.optimizer.scalars()},
-            "data": {
-                "seed": training.seed,
-                "fingerprint": fingerprint(self.samples, progress.consumed_samples),
-            },
-            "run": {
-                "config": json.dumps(self.config.as_dict()),
-                "versions": json.dumps(versions),
-                "saved": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            },
+            "data": {"seed": self.config.training.seed, "fingerprint": read},
+            "run": origin(self.config.as_dict()),
         }
+
+
+def origin(config: dict[str, Any]) -> dict[str, str]:
+    """What made a checkpoint, and when: the attributes of its group /run."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
+    saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return {"config": json.dumps(config), "versions": json.dumps(versions), "saved": saved}
 
 
 def best_interval(pause: float, seconds: float, between_failures: float) -> float:

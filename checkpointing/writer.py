@@ -5,7 +5,6 @@ rank 0 through the store and not by collectives, so a rank that is lost or a dis
 blocks no other rank. A save that fails leaves the earlier checkpoints as they were.
 """
 
-import dataclasses
 import errno
 import math
 import os
@@ -13,19 +12,18 @@ import platform
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import torch
 
 from checkpointing import file_format, folders
-from checkpointing.load import Progress, global_boxes, unpadded
+from checkpointing.load import Progress, global_boxes, unpadded_shards
 from config.schema import Run
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
-
-if TYPE_CHECKING:
-    from zero import Optimizer, ParamShard
+from zero import Optimizer, ParamShard
 
 # A tensor that several replicas have is written in equal shares by all of them if it has at least
 # so many elements, else by the first.
@@ -34,37 +32,30 @@ SPREAD_ELEMENTS = 2**18
 RECORDED_ELEMENTS = 2**26
 
 
-@dataclass(frozen=True)
-class Share:
-    """Elements [start, stop) of a local parameter, which this rank writes."""
-
-    shard: "ParamShard"
-    start: int
-    stop: int
-
-    @property
-    def elements(self) -> int:
-        return self.stop - self.start
-
-    def read(self, kind: str):
-        """The elements as a flat tensor on their device."""
-        return self.shard.read(kind, self.start, self.stop)
-
-
-def own_shares(optimizer: "Optimizer") -> list[Share]:
+def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
     """What this rank writes; over all ranks, every element without padding exactly once."""
-    shares = []
-    for shard in optimizer.owned():
-        start, stop = shard.start, min(shard.stop, unpadded(shard.spec, shard.shape))
-        count = stop - start
-        if shard.spec.copy or count <= 0:
+    result = []
+    for shard in unpadded_shards(optimizer):
+        if shard.spec.copy:
             continue
+        count = shard.stop - shard.start
         if shard.copies > 1 and count >= SPREAD_ELEMENTS:
-            start, stop = (start + count * i // shard.copies for i in (shard.copy, shard.copy + 1))
-        elif shard.copy > 0:
-            continue
-        shares.append(Share(shard, start, stop))
-    return shares
+            a, b = (count * i // shard.copies for i in (shard.copy, shard.copy + 1))
+            first, offset = shard.start + a, shard.offset + a
+            result.append(replace(shard, start=first, stop=shard.start + b, offset=offset))
+        elif shard.copy == 0:
+            result.append(shard)
+    return result
+
+
+def count_elements(shards: list[ParamShard]) -> int:
+    """How many elements the shards have."""
+    return sum(shard.stop - shard.start for shard in shards)
+
+
+def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
+    """The type of each kind's elements, the same in every shard of a run."""
+    return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
 
 
 @dataclass
@@ -75,13 +66,17 @@ class PendingSave:
     kinds: tuple[str, ...]
     hidden: str  # the folder until the checkpoint is complete
     attributes: dict[str, dict[str, Any]]  # of index.h5; on rank 0
-    shares: list[Share]
+    shards: list[ParamShard]  # what this rank writes
     began: float
     pause: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was complete
     bytes: int = 0
     failure: str | None = None  # a sentence: the disk failed, or a rank did not answer
     error: BaseException | None = None  # any other exception
+
+
+class NonFiniteError(Exception):
+    """State with infinities or NaN, which is not saved."""
 
 
 @dataclass
@@ -101,7 +96,7 @@ class Writer:
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
         """Write this rank's file and report it; rank 0 completes the checkpoint.
 
-        runs: by kind, arrays that make up the elements of the save's shares. Raises nothing: the
+        runs: by kind, arrays that make up the elements of the save's shards. Raises nothing: the
         save has the failure, or the exception that the main thread raises.
         """
         key = f"save/{save.progress.iteration}"
@@ -121,8 +116,8 @@ class Writer:
         self.recorder.background_at(None)
 
     def _try_to_write_shard(self, save: PendingSave, runs) -> dict[str, Any] | None:
-        """This rank's report to rank 0: what it wrote, or its error; None if it has no shares."""
-        if not save.shares:
+        """This rank's report to rank 0: what it wrote, or its error; None if it has no shards."""
+        if not save.shards:
             return None
         try:
             return self._write_shard(save, runs)
@@ -135,30 +130,31 @@ class Writer:
 
     def _write_shard(self, save: PendingSave, runs) -> dict[str, Any]:
         """Write this rank's file; returns its `ShardFile` and the global shapes of its tensors."""
-        first = dataclasses.replace(save.shares[0], stop=save.shares[0].start + 1)
-        dtypes = {kind: str(first.read(kind).dtype).split(".")[1] for kind in save.kinds}
-        name = f"rank_{self.rank:05d}.h5"
+        types = saved_types(save.shards[0], save.kinds)
+        dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
         tensors, shapes = [], {}
-        for share in save.shares:
-            spec = share.shard.spec
-            boxes = global_boxes(spec, share.shard.shape, share.start, share.stop)
-            tensors.append((spec.name, boxes))
-            shapes[spec.name] = spec.shape
-        arrays = {
-            kind: (dtypes[kind], self._record_progress(check_finite(kind, runs[kind])))
-            for kind in save.kinds
-        }
-        count = sum(share.elements for share in save.shares)
-        total, crc = file_format.write_shard(os.path.join(save.hidden, name), count, arrays)
-        shard_file = file_format.ShardFile(name, total, crc, dtypes, tensors)
-        return {"file": dataclasses.asdict(shard_file), "shapes": shapes}
+        for shard in save.shards:
+            tensors.append((shard.spec.name, global_boxes(shard)))
+            shapes[shard.spec.name] = shard.spec.shape
+        arrays = {kind: (dtypes[kind], self._checked(kind, runs[kind])) for kind in save.kinds}
+        count, name = count_elements(save.shards), f"rank_{self.rank:05d}.h5"
+        written = file_format.write_shard(os.path.join(save.hidden, name), count, arrays)
+        shard_file = file_format.ShardFile(name, *written, dtypes, tensors)
+        return {"file": asdict(shard_file), "shapes": shapes}
 
-    def _record_progress(self, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The same elements in runs of RECORDED_ELEMENTS at most, each noted by the recorder."""
-        for run in runs:
-            for start in range(0, len(run), RECORDED_ELEMENTS):
+    def _checked(self, kind: str, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The same elements in runs of RECORDED_ELEMENTS at most, each noted by the recorder;
+        NonFiniteError at one that has an infinity or a NaN.
+        """
+        for whole in runs:
+            for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
-                yield run[start : start + RECORDED_ELEMENTS]
+                run = whole[start : start + RECORDED_ELEMENTS]
+                with np.errstate(invalid="ignore"):
+                    total = run.sum(dtype=np.float64)  # needs no copy of the run
+                if not math.isfinite(total):
+                    raise NonFiniteError(f"{kind} holds numbers that are not finite")
+                yield run
 
     # -- rank 0 -----------------------------------------------------------------------------
 
@@ -167,45 +163,24 @@ class Writer:
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise OSError("; ".join(errors))
-        written = [file_format.ShardFile(**report["file"]) for report in reports]
-        for shard_file in written:
-            size = os.path.getsize(os.path.join(save.hidden, shard_file.file))
-            if size != shard_file.bytes:
-                raise OSError(
-                    f"{shard_file.file} has {size} bytes here, {shard_file.bytes} were written"
-                )
+        shards = [file_format.ShardFile(**report["file"]) for report in reports]
+        for shard in shards:
+            size = os.path.getsize(os.path.join(save.hidden, shard.file))
+            if size != shard.bytes:
+                raise OSError(f"{shard.file} has {size} bytes here, {shard.bytes} were written")
         shapes = {name: tuple(s) for report in reports for name, s in report["shapes"].items()}
-        files = {one.file: (one.bytes, one.crc32) for one in written}
-        image = self._index_image(shapes, written)
+        files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
+        image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         step = save.progress.iteration
         folders.write_manifest(save.hidden, step, files)
         folders.publish(save.hidden, os.path.join(self.parent, folders.folder_name(step)))
         save.bytes = sum(total for total, _ in files.values())
-        self._delete_surplus()
+        folders.delete_surplus(self.parent, self.run.keep_last, self.run.keep_every)
 
-    def _index_image(self, shapes: dict[str, tuple], written: list[file_format.ShardFile]) -> bytes:
+    def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
         """The image of index.h5, made once per run: ranks write the same parts at every save."""
-        key = [(one.file, one.dtypes, one.tensors) for one in written]
+        key = [(shard.file, shard.dtypes, shard.tensors) for shard in shards]
         if self._image is None or self._image[0] != key:
-            self._image = (key, file_format.index_image(shapes, written))
+            self._image = (key, file_format.index_image(shapes, shards))
         return self._image[1]
-
-    def _delete_surplus(self) -> None:
-        by_step = {folders.step_of(path): path for path in folders.list_checkpoints(self.parent)}
-        for step in folders.surplus(list(by_step), self.run.keep_last, self.run.keep_every):
-            folders.remove(by_step[step])
-
-
-class NonFiniteError(Exception):
-    """State with infinities or NaN, which is not saved."""
-
-
-def check_finite(kind: str, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same runs; NonFiniteError at one that has an infinity or a NaN."""
-    for run in runs:
-        with np.errstate(invalid="ignore"):
-            total = run.sum(dtype=np.float64)  # needs no copy of the run
-        if not math.isfinite(total):
-            raise NonFiniteError(f"{kind} holds numbers that are not finite")
-        yield run
