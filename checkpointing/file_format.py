@@ -16,8 +16,6 @@ Canonical shapes (d head size, f MLP width, h hidden, V vocabulary): attention.q
 (kv_heads, heads/kv_heads + 2, d, h): for each key/value head its queries, then its key, then its
 value; mlp.up.weight is (f, h), or with SwiGLU (2, f, h): gate, then up; other matrices are (out,
 in); embedding.tokens.weight and head.weight are (V, h). A tied head has no tensor of its own.
-
-This module needs no torch: numpy, h5py and the file system.
 """
 
 import contextlib
@@ -43,6 +41,8 @@ Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]
 # Where a box is stored: in this shard, from this element of its flat arrays on.
 Source = tuple["ShardFile", int, Box]
+# Of index.h5: by group, the attributes by name.
+Attributes = dict[str, dict[str, Any]]
 
 
 # ---- Flat ranges and boxes -----------------------------------------------------------------------
@@ -75,11 +75,6 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def elements_in(box: Box) -> int:
     """How many elements a box has."""
     return math.prod(b - a for a, b in box)
-
-
-def as_slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index of a numpy array."""
-    return tuple(slice(a, b) for a, b in box)
 
 
 # ---- Writing -------------------------------------------------------------------------------------
@@ -117,8 +112,8 @@ def write_shard(
     create = {"locking": False, "alignment_threshold": PAGE, "alignment_interval": PAGE}
     with _hdf5_errors(path), h5py.File(path, "w", **create) as file:
         offsets = {kind: _reserve(file, kind, arrays[kind][0], elements) for kind in arrays}
-    descriptor = os.open(path, os.O_RDWR)
-    try:
+    with open(path, "r+b", buffering=0) as file:
+        descriptor = file.fileno()
         total, at, crc = os.fstat(descriptor).st_size, 0, 0
         for kind in sorted(offsets, key=offsets.__getitem__):
             crc = _crc32_of_range(descriptor, at, offsets[kind], crc)
@@ -127,8 +122,6 @@ def write_shard(
                 at, crc = _write_run(descriptor, run, at, crc)
         crc = _crc32_of_range(descriptor, at, total, crc)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return total, crc
 
 
@@ -201,9 +194,7 @@ def index_image(shapes: dict[str, Shape], shards: list[ShardFile]) -> bytes:
         return file.id.get_file_image()
 
 
-def write_index(
-    folder: str, image: bytes, attributes: dict[str, dict[str, Any]]
-) -> tuple[int, int]:
+def write_index(folder: str, image: bytes, attributes: Attributes) -> tuple[int, int]:
     """Write index.h5 from its image, and the attributes by group; the file's bytes and CRC-32."""
     path = os.path.join(folder, INDEX)
     with open(path, "wb") as file:
@@ -235,12 +226,9 @@ def _create_virtual_dataset(
 
 def checksum_file(path: str) -> tuple[int, int]:
     """Bytes and CRC-32 of a file. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        total = os.fstat(descriptor).st_size
-        return total, _crc32_of_range(descriptor, 0, total, 0)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:
+        total = os.fstat(file.fileno()).st_size
+        return total, _crc32_of_range(file.fileno(), 0, total, 0)
 
 
 def flush(path: str) -> None:
@@ -301,7 +289,7 @@ class Index:
         for box in boxes:
             self._keep_sources_open(dataset, name, box)
             run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
-            dataset.read_direct(run, as_slices(box))
+            dataset.read_direct(run, tuple(slice(a, b) for a, b in box))
             at += elements_in(box)
 
     def _keep_sources_open(self, dataset: h5py.Dataset, name: str, box: Box) -> None:

@@ -23,9 +23,6 @@ VERSION = 1
 MANIFEST = "manifest.json"
 
 
-# ---- The manifest --------------------------------------------------------------------------------
-
-
 def write_manifest(folder: str, step: int, files: dict[str, tuple[int, int]]) -> None:
     """Write manifest.json and bring it to the disk; files: bytes and CRC-32 by name."""
     entries = {name: {"bytes": total, "crc32": crc} for name, (total, crc) in files.items()}
@@ -87,8 +84,6 @@ def find_problem(
     return None
 
 
-# ---- Names ---------------------------------------------------------------------------------------
-
 _NAME = re.compile(r"step_(\d{8,})(\.old)?")
 
 
@@ -126,9 +121,6 @@ def find_checkpoints(path: str) -> list[str]:
         return [path]
     inside = list_checkpoints(path) or list_checkpoints(os.path.join(path, "checkpoints"))
     return inside or [path]
-
-
-# ---- Appearing and disappearing ------------------------------------------------------------------
 
 
 def publish(hidden: str, final: str) -> None:

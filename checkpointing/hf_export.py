@@ -33,9 +33,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-# ---- Out -----------------------------------------------------------------------------------------
-
-
 def export_weights(
     source: str,
     target: str,
@@ -79,11 +76,11 @@ def export_weights(
 
 def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> list[list[Rule]]:
     """Rules in files of up to `limit` bytes; a tensor that is larger has a file of its own."""
-    files: list[list[Rule]] = []
-    filled = math.inf
+    files: list[list[Rule]] = [[]]
+    filled = 0
     for rule in all_rules:
         size = math.prod(shapes[rule.name]) * itemsize
-        if filled + size > limit:
+        if files[-1] and filled + size > limit:
             files.append([])
             filled = 0
         files[-1].append(rule)
@@ -153,9 +150,6 @@ def new_folder(target: str) -> Iterator[str]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# ---- In ------------------------------------------------------------------------------------------
-
-
 def import_weights(source: str, target: str) -> ModelShape:
     """Write the weights of a transformers folder as a checkpoint at step 0 in `target`.
 
@@ -193,7 +187,7 @@ def import_weights(source: str, target: str) -> ModelShape:
     return model
 
 
-def _attributes(model: ModelShape, source: str) -> dict[str, dict[str, Any]]:
+def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
     return {
         "model": dataclasses.asdict(model),
         "progress": dataclasses.asdict(Progress()),

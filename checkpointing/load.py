@@ -41,9 +41,6 @@ def checkpoints_folder(config: Config) -> str:
     return os.path.join(config.run.out, "checkpoints")
 
 
-# ---- Which part of its tensor a local parameter is, and which samples were consumed --------------
-
-
 def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     """All that this rank owns of the optimizer's state, without padding.
 
@@ -82,9 +79,6 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
-
-
-# ---- Loading -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -131,15 +125,13 @@ class Loader:
 
     def _choose(self) -> str | None:
         """The folder to load, its files checked; None if --resume auto finds none."""
-        candidates, is_only_one = self.exchange.agree(
-            self._candidates() if self.mesh.rank == 0 else None, lambda values: values[0]
-        )
-        problems = []
+        found = self._candidates() if self.mesh.rank == 0 else None
+        candidates, problems = self.exchange.agree(found, lambda values: values[0]), []
         for folder in candidates:
             problem = self._find_problem(folder)
             if problem is None:
                 return folder
-            if is_only_one:
+            if candidates == [self.run.resume]:
                 raise UserError(problem)
             problems.append(problem)
             self.print_line(f"{os.path.basename(folder)} cannot be loaded: {problem}")
@@ -147,21 +139,18 @@ class Loader:
             raise UserError(f"nothing to resume from: {'; '.join(problems)}")
         return None
 
-    def _candidates(self) -> tuple[list[str], bool]:
-        """Folders to try, newest first, and whether --resume names exactly one checkpoint."""
-        path = self.run.resume
+    def _candidates(self) -> list[str]:
+        """Folders to try, newest first; or the only one, if --resume names it."""
+        path, newest = self.run.resume, folders.list_checkpoints(self.parent)
         if path == "auto":
-            return folders.list_checkpoints(self.parent), False
+            return newest
         found = folders.find_checkpoints(path)
-        newest = folders.list_checkpoints(self.parent)[:1]
-        if found != [path]:
-            return found, False
-        if newest and folders.step_of(newest[0]) > folders.step_of(path):
+        if found == [path] and newest and folders.step_of(newest[0]) > folders.step_of(path):
             self.print_line(
                 f"{newest[0]} has a later step than {path}: --resume auto will take it, "
                 f"unless it is moved away or --out is another folder"
             )
-        return found, True
+        return found
 
     def _find_problem(self, folder: str) -> str | None:
         """Why a checkpoint cannot be loaded, or None; every rank reads some of the files."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from checkpointing import folders
+from checkpointing.file_format import Attributes
 from checkpointing.load import Loader, Progress, checkpoints_folder, fingerprint
 from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
 from config import model_stats
@@ -45,8 +46,8 @@ class Checkpointer:
     """Saves and loads one run; every rank has one and calls the same methods in the same order.
 
     samples: the training samples, whose fingerprint is saved. print_line: prints a line; called on
-    rank 0 only. exchange: small values between all ranks. Raises UserError if the folder cannot be
-    written.
+    rank 0 only. exchange: small values between all ranks. "Collective" methods are over the world,
+    and return the same on every rank. Raises UserError if the folder cannot be written.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class Checkpointer:
         return self._broadcast(minutes >= self.run.save_every_minutes)
 
     def _broadcast(self, answer: bool) -> bool:
-        """Rank 0's answer, on every rank; collective over the world."""
+        """Rank 0's answer. Collective."""
         flag = torch.tensor(int(answer and self.is_rank_0), device=self.optimizer.device)
         self.mesh.world.all_reduce(flag, MAX).wait()
         return bool(self.mesh.world.values(flag))
@@ -151,7 +152,7 @@ class Checkpointer:
     # -- saving -----------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
-        """Begin a save, after the previous one has ended; collective over the world."""
+        """Begin a save, after the previous one has ended. Collective."""
         began = time.perf_counter()
         self.recorder.enter("save")
         self._wait()
@@ -178,8 +179,8 @@ class Checkpointer:
             os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free
             if free < needed:
-                sizes = f"it may take {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free"
-                raise OSError(sizes)
+                needs = f"it may take {needed / 1e6:.1f} MB"
+                raise OSError(f"{needs}, and {free / 1e6:.1f} MB are free")
             shutil.rmtree(hidden, ignore_errors=True)
             os.mkdir(hidden)
         except OSError as error:
@@ -218,10 +219,7 @@ class Checkpointer:
         return {kind: [self._buffers[kind].numpy()] for kind in save.kinds}
 
     def save_now(self, progress: Progress) -> bool:
-        """Save unless this step is saved, and wait; whether it is complete, on every rank.
-
-        Collective over the world.
-        """
+        """Save unless this step is saved, and wait; whether it is complete. Collective."""
         if progress.iteration != self._last_step:
             self.save(progress)
         self._wait()
@@ -229,8 +227,7 @@ class Checkpointer:
 
     def save_to_stop(self, progress: Progress) -> bool:
         """Save all that a resume needs, in this run's folder, and wait; whether it is complete.
-
-        Collective over the world.
+        Collective.
         """
         self._wait()
         self._stopping = True
@@ -240,17 +237,11 @@ class Checkpointer:
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
-        """Whether this step's checkpoint is complete, on every rank; collective over the world."""
-        return self._broadcast(os.path.isdir(self._folder_of(progress)))
-
-    def _folder_of(self, progress: Progress) -> str:
-        return os.path.join(self.parent, folders.folder_name(progress.iteration))
+        """Whether this step's checkpoint is complete. Collective."""
+        return self._broadcast(os.path.isdir(self.writer.folder_of(progress)))
 
     def resume(self) -> Progress:
-        """Load what --resume asks for; the progress of that run, or of a new one.
-
-        Collective over the world. UserError on every rank if it cannot be loaded.
-        """
+        """`Loader.resume`."""
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         progress = Loader(*about, self.print_line).resume()
         self._last_step = progress.iteration
@@ -278,14 +269,14 @@ class Checkpointer:
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._pending = self._thread = None
+        if isinstance(save.error, OSError):
+            self._print_failure(save.progress.iteration, str(save.error))
+            return
         if save.error is not None:
             raise save.error
-        if save.failure is not None:
-            self._print_failure(save.progress.iteration, save.failure)
-            return
         self._seconds = save.seconds
         self.print_line(
-            f"saved {self._folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
+            f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
         )
         if not self._interval_printed:
@@ -310,7 +301,7 @@ class Checkpointer:
             f"(Young/Daly)"
         )
 
-    def _attributes(self, progress: Progress) -> dict[str, dict[str, Any]]:
+    def _attributes(self, progress: Progress) -> Attributes:
         """The attributes of index.h5; for rank 0, whose optimizer has the run's scalars."""
         read = fingerprint(self.samples, progress.consumed_samples)
         return {

@@ -65,14 +65,13 @@ class PendingSave:
     progress: Progress
     kinds: tuple[str, ...]
     hidden: str  # the folder until the checkpoint is complete
-    attributes: dict[str, dict[str, Any]]  # of index.h5; on rank 0
+    attributes: file_format.Attributes  # on rank 0
     shards: list[ParamShard]  # what this rank writes
     began: float
     pause: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was complete
     bytes: int = 0
-    failure: str | None = None  # a sentence: the disk failed, or a rank did not answer
-    error: BaseException | None = None  # any other exception
+    error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
 
 
 class NonFiniteError(Exception):
@@ -97,7 +96,7 @@ class Writer:
         """Write this rank's file and report it; rank 0 completes the checkpoint.
 
         runs: by kind, arrays that make up the elements of the save's shards. Raises nothing: the
-        save has the failure, or the exception that the main thread raises.
+        main thread finds the exception in the save.
         """
         key = f"save/{save.progress.iteration}"
         self.recorder.background_at("writes its shard")
@@ -107,11 +106,10 @@ class Writer:
                 reports = self.exchange.collect(key, self.recorder.background_at)
                 self.recorder.background_at("completes the checkpoint")
                 self._complete(save, [report for report in reports if report is not None])
-        except (OSError, TimeoutError) as error:
-            shutil.rmtree(save.hidden, ignore_errors=True)
-            save.failure = str(error)
-        except BaseException as error:  # raised by the main thread
+        except BaseException as error:
             save.error = error
+            if isinstance(error, OSError):
+                shutil.rmtree(save.hidden, ignore_errors=True)
         save.seconds = time.perf_counter() - save.began
         self.recorder.background_at(None)
 
@@ -156,6 +154,10 @@ class Writer:
                     raise NonFiniteError(f"{kind} holds numbers that are not finite")
                 yield run
 
+    def folder_of(self, progress: Progress) -> str:
+        """The folder of a complete checkpoint."""
+        return os.path.join(self.parent, folders.folder_name(progress.iteration))
+
     # -- rank 0 -----------------------------------------------------------------------------
 
     def _complete(self, save: PendingSave, reports: list[dict[str, Any]]) -> None:
@@ -172,9 +174,8 @@ class Writer:
         files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
-        step = save.progress.iteration
-        folders.write_manifest(save.hidden, step, files)
-        folders.publish(save.hidden, os.path.join(self.parent, folders.folder_name(step)))
+        folders.write_manifest(save.hidden, save.progress.iteration, files)
+        folders.publish(save.hidden, self.folder_of(save.progress))
         save.bytes = sum(total for total, _ in files.values())
         folders.delete_surplus(self.parent, self.run.keep_last, self.run.keep_every)
 

@@ -236,13 +236,13 @@ def test_a_newer_format_version_is_refused(intact, tmp_path, monkeypatch):
 
 def test_files_without_permission(intact, tmp_path, monkeypatch):
     """Simulated, because root, which many containers run as, may read every file."""
-    actual = os.open
+    actual = open
 
-    def refuse(path, *rest):
+    def refuse(path, *rest, **options):
         if str(path).endswith("rank_00001.h5"):
             raise PermissionError(13, "Permission denied", path)
-        return actual(path, *rest)
+        return actual(path, *rest, **options)
 
-    monkeypatch.setattr(file_format.os, "open", refuse)
+    monkeypatch.setattr(file_format, "open", refuse, raising=False)
     with pytest.raises(UserError, match=r"cannot read .*rank_00001.h5: Permission denied"):
         load(intact, tmp_path)
