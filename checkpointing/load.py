@@ -92,7 +92,7 @@ class Loader:
     samples: Samples | None
     print_line: Callable[[str], None]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.run, self.parent = self.config.run, checkpoints_folder(self.config)
 
     def resume(self) -> Progress:
