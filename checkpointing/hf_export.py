@@ -54,20 +54,20 @@ def export_weights(
         missing = [rule.name for rule in all_rules if rule.name not in shapes]
         surplus = sorted(shapes.keys() - {rule.name for rule in all_rules})
         if missing or surplus:
-            sides = f"lacks {missing[:5]} or has {surplus[:5]} on top of its model"
-            raise UserError(f"{source} {sides}")
+            differences = f"lacks {missing[:5]} or has {surplus[:5]} on top of its model"
+            raise UserError(f"{source} {differences}")
         config = hf_config(model, chosen)
         if tokenizer:
             config |= _copy_tokenizer(tokenizer, folder, model)
         files = _group(all_rules, shapes, chosen.itemsize, shard_bytes)
+        count = len(files)
         file_of: dict[str, str] = {}
         for number, group in enumerate(files, 1):
-            name = SINGLE
-            if len(files) > 1:
-                name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            numbered = f"model-{number:05d}-of-{count:05d}.safetensors"
+            name = numbered if count > 1 else SINGLE
             _write_safetensors(os.path.join(folder, name), group, index, chosen)
             file_of |= {theirs: name for rule in group for theirs in rule.theirs}
-        if len(files) > 1:
+        if count > 1:
             total = sum(math.prod(shapes[rule.name]) for rule in all_rules) * chosen.itemsize
             _write_json(folder, INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
         _write_json(folder, "config.json", config)

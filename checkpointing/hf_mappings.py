@@ -104,10 +104,8 @@ def family(model: ModelShape) -> str:
     obstacles = []
     for name in FAMILIES:
         fields, needed = _column(_FIELDS, name), _column(_NEEDED, name)
-        if "kv_heads" not in fields:
-            needed["kv_heads"] = (model.heads,)
-        if "ffn_hidden" not in fields:
-            needed["ffn_hidden"] = (4 * model.hidden,)
+        fixed = {"kv_heads": (model.heads,), "ffn_hidden": (4 * model.hidden,)}
+        needed |= {field: values for field, values in fixed.items() if field not in fields}
         wrong = [
             f"{field} {' or '.join(map(str, values))}, not {getattr(model, field)}"
             for field, values in needed.items()
