@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 
-# ------------------------------------------------------------------------------------------------
-# Parameters: drawn by global name and global index, so every layout starts equal
-# ------------------------------------------------------------------------------------------------
+# ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,7 @@ def _normal(bits: Tensor) -> Tensor:
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
 
-# ------------------------------------------------------------------------------------------------
-# f and g, along hidden and along the sequence
-# ------------------------------------------------------------------------------------------------
+# ---- f and g, along hidden and along the sequence ------------------------------------------------
 
 
 class _Reduce(torch.autograd.Function):
@@ -213,9 +209,7 @@ def _gather(x: Tensor, tp: Group | None) -> Tensor:
     return whole
 
 
-# ------------------------------------------------------------------------------------------------
-# Products with a weight, whose backward may be split
-# ------------------------------------------------------------------------------------------------
+# ---- Products with a weight, whose backward may be split -----------------------------------------
 
 
 class DeferredGradients:
@@ -334,9 +328,7 @@ def column_linear(
     return linear(x, weight, bias, deferred, tp, factory.sequence_parallel)
 
 
-# ------------------------------------------------------------------------------------------------
-# Layers
-# ------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 class ColumnLinear(nn.Module):

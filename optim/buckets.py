@@ -276,9 +276,7 @@ class _AddingHandle:
         self.section = self.source = None
 
 
-# ------------------------------------------------------------------------------------------------
-# Which parameters go together, and where they are placed
-# ------------------------------------------------------------------------------------------------
+# ---- Which parameters go together, and where they are placed -------------------------------------
 
 
 def make_buckets(

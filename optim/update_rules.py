@@ -97,9 +97,7 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
     return _TorchOptimizerRule(masters, _adamw(), **adam)
 
 
-# ------------------------------------------------------------------------------------------------
-# Rules that are a torch.optim.Optimizer, or look like one
-# ------------------------------------------------------------------------------------------------
+# ---- Rules that are a torch.optim.Optimizer, or look like one ------------------------------------
 
 
 class _StateTensor(NamedTuple):
@@ -229,9 +227,7 @@ def _muon() -> _Library:
     return _Library("torch.optim.Muon on the blocks' matrices", make, lambda master: kinds)
 
 
-# ------------------------------------------------------------------------------------------------
-# 8-bit AdamW
-# ------------------------------------------------------------------------------------------------
+# ---- 8-bit AdamW ---------------------------------------------------------------------------------
 
 
 class _Adam8bit:

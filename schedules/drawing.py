@@ -29,9 +29,7 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------
-# Chrome traces, for chrome://tracing and ui.perfetto.dev
-# ------------------------------------------------------------------------------------------------
+# ---- Chrome traces, for chrome://tracing and ui.perfetto.dev -------------------------------------
 
 
 def trace_event(

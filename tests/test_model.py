@@ -7,7 +7,7 @@ from compare import assert_close
 from checkpointing.hf_mappings import hf_config, rules
 from config import model_stats
 from config import schema as configuration
-from config.presets import PRESETS, preset
+from config.command_line import PRESETS, preset
 from distributed.mesh import Mesh
 from model import Stage, alibi_slopes
 from parallel import ParamFactory
