@@ -112,6 +112,4 @@ class LossMonitor:
 
     def _sample(self, k: int) -> dict:
         """A sample's number, and where its text is in the corpora."""
-        pairs = zip(self.samples.pieces(k), self.samples.documents(k))
-        text = [piece._asdict() | {"document": document} for piece, document in pairs]
-        return {"sample": k, "text": text}
+        return {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}
