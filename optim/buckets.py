@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from config.messages import UserError
 from config.schema import BUCKET_ELEMENTS, Training
-from distributed.collectives import Handle
+from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 from optim import update_rules
 from parallel import ParamSpec
@@ -152,7 +152,7 @@ class ParamGroup:
         self.rule.update(gradients, lr)
 
 
-def _sum_over(group, tensors: list[Tensor]) -> None:
+def _sum_over(group: Group, tensors: list[Tensor]) -> None:
     """Sum over the group, in place; one collective however many tensors there are."""
     joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
     group.all_reduce(joined).wait()
@@ -167,7 +167,9 @@ class Bucket(ParamGroup):
     places: the parameters and where each starts in the buffers.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero):
+    def __init__(
+        self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero: int
+    ):
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -273,7 +275,6 @@ class _AddingHandle:
     def wait(self) -> None:
         self.handle.wait()
         self.total.add_(self.section)
-        self.section = self.source = None
 
 
 # ---- Which parameters go together, and where they are placed -------------------------------------

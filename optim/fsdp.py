@@ -21,7 +21,7 @@ from parallel import ParamFactory, ParamSpec
 class FullyShardedGroup(ParamGroup):
     """Parameters of one key, each owned by rows: torch holds them in fp32 and casts them itself."""
 
-    def __init__(self, key: Key, parameters: list, mesh: Mesh):
+    def __init__(self, key: Key, parameters: list, mesh: Mesh) -> None:
         """parameters: (sharded parameter, spec, shape of the whole local tensor) of each."""
         super().__init__(key, mesh, sharded=True)
         self.parameters = [p for p, _, _ in parameters]
@@ -55,12 +55,11 @@ def shard_fully(
         facts[name] = (p.spec, tuple(p.shape))
         # Rows must be many to be dealt out evenly: (2, f, h) is one matrix of 2 f rows.
         p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-    replicas, device = factory.mesh.replicas, torch.device(factory.device)
-    device_mesh = DeviceMesh.from_group(replicas.handle, device.type)
+    device_mesh = DeviceMesh.from_group(factory.mesh.replicas.handle, factory.device.type)
     exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
-    for part in (*stage.blocks, stage):
+    for part in (*stage.get_submodule("blocks").children(), stage):
         fully_shard(part, mesh=device_mesh, mp_policy=policy)
     for part in stage.modules():
         if isinstance(part, FSDPModule):  # the loss is divided by the global batch already

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,7 @@ class _TorchOptimizerRule:
     def __init__(self, masters: list[Tensor], library: _Library, **options):
         self.masters, self.library, self.kernel = masters, library, library.kernel
         self.optimizer = library.make(masters, **options) if masters else None
+        self.states = self.optimizer.state if self.optimizer else {}
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
@@ -135,7 +136,7 @@ class _TorchOptimizerRule:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
             options["step"] = self.steps - 1  # where apex counts
-        for state in self.optimizer.state.values():
+        for state in self.states.values():
             if "step" in state:
                 state["step"].fill_(self.steps - 1)
         self.optimizer.step()
@@ -143,8 +144,7 @@ class _TorchOptimizerRule:
             master.grad = None
 
     def state_bytes(self) -> int:
-        states = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        tensors = [t for s in self.states.values() for t in s.values() if isinstance(t, Tensor)]
         return sum(t.nbytes for t in tensors)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
@@ -170,12 +170,13 @@ class _TorchOptimizerRule:
     def _state(self, kind: str, index: int) -> Tensor | None:
         """torch's state tensor of that kind; as before the first step if there is none yet."""
         master = self.masters[index]
-        kinds, state = self.library.kinds(master), self.optimizer.state[master]
+        kinds, state = self.library.kinds(master), self.states[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             for one in filter(None, kinds.values()):
                 state[one.key] = master.new_zeros(one.shape or master.shape)
-        return None if kinds[kind] is None else state[kinds[kind].key]
+        wanted = kinds[kind]
+        return None if wanted is None else state[wanted.key]
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
@@ -249,7 +250,8 @@ class _Adam8bit:
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library, self.masters, self.steps = functional, masters, 0
+        self.library: Any = functional  # its annotations are of fewer arguments
+        self.masters, self.steps = masters, 0
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         device = masters[0].device if masters else torch.device("cpu")
         signed = functional.create_dynamic_map(signed=True)

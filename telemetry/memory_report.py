@@ -10,7 +10,7 @@ allocator's overhead and the communication buffers:
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -45,9 +45,11 @@ def table(
     """
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
-    columns = {"measured": peaks} | ({"reserved": reserved} if gpu else {})
+    columns: dict[str, Sequence[float]] = {"measured": peaks}
+    if gpu:
+        columns["reserved"] = reserved
     head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, Sequence[float]] = {}
     if predicted:
         parts = {part: [stage[part] for stage in predicted] for part in predicted[0]}
     if not gpu:

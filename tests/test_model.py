@@ -136,7 +136,10 @@ def test_presets_have_the_parameters_of_transformers(name):
         theirs = transformers.GPT2LMHeadModel(config)
     assert model_stats.parameters(shape) == sum(p.numel() for p in theirs.parameters())
     Stage(
-        ParamFactory(Mesh(), device="meta"), shape, layout, partition.stage_specs(shape, layout)[0]
+        ParamFactory(Mesh(), device=torch.device("meta")),
+        shape,
+        layout,
+        partition.stage_specs(shape, layout)[0],
     )
 
 
