@@ -41,10 +41,9 @@ class LossMonitor:
         print_line: Callable[[str], None],
     ):
         """done: the progress so far. is_writer: whether this rank writes spikes.jsonl."""
-        self.config, self.samples = config, samples
+        self.config, self.samples, self.good = config, samples, done
         self.is_writer, self.print_line = is_writer, print_line
         self.path = os.path.join(config.run.out, "spikes.jsonl")
-        self.good = done
         self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
@@ -54,11 +53,11 @@ class LossMonitor:
         finite = math.isfinite(loss)
         if self.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
             self._record_spike(done, batch, loss, sigmas)
-        if not finite:
+        if finite:
+            self._recent.append(loss)
+            self.good, self.bad = done, []
+        else:
             self.bad.append(result)
-            return
-        self._recent.append(loss)
-        self.good, self.bad = done, []
 
     @property
     def diverged(self) -> bool:
@@ -100,7 +99,10 @@ class LossMonitor:
             "mean": mean,
             "sigma": sigma,
             "first_sample": begin,
-            "samples": [self._sample(k) for k in range(begin, begin + batch)],
+            "samples": [
+                {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}
+                for k in range(begin, begin + batch)
+            ],
         }
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -109,7 +111,3 @@ class LossMonitor:
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
             f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
         )
-
-    def _sample(self, k: int) -> dict:
-        """A sample's number, and where its text is in the corpora."""
-        return {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}

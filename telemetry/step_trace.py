@@ -13,17 +13,15 @@ clocks are used.
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from config.schema import Run
+from distributed.context import Context
+from distributed.store import StoreExchange
+from parallel import ParamFactory
 from schedules.drawing import trace, trace_event, trace_label
-
-if TYPE_CHECKING:
-    from distributed.context import Context
-    from distributed.store import StoreExchange
-    from parallel import ParamFactory
 
 ACTIONS, WAITS = 0, 1  # the threads of a rank
 # Names of colours in the viewers.
@@ -36,9 +34,9 @@ class StepTrace:
     def __init__(
         self,
         run: Run,
-        factory: "ParamFactory",
-        exchange: "StoreExchange",
-        context: "Context",
+        factory: ParamFactory,
+        exchange: StoreExchange,
+        context: Context,
         print_line: Callable[[str], None],
     ):
         """exchange: between all ranks, through the store. print_line: on rank 0."""
@@ -63,9 +61,9 @@ class StepTrace:
             return
         recorder = self.recorder
         recorder.at("draw")
-        spans, recorder.spans, recorder.settle = recorder.spans, None, None
         offset, error = self.context.clock()
-        own = {"node": self.context.node, "offset": offset, "error": error, "spans": spans}
+        own = {"node": self.context.node, "offset": offset, "error": error, "spans": recorder.spans}
+        recorder.spans = recorder.settle = None
         self.exchange.tell("trace", own | {"coordinates": recorder.coordinates})
         if self.is_writer:
             with open(self.path, "w") as file:
@@ -78,9 +76,8 @@ def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     All ranks of a node take the offset with the smallest error. Times begin at the first span.
     """
-    offsets = {}
-    for rank in sorted(ranks, key=lambda rank: -rank["error"]):
-        offsets[rank["node"]] = rank["offset"]
+    by_error = sorted(ranks, key=lambda rank: -rank["error"])
+    offsets = {rank["node"]: rank["offset"] for rank in by_error}
     starts = [span[2] + offsets[rank["node"]] for rank in ranks for span in rank["spans"]]
     first = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
