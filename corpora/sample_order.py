@@ -50,7 +50,7 @@ class GPTSamples:
     ):
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
-        self.dataset, self.seq_length, self.vocab_size = dataset, seq_length, vocab_size
+        self.dataset, self.vocab_size = dataset, vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # exact, where floats round
@@ -58,14 +58,12 @@ class GPTSamples:
         # If less than 80 % of the last epoch is wanted, it is shuffled by itself and comes last:
         # mixed with the others, its unread part would be missing from their text as well.
         first_samples, first_epochs = total, self.epochs
-        if self.epochs > 1:
-            before = ((self.epochs - 1) * tokens - 1) // seq_length
-            if wanted - before < int(0.80 * ((tokens - 1) // seq_length)):
-                first_samples, first_epochs = before, self.epochs - 1
+        before = ((self.epochs - 1) * tokens - 1) // seq_length
+        if self.epochs > 1 and wanted - before < int(0.80 * ((tokens - 1) // seq_length)):
+            first_samples, first_epochs = before, self.epochs - 1
         random = np.random.RandomState(seed)  # one for both shuffles, documents first
-        epoch: np.ndarray = np.arange(
-            sequences.start, sequences.stop, dtype=_index_type(len(dataset))
-        )
+        kind = _index_type(len(dataset))
+        epoch: np.ndarray = np.arange(sequences.start, sequences.stop, dtype=kind)
         self.document_index = np.tile(epoch, self.epochs)
         _shuffle(self.document_index, first_epochs * len(sequences), random)
         self.sample_index = sample_starts(dataset.lengths, self.document_index, seq_length, total)
@@ -118,10 +116,9 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
     begin, end = sequences.start, sequences.stop
     tokens = int(dataset.lengths[begin:end].sum(dtype=np.int64))
     if tokens <= seq_length:
-        raise UserError(
-            f"sequences {begin} to {end} of the {len(dataset)} in {dataset.prefix} hold {tokens} "
-            f"tokens, but one sample takes seq-length({seq_length}) + 1"
-        )
+        where = f"sequences {begin} to {end} of the {len(dataset)} in {dataset.prefix}"
+        needed = f"one sample takes seq-length({seq_length}) + 1"
+        raise UserError(f"{where} hold {tokens} tokens, but {needed}")
     return tokens
 
 

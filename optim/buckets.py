@@ -9,6 +9,7 @@ every replica (one for all at --zero 0); the rank that owns a section updates it
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class ParamShard:
             self.group.rule.write(kind, self.master, a, values)
 
 
-class ParamGroup:
+class ParamGroup(ABC):
     """Parameters that are reduced and updated together, as this rank owns them.
 
     replicas: the group over which gradients are reduced first, and state may be sharded. sharded:
@@ -112,17 +113,17 @@ class ParamGroup:
         """
         return [ParamShard(self, *fields) for fields in self._owned]
 
+    @abstractmethod
     def own_gradients(self) -> list[Tensor]:
         """The gradient of every master, flat, in the type that it was summed in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear_gradients(self) -> None:
         """Forget the gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_gather_params(self) -> Handle | None:
         """Begin to make the weights of every replica from the masters; None if nothing is sent."""
-        raise NotImplementedError
 
     def reduce_further(self) -> None:
         """Sum the owned gradients over the groups beyond the replicas: tied copies, partial terms.
@@ -136,12 +137,12 @@ class ParamGroup:
         """The owned gradients that count in the norm, so that each element counts on one rank."""
         if not self.sharded and self.replicas.rank > 0:
             return []  # every replica has the same gradients
-        gradients = self.own_gradients()
-        return [
-            gradients[shard.master][shard.offset : shard.offset + shard.stop - shard.start]
-            for shard in self.shards
-            if shard.spec.counts_on(self.mesh)
-        ]
+        gradients, counted = self.own_gradients(), []
+        for shard in self.shards:
+            if shard.spec.counts_on(self.mesh):
+                stop = shard.offset + shard.stop - shard.start
+                counted.append(gradients[shard.master][shard.offset : stop])
+        return counted
 
     def update(self, factor: float, lr: float) -> None:
         """One step by the gradients times `factor`."""
@@ -224,11 +225,8 @@ class Bucket(ParamGroup):
         overlap's borders there.
         """
         stop = self.start + self.section
-        cuts = [
-            (p, start, max(start, self.start), min(start + p.numel(), stop))
-            for p, start in self.places
-        ]
-        return [(p, start, a, b) for p, start, a, b in cuts if a < b]
+        cuts = [(p, at, max(at, self.start), min(at + p.numel(), stop)) for p, at in self.places]
+        return [cut for cut in cuts if cut[2] < cut[3]]
 
     def own_gradients(self) -> list[Tensor]:
         """Summed gradients of this rank's section, one flat tensor for each master."""
@@ -310,7 +308,13 @@ def _lay_out(
     the largest first, each to the section that has least.
     """
     if family == "matrices" and sharded:
-        return _deal_out(parameters, owners)
+        loads, found = [0] * owners, {}
+        for p in sorted(parameters, key=lambda p: -p.numel()):
+            section = loads.index(min(loads))
+            found[p] = (section, loads[section])
+            loads[section] += p.numel()
+        length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
+        return [found[p][0] * length + found[p][1] for p in parameters], length * owners
     step = update_rules.BLOCK if family == "blocks" else 1
     places, total = [], 0
     for p in parameters:
@@ -320,23 +324,11 @@ def _lay_out(
     return places, -(-total // share) * share
 
 
-def _deal_out(parameters: list[nn.Parameter], owners: int) -> tuple[list[int], int]:
-    loads, found = [0] * owners, {}
-    for p in sorted(parameters, key=lambda p: -p.numel()):
-        section = loads.index(min(loads))
-        found[p] = (section, loads[section])
-        loads[section] += p.numel()
-    length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
-    return [found[p][0] * length + found[p][1] for p in parameters], length * owners
-
-
 def _check_blocks(p: nn.Parameter) -> None:
     """UserError if tensor parallelism cuts a matrix inside the blocks of 8-bit state."""
     spec, block = p.spec, update_rules.BLOCK
-    if spec.dim is None:
-        return
-    run = math.prod(p.shape[spec.dim :])
-    if run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
+    run = math.prod(p.shape[spec.dim or 0 :])
+    if spec.dim is not None and run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
             f"which is no multiple of its blocks of {block}; use a smaller --tp"

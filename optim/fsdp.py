@@ -26,8 +26,10 @@ class FullyShardedGroup(ParamGroup):
         super().__init__(key, mesh, sharded=True)
         self.parameters = [p for p, _, _ in parameters]
         for p, spec, shape in parameters:
-            flat = p.to_local().detach().view(-1)
-            start = _first_row(p) * p.shape[1:].numel()
+            flat, replicas = p.to_local().detach().view(-1), p.device_mesh
+            rows = -(-p.shape[0] // replicas.size())  # torch gives equal runs, the last ones less
+            row = min(p.shape[0], replicas.get_local_rank() * rows)
+            start = row * p.shape[1:].numel()
             if flat.numel():
                 self.add_shard(spec, shape, start, start + flat.numel(), (len(self.masters), 0))
             self.masters.append(flat)
@@ -70,10 +72,3 @@ def shard_fully(
         spec, shape = facts[name]
         by_key.setdefault(key_of(spec, training.optimizer), []).append((p, spec, shape))
     return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]
-
-
-def _first_row(p: nn.Parameter) -> int:
-    """The first row of this rank's shard: torch deals out equal runs, the last ones shorter."""
-    mesh = p.device_mesh
-    rows = -(-p.shape[0] // mesh.size())
-    return min(p.shape[0], mesh.get_local_rank() * rows)

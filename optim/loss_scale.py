@@ -38,13 +38,10 @@ class LossScale:
         self.good = 0
         self.hysteresis -= 1
         if not self.dynamic or self.value <= t.min_loss_scale:
-            self._count_stuck()
+            self.stuck += 1
         elif self.hysteresis <= 0:
             self.value = max(self.value / 2, t.min_loss_scale)
-
-    def _count_stuck(self) -> None:
-        self.stuck += 1
-        if self.training.precision == "fp16" and self.stuck >= self.training.max_overflows:
+        if t.precision == "fp16" and self.stuck >= t.max_overflows:
             kind = "smallest" if self.dynamic else "fixed"
             raise UserError(
                 f"gradients overflowed in {self.stuck} steps in a row at the {kind} loss scale "
@@ -54,12 +51,8 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {
-            "loss_scale": self.value,
-            "good_steps": self.good,
-            "hysteresis": self.hysteresis,
-            "stuck": self.stuck,
-        }
+        counts = {"good_steps": self.good, "hysteresis": self.hysteresis, "stuck": self.stuck}
+        return {"loss_scale": self.value, **counts}
 
     def load(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's state; what the options fix stays as they say."""

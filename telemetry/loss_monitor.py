@@ -71,17 +71,15 @@ class LossMonitor:
 
     def failure(self, now: Progress, saved: bool) -> UserError:
         """The error of a run that has diverged; saved: whether the state of `good` is."""
-        good, folder = self.good, f"{self.config.run.out}/checkpoints"
+        good, run = self.good, self.config.run
         samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
         advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"
         if saved:
-            advice = (
-                f"the state after step {good.iteration} is in {folder}; --resume auto {samples} "
-                f"continues from it without the samples since"
-            )
+            advice = f"the state after step {good.iteration} is in {run.out}/checkpoints; --resume "
+            advice += f"auto {samples} continues from it without the samples since"
         return UserError(
             f"the loss was not finite for {len(self.bad)} steps in a row, up to step "
-            f"{now.iteration} (max-nan-steps is {self.config.run.max_nan_steps}): {advice}"
+            f"{now.iteration} (max-nan-steps is {run.max_nan_steps}): {advice}"
         )
 
     def _record_spike(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:

@@ -46,13 +46,13 @@ def table(
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
     columns: dict[str, Sequence[float]] = {"measured": peaks}
-    if gpu:
-        columns["reserved"] = reserved
     head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
     parts: dict[str, Sequence[float]] = {}
     if predicted:
         parts = {part: [stage[part] for stage in predicted] for part in predicted[0]}
-    if not gpu:
+    if gpu:
+        columns["reserved"] = reserved
+    else:
         parts["before"] = per_stage(before, config.layout)[1]
     if predicted:
         columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]
