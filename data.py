@@ -25,7 +25,9 @@ from corpora.blends import Blend, blend_order, normalise, parse_blend
 from corpora.sample_order import SPLITS, GPTSamples, TextSpan, split_ranges, tokens_per_epoch
 from corpora.token_files import IndexedDataset
 
-SURPLUS = 0.005  # Megatron's mid_level_dataset_surplus: what a blend asks of each part on top
+SURPLUS = (
+    0.005  # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition
+)
 
 
 class Samples(Protocol):
@@ -113,10 +115,10 @@ def _build_split(
 ) -> Samples:
     """Samples of one split: of the only corpus, or of a blend.
 
-    The order of a part depends on how much is asked of it, so that follows Megatron's rule
+    The order of a part depends on how much is requested of it, so that follows Megatron's rule
     (blended_megatron_dataset_builder.py): with weights, its share and some surplus; without, one
     epoch, and parts are mixed by the samples in it. Where that falls short of what the blend
-    takes, and Megatron gives up, the part is asked for what is taken.
+    takes, where Megatron fails, what is taken is requested.
     """
     length, seed, vocab = config.model.seq_length, config.training.seed, config.model.vocab_size
     if weights is None and len(datasets) == 1:
@@ -162,7 +164,7 @@ def micro_batch(
     begin = first_sample + (index * layout.dp + dp_rank) * size
     if begin + size > len(samples):
         raise UserError(
-            f"samples {begin} to {begin + size} were asked for, but there are only {len(samples)}"
+            f"samples {begin} to {begin + size} are needed, but there are only {len(samples)}"
         )
     batch = torch.from_numpy(np.stack([samples.sample(begin + i) for i in range(size)]))
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

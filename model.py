@@ -72,7 +72,7 @@ def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
 
 
 def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of arXiv 2104.09864, halves laid side by side as in Llama: (s, 1, 1, d)."""
+    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: (s, 1, 1, d)."""
     d = model.head_size
     frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies

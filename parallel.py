@@ -1,6 +1,6 @@
 """Parameters as parts of global tensors, and the layers whose weights are split over tp.
 
-Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what lies between
+Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what is between
 two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053) are the two ends
 of a tensor-parallel pair; their sequence-parallel forms are in arXiv 2205.05198.
 """

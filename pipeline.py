@@ -65,7 +65,7 @@ class Pipeline:
 
 
 class Execution:
-    """One pass through a rank's actions, with what is in flight meanwhile.
+    """One pass through a rank's actions, with the messages and activations that it holds.
 
     Iterating over it does one action at a time and yields it. loss: the loss sum so far.
     """

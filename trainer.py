@@ -4,7 +4,7 @@
     result = step(state, samples, consumed, lr)    one optimizer step
     main(config, launch, signals)                  a whole run, as train.py starts it
 
-A step hands on in one direction: data.batches gives micro-batches, pipeline.train runs them through
+A step has one direction: data.batches gives micro-batches, pipeline.train runs them through
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
 """
 
@@ -149,8 +149,8 @@ def main(
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predicted_memory: bytes by part for every
-    stage, to be shown beside what is measured.
+    signals: if they are handled already. predicted_memory: bytes by part for every stage, to be
+    shown with what is measured.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -180,7 +180,7 @@ def main(
 
 
 class Trainer:
-    """A run on its way: what its steps need, and how far it is (`done`)."""
+    """A run: what its steps need, and its progress (`done`)."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class Trainer:
         return max(rank.requested_action for rank in everyone)
 
     def _stop_early(self) -> bool:
-        """Save, and say who asked for the stop; False, for the run is not finished.
+        """Save, and print which rank requested the stop; False: the run is not finished.
 
         UserError if it could not be saved.
         """
@@ -306,7 +306,7 @@ class Trainer:
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
         self.conditions.saved()
-        again = f"--resume auto goes on (status {STOPPED_EARLY})"
+        again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
 

@@ -2,7 +2,7 @@
 
 Weights and gradients are kept in flat buffers cut into buckets, the last layers first, as the
 backward pass finishes them. Each bucket is reduced over the replicas as soon as its last gradient
-of the step is there, while the backward pass goes on.
+of the step is there, while the backward pass continues.
 
     weights   [ bucket 0 | bucket 1 | ... ]   compute precision; parameters are views of it
     gradients [ bucket 0 | bucket 1 | ... ]   summed over micro-batches in place, in fp32 (fp64)
@@ -13,7 +13,7 @@ of the step is there, while the backward pass goes on.
 With --zero 1 (arXiv 1910.02054) gradients are reduce-scattered, each rank updates its section, and
 weights are all-gathered. With --zero 2 there is no buffer of gradients: a bucket's are collected
 and reduce-scattered in every micro-batch, and summed in a section. Sections are equal to the
-element, wherever parameters end, unless the optimizer wants whole matrices. --zero 3 is optim/fsdp.
+element, wherever parameters end, unless the optimizer needs whole matrices. --zero 3 is optim/fsdp.
 """
 
 import math
@@ -139,7 +139,7 @@ class Optimizer:
             if bucket.each_micro_batch:
                 bucket.missing += len(bucket.places)
                 self._next %= len(self.buckets)
-                self._wait_for_reductions(1)  # each holds a whole bucket meanwhile
+                self._wait_for_reductions(1)  # each holds a whole bucket until then
 
     def _wait_for_reductions(self, left: int) -> None:
         while len(self._reducing) > left:

@@ -42,7 +42,7 @@ def preset(name: str) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for: the configuration, and the names of the options that were given.
+    """A configuration, and the names of the options that were given.
 
     given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
     """

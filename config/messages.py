@@ -19,7 +19,7 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UserError and, unless it is part of another, knows --version."""
+    """A parser that raises UserError and, unless it is part of another, has --version."""
 
     def __init__(self, prog: str | None = None, *, add_help: bool = True, **options: Any) -> None:
         super().__init__(prog, add_help=add_help, **options)

@@ -102,7 +102,7 @@ class ModelShape:
 
     @property
     def up_width(self) -> int:
-        """Columns of the MLP's first matrix: SwiGLU has a gate beside each of them."""
+        """Columns of the MLP's first matrix: SwiGLU has a gate for each of them."""
         return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
 
     def padded_vocab(self, layout: "Layout") -> int:
@@ -281,7 +281,7 @@ class Run:
         0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
     )
     save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
-    async_save: bool = option(True, "write checkpoints while training goes on")
+    async_save: bool = option(True, "write checkpoints while training continues")
     keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
     keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
     resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")

@@ -29,7 +29,7 @@ def check(config: Config, ranks: int) -> Config:
 
 
 def check_any_length(config: Config, ranks: int) -> Config:
-    """As `check`, for a run whose length may not be given yet: one step stands for it."""
+    """As `check`, for a run whose length may not be given yet: then it is one step."""
     training = config.training
     if training.steps is None and training.train_samples is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))

@@ -30,9 +30,9 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
         taken, every = starts[stale], np.arange(len(stale))
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
-            behind = np.argmax(i[:, None] * weights - taken, axis=1)
-            which[stale, step] = behind
-            taken[every, behind] += 1
+            chosen = np.argmax(i[:, None] * weights - taken, axis=1)
+            which[stale, step] = chosen
+            taken[every, chosen] += 1
         inner = stale + 1 < chunks
         following, taken = stale[inner] + 1, taken[inner]
         changed = (starts[following] != taken).any(axis=1)
@@ -89,7 +89,7 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
     words = [str(word) for word in data]  # a TOML list may hold numbers
     numbers = [_number(word) for word in words]
     if "synthetic" in words:
-        raise UserError("--data synthetic stands alone: random tokens do not mix with files")
+        raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
     weights, prefixes = [number for number in numbers[0::2] if number is not None], words[1::2]

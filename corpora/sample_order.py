@@ -1,6 +1,6 @@
 """The order in which samples are cut from one corpus: Megatron's, bit for bit.
 
-    document order   3 0 2 1 | 0 2 3 1 | ...        shuffled, once per epoch asked for
+    document order   3 0 2 1 | 0 2 3 1 | ...        shuffled, once per epoch needed
     sample order     |-----|-----|-----|-----|...   cut every seq_length tokens, then shuffled
 
 As in megatron/core/datasets, 0.16: the same corpus, split, length and seed give the same samples in
@@ -127,8 +127,8 @@ def sample_starts(
 ) -> np.ndarray:
     """Where each sample starts: rows (position in document_index, token offset in that sequence).
 
-    Shape (num_samples + 1, 2); row i is the token at i * seq_length of the sequences laid end to
-    end, the last one the end of the last sample. Row 0 is (0, 0) even if that sequence is empty.
+    Shape (num_samples + 1, 2); row i is the token at i * seq_length of the joined sequences,
+    the last one the end of the last sample. Row 0 is (0, 0) even if that sequence is empty.
     Equal to build_sample_idx of Megatron's helpers.cpp.
     """
     starts: np.ndarray = np.zeros((num_samples + 1, 2), _index_type(len(document_index)))

@@ -92,7 +92,7 @@ class IndexedDataset:
         if len(index) not in (expected, expected + sequences):
             raise UserError(
                 f"{path} has {len(index)} bytes, but its header ({sequences} sequences, "
-                f"{boundaries} document boundaries) asks for {expected}"
+                f"{boundaries} document boundaries) needs {expected}"
             )
         return np.dtype(TOKEN_TYPES[code]), sequences, boundaries
 

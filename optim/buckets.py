@@ -304,7 +304,7 @@ def _lay_out(
 ) -> tuple[list[int], int]:
     """Where each parameter begins in a bucket's buffers, and their length, a multiple of `owners`.
 
-    Flat sections are equal wherever parameters end. Whole matrices are dealt out to the sections,
+    Flat sections are equal wherever parameters end. Whole matrices are distributed to the sections,
     the largest first, each to the section that has least.
     """
     if family == "matrices" and sharded:

@@ -2,7 +2,7 @@
 
 torch gathers a block's weights before it runs and frees them after, forward and backward, and
 reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
-sharded over the replicas is each tensor rank's own part. Communication is torch's, beside
+sharded over the replicas is each tensor rank's own part. Communication is torch's, not
 collectives.py. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 """
 
@@ -55,7 +55,7 @@ def shard_fully(
     facts = {}
     for name, p in stage.named_parameters():
         facts[name] = (p.spec, tuple(p.shape))
-        # Rows must be many to be dealt out evenly: (2, f, h) is one matrix of 2 f rows.
+        # Many rows are cut into shards of similar size: (2, f, h) is one matrix of 2 f rows.
         p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
     device_mesh = DeviceMesh.from_group(factory.mesh.replicas.handle, factory.device.type)
     exact = torch.promote_types(factory.dtype, torch.float32)

@@ -13,7 +13,7 @@ class LossScale:
     """The scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 for other precisions.
 
     As in Megatron-LM (megatron/core/optimizer/grad_scaler.py): an overflow costs one of
-    --loss-scale-hysteresis; when none is left, each further overflow halves the scale. After
+    --loss-scale-hysteresis; when it is used up, each further overflow halves the scale. After
     --loss-scale-window good steps in a row it doubles and the hysteresis is full again. Unlike
     there, a run that overflows at the smallest scale for --max-overflows steps in a row ends.
     """

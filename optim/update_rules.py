@@ -41,7 +41,7 @@ def state_kinds(optimizer: str) -> tuple[str, ...]:
     """The optimizer's tensors in a checkpoint, each with one element for every weight.
 
     Of muon's matrices exp_avg is the momentum, and they have no exp_avg_sq: zeros. 8-bit moments
-    are written out in fp32, so that a run may go on with adamw and the other way round. Adafactor's
+    are written out in fp32, so that a run may continue with adamw, and vice versa. Adafactor's
     factors are written once for every weight of their row or column; of vectors row_var is the
     variance and col_var zeros.
     """

@@ -1,4 +1,4 @@
-"""Memory of a run's ranks, stage by stage: measured, and beside it what was predicted.
+"""Memory of a run's ranks, stage by stage: measured and predicted.
 
 Measured is the most that tensors took on a GPU, or the most that was resident on a CPU, of the
 fullest rank of a stage. Predicted is the sum of what `planner.memory.of_run` gives, without the
@@ -38,7 +38,7 @@ def table(
     after: list[StepStats],
     predicted: list[dict[str, float]] | None = None,
 ) -> str:
-    """Every stage's measured peak, beside its prediction if there is one, in MB.
+    """Every stage's measured peak, and its prediction if there is one, in MB.
 
     before, after: every rank's step statistics before anything was built, and now; predicted:
     bytes by part on a rank of every stage.

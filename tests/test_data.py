@@ -393,7 +393,7 @@ def test_reading_past_the_end(tmp_path):
     samples = samples_of(write_corpus(f"{tmp_path}/c", [81]))  # ten samples
     layout = Layout(micro_batch_size=2, dp=2)
     micro_batch(samples, 4, 1, layout, 0)
-    with pytest.raises(UserError, match="samples 10 to 12 were asked for, but there are only 10"):
+    with pytest.raises(UserError, match="samples 10 to 12 are needed, but there are only 10"):
         micro_batch(samples, 4, 1, layout, 1)
 
 
