@@ -3,11 +3,10 @@
     python train.py ... --profile-step 20      writes OUT/step_20.trace.json
     chrome://tracing or ui.perfetto.dev        opens it
 
-Every rank is a process of the trace, named by its coordinates, with two threads: its actions (F0
-is the forward of micro-batch 0, B0 its backward) and its waits. Spans come from
-watchdog/flight_recorder.py. Ranks of a node share a clock; clocks of nodes are aligned by the
-watchdog's heartbeats, to half of the shortest round trip; without a watchdog, the nodes' wall
-clocks are used.
+Every rank is a process of the trace with two threads: its actions (F0 is the forward of micro-batch
+0, B0 its backward) and its waits, from watchdog/flight_recorder.py. Ranks of a node share a clock;
+clocks of nodes are aligned by the watchdog's heartbeats, to half of the shortest round trip;
+without a watchdog, the nodes' wall clocks are used.
 """
 
 import json
@@ -60,7 +59,7 @@ class StepTrace:
         if step != self.step:
             return
         recorder = self.recorder
-        recorder.at("draw")
+        recorder.at("trace")
         offset, error = self.context.clock()
         own = {"node": self.context.node, "offset": offset, "error": error, "spans": recorder.spans}
         recorder.spans = recorder.settle = None
