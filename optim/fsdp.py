@@ -6,6 +6,8 @@ sharded over the replicas is each tensor rank's own part. Communication is torch
 collectives.py. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,7 +59,8 @@ def shard_fully(
         facts[name] = (p.spec, tuple(p.shape))
         # Many rows are cut into shards of similar size: (2, f, h) is one matrix of 2 f rows.
         p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-    device_mesh = DeviceMesh.from_group(factory.mesh.replicas.handle, factory.device.type)
+    handle: Any = factory.mesh.replicas.handle  # not None: there are several replicas
+    device_mesh = DeviceMesh.from_group(handle, factory.device.type)
     exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
