@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from config.messages import UserError
 from config.schema import BUCKET_ELEMENTS, Training
-from distributed.collectives import Group, Handle
+from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import update_rules
 from parallel import ParamSpec
@@ -131,7 +131,12 @@ class ParamGroup(ABC):
         By now each owner has only its share of the elements to send.
         """
         for name in self.key.reduce_over[1:]:
-            _sum_over(self.mesh.group(name), self.own_gradients())
+            tensors = self.own_gradients()  # in one collective, however many there are
+            joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
+            self.mesh.group(name).all_reduce(joined).wait()
+            if len(tensors) > 1:
+                sums = joined.split([t.numel() for t in tensors])
+                torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
     def counted_gradients(self) -> list[Tensor]:
         """The owned gradients that count in the norm, so that each element counts on one rank."""
@@ -153,20 +158,8 @@ class ParamGroup(ABC):
         self.rule.update(gradients, lr)
 
 
-def _sum_over(group: Group, tensors: list[Tensor]) -> None:
-    """Sum over the group, in place; one collective however many tensors there are."""
-    joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
-    group.all_reduce(joined).wait()
-    if len(tensors) > 1:
-        sums = joined.split([t.numel() for t in tensors])
-        torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
-
-
 class Bucket(ParamGroup):
-    """A run of parameters in flat buffers, and this rank's section of it.
-
-    places: the parameters and where each starts in the buffers.
-    """
+    """Parameters in flat buffers (`places`: where each starts), and this rank's section."""
 
     def __init__(
         self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero: int
@@ -180,10 +173,10 @@ class Bucket(ParamGroup):
         first = parameters[0]
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
-        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.weights = first.new_zeros(total)
         self.each_micro_batch = zero == 2 and self.sharded
         count, dtype = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
-        self.gradients = torch.zeros(count, dtype=dtype, device=first.device)
+        self.gradients = first.new_zeros(count, dtype=dtype)
         self.missing = 0  # gradients still to come before it is reduced
         self.whole_matrices = key.family == "matrices"
 
