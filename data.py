@@ -22,10 +22,12 @@ import torch
 from config.messages import UserError
 from config.schema import Config, Layout
 from corpora.blends import Blend, blend_order, normalise, parse_blend
-from corpora.sample_order import SPLITS, GPTSamples, Piece, split_ranges, tokens_per_epoch
+from corpora.sample_order import SPLITS, GPTSamples, TextSpan, split_ranges, tokens_per_epoch
 from corpora.token_files import IndexedDataset
 
-SURPLUS = 0.005  # Megatron's mid_level_dataset_surplus: what a blend asks of each part on top
+SURPLUS = (
+    0.005  # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition
+)
 
 
 class Samples(Protocol):
@@ -36,11 +38,8 @@ class Samples(Protocol):
     def sample(self, k: int) -> np.ndarray:
         """int64, (seq_length + 1,): the labels are the tokens, one further on."""
 
-    def pieces(self, k: int) -> list[Piece]:
+    def spans(self, k: int) -> list[TextSpan]:
         """Which text sample k was cut from, to say what the model was reading at a loss spike."""
-
-    def documents(self, k: int) -> list[int]:
-        """The document that each of the pieces is of."""
 
 
 class Synthetic:
@@ -61,11 +60,7 @@ class Synthetic:
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
-    def pieces(self, k: int) -> list[Piece]:
-        """None: there is no text."""
-        return []
-
-    def documents(self, k: int) -> list[int]:
+    def spans(self, k: int) -> list[TextSpan]:
         """None: there is no text."""
         return []
 
@@ -74,7 +69,7 @@ class Synthetic:
 class Splits:
     """The samples of a run; None where the run reads none."""
 
-    train: Samples | None
+    train: Samples
     validation: Samples | None
     test: Samples | None
 
@@ -85,35 +80,45 @@ def build(config: Config) -> Splits:
     Every evaluation reads the same first eval_samples, so that two evaluations differ only by the
     model. The test split is built if --split gives it a share. UserError on bad data or shares.
     """
-    evaluated = config.data.eval_samples
-    wanted = (config.total_samples, evaluated, evaluated)
-    model, seed = config.model, config.training.seed
-    if config.data.data == ("synthetic",):
-        streams = [Synthetic(model.vocab_size, model.seq_length, seed, i) for i in range(3)]
-        return Splits(*(stream if count else None for stream, count in zip(streams, wanted)))
-    prefixes, weights = parse_blend(config.data.data)
-    datasets = [IndexedDataset(prefix) for prefix in prefixes]
-    ranges = [split_ranges(config.data.split, len(dataset)) for dataset in datasets]
-    splits = []
-    for i, (name, count) in enumerate(zip(SPLITS, wanted)):
-        shares = [parts[i] for parts in ranges]
-        if count == 0 or (name == "test" and not any(shares)):
-            splits.append(None)
-            continue
-        try:
-            splits.append(_build_split(datasets, shares, weights, count, config))
-        except UserError as error:
-            raise UserError(f"{name} samples (--split {config.data.split}): {error}") from None
-    return Splits(*splits)
+    model, text = config.model, config.data
+    tested, evaluated = True, text.eval_samples
+    if text.data == ("synthetic",):
+
+        def split(i: int, count: int) -> Samples:
+            return Synthetic(model.vocab_size, model.seq_length, config.training.seed, i)
+
+    else:
+        prefixes, weights = parse_blend(text.data)
+        datasets = [IndexedDataset(prefix) for prefix in prefixes]
+        ranges = [split_ranges(text.split, len(dataset)) for dataset in datasets]
+        tested = any(parts[SPLITS.index("test")] for parts in ranges)
+
+        def split(i: int, count: int) -> Samples:
+            try:
+                return _build_split(datasets, [r[i] for r in ranges], weights, count, config)
+            except UserError as error:
+                raise UserError(f"{SPLITS[i]} samples (--split {text.split}): {error}") from None
+
+    return Splits(
+        train=split(0, config.total_samples),
+        validation=split(1, evaluated) if evaluated else None,
+        test=split(2, evaluated) if evaluated and tested else None,
+    )
 
 
-def _build_split(datasets, sequences, weights, num_samples, config) -> Samples:
+def _build_split(
+    datasets: list[IndexedDataset],
+    sequences: list[range],
+    weights: list[float] | None,
+    num_samples: int,
+    config: Config,
+) -> Samples:
     """Samples of one split: of the only corpus, or of a blend.
 
-    The order of a part depends on how much is asked of it, so that follows Megatron's rule
+    The order of a part depends on how much is requested of it, so that follows Megatron's rule
     (blended_megatron_dataset_builder.py): with weights, its share and some surplus; without, one
     epoch, and parts are mixed by the samples in it. Where that falls short of what the blend
-    takes, and Megatron gives up, the part is asked for what is taken.
+    takes, where Megatron fails, what is taken is requested.
     """
     length, seed, vocab = config.model.seq_length, config.training.seed, config.model.vocab_size
     if weights is None and len(datasets) == 1:
@@ -159,7 +164,7 @@ def micro_batch(
     begin = first_sample + (index * layout.dp + dp_rank) * size
     if begin + size > len(samples):
         raise UserError(
-            f"samples {begin} to {begin + size} were asked for, but there are only {len(samples)}"
+            f"samples {begin} to {begin + size} are needed, but there are only {len(samples)}"
         )
     batch = torch.from_numpy(np.stack([samples.sample(begin + i) for i in range(size)]))
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

@@ -27,9 +27,7 @@ from parallel import (
 )
 from schedules.partition import StageSpec
 
-# ------------------------------------------------------------------------------------------------
-# Norms and positions
-# ------------------------------------------------------------------------------------------------
+# ---- Norms and positions -------------------------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -74,7 +72,7 @@ def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
 
 
 def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of arXiv 2104.09864, halves laid side by side as in Llama: (s, 1, 1, d)."""
+    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: (s, 1, 1, d)."""
     d = model.head_size
     frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
@@ -90,9 +88,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
-# ------------------------------------------------------------------------------------------------
-# Blocks
-# ------------------------------------------------------------------------------------------------
+# ---- Blocks --------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -182,9 +178,7 @@ def _residual_std(factory: ParamFactory, model: ModelShape) -> float:
     return factory.std / math.sqrt(2 * model.layers)
 
 
-# ------------------------------------------------------------------------------------------------
-# Embedding, head and the stage
-# ------------------------------------------------------------------------------------------------
+# ---- Embedding, head and the stage ---------------------------------------------------------------
 
 TOKENS = "embedding.tokens.weight"
 
@@ -224,22 +218,17 @@ class Head(nn.Module):
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
         super().__init__()
-        self.factory, self.shared = factory, model.tied and embedding is not None
+        self.factory, self.shared = factory, False
         self.norm = Norm(factory, "head.norm", model)
-        if self.shared:
-            self.weight = embedding.tokens.weight
-            self.spec = self.weight.spec
-            return
-        self.weight = factory.parameter(
-            TOKENS if model.tied else "head.weight",
-            (model.vocab_size, model.hidden),
-            std=factory.std,
-            dim=0,
-            padded=padded,
-            decay=True,
-            tied=model.tied,
-            copy=model.tied,
-        )
+        self.weight: nn.Parameter
+        if model.tied and embedding is not None:
+            self.shared, self.weight = True, embedding.tokens.weight
+        else:
+            tied, shape = model.tied, (model.vocab_size, model.hidden)
+            name, std = TOKENS if tied else "head.weight", factory.std
+            self.weight = factory.parameter(
+                name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, copy=tied
+            )
         self.spec = self.weight.spec
 
     def logits(self, x: Tensor) -> Tensor:
@@ -342,8 +331,9 @@ def attention_kernel(model: ModelShape, factory: ParamFactory) -> str:
 
 def _check_count(stage: Stage) -> None:
     """Built and planned parameter counts must match, or plans and FLOPs are of another model."""
-    built, planned = sum(math.prod(p.spec.shape) for p in stage.parameters()), stage.spec.parameters
-    if built != planned:
-        raise ValueError(
-            f"stage {stage.spec.index} built {built} parameters, but {planned} were planned"
-        )
+    spec, built = stage.spec, 0
+    for p in stage.parameters():
+        built += math.prod(p.spec.shape)
+    if built != spec.parameters:
+        planned = f"{spec.parameters} were planned"
+        raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

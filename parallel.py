@@ -1,6 +1,6 @@
 """Parameters as parts of global tensors, and the layers whose weights are split over tp.
 
-Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what lies between
+Activations are (s, b, h): sequence, samples, hidden. With sequence parallelism what is between
 two tensor-parallel layers is (s/tp, b, h). Megatron's f and g (arXiv 1909.08053) are the two ends
 of a tensor-parallel pair; their sequence-parallel forms are in arXiv 2205.05198.
 """
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from distributed.collectives import Group, Handle
 from distributed.mesh import Mesh
 
-# ------------------------------------------------------------------------------------------------
-# Parameters: drawn by global name and global index, so every layout starts equal
-# ------------------------------------------------------------------------------------------------
+# ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,9 @@ class ParamSpec:
         return not self.copy and (self.dim is not None or mesh.tp.rank == 0)
 
 
+CPU = torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class ParamFactory:
     """What every layer is built with: the mesh, the precision, the seed of its weights.
@@ -66,7 +67,7 @@ class ParamFactory:
 
     mesh: Mesh
     dtype: torch.dtype = torch.float32
-    device: torch.device | str = "cpu"
+    device: torch.device = CPU
     seed: int = 1234
     std: float = 0.02
     sequence_parallel: bool = False
@@ -101,7 +102,7 @@ class ParamFactory:
         if std is not None:
             drawn = draw_normal(name, shape, dim or 0, start, stop, std, self.seed, self.device)
             tensor.zero_().narrow(dim or 0, 0, stop - start).copy_(drawn)
-        reduce_over = ("replicas",)
+        reduce_over: tuple[str, ...] = ("replicas",)
         if self.sequence_parallel and dim is None and tp.size > 1:
             reduce_over += ("tp",)
         if tied:
@@ -123,7 +124,7 @@ def draw_normal(
     stop: int,
     std: float,
     seed: int,
-    device,
+    device: torch.device,
 ) -> Tensor:
     """Rows [start, stop) along `dim` of the normal tensor that belongs to (seed, name); float64.
 
@@ -162,9 +163,7 @@ def _normal(bits: Tensor) -> Tensor:
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
 
-# ------------------------------------------------------------------------------------------------
-# f and g, along hidden and along the sequence
-# ------------------------------------------------------------------------------------------------
+# ---- f and g, along hidden and along the sequence ------------------------------------------------
 
 
 class _Reduce(torch.autograd.Function):
@@ -213,9 +212,7 @@ def _gather(x: Tensor, tp: Group | None) -> Tensor:
     return whole
 
 
-# ------------------------------------------------------------------------------------------------
-# Products with a weight, whose backward may be split
-# ------------------------------------------------------------------------------------------------
+# ---- Products with a weight, whose backward may be split -----------------------------------------
 
 
 class DeferredGradients:
@@ -225,7 +222,7 @@ class DeferredGradients:
     arXiv 2401.10241) and leave here what computes the weights' (W).
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._left: list[tuple[list[Tensor], Callable[[], list[Tensor]]]] = []
 
     def add(self, weights: list[Tensor], gradients: Callable[[], list[Tensor]]) -> None:
@@ -246,7 +243,7 @@ class DeferredGradients:
 
 
 class _Linear(torch.autograd.Function):
-    """f and the product with a local weight, with f's backward hidden behind the weight gradient.
+    """f and the product with a local weight; f's backward overlaps the weight gradient.
 
     With sequence parallelism only the local part of the input is kept; it is gathered again for
     the weight gradient.
@@ -334,9 +331,7 @@ def column_linear(
     return linear(x, weight, bias, deferred, tp, factory.sequence_parallel)
 
 
-# ------------------------------------------------------------------------------------------------
-# Layers
-# ------------------------------------------------------------------------------------------------
+# ---- Layers --------------------------------------------------------------------------------------
 
 
 class ColumnLinear(nn.Module):

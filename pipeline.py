@@ -35,7 +35,7 @@ class Pipeline:
         self.dtype, self.device = factory.dtype, factory.device
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
-        self._name, self._schedules = layout.schedule, {}
+        self._name, self._schedules = layout.schedule, dict[int, Schedule]()
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""
@@ -65,7 +65,7 @@ class Pipeline:
 
 
 class Execution:
-    """One pass through a rank's actions, with what is in flight meanwhile.
+    """One pass through a rank's actions, with the messages and activations that it holds.
 
     Iterating over it does one action at a time and yields it. loss: the loss sum so far.
     """
@@ -75,6 +75,9 @@ class Execution:
     ):
         self.pipeline, self.mesh, self.schedule = pipeline, pipeline.mesh, schedule
         self.rank, self.actions = pipeline.mesh.pp.rank, schedule.ranks[pipeline.mesh.pp.rank]
+        # The action whose result one takes, and its rank; none at the pipeline's ends.
+        needed = {action: schedule.input_of(action) for action in self.actions}
+        self.sources = {a: (of, schedule.rank_of[of.stage]) for a, of in needed.items() if of}
         self.batches, self.loss_weight = batches, loss_weight
         self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input, output of forwards
         self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
@@ -107,27 +110,29 @@ class Execution:
 
     def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Tensor | None]:
         """What the stage's forward takes: only the first and the last stage read the batch."""
-        tokens = labels = None
+        batch = None
         if action.stage == 0 or last:
             self.mesh.recorder.at("data", action.micro_batch)
-            tokens, labels = self.batches(action.micro_batch)
+            batch = self.batches(action.micro_batch)
         self.mesh.recorder.at("F", action.micro_batch)
-        if action.stage == 0:
-            return tokens, labels
-        return self._take_input(action).requires_grad_(torch.is_grad_enabled()), labels
+        if batch and action.stage == 0:
+            return batch
+        x = self._take_input(action).requires_grad_(torch.is_grad_enabled())
+        return x, batch[1] if batch else None
 
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or where the schedule splits it that for inputs."""
         self.mesh.recorder.at("B", action.micro_batch)
         x, y = self.held.pop((action.stage, action.micro_batch))
         gradient = None if self._is_last(action) else self._take_input(action)
-        if self.schedule.split:
-            deferred = self.pipeline.deferred
+        deferred = self.pipeline.deferred if self.schedule.split else None
+        if deferred is not None:
             self.left[action.stage, action.micro_batch] = deferred.backward(y, gradient)
         else:
             torch.autograd.backward(y, gradient)
         if action.stage > 0:
-            self._pass_on(self.mesh.backward, x.grad, action, action.stage - 1)
+            dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
+            self._pass_on(self.mesh.backward, dx, action, action.stage - 1)
 
     def _weight_gradients(self, action: Action) -> None:
         self.mesh.recorder.at("W", action.micro_batch)
@@ -138,25 +143,18 @@ class Execution:
 
     # -- between stages ---------------------------------------------------------------------
 
-    def _source(self, action: Action) -> tuple[Action, int] | None:
-        """The action whose result this one takes, and its rank; None at the pipeline's ends."""
-        needed = self.schedule.input_of(action)
-        return None if needed is None else (needed, self.schedule.rank_of[needed.stage])
-
     def _post_receive(self, action: Action) -> None:
-        source = self._source(action)
-        if source is None or source[1] == self.rank or source[0] in self.arriving:
+        needed, rank = self.sources.get(action, (None, self.rank))
+        if needed is None or rank == self.rank or needed in self.arriving:
             return
-        needed, rank = source
         group = self.mesh.forward if action.kind == "F" else self.mesh.backward
-        buffer = torch.empty(
-            self.pipeline.shape, dtype=self.pipeline.dtype, device=self.pipeline.device
-        )
+        pipeline = self.pipeline
+        buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
         self.arriving[needed] = (buffer, group.receive(buffer, rank))
 
     def _take_input(self, action: Action) -> Tensor:
         """The neighbouring stage's result, when it is there."""
-        needed, rank = self._source(action)
+        needed, rank = self.sources[action]
         if rank == self.rank:
             return self.handed.pop(needed)
         buffer, handle = self.arriving.pop(needed)

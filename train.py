@@ -20,7 +20,7 @@ from planner import memory
 
 
 def main(arguments: list[str]) -> None:
-    """Check what was asked for, then train; exits with the status of the run.
+    """Check the options, then train; exits with the status of the run.
 
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """

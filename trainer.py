@@ -4,7 +4,7 @@
     result = step(state, samples, consumed, lr)    one optimizer step
     main(config, launch, signals)                  a whole run, as train.py starts it
 
-A step hands on in one direction: data.batches gives micro-batches, pipeline.train runs them through
+A step has one direction: data.batches gives micro-batches, pipeline.train runs them through
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
 """
 
@@ -31,7 +31,7 @@ from distributed.stop_conditions import (
     StopConditions,
 )
 from model import Stage, attention_kernel
-from parallel import ParamFactory
+from parallel import CPU, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import memory_report, step_stats
@@ -51,9 +51,7 @@ DTYPES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------
-# What a run consists of
-# ------------------------------------------------------------------------------------------------
+# ---- What a run consists of ----------------------------------------------------------------------
 
 
 @dataclass
@@ -78,7 +76,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     factory = ParamFactory(
         mesh,
         DTYPES[training.precision],
-        context.device if context else torch.device("cpu"),
+        context.device if context else CPU,
         training.seed,
         training.init_std,
         layout.sequence_parallel,
@@ -86,9 +84,10 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)
     own = [spec for spec in specs if spec.index == mesh.pp.rank]
-    stages = nn.ModuleList(Stage(factory, config.model, layout, spec) for spec in own)
+    stage_of = {spec.index: Stage(factory, config.model, layout, spec) for spec in own}
+    stages = nn.ModuleList(stage_of.values())
     optimizer = Optimizer(stages, factory, training, layout)
-    pipeline = Pipeline({stage.spec.index: stage for stage in stages}, factory, config)
+    pipeline = Pipeline(stage_of, factory, config)
     return TrainState(config, factory, specs, stages, pipeline, optimizer)
 
 
@@ -110,9 +109,10 @@ def evaluate(state: TrainState, samples: data.Samples) -> float:
     mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
     batches = data.batches(samples, 0, layout, mesh.dp.rank, state.factory.device)
-    loss_sum = state.pipeline.evaluate(batches, micro_batches)
+    loss_sum = state.pipeline.evaluate(batches, micro_batches).view(1)
     mesh.world.all_reduce(loss_sum).wait()
-    return mesh.world.values(loss_sum) / (count * config.model.seq_length)
+    (total,) = mesh.world.values(loss_sum)
+    return total / (count * config.model.seq_length)
 
 
 def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
@@ -138,9 +138,7 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     return low + (peak - low) * (1 - done)
 
 
-# ------------------------------------------------------------------------------------------------
-# The run
-# ------------------------------------------------------------------------------------------------
+# ---- The run -------------------------------------------------------------------------------------
 
 
 def main(
@@ -151,8 +149,8 @@ def main(
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predicted_memory: bytes by part for every
-    stage, to be shown beside what is measured.
+    signals: if they are handled already. predicted_memory: bytes by part for every stage, to be
+    shown with what is measured.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -162,14 +160,14 @@ def main(
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config.training.precision, context)
-        before = step_stats.measure(context.device, seconds=0.0)
+        at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         kernels = {
             "optimizer": state.optimizer.kernel,
             "attention": attention_kernel(config.model, state.factory),
         }
         mesh, samples = state.factory.mesh, splits.train
-        before = step_stats.exchange(before, mesh.world, context.device)
+        before = step_stats.exchange(at_start, mesh.world, context.device)
         log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
@@ -182,7 +180,7 @@ def main(
 
 
 class Trainer:
-    """A run on its way: what its steps need, and how far it is (`done`)."""
+    """A run: what its steps need, and its progress (`done`)."""
 
     def __init__(
         self,
@@ -215,12 +213,13 @@ class Trainer:
         if self.done.iteration < self.total and self._largest_request() == SAVE_AND_STOP:
             return self._stop_early()
         for iteration in range(self.done.iteration + 1, self.total + 1):
-            last, evaluates = iteration == self.total, self._evaluates(iteration)
-            action = self._advance(iteration, evaluates)
+            last, validation = iteration == self.total, self._validation_due(iteration)
+            action = self._advance(iteration, evaluates=validation is not None)
             if self.losses.diverged:
                 give_up(self.losses, self.done, self.checkpoints)
-            if evaluates and (last or action < SAVE_AND_STOP):  # a stop does not wait for it
-                action = max(action, self._validate(iteration))
+            # An evaluation does not delay a stop.
+            if validation is not None and (last or action < SAVE_AND_STOP):
+                action = max(action, self._validate(iteration, validation))
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
                 self.recorder.enter("check replicas")
@@ -238,10 +237,11 @@ class Trainer:
         self.conditions.saved()
         return True
 
-    def _evaluates(self, iteration: int) -> bool:
+    def _validation_due(self, iteration: int) -> data.Samples | None:
+        """The samples of an evaluation that is due after this step."""
         every = self.config.data.eval_every
         due = iteration == self.total or (every and iteration % every == 0)
-        return bool(self.splits.validation and due)
+        return self.splits.validation if due else None
 
     def _advance(self, iteration: int, evaluates: bool) -> float:
         """Train on the next global batch, or pass it over; the action requested then."""
@@ -274,15 +274,15 @@ class Trainer:
         ahead += self.seconds_to_evaluate if evaluates else 0.0
         action = self.conditions.requested_action(ahead)
         own = step_stats.measure(self.device, seconds, waiting, action)
-        self.recorder.at("vitals")
+        self.recorder.at("statistics")
         everyone = step_stats.exchange(own, self.world, self.device)
         self.recorder.end_step()
         return everyone
 
-    def _validate(self, iteration: int) -> float:
+    def _validate(self, iteration: int, samples: data.Samples) -> float:
         """Evaluate on the validation split; the action requested afterwards."""
         began = time.perf_counter()
-        loss = evaluate(self.state, self.splits.validation)
+        loss = evaluate(self.state, samples)
         self.log.evaluation("validation", iteration, self.done.consumed_samples, loss)
         self.seconds_to_evaluate = time.perf_counter() - began
         return self._largest_request()
@@ -295,7 +295,7 @@ class Trainer:
         return max(rank.requested_action for rank in everyone)
 
     def _stop_early(self) -> bool:
-        """Save, and say who asked for the stop; False, for the run is not finished.
+        """Save, and print which rank requested the stop; False: the run is not finished.
 
         UserError if it could not be saved.
         """
@@ -306,7 +306,7 @@ class Trainer:
         if self.done.iteration and not self.checkpoints.save_to_stop(self.done):
             raise UserError(f"stopped by {where}; its state could not be saved")
         self.conditions.saved()
-        again = f"--resume auto goes on (status {STOPPED_EARLY})"
+        again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
 

@@ -2,7 +2,7 @@
 
 Weights and gradients are kept in flat buffers cut into buckets, the last layers first, as the
 backward pass finishes them. Each bucket is reduced over the replicas as soon as its last gradient
-of the step is there, while the backward pass goes on.
+of the step is there, while the backward pass continues.
 
     weights   [ bucket 0 | bucket 1 | ... ]   compute precision; parameters are views of it
     gradients [ bucket 0 | bucket 1 | ... ]   summed over micro-batches in place, in fp32 (fp64)
@@ -13,12 +13,12 @@ of the step is there, while the backward pass goes on.
 With --zero 1 (arXiv 1910.02054) gradients are reduce-scattered, each rank updates its section, and
 weights are all-gathered. With --zero 2 there is no buffer of gradients: a bucket's are collected
 and reduce-scattered in every micro-batch, and summed in a section. Sections are equal to the
-element, wherever parameters end, unless the optimizer wants whole matrices. --zero 3 is optim/fsdp.
+element, wherever parameters end, unless the optimizer needs whole matrices. --zero 3 is optim/fsdp.
 """
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,7 @@ class Optimizer:
     """
 
     def __init__(
-        self, stages: nn.Module, factory: ParamFactory, training: Training, layout: Layout
+        self, stages: nn.ModuleList, factory: ParamFactory, training: Training, layout: Layout
     ):
         """`stages`: all that the rank holds. UserError if the optimizer's package is missing or the
         layout cuts its blocks.
@@ -62,23 +62,25 @@ class Optimizer:
         self.mesh, self.training, self.device = factory.mesh, training, factory.device
         self.scale, self.updates, self._dtype = LossScale(training), 0, factory.dtype
         self.specs = [p.spec for p in stages.parameters()]
-        self._targets, self._next, self._reducing = 1, 0, []
+        self._targets, self._next = 1, 0
+        self._reducing: list[Handle] = []
         self._gathering: dict[ParamGroup, Handle] = {}
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
         self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
         self.fully_sharded = layout.zero == 3 and self.state_sharded
-        self.groups: list[ParamGroup]
+        self.groups: Sequence[ParamGroup]
         if self.fully_sharded:
-            (stage,) = stages
-            self.groups = shard_fully(stage, factory, training)
+            self.groups = shard_fully(stages[0], factory, training)
         else:
             self.groups = self._make_buckets(stages, factory, layout.zero)
         for group in self.groups:
             family, decay = group.key.family, not group.key.no_decay
             group.rule = update_rules.make_rule(training, family, group.masters, decay)
 
-    def _make_buckets(self, stages: nn.Module, factory: ParamFactory, zero: int) -> list[Bucket]:
+    def _make_buckets(
+        self, stages: nn.ModuleList, factory: ParamFactory, zero: int
+    ) -> list[Bucket]:
         """Move parameters and gradients into buckets, for all but --zero 3."""
         parameters = list(stages.parameters())
         drawn = None
@@ -92,9 +94,9 @@ class Optimizer:
             bucket.adopt_weights()
             bucket.adopt_masters(drawn)
         # Python's collector does not look into hooks: one that held the optimizer would keep it.
-        here = weakref.ref(self)
+        here = weakref.proxy(self)
         for p in parameters:
-            p.register_post_accumulate_grad_hook(lambda p: here()._add_gradient(p))
+            p.register_post_accumulate_grad_hook(lambda p: here._add_gradient(p))
         if self._overlap:
             self._wait_in_forward(stages)
         return self.buckets
@@ -137,7 +139,7 @@ class Optimizer:
             if bucket.each_micro_batch:
                 bucket.missing += len(bucket.places)
                 self._next %= len(self.buckets)
-                self._wait_for_reductions(1)  # each holds a whole bucket meanwhile
+                self._wait_for_reductions(1)  # each holds a whole bucket until then
 
     def _wait_for_reductions(self, left: int) -> None:
         while len(self._reducing) > left:
@@ -151,7 +153,7 @@ class Optimizer:
         for group in self.groups:
             group.reduce_further()
 
-    def _wait_in_forward(self, stages: nn.Module) -> None:
+    def _wait_in_forward(self, stages: nn.ModuleList) -> None:
         """Have every part of a stage wait for its own weights just before it runs."""
 
         def wait_for(part: nn.Module) -> Callable:
@@ -164,8 +166,8 @@ class Optimizer:
             return hook
 
         for stage in stages:
-            for part in (stage.embedding, *stage.blocks, stage.head):
-                if part is not None:
+            for child in stage.children():  # embedding, blocks, head
+                for part in child if isinstance(child, nn.ModuleList) else (child,):
                     part.register_forward_pre_hook(wait_for(part))
 
     def _wait_for_weights(self, group: ParamGroup) -> None:

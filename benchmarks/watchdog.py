@@ -33,6 +33,7 @@ from config.command_line import parse
 from config.schema import Run
 from distributed.context import Context, start
 from distributed.launch import discover
+from distributed.mesh import ROLES
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import BEAT_RECORDS, MemoryReader, Watchdog, encode, start_monitor
 
@@ -73,7 +74,8 @@ class Watch:
     def __init__(self, context: Context, state: trainer.TrainState, out: str):
         self.mesh, self.recorder, self.null = state.factory.mesh, context.recorder, NullRecorder()
         self.monitor = None
-        self.group_logs = [(group, group.group_log) for group in self.mesh.groups.values()]
+        groups = [self.mesh.group(role) for role in ROLES]
+        self.group_logs = [(group, group.group_log) for group in groups]
         if context.rank == 0:
             address, self.monitor = start_monitor("127.0.0.1", "n", context.size, out, None)
             context.store.set("monitor", json.dumps(address))

@@ -1,9 +1,8 @@
 """What a run is: its options, how they are read, and which go together. No torch.
 
 schema          the dataclasses of all options, and the axes of the mesh of ranks
-command_line    flags and TOML to a `Config`, with what was given
+command_line    flags and TOML to a `Config`, with what was given; models by name (presets.toml)
 validation      every check across options; an error shows both sides with their numbers
-presets         models by name
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
 messages        `UserError`, the parser and the version of every program

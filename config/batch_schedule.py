@@ -3,7 +3,7 @@
     schedule = ramp(192, 16, 9_765_625, 2048)
     schedule.batch(consumed)        size of the step that begins after `consumed` samples
     schedule.levels()               each size: when it begins, and for how many steps
-    touches(ranges, consumed, batch)        whether that step is skipped
+    parse_ranges(("96:128",))       the samples whose steps are skipped
 
 Both depend on the number of consumed samples only, so a resumed run, under any layout, continues
 as if it had not been interrupted.
@@ -13,6 +13,8 @@ import bisect
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+
+from config.messages import UserError
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -77,10 +79,10 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
     """Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
 
     At `consumed` samples the size is START + int(consumed / (SAMPLES / n)) * INCREMENT, where n is
-    the number of increments, and the target after SAMPLES. ValueError if the increments miss it.
+    the number of increments, and the target after SAMPLES. UserError if the increments miss it.
     """
     if min(start, increment, samples) < 1 or target <= start or (target - start) % increment:
-        raise ValueError(
+        raise UserError(
             f"a ramp-up from {start} by {increment} over {samples} samples does not reach "
             f"global-batch-size({target})"
         )
@@ -98,7 +100,7 @@ def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule
 def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
     """The schedule of `0:192 5B:1024 ...`: TOKENS:SIZE, the size after so many consumed tokens.
 
-    Tokens are rounded down to whole samples. ValueError if the words are not such a schedule.
+    Tokens are rounded down to whole samples. UserError if the words are not such a schedule.
     """
     return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
 
@@ -111,13 +113,13 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
         tokens, _, size = str(word).partition(":")
         number = _tokens(tokens)
         if number is None or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
+            raise UserError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
         steps.append((number, int(size)))
     if steps[0][0] != 0:
-        raise ValueError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")
+        raise UserError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")
     for (before, _), (after, _) in pairwise(steps):
         if after <= before:
-            raise ValueError(f"--batch-schedule {text}: {after} tokens do not come after {before}")
+            raise UserError(f"--batch-schedule {text}: {after} tokens do not come after {before}")
     return steps
 
 
@@ -143,28 +145,18 @@ def _joined(starts: list[tuple[int, int]]) -> BatchSchedule:
     return BatchSchedule(tuple(kept))
 
 
-# ------------------------------------------------------------------------------------------------
-# Samples that are skipped
-# ------------------------------------------------------------------------------------------------
-
-
 def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
-    """Ascending ranges [A, B) of samples, of `A:B ...`; ValueError if empty or overlapping."""
+    """Ascending ranges [A, B) of samples, of `A:B ...`; UserError if empty or overlapping."""
     ranges = []
     for word in words:
         first, _, end = str(word).partition(":")
         if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-            raise ValueError(
+            raise UserError(
                 f"--skip-samples takes A:B, from sample A up to but not including B, not {word!r}"
             )
         ranges.append((int(first), int(end)))
     ranges.sort()
     for (a, b), (c, d) in pairwise(ranges):
         if c < b:
-            raise ValueError(f"--skip-samples: {a}:{b} and {c}:{d} overlap")
+            raise UserError(f"--skip-samples: {a}:{b} and {c}:{d} overlap")
     return ranges
-
-
-def touches(ranges: list[tuple[int, int]], first: int, count: int) -> bool:
-    """Whether any of `count` samples from `first` on is in one of the ranges."""
-    return any(a < first + count and first < b for a, b in ranges)

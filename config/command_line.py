@@ -1,25 +1,48 @@
-"""The command line and the TOML file, made from the dataclasses of config/schema.py.
+"""The command line and the TOML file, made from the dataclasses of config/schema.py; presets.
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
 Types, choices and minima are checked here; config/validation.py checks what depends on several
-options.
+options. Models by name are in config/presets.toml.
 """
 
 import argparse
 import dataclasses
 import tomllib
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 from config.messages import Parser, UserError, nearest
-from config.presets import PRESETS, preset
 from config.schema import GROUPS, Config, ModelShape
+
+
+def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
+    """Every named shape in the file's order, and other names for some of them."""
+    tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
+    shapes = {
+        name: ModelShape(*sizes, **family["shared"])
+        for family in tree["family"]
+        for name, sizes in family["models"].items()
+    }
+    return shapes, tree["aliases"]
+
+
+PRESETS, ALIASES = _load_presets()
+
+
+def preset(name: str) -> ModelShape:
+    """The shape of that name, upper or lower case; UserError names the nearest if there is none."""
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in PRESETS:
+        raise UserError(f"no preset is called {name!r}{nearest(key, [*PRESETS, *ALIASES])}")
+    return PRESETS[key]
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for: the configuration, and the names of the options that were given.
+    """A configuration, and the names of the options that were given.
 
     given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
     """
@@ -63,7 +86,7 @@ def build(values: dict[str, Any]) -> Config:
     options = _options()
     for name, value in values.items():
         _check_value(name, value, options[name])
-    groups = {}
+    groups: dict[str, Any] = {}
     for group, cls in GROUPS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         groups[group] = reshape(base, own) if group == "model" and base else cls(**own)
@@ -72,52 +95,39 @@ def build(values: dict[str, Any]) -> Config:
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     """A preset with some fields changed; fields that are derived from these are derived again."""
-    derived = {}
-    if base.kv_heads == base.heads:
-        derived["kv_heads"] = None
-    if base.ffn_hidden == base.default_ffn():
-        derived["ffn_hidden"] = None
+    defaults = {"kv_heads": base.heads, "ffn_hidden": base.default_ffn()}
+    derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
 
 
-def _options() -> dict[str, dataclasses.Field]:
+def _options() -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = Parser(
-        description=description,
-        usage="%(prog)s [--config FILE] [--OPTION VALUE ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", default=argparse.SUPPRESS, help="TOML file of these options"
-    )
+    usage, form = "%(prog)s [--config FILE] [--OPTION VALUE ...]", RawDescriptionHelpFormatter
+    parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
+    absent: dict[str, Any] = {"default": argparse.SUPPRESS}
+    parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
     for group, cls in GROUPS.items():
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
-            section.add_argument(
-                "--model",
-                metavar="PRESET",
-                default=argparse.SUPPRESS,
-                help="start from a named shape: " + ", ".join(PRESETS),
-            )
+            text = "start from a named shape: " + ", ".join(PRESETS)
+            section.add_argument("--model", metavar="PRESET", help=text, **absent)
         for f in dataclasses.fields(cls):
             _add_flag(section, f)
     return parser
 
 
-def _add_flag(section, f: dataclasses.Field) -> None:
-    meta = f.metadata
-    name = "--" + f.name.replace("_", "-")
+def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
+    meta, name = f.metadata, "--" + f.name.replace("_", "-")
+    kind: Any = meta["item"] if meta["nargs"] else f.type
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
     text = meta["help"] + ("" if f.default is None else f" (default: {default})")
     keywords = {"default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
-    if f.type is bool:
+    if kind is bool:
         section.add_argument(name, action=argparse.BooleanOptionalAction, **keywords)
         return
-    kind = meta["item"] if meta["nargs"] else f.type
     metavar = "|".join(map(str, meta["choices"])) or kind.__name__.upper()
     section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
 
@@ -131,7 +141,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise UserError(f"cannot read --config {path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"--config {path} is not TOML: {error}") from None
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= value if isinstance(value, dict) else {key: value}
     flat = {key.replace("-", "_"): value for key, value in flat.items()}
@@ -142,11 +152,12 @@ def _read_toml(path: str) -> dict[str, Any]:
     return flat
 
 
-def _check_value(name: str, value: Any, f: dataclasses.Field) -> None:
+def _check_value(name: str, value: Any, f: dataclasses.Field[Any]) -> None:
     """Check type, choices and minimum of one option, from a flag or from the file."""
     meta, flag = f.metadata, "--" + name.replace("_", "-")
-    kind = f.type
-    if not isinstance(value, (int, float) if kind is float else kind):
+    kind: Any = f.type
+    accepted: Any = (int, float) if kind is float else kind
+    if not isinstance(value, accepted):
         raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
     if isinstance(meta["nargs"], int):
         wrong = [each for each in value if not isinstance(each, meta["item"])]

@@ -9,7 +9,7 @@ import difflib
 import sys
 import time
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # as in pyproject.toml
 
@@ -19,26 +19,17 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UserError and, unless it is part of another, knows --version."""
+    """A parser that raises UserError and, unless it is part of another, has --version."""
 
-    def __init__(self, *arguments, add_help: bool = True, **options):
-        super().__init__(*arguments, add_help=add_help, **options)
+    def __init__(self, prog: str | None = None, *, add_help: bool = True, **options: Any) -> None:
+        super().__init__(prog, add_help=add_help, **options)
         if add_help:
-            version = f"trine {VERSION}"
-            text = "print the version and exit"
+            version, text = f"trine {VERSION}", "print the version and exit"
             self.add_argument("--version", action="version", version=version, help=text)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(message)
-
-
-def as_user_error(make, *arguments):
-    """Call `make`; turn its ValueError, whose message is about options, into a UserError."""
-    try:
-        return make(*arguments)
-    except ValueError as error:
-        raise UserError(str(error)) from None
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -2,9 +2,8 @@
 
     config = validation.check(command_line.parse(sys.argv[1:]), ranks=8)     # fills in dp
 
-Every option is a field of one of the five dataclasses below. command_line.py makes the flags, the
-TOML keys and the help text from them; validation.py checks which go together. No torch is imported
-here, so that `--help` is fast.
+Every option is a field of one of the five dataclasses below. command_line.py makes flags, TOML keys
+and help text from them; validation.py checks which go together.
 """
 
 import dataclasses
@@ -16,10 +15,18 @@ from typing import Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule
-from config.messages import UserError, as_user_error
+from config.messages import UserError
 
 
-def option(default: Any, help: str, *, choices=(), minimum=None, nargs=None, item=str) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    minimum: float | None = None,
+    nargs: int | str | None = None,
+    item: type = str,
+) -> Any:
     """A dataclass field that is also a command-line flag and a TOML key of the same name.
 
     Its annotation is its type. nargs: number of a tuple's values, as in argparse; item: the type
@@ -35,9 +42,7 @@ ELEMENTWISE = ("adamw", "apex", "sgd")
 # Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
 
-# ------------------------------------------------------------------------------------------------
-# The five groups of options
-# ------------------------------------------------------------------------------------------------
+# ---- The five groups of options ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,9 @@ class ModelShape:
     hidden: int = option(None, "width of the residual stream", minimum=1)
     heads: int = option(None, "attention heads", minimum=1)
     kv_heads: int = option(None, "key/value heads, default: heads", minimum=1)
-    ffn_hidden: int = option(
-        None, "width of the MLP, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1
-    )
+    ffn_hidden: int = option(None, "MLP width, default: 4 x hidden, SwiGLU 8/3 x hidden", minimum=1)
     seq_length: int = option(1024, "tokens in a sample", minimum=1)
-    max_positions: int = option(
-        None, "rows of the learned positions, default: seq-length", minimum=1
-    )
+    max_positions: int = option(None, "learned positions, default: seq-length", minimum=1)
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
@@ -68,17 +69,15 @@ class ModelShape:
     norm_eps: float = option(1e-5, "epsilon of the normalisation")
     rotary_base: float = option(10000.0, "base of the rotary frequencies")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
         if missing:
             flags = ", ".join(f"--{n}" for n in missing)
             raise UserError(f"the model has no {flags}: give them, or --model PRESET")
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.ffn_hidden is None:
-            object.__setattr__(self, "ffn_hidden", self.default_ffn())
-        if self.max_positions is None:
-            object.__setattr__(self, "max_positions", self.seq_length)
+        derived = {"kv_heads": self.heads, "ffn_hidden": self.default_ffn()}
+        for name, value in (derived | {"max_positions": self.seq_length}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def default_ffn(self) -> int:
         """Width of the MLP if it is not given."""
@@ -103,7 +102,7 @@ class ModelShape:
 
     @property
     def up_width(self) -> int:
-        """Columns of the MLP's first matrix: SwiGLU has a gate beside each of them."""
+        """Columns of the MLP's first matrix: SwiGLU has a gate for each of them."""
         return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
 
     def padded_vocab(self, layout: "Layout") -> int:
@@ -151,9 +150,7 @@ class Layout:
     )
     micro_batch_size: int = option(1, "samples in one forward pass of one replica", minimum=1)
     recompute: str = option(
-        "none",
-        "run forward again in the backward: attention core, or whole blocks",
-        choices=("none", "selective", "full"),
+        "none", "recompute attention, or whole blocks", choices=("none", "selective", "full")
     )
     recompute_layers: int = option(
         None, "of each stage recompute the first N blocks only, default: all", minimum=0
@@ -161,12 +158,8 @@ class Layout:
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
-    overlap_param_gather: bool = option(
-        False, "gather updated weights while the next forward pass runs"
-    )
-    pad_vocab_multiple: int = option(
-        128, "pad the vocabulary to a multiple of this x tp", minimum=1
-    )
+    overlap_param_gather: bool = option(False, "gather new weights during the next forward pass")
+    pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -185,9 +178,7 @@ class Training:
     """What is optimised, in which precision, for how long."""
 
     global_batch_size: int = option(
-        None,
-        "samples per step, over all replicas, default: 8, or the last size of --batch-schedule",
-        minimum=1,
+        None, "samples per step, default: 8, or the last size of --batch-schedule", minimum=1
     )
     rampup_batch_size: tuple = option(
         None,
@@ -197,9 +188,7 @@ class Training:
         item=int,
     )
     batch_schedule: tuple = option(
-        None,
-        "TOKENS:SIZE ..., samples per step after so many tokens, such as 0:192 5B:1024",
-        nargs="+",
+        None, "TOKENS:SIZE ..., samples per step after so many tokens, as 0:192 5B:1024", nargs="+"
     )
     decrease_batch_size_if_needed: bool = option(
         False, "round a batch size down to a multiple of micro-batch-size x dp"
@@ -217,9 +206,7 @@ class Training:
         "cosine", "decay after the warm-up", choices=("cosine", "linear", "constant", "wsd")
     )
     lr_warmup_samples: int = option(0, "samples of linear warm-up", minimum=0)
-    lr_decay_samples: int = option(
-        None, "samples after which the rate is --min-lr, default: all", minimum=1
-    )
+    lr_decay_samples: int = option(None, "samples to reach --min-lr, default: all", minimum=1)
     lr_wsd_decay_samples: int = option(
         None, "samples of the decay at the end of wsd, default: a tenth", minimum=1
     )
@@ -235,9 +222,7 @@ class Training:
     loss_scale_window: int = option(
         1000, "fp16: steps without overflow after which the scale doubles", minimum=1
     )
-    loss_scale_hysteresis: int = option(
-        2, "fp16: overflows after which the scale is halved", minimum=1
-    )
+    loss_scale_hysteresis: int = option(2, "fp16: overflows until the scale is halved", minimum=1)
     min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", minimum=0.0)
     max_overflows: int = option(
         5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
@@ -246,10 +231,11 @@ class Training:
     init_std: float = option(0.02, "standard deviation of the initial weights", minimum=0.0)
     seed: int = option(1234, "seed of weights and sample order", minimum=0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.global_batch_size is None:
-            steps = self.batch_schedule and as_user_error(batches.parse_steps, self.batch_schedule)
-            object.__setattr__(self, "global_batch_size", steps[-1][1] if steps else 8)
+            schedule = self.batch_schedule
+            size = batches.parse_steps(schedule)[-1][1] if schedule else 8
+            object.__setattr__(self, "global_batch_size", size)
 
 
 @dataclass(frozen=True)
@@ -279,20 +265,13 @@ class Run:
     backend: str = option(
         "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
-    bind_cores: bool = option(
-        True, "bind each rank of a node to cores of its own, if there are enough"
-    )
+    bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
     log_every: int = option(1, "steps between log lines", minimum=1)
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     spike_sigma: float = option(
-        6.0,
-        "record in spikes.jsonl the batch of a loss that is so many standard deviations above the "
-        "mean of the last steps; 0: never",
-        minimum=0.0,
+        6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0
     )
-    max_nan_steps: int = option(
-        5, "steps in a row with a loss that is not finite that end the run", minimum=1
-    )
+    max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     memory_snapshot: bool = option(
         False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
     )
@@ -302,22 +281,14 @@ class Run:
         0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
     )
     save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
-    async_save: bool = option(True, "write checkpoints while training goes on")
+    async_save: bool = option(True, "write checkpoints while training continues")
     keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
     keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
-    resume: str = option(
-        None, "auto: the newest complete checkpoint of --out, if any; or the folder of one"
-    )
-    load_weights_only: bool = option(
-        False, "take only the weights from --resume, and begin at step 0"
-    )
-    preflight: bool = option(
-        None, "test every node before the first step, default: if there are several"
-    )
+    resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    load_weights_only: bool = option(False, "take only the weights from --resume, begin at step 0")
+    preflight: bool = option(None, "test every node before step 1, default: if there are several")
     exit_after_minutes: float = option(
-        0.0,
-        "save and stop with status 75 before the run has taken so long, 0: no limit",
-        minimum=0.0,
+        0.0, "save and stop with status 75 before so many minutes, 0: no limit", minimum=0.0
     )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
@@ -331,13 +302,9 @@ class Run:
     slow_rank_percent: float = option(
         20.0, "per cent by which a slow rank computes longer than its peers", minimum=0.0
     )
-    blocking: bool = option(
-        False, "wait for every collective and CUDA kernel where it starts, for debugging"
-    )
+    blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
-    profile_step: int = option(
-        None, "write a Chrome trace of this step to OUT/step_N.trace.json", minimum=1
-    )
+    profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )
@@ -364,11 +331,11 @@ class Config:
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:
         """Ranges [A, B) of samples that no step trains on; UserError if they are malformed."""
-        return as_user_error(batches.parse_ranges, self.data.skip_samples or ())
+        return batches.parse_ranges(self.data.skip_samples or ())
 
     def passes_over(self, first: int, count: int) -> bool:
-        """Whether the global batch of `count` samples from `first` on is left out."""
-        return batches.touches(self.skipped, first, count)
+        """Whether the global batch of `count` samples from `first` on has one that is skipped."""
+        return any(a < first + count and first < b for a, b in self.skipped)
 
     @property
     def total_samples(self) -> int:
@@ -403,25 +370,20 @@ class Config:
 GROUPS = {"model": ModelShape, "layout": Layout, "training": Training, "data": Data, "run": Run}
 
 
-# ------------------------------------------------------------------------------------------------
-# Batch sizes, from several options
-# ------------------------------------------------------------------------------------------------
-
-
 def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
     """The batch sizes that the options give, before rounding; UserError if inconsistent."""
-    size, linear = training.global_batch_size, training.rampup_batch_size
-    steps = training.batch_schedule
-    if linear and steps:
+    size, steps = training.global_batch_size, training.batch_schedule
+    if training.rampup_batch_size and steps:
         raise UserError("give one of --rampup-batch-size and --batch-schedule; both were given")
-    if linear:
-        return as_user_error(batches.ramp, *linear, size)
+    if training.rampup_batch_size:
+        start, increment, samples = training.rampup_batch_size
+        return batches.ramp(start, increment, samples, size)
     if not steps:
         return batches.constant(size)
-    last = as_user_error(batches.parse_steps, steps)[-1][1]
+    last = batches.parse_steps(steps)[-1][1]
     if last != size:
         raise UserError(
             f"global-batch-size({size}) is not the last of --batch-schedule "
             f"{' '.join(map(str, steps))}: leave it out"
         )
-    return as_user_error(batches.by_tokens, steps, seq_length)
+    return batches.by_tokens(steps, seq_length)

@@ -29,7 +29,7 @@ def check(config: Config, ranks: int) -> Config:
 
 
 def check_any_length(config: Config, ranks: int) -> Config:
-    """As `check`, for a run whose length may not be given yet: one step stands for it."""
+    """As `check`, for a run whose length may not be given yet: then it is one step."""
     training = config.training
     if training.steps is None and training.train_samples is None:
         config = dataclasses.replace(config, training=dataclasses.replace(training, steps=1))
@@ -101,10 +101,7 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
 
 
 def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None:
-    """Raise UserError unless micro-batch size times replicas divides that many samples.
-
-    when: the end of the message.
-    """
+    """Raise UserError, which ends in `when`, unless micro-batch size x dp divides `samples`."""
     micro, dp = layout.micro_batch_size, layout.dp
     if samples % (micro * dp):
         raise UserError(
@@ -141,13 +138,11 @@ def _check_sharding(layout: Layout, training: Training) -> None:
         )
     if zero == 3 and name not in ELEMENTWISE:
         raise UserError(f"--zero 3 takes --optimizer {', '.join(ELEMENTWISE)}, not {name}")
-    if name in ("adafactor", "muon"):
-        if layout.tp > 1:
-            raise UserError(
-                f"--optimizer {name} needs whole matrices, but tp({layout.tp}) cuts them"
-            )
-        if zero == 2:
-            raise UserError(f"--optimizer {name} needs whole matrices: use --zero 0 or 1, not 2")
+    whole = f"--optimizer {name} needs whole matrices"
+    if name in ("adafactor", "muon") and layout.tp > 1:
+        raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
+    if name in ("adafactor", "muon") and zero == 2:
+        raise UserError(f"{whole}: use --zero 0 or 1, not 2")
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     if layout.recompute_layers is not None and layout.recompute == "none":
@@ -192,8 +187,7 @@ def _check_saving(run: Run) -> None:
     if run.load_weights_only and not run.resume:
         raise UserError("--load-weights-only needs --resume, to say which weights")
     saves = run.save_every or run.save_every_minutes
-    for flag, value in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
-        if value and not saves:
-            raise UserError(
-                f"--{flag} needs --save-every or --save-every-minutes: nothing is saved"
-            )
+    for flag, given in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
+        if given and not saves:
+            needed = "--save-every or --save-every-minutes"
+            raise UserError(f"--{flag} needs {needed}: nothing is saved")

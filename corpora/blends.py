@@ -1,26 +1,26 @@
 """Samples of several corpora mixed by weight, in Megatron's order."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from config.messages import UserError
-from corpora.sample_order import GPTSamples, Piece
+from corpora.sample_order import GPTSamples, TextSpan
 
 
-def blend_order(weights, size: int) -> tuple[np.ndarray, np.ndarray]:
+def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     """Which part each of `size` samples is from, int16, and its number within that part.
 
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
-    most below its share, argmax_d of weights[d] * max(i, 1) - taken[d], the first on a tie.
+    most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
 
     One sample after the other, that is slow in Python. Instead, chunks of about sqrt(size) samples
-    advance side by side, each from a guess of what was taken before it. A chunk that turns out to
-    have started from something else than the chunk before it ended with runs again. When none is
-    left, every chunk continues its predecessor, so the result is the sequential one, exactly.
-    Parts that were guessed one off soon agree (the rule is self-correcting): two passes or three.
+    advance side by side, each from a guess of what was taken before it. A chunk whose guess is not
+    what the chunk before it ended with runs again, until there is none: then the result is the
+    sequential one, exactly. The rule corrects itself, so this takes two or three passes.
     """
-    weights = np.asarray(weights, np.float64)
+    weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1
     chunks = -(-size // steps)
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
@@ -30,21 +30,21 @@ def blend_order(weights, size: int) -> tuple[np.ndarray, np.ndarray]:
         taken, every = starts[stale], np.arange(len(stale))
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
-            behind = np.argmax(i[:, None] * weights - taken, axis=1)
-            which[stale, step] = behind
-            taken[every, behind] += 1
+            chosen = np.argmax(i[:, None] * weights - taken, axis=1)
+            which[stale, step] = chosen
+            taken[every, chosen] += 1
         inner = stale + 1 < chunks
         following, taken = stale[inner] + 1, taken[inner]
         changed = (starts[following] != taken).any(axis=1)
         starts[following] = taken
         stale = following[changed]
-    which = which.reshape(-1)[:size]
+    flat = which.reshape(-1)[:size]
     # The number within its part: the position among the equal entries.
-    order = np.argsort(which, kind="stable")
-    first = np.searchsorted(which[order], np.arange(len(weights)))
+    order = np.argsort(flat, kind="stable")
+    first = np.searchsorted(flat[order], np.arange(len(weights)))
     number = np.empty(size, np.int64)
-    number[order] = np.arange(size) - first[which[order]]
-    return which, number
+    number[order] = np.arange(size) - first[flat[order]]
+    return flat, number
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
@@ -63,10 +63,8 @@ class Blend:
         self.parts, self.which, self.number = parts, which, number
         for part, taken in zip(parts, np.bincount(which, minlength=len(parts)).tolist()):
             if taken > len(part):
-                raise UserError(
-                    f"the blend takes {taken} samples from {part.dataset.prefix}, which has "
-                    f"{len(part)}"
-                )
+                asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
+                raise UserError(f"{asked}, which has {len(part)}")
 
     def __len__(self) -> int:
         return len(self.which)
@@ -75,19 +73,15 @@ class Blend:
         """Tokens of the blend's sample k: (seq_length + 1,), int64."""
         return self.parts[self.which[k]].sample(int(self.number[k]))
 
-    def pieces(self, k: int) -> list[Piece]:
+    def spans(self, k: int) -> list[TextSpan]:
         """Where its tokens are."""
-        return self.parts[self.which[k]].pieces(int(self.number[k]))
-
-    def documents(self, k: int) -> list[int]:
-        """The documents it is cut from."""
-        return self.parts[self.which[k]].documents(int(self.number[k]))
+        return self.parts[self.which[k]].spans(int(self.number[k]))
 
 
-def normalise(weights) -> list[float]:
+def normalise(weights: Sequence[float]) -> list[float]:
     """Weights that add up to 1, in the floating-point steps that Megatron takes."""
-    weights = np.array(weights, np.float64)
-    return (weights / weights.sum()).tolist()
+    exact = np.array(weights, np.float64)
+    return (exact / exact.sum()).tolist()
 
 
 def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
@@ -95,16 +89,15 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
     words = [str(word) for word in data]  # a TOML list may hold numbers
     numbers = [_number(word) for word in words]
     if "synthetic" in words:
-        raise UserError("--data synthetic stands alone: random tokens do not mix with files")
+        raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
-    weights, prefixes = numbers[0::2], words[1::2]
-    if len(words) % 2 or None in weights or any(n is not None for n in numbers[1::2]):
-        raise UserError(
-            f"--data {' '.join(words)}: give a weight before every prefix, or before none"
-        )
+    weights, prefixes = [number for number in numbers[0::2] if number is not None], words[1::2]
+    flag = f"--data {' '.join(words)}"
+    if 2 * len(weights) != len(words) or any(number is not None for number in numbers[1::2]):
+        raise UserError(f"{flag}: give a weight before every prefix, or before none")
     if not all(0 < weight < math.inf for weight in weights):
-        raise UserError(f"--data {' '.join(words)}: weights must be positive numbers")
+        raise UserError(f"{flag}: weights must be positive numbers")
     return prefixes, weights
 
 

@@ -18,6 +18,8 @@ files, and for the same documents both write the same bytes.
 import array
 import os
 import struct
+from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -76,10 +78,9 @@ class IndexedDataset:
     def _read_header(self, index: np.ndarray) -> tuple[np.dtype, int, int]:
         path = self._index_path
         if len(index) < HEADER.size:
-            raise UserError(
-                f"{path} is cut short: {len(index)} bytes, the header has {HEADER.size}"
-            )
-        magic, version, code, sequences, boundaries = HEADER.unpack_from(index)
+            found = f"{path} is cut short: {len(index)} bytes"
+            raise UserError(f"{found}, the header has {HEADER.size}")
+        magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
         if magic != MAGIC:
             raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
         if version != VERSION:
@@ -91,18 +92,18 @@ class IndexedDataset:
         if len(index) not in (expected, expected + sequences):
             raise UserError(
                 f"{path} has {len(index)} bytes, but its header ({sequences} sequences, "
-                f"{boundaries} document boundaries) asks for {expected}"
+                f"{boundaries} document boundaries) needs {expected}"
             )
         return np.dtype(TOKEN_TYPES[code]), sequences, boundaries
 
     def _check_documents(self) -> None:
-        bounds, sequences = self.documents, len(self.lengths)
-        wrong = 1 + np.flatnonzero(bounds[1:] < bounds[:-1])
+        bounds, sequences = self.documents, len(self)
+        wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()
         if not len(bounds) or bounds[0] != 0:
             wrong = [0]
-        elif bounds[-1] != sequences and not len(wrong):
+        elif bounds[-1] != sequences and not wrong:
             wrong = [len(bounds) - 1]
-        if len(wrong):
+        if wrong:
             value = bounds[wrong[0]] if len(bounds) else "missing"
             raise UserError(
                 f"{self._index_path}: document boundaries must rise from 0 to its {sequences} "
@@ -113,24 +114,23 @@ class IndexedDataset:
         """Raise UserError unless the sequences, one after the other, fill the .bin."""
         path, expected = self._index_path, 0
         for begin in range(0, len(self), BLOCK):
-            lengths = self.lengths[begin : begin + BLOCK].astype(np.int64)
-            if lengths.min() < 0:
-                wrong = begin + int(np.flatnonzero(lengths < 0)[0])
-                raise UserError(f"{path}: sequence {wrong} has {self.lengths[wrong]} tokens")
-            ends = expected + np.cumsum(lengths) * itemsize
-            starts = ends - lengths * itemsize
-            wrong = np.flatnonzero(self.offsets[begin : begin + BLOCK] != starts)
-            if len(wrong):
-                i = begin + int(wrong[0])
+            sizes = self.lengths[begin : begin + BLOCK].astype(np.int64) * itemsize
+            ends = expected + np.cumsum(sizes)
+            starts = ends - sizes
+            wrong = (sizes < 0) | (self.offsets[begin : begin + BLOCK] != starts)
+            if wrong.any():
+                first = int(wrong.argmax())
+                i = begin + first
+                if sizes[first] < 0:
+                    raise UserError(f"{path}: sequence {i} has {self.lengths[i]} tokens")
                 raise UserError(
                     f"{path}: sequence {i} starts at byte {self.offsets[i]} of the .bin, but the "
-                    f"sequences before it end at byte {starts[wrong[0]]}"
+                    f"sequences before it end at byte {starts[first]}"
                 )
             expected = int(ends[-1])
         if actual != expected:
-            raise UserError(
-                f"{self._tokens_path} has {actual} bytes, but {path} describes {expected}"
-            )
+            found = f"{self._tokens_path} has {actual} bytes"
+            raise UserError(f"{found}, but {path} describes {expected}")
 
 
 def _map(path: str) -> np.ndarray:
@@ -158,12 +158,9 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, vocab_size: int):
-        self.prefix = prefix
-        self.vocab_size = vocab_size
+        self.prefix, self.vocab_size, self.tokens = prefix, vocab_size, 0
         self.token_type = token_type(vocab_size)
-        self.tokens = 0
-        self._lengths = array.array("i")
-        self._documents = array.array("q", [0])
+        self._lengths, self._documents = array.array("i"), array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
         try:
             os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
@@ -174,15 +171,14 @@ class IndexedDatasetWriter:
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: type | None, error: object, traceback: object) -> None:
         try:
             if kind is None:
                 self._finish()
         finally:
             self._file.close()
-            for path in (self._partial + ".bin", self._partial + ".idx"):
-                if os.path.exists(path):
-                    os.remove(path)
+            for suffix in (".bin", ".idx"):
+                Path(self._partial + suffix).unlink(missing_ok=True)
 
     @property
     def documents(self) -> int:
@@ -206,24 +202,22 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         """Write the index, then rename both files."""
-        lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.empty(0, np.int32)
-        ends = np.cumsum(lengths, dtype=np.int64) * self.token_type.itemsize
+        lengths = np.array(self._lengths, "<i4")
+        sizes = lengths.astype("<i8") * self.token_type.itemsize
         code = {t: c for c, t in TOKEN_TYPES.items()}[self.token_type.str]
         with open(self._partial + ".idx", "wb") as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write((ends - lengths.astype(np.int64) * self.token_type.itemsize).tobytes())
-            file.write(np.asarray(self._documents, "<i8").tobytes())
+            for column in (lengths, np.cumsum(sizes) - sizes, np.array(self._documents, "<i8")):
+                file.write(column.tobytes())
             _flush(file)
         _flush(self._file)
         # An old index must never describe the new tokens: it is removed first, and the new one,
         # without which there is no dataset, is renamed last.
-        if os.path.exists(self.prefix + ".idx"):
-            os.remove(self.prefix + ".idx")
-        os.replace(self._partial + ".bin", self.prefix + ".bin")
-        os.replace(self._partial + ".idx", self.prefix + ".idx")
+        Path(self.prefix + ".idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            os.replace(self._partial + suffix, self.prefix + suffix)
 
 
-def _flush(file) -> None:
+def _flush(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())

@@ -3,8 +3,8 @@
     rank = ((pp * DP + dp) * CP + cp) * TP + tp
 
 so a tensor group is a run of neighbouring ranks on one node and a pipeline crosses nodes; cp is
-one until context parallelism lands. A Mesh is passed to whoever needs one; `Mesh()` is a world of
-one that needs no process group.
+one until there is context parallelism. A Mesh is passed to all that need one; `Mesh()` is a world
+of one that needs no process group.
 """
 
 from collections.abc import Mapping
@@ -58,24 +58,9 @@ class Mesh:
         """The pipeline's ranks: `forward`, for its size and this rank's position."""
         return self.forward
 
-    @property
-    def first_stage(self) -> bool:
-        """Whether this rank's stage has the embedding."""
-        return self.pp.rank == 0
-
-    @property
-    def last_stage(self) -> bool:
-        """Whether this rank's stage has the head."""
-        return self.pp.rank == self.pp.size - 1
-
-    @property
-    def groups(self) -> dict[str, Group]:
-        """Every group by its role."""
-        return {role: getattr(self, role) for role in ROLES}
-
-    def group(self, name: str) -> Group:
-        """The group of a role, as a parameter's spec names it."""
-        return self.groups[name]
+    def group(self, role: str) -> Group:
+        """The group of one of ROLES, as a parameter's spec names it."""
+        return getattr(self, role)
 
     def _shown(self) -> dict[str, int]:
         """The coordinates that reports show: an axis of one says nothing."""

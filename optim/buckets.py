@@ -9,6 +9,7 @@ every replica (one for all at --zero 0); the rank that owns a section updates it
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ class ParamShard:
             self.group.rule.write(kind, self.master, a, values)
 
 
-class ParamGroup:
+class ParamGroup(ABC):
     """Parameters that are reduced and updated together, as this rank owns them.
 
     replicas: the group over which gradients are reduced first, and state may be sharded. sharded:
@@ -112,17 +113,17 @@ class ParamGroup:
         """
         return [ParamShard(self, *fields) for fields in self._owned]
 
+    @abstractmethod
     def own_gradients(self) -> list[Tensor]:
         """The gradient of every master, flat, in the type that it was summed in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def clear_gradients(self) -> None:
         """Forget the gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def all_gather_params(self) -> Handle | None:
         """Begin to make the weights of every replica from the masters; None if nothing is sent."""
-        raise NotImplementedError
 
     def reduce_further(self) -> None:
         """Sum the owned gradients over the groups beyond the replicas: tied copies, partial terms.
@@ -130,18 +131,23 @@ class ParamGroup:
         By now each owner has only its share of the elements to send.
         """
         for name in self.key.reduce_over[1:]:
-            _sum_over(self.mesh.group(name), self.own_gradients())
+            tensors = self.own_gradients()  # in one collective, however many there are
+            joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
+            self.mesh.group(name).all_reduce(joined).wait()
+            if len(tensors) > 1:
+                sums = joined.split([t.numel() for t in tensors])
+                torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
     def counted_gradients(self) -> list[Tensor]:
         """The owned gradients that count in the norm, so that each element counts on one rank."""
         if not self.sharded and self.replicas.rank > 0:
             return []  # every replica has the same gradients
-        gradients = self.own_gradients()
-        return [
-            gradients[shard.master][shard.offset : shard.offset + shard.stop - shard.start]
-            for shard in self.shards
-            if shard.spec.counts_on(self.mesh)
-        ]
+        gradients, counted = self.own_gradients(), []
+        for shard in self.shards:
+            if shard.spec.counts_on(self.mesh):
+                stop = shard.offset + shard.stop - shard.start
+                counted.append(gradients[shard.master][shard.offset : stop])
+        return counted
 
     def update(self, factor: float, lr: float) -> None:
         """One step by the gradients times `factor`."""
@@ -152,22 +158,12 @@ class ParamGroup:
         self.rule.update(gradients, lr)
 
 
-def _sum_over(group, tensors: list[Tensor]) -> None:
-    """Sum over the group, in place; one collective however many tensors there are."""
-    joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
-    group.all_reduce(joined).wait()
-    if len(tensors) > 1:
-        sums = joined.split([t.numel() for t in tensors])
-        torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
-
-
 class Bucket(ParamGroup):
-    """A run of parameters in flat buffers, and this rank's section of it.
+    """Parameters in flat buffers (`places`: where each starts), and this rank's section."""
 
-    places: the parameters and where each starts in the buffers.
-    """
-
-    def __init__(self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero):
+    def __init__(
+        self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero: int
+    ):
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -177,10 +173,10 @@ class Bucket(ParamGroup):
         first = parameters[0]
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
-        self.weights = torch.zeros(total, dtype=first.dtype, device=first.device)
+        self.weights = first.new_zeros(total)
         self.each_micro_batch = zero == 2 and self.sharded
         count, dtype = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
-        self.gradients = torch.zeros(count, dtype=dtype, device=first.device)
+        self.gradients = first.new_zeros(count, dtype=dtype)
         self.missing = 0  # gradients still to come before it is reduced
         self.whole_matrices = key.family == "matrices"
 
@@ -222,11 +218,8 @@ class Bucket(ParamGroup):
         overlap's borders there.
         """
         stop = self.start + self.section
-        cuts = [
-            (p, start, max(start, self.start), min(start + p.numel(), stop))
-            for p, start in self.places
-        ]
-        return [(p, start, a, b) for p, start, a, b in cuts if a < b]
+        cuts = [(p, at, max(at, self.start), min(at + p.numel(), stop)) for p, at in self.places]
+        return [cut for cut in cuts if cut[2] < cut[3]]
 
     def own_gradients(self) -> list[Tensor]:
         """Summed gradients of this rank's section, one flat tensor for each master."""
@@ -273,12 +266,9 @@ class _AddingHandle:
     def wait(self) -> None:
         self.handle.wait()
         self.total.add_(self.section)
-        self.section = self.source = None
 
 
-# ------------------------------------------------------------------------------------------------
-# Which parameters go together, and where they are placed
-# ------------------------------------------------------------------------------------------------
+# ---- Which parameters go together, and where they are placed -------------------------------------
 
 
 def make_buckets(
@@ -307,11 +297,17 @@ def _lay_out(
 ) -> tuple[list[int], int]:
     """Where each parameter begins in a bucket's buffers, and their length, a multiple of `owners`.
 
-    Flat sections are equal wherever parameters end. Whole matrices are dealt out to the sections,
+    Flat sections are equal wherever parameters end. Whole matrices are distributed to the sections,
     the largest first, each to the section that has least.
     """
     if family == "matrices" and sharded:
-        return _deal_out(parameters, owners)
+        loads, found = [0] * owners, {}
+        for p in sorted(parameters, key=lambda p: -p.numel()):
+            section = loads.index(min(loads))
+            found[p] = (section, loads[section])
+            loads[section] += p.numel()
+        length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
+        return [found[p][0] * length + found[p][1] for p in parameters], length * owners
     step = update_rules.BLOCK if family == "blocks" else 1
     places, total = [], 0
     for p in parameters:
@@ -321,23 +317,11 @@ def _lay_out(
     return places, -(-total // share) * share
 
 
-def _deal_out(parameters: list[nn.Parameter], owners: int) -> tuple[list[int], int]:
-    loads, found = [0] * owners, {}
-    for p in sorted(parameters, key=lambda p: -p.numel()):
-        section = loads.index(min(loads))
-        found[p] = (section, loads[section])
-        loads[section] += p.numel()
-    length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
-    return [found[p][0] * length + found[p][1] for p in parameters], length * owners
-
-
 def _check_blocks(p: nn.Parameter) -> None:
     """UserError if tensor parallelism cuts a matrix inside the blocks of 8-bit state."""
     spec, block = p.spec, update_rules.BLOCK
-    if spec.dim is None:
-        return
-    run = math.prod(p.shape[spec.dim :])
-    if run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
+    run = math.prod(p.shape[spec.dim or 0 :])
+    if spec.dim is not None and run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
         raise UserError(
             f"--optimizer adamw8bit: tp cuts {spec.name} {spec.shape} into runs of {run} weights, "
             f"which is no multiple of its blocks of {block}; use a smaller --tp"

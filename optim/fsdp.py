@@ -2,9 +2,11 @@
 
 torch gathers a block's weights before it runs and frees them after, forward and backward, and
 reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
-sharded over the replicas is each tensor rank's own part. Communication is torch's, beside
+sharded over the replicas is each tensor rank's own part. Communication is torch's, not
 collectives.py. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,15 @@ from parallel import ParamFactory, ParamSpec
 class FullyShardedGroup(ParamGroup):
     """Parameters of one key, each owned by rows: torch holds them in fp32 and casts them itself."""
 
-    def __init__(self, key: Key, parameters: list, mesh: Mesh):
+    def __init__(self, key: Key, parameters: list, mesh: Mesh) -> None:
         """parameters: (sharded parameter, spec, shape of the whole local tensor) of each."""
         super().__init__(key, mesh, sharded=True)
         self.parameters = [p for p, _, _ in parameters]
         for p, spec, shape in parameters:
-            flat = p.to_local().detach().view(-1)
-            start = _first_row(p) * p.shape[1:].numel()
+            flat, replicas = p.to_local().detach().view(-1), p.device_mesh
+            rows = -(-p.shape[0] // replicas.size())  # torch gives equal runs, the last ones less
+            row = min(p.shape[0], replicas.get_local_rank() * rows)
+            start = row * p.shape[1:].numel()
             if flat.numel():
                 self.add_shard(spec, shape, start, start + flat.numel(), (len(self.masters), 0))
             self.masters.append(flat)
@@ -53,14 +57,14 @@ def shard_fully(
     facts = {}
     for name, p in stage.named_parameters():
         facts[name] = (p.spec, tuple(p.shape))
-        # Rows must be many to be dealt out evenly: (2, f, h) is one matrix of 2 f rows.
+        # Many rows are cut into shards of similar size: (2, f, h) is one matrix of 2 f rows.
         p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
-    replicas, device = factory.mesh.replicas, torch.device(factory.device)
-    device_mesh = DeviceMesh.from_group(replicas.handle, device.type)
+    handle: Any = factory.mesh.replicas.handle  # not None: there are several replicas
+    device_mesh = DeviceMesh.from_group(handle, factory.device.type)
     exact = torch.promote_types(factory.dtype, torch.float32)
     sums = torch.bfloat16 if training.grad_dtype == "bf16" else exact
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
-    for part in (*stage.blocks, stage):
+    for part in (*stage.get_submodule("blocks").children(), stage):
         fully_shard(part, mesh=device_mesh, mp_policy=policy)
     for part in stage.modules():
         if isinstance(part, FSDPModule):  # the loss is divided by the global batch already
@@ -71,10 +75,3 @@ def shard_fully(
         spec, shape = facts[name]
         by_key.setdefault(key_of(spec, training.optimizer), []).append((p, spec, shape))
     return [FullyShardedGroup(key, by_key[key], factory.mesh) for key in sorted(by_key)]
-
-
-def _first_row(p: nn.Parameter) -> int:
-    """The first row of this rank's shard: torch deals out equal runs, the last ones shorter."""
-    mesh = p.device_mesh
-    rows = -(-p.shape[0] // mesh.size())
-    return min(p.shape[0], mesh.get_local_rank() * rows)

@@ -13,7 +13,7 @@ class LossScale:
     """The scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 for other precisions.
 
     As in Megatron-LM (megatron/core/optimizer/grad_scaler.py): an overflow costs one of
-    --loss-scale-hysteresis; when none is left, each further overflow halves the scale. After
+    --loss-scale-hysteresis; when it is used up, each further overflow halves the scale. After
     --loss-scale-window good steps in a row it doubles and the hysteresis is full again. Unlike
     there, a run that overflows at the smallest scale for --max-overflows steps in a row ends.
     """
@@ -38,13 +38,10 @@ class LossScale:
         self.good = 0
         self.hysteresis -= 1
         if not self.dynamic or self.value <= t.min_loss_scale:
-            self._count_stuck()
+            self.stuck += 1
         elif self.hysteresis <= 0:
             self.value = max(self.value / 2, t.min_loss_scale)
-
-    def _count_stuck(self) -> None:
-        self.stuck += 1
-        if self.training.precision == "fp16" and self.stuck >= self.training.max_overflows:
+        if t.precision == "fp16" and self.stuck >= t.max_overflows:
             kind = "smallest" if self.dynamic else "fixed"
             raise UserError(
                 f"gradients overflowed in {self.stuck} steps in a row at the {kind} loss scale "
@@ -54,12 +51,8 @@ class LossScale:
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
-        return {
-            "loss_scale": self.value,
-            "good_steps": self.good,
-            "hysteresis": self.hysteresis,
-            "stuck": self.stuck,
-        }
+        counts = {"good_steps": self.good, "hysteresis": self.hysteresis, "stuck": self.stuck}
+        return {"loss_scale": self.value, **counts}
 
     def load(self, state: dict[str, float]) -> None:
         """Go on from a checkpoint's state; what the options fix stays as they say."""

@@ -1,23 +1,21 @@
 """Update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon; zero.py says on which tensors.
 
 A rule holds the state of some master tensors of this rank and updates them by their gradients. It
-does not depend on ranks. Which tensors a rule may get depends on how it works:
+does not depend on ranks. A family is the set of parameters that one rule can take together:
 
-    elementwise     any flat section of any parameters
-    in blocks       flat sections that begin at multiples of BLOCK in every parameter
-    whole matrices  each matrix has one owner
-
-A family is the set of parameters that one rule can take together: "plain" for AdamW, SGD and all
-that another rule leaves out, "blocks" for 8-bit AdamW, "matrices" for Adafactor and Muon.
+    plain     AdamW, SGD, what other rules leave out: any flat section of any parameters
+    blocks    8-bit AdamW: flat sections that begin at multiples of BLOCK in every parameter
+    matrices  Adafactor and Muon: whole matrices, each of which has one owner
 """
 
 import importlib.util
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from config.messages import UserError
@@ -43,7 +41,7 @@ def state_kinds(optimizer: str) -> tuple[str, ...]:
     """The optimizer's tensors in a checkpoint, each with one element for every weight.
 
     Of muon's matrices exp_avg is the momentum, and they have no exp_avg_sq: zeros. 8-bit moments
-    are written out in fp32, so that a run may go on with adamw and the other way round. Adafactor's
+    are written out in fp32, so that a run may continue with adamw, and vice versa. Adafactor's
     factors are written once for every weight of their row or column; of vectors row_var is the
     variance and col_var zeros.
     """
@@ -81,25 +79,16 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 
     Raises UserError if the package that it needs is not installed.
     """
-    t, weight_decay = training, training.weight_decay if decay else 0.0
-    betas = (t.adam_beta1, t.adam_beta2)
-    adam = {"betas": betas, "eps": t.adam_eps, "weight_decay": weight_decay}
-    if t.optimizer == "apex":
-        return _TorchOptimizerRule(masters, _apex(), **adam)
-    if t.optimizer == "sgd":
-        return _TorchOptimizerRule(masters, _sgd(t.sgd_momentum), weight_decay=weight_decay)
+    weight_decay = training.weight_decay if decay else 0.0
+    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_eps
     if group == "blocks":
-        return _Adam8bit(masters, betas, t.adam_eps, weight_decay)
-    if t.optimizer == "adafactor":
-        return _TorchOptimizerRule(masters, _adafactor(), weight_decay=weight_decay)
-    if group == "matrices":
-        return _TorchOptimizerRule(masters, _muon(), weight_decay=weight_decay)
-    return _TorchOptimizerRule(masters, _adamw(), **adam)
+        return _Adam8bit(masters, betas, eps, weight_decay)
+    library = _library(training, group)
+    adam = {"betas": betas, "eps": eps} if library.kinds is _moments else {}
+    return _TorchOptimizerRule(masters, library, weight_decay=weight_decay, **adam)
 
 
-# ------------------------------------------------------------------------------------------------
-# Rules that are a torch.optim.Optimizer, or look like one
-# ------------------------------------------------------------------------------------------------
+# ---- Rules that are a torch.optim.Optimizer, or look like one ------------------------------------
 
 
 class _StateTensor(NamedTuple):
@@ -125,6 +114,7 @@ class _TorchOptimizerRule:
     def __init__(self, masters: list[Tensor], library: _Library, **options):
         self.masters, self.library, self.kernel = masters, library, library.kernel
         self.optimizer = library.make(masters, **options) if masters else None
+        self.states = self.optimizer.state if self.optimizer else {}
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
@@ -137,7 +127,7 @@ class _TorchOptimizerRule:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
             options["step"] = self.steps - 1  # where apex counts
-        for state in self.optimizer.state.values():
+        for state in self.states.values():
             if "step" in state:
                 state["step"].fill_(self.steps - 1)
         self.optimizer.step()
@@ -145,15 +135,14 @@ class _TorchOptimizerRule:
             master.grad = None
 
     def state_bytes(self) -> int:
-        states = self.optimizer.state.values() if self.optimizer else ()
-        tensors = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+        tensors = [t for s in self.states.values() for t in s.values() if isinstance(t, Tensor)]
         return sum(t.nbytes for t in tensors)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        tensor = self._state(kind, index)
+        tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
-            return torch.zeros(stop - start, device=self.masters[index].device)
-        return tensor.expand(self.masters[index].shape).reshape(-1)[start:stop]
+            return torch.zeros(stop - start, device=master.device)
+        return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
         """As UpdateRule.write; state of one number a row or a column takes it from `values`."""
@@ -163,75 +152,68 @@ class _TorchOptimizerRule:
         if tensor.shape == master.shape:
             tensor.view(-1)[start : start + len(values)] = values
             return
-        rows = values.view(-1, master.shape[1])  # of a whole matrix, padding left out
-        if tensor.shape[0] == 1:
-            tensor.copy_(rows[:1])
-        else:
-            tensor[: len(rows)] = rows[:, :1]
+        rows = values.view(-1, master.shape[1])[:, : tensor.shape[1]]  # padding is left out
+        count = min(len(rows), len(tensor))
+        tensor[:count] = rows[:count]
 
     def _state(self, kind: str, index: int) -> Tensor | None:
         """torch's state tensor of that kind; as before the first step if there is none yet."""
         master = self.masters[index]
-        kinds, state = self.library.kinds(master), self.optimizer.state[master]
+        kinds, state = self.library.kinds(master), self.states[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             for one in filter(None, kinds.values()):
                 state[one.key] = master.new_zeros(one.shape or master.shape)
-        return None if kinds[kind] is None else state[kinds[kind].key]
+        wanted = kinds[kind]
+        return None if wanted is None else state[wanted.key]
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
     return {kind: _StateTensor(kind) for kind in ("exp_avg", "exp_avg_sq")}
 
 
-def _adamw() -> _Library:
-    return _Library("torch.optim.AdamW, fused", partial(torch.optim.AdamW, fused=True), _moments)
+def _factors(master: Tensor) -> dict[str, _StateTensor | None]:
+    if master.dim() < 2:
+        return {"row_var": _StateTensor("variance"), "col_var": None}
+    shapes = {"row_var": (master.shape[0], 1), "col_var": (1, master.shape[1])}
+    return {kind: _StateTensor(kind, shape) for kind, shape in shapes.items()}
 
 
-def _apex() -> _Library:
-    if importlib.util.find_spec("apex") is None or not _has_fused_adam():
-        raise UserError(
-            "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "
-            "github.com/NVIDIA/apex; the package that `pip install apex` brings is another "
-            "project's. --optimizer adamw runs torch's own fused kernel"
-        )
-    from apex.optimizers import FusedAdam
+def _library(t: Training, group: str) -> _Library:
+    """The library's optimizer for one family of parameters."""
+    optim, kinds = torch.optim, dict[str, _StateTensor | None]()
+    if t.optimizer == "apex":
+        return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
+    if t.optimizer == "adafactor":
+        return _Library("torch.optim.Adafactor", optim.Adafactor, _factors)
+    if t.optimizer == "sgd":
+        kinds["momentum_buffer"] = _StateTensor("momentum_buffer") if t.sgd_momentum else None
+        make = partial(optim.SGD, momentum=t.sgd_momentum)
+        return _Library("torch.optim.SGD", make, lambda master: kinds)
+    if group == "matrices":
+        kinds |= {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
+        muon = partial(optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        return _Library("torch.optim.Muon on the blocks' matrices", muon, lambda master: kinds)
+    return _Library("torch.optim.AdamW, fused", partial(optim.AdamW, fused=True), _moments)
 
-    return _Library("NVIDIA apex FusedAdam", partial(FusedAdam, adam_w_mode=True), _moments)
 
-
-def _has_fused_adam() -> bool:
+def _apex() -> Callable[..., torch.optim.Optimizer]:
+    """apex's optimizer; UserError if it is absent, or another package is called apex."""
     try:
-        return importlib.util.find_spec("apex.optimizers") is not None
-    except ImportError:  # the other package called apex
-        return False
+        if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers"):
+            from apex.optimizers import FusedAdam
+
+            return FusedAdam
+    except ImportError:  # of the other package
+        pass
+    raise UserError(
+        "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "
+        "github.com/NVIDIA/apex; the package that `pip install apex` brings is another "
+        "project's. --optimizer adamw runs torch's own fused kernel"
+    )
 
 
-def _sgd(momentum: float) -> _Library:
-    kinds = {"momentum_buffer": _StateTensor("momentum_buffer") if momentum else None}
-    make = partial(torch.optim.SGD, momentum=momentum)
-    return _Library("torch.optim.SGD", make, lambda master: kinds)
-
-
-def _adafactor() -> _Library:
-    def kinds(master: Tensor) -> dict[str, _StateTensor | None]:
-        if master.dim() < 2:
-            return {"row_var": _StateTensor("variance"), "col_var": None}
-        shapes = {"row_var": (master.shape[0], 1), "col_var": (1, master.shape[1])}
-        return {kind: _StateTensor(kind, shape) for kind, shape in shapes.items()}
-
-    return _Library("torch.optim.Adafactor", torch.optim.Adafactor, kinds)
-
-
-def _muon() -> _Library:
-    make = partial(torch.optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
-    kinds = {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
-    return _Library("torch.optim.Muon on the blocks' matrices", make, lambda master: kinds)
-
-
-# ------------------------------------------------------------------------------------------------
-# 8-bit AdamW
-# ------------------------------------------------------------------------------------------------
+# ---- 8-bit AdamW ---------------------------------------------------------------------------------
 
 
 class _Adam8bit:
@@ -244,16 +226,16 @@ class _Adam8bit:
 
     def __init__(self, masters, betas: tuple[float, float], eps: float, weight_decay: float):
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError(
-                "--optimizer adamw8bit needs the package bitsandbytes: pip install bitsandbytes"
-            )
+            package = "the package bitsandbytes: pip install bitsandbytes"
+            raise UserError(f"--optimizer adamw8bit needs {package}")
         # Silence a warning about an unused 4-bit kernel on CPUs.
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
         import bitsandbytes
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library, self.masters, self.steps = functional, masters, 0
+        self.library: Any = functional  # its annotations are of fewer arguments
+        self.masters, self.steps = masters, 0
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         device = masters[0].device if masters else torch.device("cpu")
         signed = functional.create_dynamic_map(signed=True)
@@ -288,9 +270,8 @@ class _Adam8bit:
         first, last = start // BLOCK, -(-stop // BLOCK)
         codes = self.codes[kind][index][first * BLOCK : last * BLOCK]
         scales = self.scales[kind][index][first:last]
-        values = self.library.dequantize_blockwise(
-            codes, absmax=scales, code=self.maps[kind], blocksize=BLOCK
-        )
+        decode, levels = self.library.dequantize_blockwise, self.maps[kind]
+        values = decode(codes, absmax=scales, code=levels, blocksize=BLOCK)
         return values[start - first * BLOCK :][: stop - start]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
@@ -298,9 +279,7 @@ class _Adam8bit:
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
-        padded = values.new_zeros(count)
-        padded[: len(values)] = values
-        blocks = padded.view(-1, BLOCK)
+        blocks = F.pad(values, (0, count - len(values))).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
         # The library's own quantisation is off by one code now and then; the nearest is wanted.
         levels = self.maps[kind]

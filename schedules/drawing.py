@@ -6,7 +6,7 @@ from schedules.simulation import Slot
 
 
 def draw(slots: list[list[Slot]], columns: int = 48) -> str:
-    """A rank x time grid of simulated slots: `F0` starts, `==` goes on, `..` idle.
+    """A rank x time grid of simulated slots: `F0` starts, `==` continues, `..` idle.
 
     At most `columns` units of time are drawn; a longer schedule ends in `...`. Where a rank holds
     several stages, its row is named by the rank, and actions by micro-batch and stage: `F0.2`.
@@ -29,9 +29,7 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
     return "\n".join(lines)
 
 
-# ------------------------------------------------------------------------------------------------
-# Chrome traces, for chrome://tracing and ui.perfetto.dev
-# ------------------------------------------------------------------------------------------------
+# ---- Chrome traces, for chrome://tracing and ui.perfetto.dev -------------------------------------
 
 
 def trace_event(

@@ -2,7 +2,7 @@
 
 log             log line, metrics.jsonl, run.json, summary
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
-memory_report   measured memory by stage beside its prediction
+memory_report   measured and predicted memory by stage
 loss_monitor    loss spikes and losses that are not finite
 replica_check   copies of weights and state are equal, bit for bit
 step_trace      one step as a Chrome trace

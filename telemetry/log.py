@@ -58,22 +58,18 @@ class Log:
         """
         self.before, self.latest, self.predicted_memory = before, before, predicted_memory
         self.config, self.context, self.stage_specs = config, context, stage_specs
-        self.is_writer = context.rank == 0
-        self.total = config.total_steps
-        self.seconds: list[float] = []
-        self.samples: list[int] = []
-        self.losses: list[float] = []
+        self.is_writer, self.total = context.rank == 0, config.total_steps
+        self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         # FLOPs for one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
         executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
         self.hardware_flops = executed / context.size
-        if not self.is_writer:
-            return
-        self._open_files(kernels)
-        self.progress = _progress_bar()
-        self._print_start(kernels)
+        if self.is_writer:
+            self._open_files(kernels)
+            self.progress = _progress_bar()
+            self._print_start(kernels)
 
     # -- during the run ---------------------------------------------------------------------
 
@@ -91,19 +87,17 @@ class Log:
         everyone: every rank's statistics; rank 0's seconds are the step's.
         """
         self.latest, seconds = everyone, everyone[0].seconds
-        self.seconds.append(seconds)
-        self.samples.append(batch)
-        self.losses.append(result.loss)
+        self.steps.append((batch, seconds, result.loss))
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         if not self.is_writer:
             return
-        model = self.config.model
+        length = self.config.model.seq_length
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
         row = {
             "iteration": iteration,
             "consumed_samples": consumed,
-            "consumed_tokens": consumed * model.seq_length,
+            "consumed_tokens": consumed * length,
             "seconds": seconds,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -111,7 +105,7 @@ class Log:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
-            "tokens_per_second": batch * model.seq_length / seconds,
+            "tokens_per_second": batch * length / seconds,
             "tflops_model": self.model_flops * batch / seconds / 1e12,
             "tflops_hardware": self.hardware_flops * batch / seconds / 1e12,
             "peak_memory_bytes": max(peaks),
@@ -120,17 +114,15 @@ class Log:
         }
         self._write(row)
         if iteration % self.config.run.log_every == 0 or iteration in (1, self.total):
-            self._print(self._line(row))
+            self.note(self._line(row))
         if self.progress:
             self.progress.update(self.task, completed=iteration, total=self.total)
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
         """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
-        if not self.is_writer:
-            return
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
-        self._print(
+        self.note(
             f" iteration {iteration:8d}/{self.total:8d} | consumed samples: {consumed:12d} |"
             f" passed over by --skip-samples: {consumed - batch} to {consumed - 1} |"
         )
@@ -138,18 +130,20 @@ class Log:
     def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
         """Record an evaluation's mean loss per token on the `validation` or `test` split."""
         self.evaluations[split] = loss
-        if not self.is_writer:
-            return
         self._write({"iteration": iteration, "consumed_samples": consumed, f"{split}_loss": loss})
-        self._print(
+        self.note(
             f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | "
             f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
         )
 
     def note(self, line: str) -> None:
-        """Print a line that is not a row of metrics."""
-        if self.is_writer:
-            self._print(line)
+        """Print a line, above the progress bar if there is one."""
+        if not self.is_writer:
+            return
+        if self.progress:
+            self.progress.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        else:
+            print(line, flush=True)
 
     def close(self) -> None:
         """Print the summary and close the files."""
@@ -157,16 +151,16 @@ class Log:
             return
         if self.progress:
             self.progress.stop()
-        if self.losses:  # none if the resumed run was already complete
+        if self.steps:  # none if the resumed run was already complete
             print(self._summary(), flush=True)
         self.metrics.close()
         if self.tensorboard:
             self.tensorboard.close()
 
     def _line(self, row: dict[str, Any]) -> str:
-        last = slice(-self.config.run.log_every, None)
-        losses, elapsed = self.losses[last], sum(self.seconds[last])
-        rate = sum(self.samples[last]) / elapsed  # samples per second since the last log line
+        samples, seconds, losses = zip(*self.steps[-self.config.run.log_every :])
+        elapsed = sum(seconds)
+        rate = sum(samples) / elapsed  # samples per second since the last log line
         ratio = rate / (row["global_batch_size"] / row["seconds"])  # to this step's rate
         return (
             f" iteration {row['iteration']:8d}/{self.total:8d} |"
@@ -187,6 +181,8 @@ class Log:
         )
 
     def _write(self, row: dict[str, Any]) -> None:
+        if not self.is_writer:
+            return
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
         if self.tensorboard:
@@ -195,12 +191,6 @@ class Log:
                 for stage, number in enumerate(value if per_stage else [value]):
                     tag = f"{key}/{stage}" if per_stage else key
                     self.tensorboard.add_scalar(tag, number, row["iteration"])
-
-    def _print(self, line: str) -> None:
-        if self.progress:
-            self.progress.console.print(line, soft_wrap=True, highlight=False, markup=False)
-        else:
-            print(line, flush=True)
 
     # -- start and end ----------------------------------------------------------------------
 
@@ -242,20 +232,19 @@ class Log:
         if self.progress:
             self.task = self.progress.add_task("training", total=self.total)
             self.progress.start()
-        self._print(self._layout_line())
-        for line in self._batch_lines():
-            self._print(line)
-        for purpose, kernel in kernels.items():
-            self._print(f"{purpose}: {kernel}")
-        self._print(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
-        self._print(partition.stage_table(self.stage_specs, self.config.model))
+        lines = [self._layout_line(), *self._batch_lines()]
+        lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
+        lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
+        lines.append(partition.stage_table(self.stage_specs, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
             largest = max(level.batch for level in self.config.batches.levels())
             order = build(layout.schedule, layout.pp, self.config.micro_batches(largest))
             slots = simulation.simulate(order)
-            self._print(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
-            self._print(drawing.draw(slots, columns=24))
+            lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
+            lines.append(drawing.draw(slots, columns=24))
+        for line in lines:
+            self.note(line)
 
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.context.describe()
@@ -263,13 +252,16 @@ class Log:
         levels = self.config.batches.levels()
         counts = [self.config.micro_batches(level.batch) for level in levels]
         micro_batches = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        options = f"recompute {layout.recompute}"
+        if layout.recompute_layers is not None:
+            options += f" of the first {layout.recompute_layers} blocks of a stage"
+        if layout.sequence_parallel:
+            options += ", sequence parallel"
         return (
             f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
-            f"micro-batch {layout.micro_batch_size} x {micro_batches}, "
-            f"recompute {layout.recompute}{_first_blocks(layout.recompute_layers)}"
-            + (", sequence parallel" if layout.sequence_parallel else "")
-            + f"; {facts['device']}, {facts['threads_per_rank']} threads a rank, "
+            f"micro-batch {layout.micro_batch_size} x {micro_batches}, {options}; "
+            f"{facts['device']}, {facts['threads_per_rank']} threads a rank, "
             f"collectives: {facts['backend']}, {self.config.training.precision}"
         )
 
@@ -278,12 +270,11 @@ class Log:
         config, layout = self.config, self.config.layout
         levels = config.batches.levels()
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
+        if len(sizes) > 6:
+            sizes[3:-2] = ["..."]
+        text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
         if len(levels) == 1:
             text = f"{levels[0].batch} samples"
-        else:
-            if len(sizes) > 6:
-                sizes[3:-2] = ["..."]
-            text = f"{', '.join(sizes)} ({levels[-1].consumed} samples); {len(levels)} sizes"
         lines = [f"global batch: {text}, {config.total_steps} steps"]
         if config.skipped:
             ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
@@ -299,24 +290,18 @@ class Log:
         return lines
 
     def _summary(self) -> str:
-        tokens = [samples * self.config.model.seq_length for samples in self.samples]
-        rates = [count / seconds for count, seconds in zip(tokens, self.seconds)]
+        config, length, out = self.config, self.config.model.seq_length, self.config.run.out
+        rates = [samples * length / seconds for samples, seconds, _ in self.steps]
         rates = rates[WARM_UP_STEPS:] or rates
-        out = self.config.run.out
+        device, memory = self.context.device.type, (self.before, self.latest, self.predicted_memory)
         lines = [
             "",
             self._layout_line(),
-            partition.stage_table(self.stage_specs, self.config.model),
-            memory_report.table(
-                self.config,
-                self.context.device.type,
-                self.before,
-                self.latest,
-                self.predicted_memory,
-            ),
+            partition.stage_table(self.stage_specs, config.model),
+            memory_report.table(config, device, *memory),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
-            f"loss: first {self.losses[0]:.4f}, last {self.losses[-1]:.4f}"
+            f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
             + (f", {out}/tensorboard" if self.tensorboard else ""),
@@ -324,11 +309,7 @@ class Log:
         return "\n".join(lines)
 
 
-def _first_blocks(number: int | None) -> str:
-    return "" if number is None else f" of the first {number} blocks of a stage"
-
-
-def _progress_bar():
+def _progress_bar() -> Any:
     """A bar under the log lines if the output is a terminal, else None."""
     if not sys.stdout.isatty():
         return None
@@ -340,15 +321,11 @@ def _progress_bar():
 
 def _keep_earlier(out: str, names: tuple[str, ...]) -> None:
     """Rename an earlier run's files to NAME.1, NAME.2, ...: nothing is overwritten."""
-    if not any(os.path.exists(os.path.join(out, name)) for name in names):
-        return
-    number = 1
-    while any(os.path.exists(os.path.join(out, f"{name}.{number}")) for name in names):
+    paths, number = [os.path.join(out, name) for name in names], 1
+    while any(os.path.exists(f"{path}.{number}") for path in paths):
         number += 1
-    for name in names:
-        path = os.path.join(out, name)
-        if os.path.exists(path):
-            os.rename(path, f"{path}.{number}")
+    for path in filter(os.path.exists, paths):
+        os.rename(path, f"{path}.{number}")
 
 
 def _commit() -> str | None:

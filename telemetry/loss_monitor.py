@@ -41,10 +41,9 @@ class LossMonitor:
         print_line: Callable[[str], None],
     ):
         """done: the progress so far. is_writer: whether this rank writes spikes.jsonl."""
-        self.config, self.samples = config, samples
+        self.config, self.samples, self.good = config, samples, done
         self.is_writer, self.print_line = is_writer, print_line
         self.path = os.path.join(config.run.out, "spikes.jsonl")
-        self.good = done
         self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
@@ -54,11 +53,11 @@ class LossMonitor:
         finite = math.isfinite(loss)
         if self.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
             self._record_spike(done, batch, loss, sigmas)
-        if not finite:
+        if finite:
+            self._recent.append(loss)
+            self.good, self.bad = done, []
+        else:
             self.bad.append(result)
-            return
-        self._recent.append(loss)
-        self.good, self.bad = done, []
 
     @property
     def diverged(self) -> bool:
@@ -72,17 +71,15 @@ class LossMonitor:
 
     def failure(self, now: Progress, saved: bool) -> UserError:
         """The error of a run that has diverged; saved: whether the state of `good` is."""
-        good, folder = self.good, f"{self.config.run.out}/checkpoints"
+        good, run = self.good, self.config.run
         samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
         advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"
         if saved:
-            advice = (
-                f"the state after step {good.iteration} is in {folder}; --resume auto {samples} "
-                f"continues from it without the samples since"
-            )
+            advice = f"the state after step {good.iteration} is in {run.out}/checkpoints; --resume "
+            advice += f"auto {samples} continues from it without the samples since"
         return UserError(
             f"the loss was not finite for {len(self.bad)} steps in a row, up to step "
-            f"{now.iteration} (max-nan-steps is {self.config.run.max_nan_steps}): {advice}"
+            f"{now.iteration} (max-nan-steps is {run.max_nan_steps}): {advice}"
         )
 
     def _record_spike(self, done: Progress, batch: int, loss: float, sigmas: float) -> None:
@@ -100,7 +97,10 @@ class LossMonitor:
             "mean": mean,
             "sigma": sigma,
             "first_sample": begin,
-            "samples": [self._sample(k) for k in range(begin, begin + batch)],
+            "samples": [
+                {"sample": k, "text": [span._asdict() for span in self.samples.spans(k)]}
+                for k in range(begin, begin + batch)
+            ],
         }
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
@@ -109,9 +109,3 @@ class LossMonitor:
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
             f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
         )
-
-    def _sample(self, k: int) -> dict:
-        """A sample's number, and where its text is in the corpora."""
-        pairs = zip(self.samples.pieces(k), self.samples.documents(k))
-        text = [piece._asdict() | {"document": document} for piece, document in pairs]
-        return {"sample": k, "text": text}

@@ -1,4 +1,4 @@
-"""Memory of a run's ranks, stage by stage: measured, and beside it what was predicted.
+"""Memory of a run's ranks, stage by stage: measured and predicted.
 
 Measured is the most that tensors took on a GPU, or the most that was resident on a CPU, of the
 fullest rank of a stage. Predicted is the sum of what `planner.memory.of_run` gives, without the
@@ -10,7 +10,7 @@ allocator's overhead and the communication buffers:
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -38,19 +38,21 @@ def table(
     after: list[StepStats],
     predicted: list[dict[str, float]] | None = None,
 ) -> str:
-    """Every stage's measured peak, beside its prediction if there is one, in MB.
+    """Every stage's measured peak, and its prediction if there is one, in MB.
 
     before, after: every rank's step statistics before anything was built, and now; predicted:
     bytes by part on a rank of every stage.
     """
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
-    columns = {"measured": peaks} | ({"reserved": reserved} if gpu else {})
+    columns: dict[str, Sequence[float]] = {"measured": peaks}
     head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
-    parts: dict[str, list[float]] = {}
+    parts: dict[str, Sequence[float]] = {}
     if predicted:
         parts = {part: [stage[part] for stage in predicted] for part in predicted[0]}
-    if not gpu:
+    if gpu:
+        columns["reserved"] = reserved
+    else:
         parts["before"] = per_stage(before, config.layout)[1]
     if predicted:
         columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]

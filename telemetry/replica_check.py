@@ -14,6 +14,9 @@ from distributed.mesh import Mesh
 from parallel import ParamSpec
 from zero import Optimizer
 
+# Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
+Hashes = dict[tuple[ParamSpec, str], Tensor]
+
 
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """One sentence for each tensor that differs in any bit from its copies, with the ranks.
@@ -22,36 +25,27 @@ def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> lis
     pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
-    weights = {} if optimizer.fully_sharded else _weight_hashes(stages)
-    state = _state_hashes(optimizer)
-    over_dp = weights if optimizer.state_sharded else weights | state
-    both = weights | state
-    found = _compare("dp", mesh.replicas, over_dp)
+    weights: Hashes = {}
+    if not optimizer.fully_sharded:
+        weights = {(p.spec, "weight"): _bit_hash(p.detach().flatten()) for p in stages.parameters()}
+    both = weights | _state_hashes(optimizer)
+    found = _compare("dp", mesh.replicas, weights if optimizer.state_sharded else both)
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
     found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
     return found
-
-
-# Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
-Hashes = dict[tuple[ParamSpec, str], Tensor]
-
-
-def _weight_hashes(stages: nn.Module) -> Hashes:
-    return {(p.spec, "weight"): _bit_hash(p.detach().flatten(), 0) for p in stages.parameters()}
 
 
 def _state_hashes(optimizer: Optimizer) -> Hashes:
     """Of all parameters in the order of the stages, zero where this rank has no element: all ranks
     must compare the same list.
     """
-    kinds = ("weights", *optimizer.state_kinds)
+    names = {"weights": "master"} | {kind: kind for kind in optimizer.state_kinds}
     zero = torch.zeros((), dtype=torch.int64, device=optimizer.device)
-    names = {"weights": "master"}
-    hashes = {(s, names.get(k, k)): zero.clone() for s in optimizer.specs for k in kinds}
+    hashes = {(s, name): zero.clone() for s in optimizer.specs for name in names.values()}
     for shard in optimizer.owned():
-        for kind in kinds:
+        for kind, name in names.items():
             values = shard.read(kind, shard.start, shard.stop)
-            hashes[shard.spec, names.get(kind, kind)] += _bit_hash(values.detach(), shard.start)
+            hashes[shard.spec, name] += _bit_hash(values.detach(), shard.start)
     return hashes
 
 
@@ -77,12 +71,10 @@ def _deviating(hashes: Tensor, group: Group) -> str:
     common, count = Counter(values).most_common(1)[0]
     others = [rank for rank, value in zip(group.ranks, values) if value != common]
     rest = [rank for rank, value in zip(group.ranks, values) if value == common]
-    if 2 * count > len(values):
-        return f"ranks {others} against {rest}"
-    return f"ranks {others} and {rest}"
+    return f"ranks {others} {'against' if 2 * count > len(values) else 'and'} {rest}"
 
 
-def _bit_hash(flat: Tensor, start: int) -> Tensor:
+def _bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     bits = flat.contiguous().view(integers).long()

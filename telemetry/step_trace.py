@@ -3,27 +3,24 @@
     python train.py ... --profile-step 20      writes OUT/step_20.trace.json
     chrome://tracing or ui.perfetto.dev        opens it
 
-Every rank is a process of the trace, named by its coordinates, with two threads: its actions (F0
-is the forward of micro-batch 0, B0 its backward) and its waits. Spans come from
-watchdog/flight_recorder.py. Ranks of a node share a clock; clocks of nodes are aligned by the
-watchdog's heartbeats, to half of the shortest round trip; without a watchdog, the nodes' wall
-clocks are used.
+Every rank is a process of the trace with two threads: its actions (F0 is the forward of micro-batch
+0, B0 its backward) and its waits, from watchdog/flight_recorder.py. Ranks of a node share a clock;
+clocks of nodes are aligned by the watchdog's heartbeats, to half of the shortest round trip;
+without a watchdog, the nodes' wall clocks are used.
 """
 
 import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from config.schema import Run
+from distributed.context import Context
+from distributed.store import StoreExchange
+from parallel import ParamFactory
 from schedules.drawing import trace, trace_event, trace_label
-
-if TYPE_CHECKING:
-    from distributed.context import Context
-    from distributed.store import StoreExchange
-    from parallel import ParamFactory
 
 ACTIONS, WAITS = 0, 1  # the threads of a rank
 # Names of colours in the viewers.
@@ -36,9 +33,9 @@ class StepTrace:
     def __init__(
         self,
         run: Run,
-        factory: "ParamFactory",
-        exchange: "StoreExchange",
-        context: "Context",
+        factory: ParamFactory,
+        exchange: StoreExchange,
+        context: Context,
         print_line: Callable[[str], None],
     ):
         """exchange: between all ranks, through the store. print_line: on rank 0."""
@@ -62,10 +59,10 @@ class StepTrace:
         if step != self.step:
             return
         recorder = self.recorder
-        recorder.at("draw")
-        spans, recorder.spans, recorder.settle = recorder.spans, None, None
+        recorder.at("trace")
         offset, error = self.context.clock()
-        own = {"node": self.context.node, "offset": offset, "error": error, "spans": spans}
+        own = {"node": self.context.node, "offset": offset, "error": error, "spans": recorder.spans}
+        recorder.spans = recorder.settle = None
         self.exchange.tell("trace", own | {"coordinates": recorder.coordinates})
         if self.is_writer:
             with open(self.path, "w") as file:
@@ -78,9 +75,8 @@ def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
     All ranks of a node take the offset with the smallest error. Times begin at the first span.
     """
-    offsets = {}
-    for rank in sorted(ranks, key=lambda rank: -rank["error"]):
-        offsets[rank["node"]] = rank["offset"]
+    by_error = sorted(ranks, key=lambda rank: -rank["error"])
+    offsets = {rank["node"]: rank["offset"] for rank in by_error}
     starts = [span[2] + offsets[rank["node"]] for rank in ranks for span in rank["spans"]]
     first = min(starts, default=0.0)
     events: list[dict[str, Any]] = []

@@ -7,9 +7,8 @@ import tomllib
 import pytest
 from ranks import ROOT
 
-from config.command_line import parse
+from config.command_line import PRESETS, parse, preset
 from config.messages import VERSION, UserError
-from config.presets import PRESETS, preset
 from config.schema import Config, ModelShape
 from config.validation import check
 

@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import published_rows
 
+from config.command_line import preset
 from config.messages import UserError
 from config.model_stats import (
     block_parameters,
@@ -24,7 +25,6 @@ from config.model_stats import (
     model_flops,
     parameters,
 )
-from config.presets import preset
 from config.schema import Layout, ModelShape
 from config.validation import check
 from schedules.partition import (

@@ -115,13 +115,13 @@ def assert_same_order(megatron, lengths, first, num_samples, seq_length, seed, c
         assert len(ours) == len(theirs)
         for k in range(min(contents, len(ours))):
             expected, documents = theirs._query_document_sample_shuffle_indices(k)
-            sample, pieces = ours.sample(k), ours.pieces(k)
+            sample, spans = ours.sample(k), ours.spans(k)
             assert sample.dtype == np.int64
             assert sample.tolist() == expected.tolist()
-            parts = [dataset.get(*piece[1:]) for piece in pieces]
+            parts = [dataset.get(*span[1:4]) for span in spans]
             assert np.concatenate(parts).tolist() == sample.tolist()
-            read = [piece.sequence for piece in pieces]
-            assert read == [d for d in documents if lengths[d]]  # no empty piece is named
+            read = [span.sequence for span in spans]
+            assert read == [d for d in documents if lengths[d]]  # no empty span is named
         return ours
 
 
@@ -282,7 +282,7 @@ def test_a_blend_is_megatrons(megatron, tmp_path, weights, split, steps, eval_sa
         assert len(ours) == size <= len(oracle)
         for k in range(size):
             assert ours.sample(k)[:-1].tolist() == oracle[k]["tokens"].tolist()
-            assert ours.pieces(k)[0].prefix == prefixes[oracle[k]["dataset_id"]]
+            assert ours.spans(k)[0].prefix == prefixes[oracle[k]["dataset_id"]]
 
 
 def test_parts_without_weights_are_read_by_size_also_beyond_an_epoch(tmp_path):
@@ -393,7 +393,7 @@ def test_reading_past_the_end(tmp_path):
     samples = samples_of(write_corpus(f"{tmp_path}/c", [81]))  # ten samples
     layout = Layout(micro_batch_size=2, dp=2)
     micro_batch(samples, 4, 1, layout, 0)
-    with pytest.raises(UserError, match="samples 10 to 12 were asked for, but there are only 10"):
+    with pytest.raises(UserError, match="samples 10 to 12 are needed, but there are only 10"):
         micro_batch(samples, 4, 1, layout, 1)
 
 
@@ -444,7 +444,7 @@ def test_synthetic_samples_follow_from_their_position():
     tokens = np.concatenate([samples.sample(k) for k in range(200)])
     assert (tokens.min(), tokens.max()) == (0, VOCAB - 1)
     assert len(np.unique(Synthetic(3, 64, seed=1).sample(2**40))) == 3
-    assert samples.pieces(0) == []
+    assert samples.spans(0) == []
 
 
 def test_build_reads_what_the_run_needs(tmp_path):
@@ -453,7 +453,7 @@ def test_build_reads_what_the_run_needs(tmp_path):
     assert len(splits.train) >= 240
     assert len(splits.validation) >= 16
     assert len(splits.test) >= 16
-    seen = [{p.sequence for k in range(len(s)) for p in s.pieces(k)} for s in vars(splits).values()]
+    seen = [{p.sequence for k in range(len(s)) for p in s.spans(k)} for s in vars(splits).values()]
     assert seen == [set(range(80)), set(range(80, 90)), set(range(90, 100))]
     splits = data.build(config_of([tmp_path / "c"]))
     assert splits.validation is None

@@ -16,7 +16,6 @@ from checkpointing import load, save
 from checkpointing.load import Progress
 from config import schema as configuration
 from config import validation
-from config.batch_schedule import parse_ranges, touches
 from config.command_line import parse
 from config.messages import UserError
 from corpora.token_files import IndexedDatasetWriter
@@ -68,12 +67,12 @@ def test_malformed_ranges(words, sentence):
 
 
 def test_a_batch_that_touches_a_range():
-    ranges = parse_ranges(("40:41", "8:16"))
-    assert ranges == [(8, 16), (40, 41)]
-    touched = [first for first in range(0, 48, 4) if touches(ranges, first, 4)]
-    assert touched == [8, 12, 40]
-    assert not touches(ranges, 4, 4)
-    assert touches(ranges, 5, 4)
+    config = configure("--train-samples 48 --skip-samples 40:41 8:16")
+    assert config.skipped == [(8, 16), (40, 41)]
+    passed = [first for first in range(0, 48, 4) if config.passes_over(first, 4)]
+    assert passed == [8, 12, 40]
+    assert not config.passes_over(4, 4)
+    assert config.passes_over(5, 4)
 
 
 def test_skipped_samples_stay_skipped_after_a_restart(tmp_path, capsys):

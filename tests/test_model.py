@@ -7,7 +7,7 @@ from compare import assert_close
 from checkpointing.hf_mappings import hf_config, rules
 from config import model_stats
 from config import schema as configuration
-from config.presets import PRESETS, preset
+from config.command_line import PRESETS, preset
 from distributed.mesh import Mesh
 from model import Stage, alibi_slopes
 from parallel import ParamFactory
@@ -136,7 +136,10 @@ def test_presets_have_the_parameters_of_transformers(name):
         theirs = transformers.GPT2LMHeadModel(config)
     assert model_stats.parameters(shape) == sum(p.numel() for p in theirs.parameters())
     Stage(
-        ParamFactory(Mesh(), device="meta"), shape, layout, partition.stage_specs(shape, layout)[0]
+        ParamFactory(Mesh(), device=torch.device("meta")),
+        shape,
+        layout,
+        partition.stage_specs(shape, layout)[0],
     )
 
 

@@ -15,8 +15,8 @@ import check_rows
 import published_rows
 
 import plan
+from config.command_line import preset
 from config.messages import UserError
-from config.presets import preset
 from config.schema import Training
 from planner import hardware, layouts, questions
 from planner.job import Job

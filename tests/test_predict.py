@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from config.command_line import preset
 from config.messages import UserError
 from config.model_stats import parameters
-from config.presets import preset
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, layouts, memory, op_costs, step_time
 from planner.job import Job

@@ -63,7 +63,7 @@ def test_a_trace_shows_the_schedule(tmp_path):
         assert [e["name"] for e in passes] == [str(action) for action in order[r // 2]]
         for before, after in itertools.pairwise(drawn):
             assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=0.01)
-        assert {"data0", "reduce", "optimizer", "vitals"} <= {e["name"] for e in drawn}
+        assert {"data0", "reduce", "optimizer", "statistics"} <= {e["name"] for e in drawn}
         spans |= {(r, e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in passes}
     for m in range(4):  # a stage finishes only after its neighbour began
         for tp in (0, 1):

@@ -149,7 +149,7 @@ def test_every_element_has_one_owner(dp):
 
 
 def test_a_stage_without_parameters_steps_too():
-    nothing = torch.nn.Identity()
+    nothing = torch.nn.ModuleList()
     options = configuration.Training(steps=1)
     optimizer = zero.Optimizer(nothing, ParamFactory(Mesh()), options, configuration.Layout(dp=1))
     optimizer.begin_step(2, 1)
