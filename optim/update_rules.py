@@ -81,7 +81,7 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
     """
     weight_decay = training.weight_decay if decay else 0.0
     betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_eps
-    if group == "blocks":
+    if training.optimizer == "adamw8bit" and group == "blocks":
         return _Adam8bit(masters, betas, eps, weight_decay)
     library = _library(training, group)
     adam = {"betas": betas, "eps": eps} if library.kinds is _moments else {}
