@@ -70,11 +70,6 @@ class BatchSchedule:
         return _joined([(start, batch - batch % divisor) for start, batch in self.starts])
 
 
-def constant(size: int) -> BatchSchedule:
-    """One size for the whole run."""
-    return BatchSchedule(((0, size),))
-
-
 def ramp(start: int, increment: int, samples: int, target: int) -> BatchSchedule:
     """Megatron's linear ramp-up START INCREMENT SAMPLES to `target` (megatron/core 0.16).
 

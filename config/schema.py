@@ -379,7 +379,7 @@ def batch_schedule(training: Training, seq_length: int) -> BatchSchedule:
         start, increment, samples = training.rampup_batch_size
         return batches.ramp(start, increment, samples, size)
     if not steps:
-        return batches.constant(size)
+        return BatchSchedule(((0, size),))
     last = batches.parse_steps(steps)[-1][1]
     if last != size:
         raise UserError(

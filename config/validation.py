@@ -23,8 +23,7 @@ def check(config: Config, ranks: int) -> Config:
     _check_sharding(layout, config.training)
     _check_precision(config.training)
     _check_length(config)
-    _check_saving(config.run)
-    _check_watching(config)
+    _check_run(config.run, config.total_steps)
     return config
 
 
@@ -172,16 +171,7 @@ def _check_length(config: Config) -> None:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
 
 
-def _check_watching(config: Config) -> None:
-    run = config.run
-    if run.hang_timeout is not None and not run.watchdog:
-        raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
-    step, total = run.profile_step, config.total_steps
-    if step is not None and step > total:
-        raise UserError(f"--profile-step {step} is never reached: the run has {total} steps")
-
-
-def _check_saving(run: Run) -> None:
+def _check_run(run: Run, steps: int) -> None:
     if run.keep_every and not run.keep_last:
         raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
     if run.load_weights_only and not run.resume:
@@ -191,3 +181,8 @@ def _check_saving(run: Run) -> None:
         if given and not saves:
             needed = "--save-every or --save-every-minutes"
             raise UserError(f"--{flag} needs {needed}: nothing is saved")
+    if run.hang_timeout is not None and not run.watchdog:
+        raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
+    step = run.profile_step
+    if step is not None and step > steps:
+        raise UserError(f"--profile-step {step} is never reached: the run has {steps} steps")

@@ -23,7 +23,7 @@ class Mesh:
 
     axes: ranks along each axis; place: this rank's position on each. tp, cp, dp: the groups along
     these. replicas: ranks that hold the same parameters and see other tokens (dp and cp together).
-    forward, backward: the ranks of this pipeline, once for activations and once for their
+    forward (also pp), backward: the ranks of this pipeline, once for activations and once for their
     gradients, so that the two never wait for one another on a GPU stream. tied: the first and the
     last of these. world: all. recorder: what this rank does, and the groups' operations.
     """
@@ -40,7 +40,8 @@ class Mesh:
             raise ValueError(f"{self.axes} is not a mesh of {self.size} ranks")
         self.place = coordinates(self.rank, self.axes)
         self.recorder = context.recorder if context else FlightRecorder()
-        self.recorder.coordinates = self._shown()
+        shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
+        self.recorder.coordinates = {name: self.place[name] for name in shown}
         self._context = context
 
         def along(role: str, *names: str) -> Group:
@@ -48,24 +49,15 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.forward, self.backward = along("forward", "pp"), along("backward", "pp")
+        self.pp = self.forward = along("forward", "pp")
+        self.backward = along("backward", "pp")
         pipelines = rows_along(self.axes, ("pp",))
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
         self.tied, self.world = self._own_group(ends, "tied"), self._own_group(rows, "world")
 
-    @property
-    def pp(self) -> Group:
-        """The pipeline's ranks: `forward`, for its size and this rank's position."""
-        return self.forward
-
     def group(self, role: str) -> Group:
         """The group of one of ROLES, as a parameter's spec names it."""
         return getattr(self, role)
-
-    def _shown(self) -> dict[str, int]:
-        """The coordinates that reports show: an axis of one says nothing."""
-        shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
-        return {name: self.place[name] for name in shown}
 
     def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
         """The group of the row that has this rank; one in no row (tied, middle ranks) is alone."""

@@ -124,16 +124,10 @@ def check_nodes(
 # ---- Versions and clocks -------------------------------------------------------------------------
 
 
-def source_files() -> list[Path]:
-    """Every source file that a run may import: those of the root and of the wings, sorted."""
-    wings = [path.parent for path in ROOT.glob("*/__init__.py")]
-    return sorted(file for folder in (ROOT, *wings) for file in folder.glob("*.py"))
-
-
 def versions(config: Config) -> dict[str, str]:
     """What must be the same on every rank."""
-    sources = hashlib.sha256()
-    for path in source_files():
+    sources, wings = hashlib.sha256(), [path.parent for path in ROOT.glob("*/__init__.py")]
+    for path in sorted(file for folder in (ROOT, *wings) for file in folder.glob("*.py")):
         sources.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     options = json.dumps(config.as_dict(), sort_keys=True).encode()
     return {
@@ -240,7 +234,7 @@ def check_groups(config: Config, context: Context, peers: Peers) -> None:
                 torch.cuda.set_device(context.device)  # a setting of each thread
             mesh = Mesh(config.layout.axes, context)
             for answer["at"], role in enumerate(ROLES, 1):
-                group, total = getattr(mesh, role), torch.ones(1, device=context.device)
+                group, total = mesh.group(role), torch.ones(1, device=context.device)
                 group.all_reduce(total).wait()
                 if total.item() != group.size:
                     raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")

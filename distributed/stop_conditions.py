@@ -11,15 +11,7 @@ A signal or file seen by any rank takes effect on all ranks at the same step bou
 with status 75 (EX_TEMPFAIL of sysexits.h: try again later). The same signal a second time ends all
 ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at the time limit that
 SIGUSR1 announced, when the save can still finish in time.
-
-Which signals reach the ranks (tried with MPICH 5, Open MPI 5, Slurm 22.05, torch 2.13):
-
-    sent to             SIGUSR1         SIGTERM
-    mpirun, MPICH       every rank      every rank
-    mpirun, Open MPI    every rank      kills the job, nothing is saved
-    srun                every rank      kills the job, nothing is saved
-    scancel JOB                         every rank; KillWait (30 s) later they are killed
-    torchrun            kills it        every rank; 30 s later they are killed
+docs/clusters.md has which signals each launcher passes on to the ranks.
 """
 
 import enum

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config import batch_schedule
-from config.batch_schedule import Level, by_tokens, constant, ramp
+from config.batch_schedule import BatchSchedule, Level, by_tokens, ramp
 from config.command_line import parse
 from config.messages import UserError
 from config.validation import check
@@ -94,7 +94,7 @@ def test_rounding_down_keeps_the_thresholds():
     schedule = ramp(192, 16, 9_765_625, 2048).rounded(32)
     assert [level.batch for level in schedule.levels()] == list(range(192, 2049, 32))
     assert all(schedule.batch(n) % 32 == 0 for n in range(0, 10_000_000, 9_999))
-    assert constant(100).rounded(32) == constant(96)
+    assert BatchSchedule(((0, 100),)).rounded(32) == BatchSchedule(((0, 96),))
 
 
 def test_a_run_has_the_steps_of_its_schedule():
