@@ -196,12 +196,11 @@ class Trainer:
         self.checkpoints, self.conditions = checkpoints, conditions
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
-        exchange = checkpoints.exchange
-        self.trace = StepTrace(config.run, state.factory, exchange, log.context, log.note)
+        self.trace = StepTrace(checkpoints.exchange, log)
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total = self.total
-        self.losses = LossMonitor(config, splits.train, self.done, log.is_writer, log.note)
+        self.losses = LossMonitor(config, splits.train, self.done, log)
         self.seconds_to_evaluate = 0.0
 
     def run(self) -> bool:

@@ -157,7 +157,7 @@ class Group:
             host = tensor.cpu()  # the tensor itself if it is on the CPU
             work = dist.all_reduce(host, op, group=self.handle, async_op=True)
             return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
-        work, received = self._one_hop(self._for_each(tensor))
+        work, received = self._one_hop(tensor.reshape(1, -1))
         reduce = torch.sum if op == SUM else torch.amax
         return _Pending(work, lambda: tensor.copy_(reduce(received, 0).view_as(tensor)))
 
@@ -173,7 +173,7 @@ class Group:
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
             parts = list(output.view(self.size, -1).unbind())
             return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
-        work, received = self._one_hop(self._for_each(source))
+        work, received = self._one_hop(source.reshape(1, -1))
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
@@ -188,12 +188,8 @@ class Group:
         sent = message * (self.size - 1)
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
-    def _for_each(self, tensor: Tensor) -> Tensor:
-        """One copy of `tensor` for every member: (size, elements)."""
-        return tensor.reshape(1, -1).expand(self.size, -1)
-
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
-        """Send row i to member i; the handle, and the rows received, on the CPU: row j is j's."""
-        sent = rows.cpu().contiguous()
+        """Send row i, or the one row, to member i; the handle, and member j's row j, on the CPU."""
+        sent = rows.expand(self.size, -1).cpu().contiguous()
         received = torch.empty_like(sent)
         return self._all_to_all(received, sent), received

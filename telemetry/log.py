@@ -200,17 +200,7 @@ class Log:
         earlier = ("run.json", "metrics.jsonl", "spikes.jsonl")
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
         _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
-        with open(os.path.join(out, "run.json"), "w") as file:
-            json.dump(self._run_facts(kernels), file, indent=1)
-        self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115
-        self.tensorboard = None
-        if self.config.run.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-            self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
-
-    def _run_facts(self, kernels: dict[str, str]) -> dict[str, Any]:
-        return {
+        facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
@@ -227,6 +217,14 @@ class Log:
                 "numpy": np.__version__,
             },
         }
+        with open(os.path.join(out, "run.json"), "w") as file:
+            json.dump(facts, file, indent=1)
+        self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115
+        self.tensorboard = None
+        if self.config.run.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+
+            self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
 
     def _print_start(self, kernels: dict[str, str]) -> None:
         if self.progress:

@@ -12,12 +12,12 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable
 
 from checkpointing.load import Progress
 from config.messages import UserError
 from config.schema import Config
 from data import Samples
+from telemetry.log import Log
 from zero import StepResult
 
 WINDOW = 128  # steps of the mean and sigma
@@ -32,17 +32,9 @@ class LossMonitor:
     good: the progress after the last step with a finite loss. bad: the results since then.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        samples: Samples,
-        done: Progress,
-        is_writer: bool,
-        print_line: Callable[[str], None],
-    ):
-        """done: the progress so far. is_writer: whether this rank writes spikes.jsonl."""
-        self.config, self.samples, self.good = config, samples, done
-        self.is_writer, self.print_line = is_writer, print_line
+    def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
+        """done: the progress so far. log: its writer writes spikes.jsonl too."""
+        self.config, self.samples, self.good, self.log = config, samples, done, log
         self.path = os.path.join(config.run.out, "spikes.jsonl")
         self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -51,7 +43,7 @@ class LossMonitor:
         """Take the result of a step on `batch` samples; done: the progress after it."""
         loss, sigmas = result.loss, self.config.run.spike_sigma
         finite = math.isfinite(loss)
-        if self.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
+        if self.log.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
             self._record_spike(done, batch, loss, sigmas)
         if finite:
             self._recent.append(loss)
@@ -105,7 +97,7 @@ class LossMonitor:
         with open(self.path, "a") as file:
             file.write(json.dumps(row) + "\n")
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
-        self.print_line(
+        self.log.note(
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
             f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
         )

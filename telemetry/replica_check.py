@@ -50,7 +50,10 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
 
 
 def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
-    """A sentence for each hash that differs over the group; all have the same keys in order."""
+    """A sentence for each hash that differs over the group: the ranks against the majority's.
+
+    All ranks have the same keys in the same order.
+    """
     if group.size == 1 or not hashes:
         return []
     own = torch.stack(list(hashes.values()))
@@ -60,18 +63,13 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
     found = []
     for i in group.values((by_rank != own).any(0).nonzero().flatten()):
         spec, kind = list(hashes)[i]
-        ranks = _deviating(by_rank[:, i], group)
-        found.append(f"{spec.name} {kind} differs over {axis}: {ranks}")
+        values = by_rank[:, i].tolist()
+        common = Counter(values).most_common(1)[0][0]
+        others = [rank for rank, value in zip(group.ranks, values) if value != common]
+        rest = [rank for rank, value in zip(group.ranks, values) if value == common]
+        ranks = f"{others} {'against' if len(rest) > len(others) else 'and'} {rest}"
+        found.append(f"{spec.name} {kind} differs over {axis}: ranks {ranks}")
     return found
-
-
-def _deviating(hashes: Tensor, group: Group) -> str:
-    """The ranks that differ from a majority; without a majority, from the most common hash."""
-    values = hashes.tolist()
-    common, count = Counter(values).most_common(1)[0]
-    others = [rank for rank, value in zip(group.ranks, values) if value != common]
-    rest = [rank for rank, value in zip(group.ranks, values) if value == common]
-    return f"ranks {others} {'against' if 2 * count > len(values) else 'and'} {rest}"
 
 
 def _bit_hash(flat: Tensor, start: int = 0) -> Tensor:

@@ -87,19 +87,17 @@ class StragglerCheck:
         for ranks in ranks_of_stages(self.layout):
             for rank in ranks:
                 peers = [seconds[other] for other in ranks if other != rank]
-                usual = statistics.median(peers) if peers else seconds[rank]
-                if seconds[rank] > usual * (1 + self.percent / 100):
-                    lines.append(self._sentence(rank, seconds[rank], usual, len(peers)))
+                own, usual = seconds[rank], statistics.median(peers or [seconds[rank]])
+                if own <= usual * (1 + self.percent / 100):
+                    continue
+                at = coordinates(rank, self.layout.axes)
+                lines.append(
+                    f"SLOW: rank {rank} (tp {at['tp']}, pp {at['pp']}, dp {at['dp']}) on "
+                    f"{self.nodes[rank]} computed {own:.4f} s a step over the last {self.every}, "
+                    f"{own / usual - 1:.0%} longer than the median of the {len(peers)} others of "
+                    f"its stage, {usual:.4f} s"
+                )
         return lines
-
-    def _sentence(self, rank: int, own: float, usual: float, peers: int) -> str:
-        at = coordinates(rank, self.layout.axes)
-        return (
-            f"SLOW: rank {rank} (tp {at['tp']}, pp {at['pp']}, dp {at['dp']}) on "
-            f"{self.nodes[rank]} computed {own:.4f} s a step over the last {self.every}, "
-            f"{own / usual - 1:.0%} longer than the median of the {peers} others of its stage, "
-            f"{usual:.4f} s"
-        )
 
 
 def ranks_of_stages(layout: Layout) -> list[tuple[int, ...]]:

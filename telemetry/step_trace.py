@@ -11,16 +11,13 @@ without a watchdog, the nodes' wall clocks are used.
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from config.schema import Run
-from distributed.context import Context
 from distributed.store import StoreExchange
-from parallel import ParamFactory
 from schedules.drawing import trace, trace_event, trace_label
+from telemetry.log import Log
 
 ACTIONS, WAITS = 0, 1  # the threads of a rank
 # Names of colours in the viewers.
@@ -30,18 +27,11 @@ COLOURS = {"F": "thread_state_running", "B": "rail_animation", "data": "thread_s
 class StepTrace:
     """Writes the trace of step --profile-step; every rank calls the same methods."""
 
-    def __init__(
-        self,
-        run: Run,
-        factory: ParamFactory,
-        exchange: StoreExchange,
-        context: Context,
-        print_line: Callable[[str], None],
-    ):
-        """exchange: between all ranks, through the store. print_line: on rank 0."""
-        self.step, self.context, self.print_line = run.profile_step, context, print_line
-        self.device, self.recorder = factory.device, factory.mesh.recorder
-        self.exchange, self.is_writer = exchange, factory.mesh.rank == 0
+    def __init__(self, exchange: StoreExchange, log: Log):
+        """exchange: between all ranks, through the store."""
+        self.exchange, self.log, run = exchange, log, log.config.run
+        self.device, self.recorder = log.context.device, log.context.recorder
+        self.step = run.profile_step
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
 
     def before(self, step: int) -> None:
@@ -60,14 +50,15 @@ class StepTrace:
             return
         recorder = self.recorder
         recorder.at("trace")
-        offset, error = self.context.clock()
-        own = {"node": self.context.node, "offset": offset, "error": error, "spans": recorder.spans}
+        context = self.log.context
+        offset, error = context.clock()
+        own = {"node": context.node, "offset": offset, "error": error, "spans": recorder.spans}
         recorder.spans = recorder.settle = None
         self.exchange.tell("trace", own | {"coordinates": recorder.coordinates})
-        if self.is_writer:
+        if self.log.is_writer:
             with open(self.path, "w") as file:
                 json.dump(merge(self.exchange.collect("trace")), file)
-        self.print_line(f"trace of step {step}: {self.path}")
+        self.log.note(f"trace of step {step}: {self.path}")
 
 
 def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:

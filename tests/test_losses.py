@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +125,11 @@ def test_skipped_samples_do_not_change_the_training_on_others(tmp_path):
 # ------------------------------------------------------------------------------------------------
 
 
+def log(note, is_writer: bool = True) -> SimpleNamespace:
+    """What the monitor uses of a run's log."""
+    return SimpleNamespace(is_writer=is_writer, note=note)
+
+
 @pytest.fixture
 def monitor(tmp_path):
     """A monitor of two corpora that has seen 40 losses around 3; its lines; its file."""
@@ -134,7 +140,7 @@ def monitor(tmp_path):
     corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
     config = configure(f"{corpora} --split 100,0,0 --steps 60 --out {tmp_path} --spike-sigma 4")
     samples, lines = data.build(config).train, []
-    monitor = LossMonitor(config, samples, Progress(), True, lines.append)
+    monitor = LossMonitor(config, samples, Progress(), log(lines.append))
     random.seed(0)
     for i in range(40):
         see(monitor, i, random.gauss(3.0, 0.1))
@@ -178,13 +184,13 @@ def test_a_loss_that_stays_high_is_the_new_mean(monitor):
 
 def test_what_is_no_spike(monitor):
     old, _, path = monitor
-    fresh = LossMonitor(old.config, old.samples, Progress(), True, pytest.fail)
+    fresh = LossMonitor(old.config, old.samples, Progress(), log(pytest.fail))
     for i in range(loss_monitor.MIN_STEPS):
         see(fresh, i, 3.0 + 100 * (i == 20))
     see(fresh, 41, 2.0)  # below the mean is no spike
     off = dataclasses.replace(old.config, run=dataclasses.replace(old.config.run, spike_sigma=0.0))
     for config, first in ((off, True), (old.config, False)):
-        quiet = LossMonitor(config, old.samples, Progress(), first, pytest.fail)
+        quiet = LossMonitor(config, old.samples, Progress(), log(pytest.fail, first))
         for i in range(40):
             see(quiet, i, 3.0 + (i == 39))
         see(quiet, 40, math.nan)
@@ -248,7 +254,7 @@ def test_without_checkpoints_the_error_names_none(tmp_path):
     config = configure(f"--steps 9 --max-nan-steps 2 --out {tmp_path} --spike-sigma 0")
     state = trainer.build(config)
     saver = save.Checkpointer(config, state.factory.mesh, state.optimizer)
-    monitor = LossMonitor(config, None, Progress(), True, print)
+    monitor = LossMonitor(config, None, Progress(), log(print))
     see(monitor, 0, 3.0)
     for i in (1, 2):
         assert not monitor.diverged
