@@ -262,7 +262,7 @@ class Trainer:
         self.trace.after(iteration)
         for line in self.stragglers.add(everyone):
             self.log.note(line)
-        self.log.step(iteration, begin + batch, batch, lr, result, everyone)
+        self.log.step(self.done, batch, lr, result, everyone)
         self.losses.step(self.done, batch, result)
         return max(rank.requested_action for rank in everyone)
 

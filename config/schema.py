@@ -249,10 +249,7 @@ class Data:
     eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
     skip_samples: tuple = option(
-        None,
-        "A:B ..., skip every global batch that has one of the samples A to B - 1, counted "
-        "as in consumed_samples",
-        nargs="+",
+        None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
     )
 
 

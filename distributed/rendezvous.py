@@ -63,7 +63,10 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         store = _open_store(launch, local)
         index = launch.rank
         own = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
-        places = _gather_places(store, launch, own)
+        seconds = MEETING_TIMEOUT.total_seconds()
+        exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
+        gathered = exchange.gather("place", dataclasses.asdict(own))
+        places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
         faulthandler.cancel_dump_traceback_later()
         if backend == "nccl":
             placement.check_gpus(places)
@@ -71,9 +74,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         exit_with(mistake, index == 0, launch.exit_delay)
     if store is not None:
         store = _start_process_groups(store, launch, device, backend)
-    return Meeting(
-        launch, launch.rank, launch.size, node, local, places, device, backend, threads, store
-    )
+    rank, size = launch.rank, launch.size
+    return Meeting(launch, rank, size, node, local, places, device, backend, threads, store)
 
 
 # ---- Device and cores ----------------------------------------------------------------------------
@@ -181,14 +183,6 @@ def host_address(local: Local) -> str:
     cards = [card for several in psutil.net_if_addrs().values() for card in several]
     found = [card.address for card in cards if card.family == socket.AF_INET]
     return next((other for other in found if not other.startswith("127.")), address)
-
-
-def _gather_places(store, launch: Launch, own: Place) -> list[Place]:
-    """The place of every rank; collective over all ranks."""
-    seconds = MEETING_TIMEOUT.total_seconds()
-    exchange = StoreExchange(store, launch.rank, launch.size, "places", seconds=seconds)
-    places = exchange.gather("place", dataclasses.asdict(own))
-    return [Place(**place | {"cores": tuple(place["cores"])}) for place in places]
 
 
 def _start_process_groups(store, launch: Launch, device, backend: str):

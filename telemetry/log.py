@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpointing.load import Progress
 from config import model_stats
 from config.messages import VERSION
 from config.schema import Config, batch_schedule
@@ -74,15 +75,9 @@ class Log:
     # -- during the run ---------------------------------------------------------------------
 
     def step(
-        self,
-        iteration: int,
-        consumed: int,
-        batch: int,
-        lr: float,
-        result: StepResult,
-        everyone: list[StepStats],
+        self, done: Progress, batch: int, lr: float, result: StepResult, everyone: list[StepStats]
     ) -> None:
-        """Record one step on `batch` samples, after which `consumed` samples are consumed.
+        """Record one step on `batch` samples; `done`: the progress after it.
 
         everyone: every rank's statistics; rank 0's seconds are the step's.
         """
@@ -92,12 +87,12 @@ class Log:
         self.nan += not math.isfinite(result.loss)
         if not self.is_writer:
             return
-        length = self.config.model.seq_length
+        iteration, length = done.iteration, self.config.model.seq_length
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
         row = {
             "iteration": iteration,
-            "consumed_samples": consumed,
-            "consumed_tokens": consumed * length,
+            "consumed_samples": done.consumed_samples,
+            "consumed_tokens": done.consumed_samples * length,
             "seconds": seconds,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
