@@ -97,23 +97,21 @@ def introduce(config: Config, context: Context) -> None:
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
         say(f"note: {sentence}")
     if enabled(config, context):
-        check_nodes(config, context, say)
+        check_nodes(config, Peers(context), say)
 
 
-def check_nodes(
-    config: Config, context: Context, say: Say, seconds: float = SECONDS_TO_ANSWER
-) -> None:
+def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     """Check answers, versions, clocks, devices and groups; collective over all ranks.
 
-    UserError, on every rank, for what cannot work. seconds: the limit of each check.
+    UserError, on every rank, for what cannot work.
     """
-    began, peers = time.perf_counter(), Peers(context, seconds)
+    began, context = time.perf_counter(), peers.context
     check_versions(peers.gather("start", versions(config)), peers)
     peers.gather("clocks, begin", True)  # then all read their clocks within milliseconds
     apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
     device = peers.gather("device", try_device(context.device))
     speeds = check_devices(device, context.device.type, peers, say)
-    check_groups(config, context, peers)
+    check_groups(config, peers)
     say(
         f"preflight: {context.size} ranks on {len(set(context.nodes))} nodes answer, clocks are "
         f"{apart:.3f} s apart, GEMMs run at {speeds}, all groups reduce "
@@ -221,11 +219,11 @@ def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: S
 # ---- Groups --------------------------------------------------------------------------------------
 
 
-def check_groups(config: Config, context: Context, peers: Peers) -> None:
+def check_groups(config: Config, peers: Peers) -> None:
     """All-reduce in every group of the layout; UserError with the ranks that do not finish."""
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     answer: dict[str, Any] = {"at": 0, "error": None}
-    done = threading.Event()
+    context, done = peers.context, threading.Event()
 
     def reduce() -> None:
         """Make the groups and sum ones in each; how far it came, and a failure, in `answer`."""

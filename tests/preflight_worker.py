@@ -46,7 +46,7 @@ def look(fault: str, config, context, seconds: float) -> None:
     said = []
     plant(fault, context)
     try:
-        preflight.check_nodes(config, context, said.append, seconds)
+        preflight.check_nodes(config, preflight.Peers(context, seconds), said.append)
     except UserError as error:
         said.append(f"UserError {error}")
     if context.rank == 0:
