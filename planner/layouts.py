@@ -158,17 +158,16 @@ def largest(
     Hidden sizes are multiples of 256 with heads of 128; a model is 60 to 200 times as wide as
     deep, as published ones are. Micro-batch 1, full recomputation. UserError if none fits.
     """
-    best: tuple[int, ModelShape, Layout] | None = None
+    trains: list[tuple[int, ModelShape, Layout]] = []
     for hidden in range(512, 32768, 256):
         found = _deepest(machine, gpus, training, like, hidden)
         if found and found[0].layers >= hidden // 200:
-            size = parameters(found[0])
-            best = (size, *found) if best is None or size > best[0] else best
-        elif best:
+            trains.append((parameters(found[0]), *found))
+        elif trains:
             break
-    if best is None:
+    if not trains:
         raise UserError(f"no model of hidden 512 or more fits on {gpus} x {machine.name}")
-    return best
+    return max(trains, key=lambda found: found[0])
 
 
 def _deepest(
@@ -263,7 +262,7 @@ def shapes(
 def _efficiency(job: Job) -> float:
     passes = 4 if job.layout.recompute == "full" else 3
     flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
-    return flops / block_pass(job).total / job.machine.peak
+    return flops / sum(block_pass(job)) / job.machine.peak
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------

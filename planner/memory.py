@@ -157,12 +157,9 @@ def _gradients(held: float, job: Job) -> float:
 
 def _kept_of_stage(blocks: int, job: Job) -> float:
     """Bytes that a stage's blocks keep of one micro-batch until its backward."""
-    kept = kept_bytes(job)
-    if job.layout.recompute == "none":
-        return blocks * kept
     again = job.layout.recomputed_blocks(blocks)
     # What is kept is allocated between what is not, which leaves gaps.
-    recomputed = again * kept * job.machine.activation_overhead
+    recomputed = again * kept_bytes(job) * job.machine.activation_overhead
     return recomputed + (blocks - again) * block_activations(job, True)
 
 

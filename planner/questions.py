@@ -61,9 +61,8 @@ class Question:
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
-        layout = self.config.layout
-        gpus = self.options.gpus or (self.options.nodes or 0) * self.machine.node
-        gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
+        layout, given = self.config.layout, self.options.gpus or self.options.nodes
+        gpus = self.gpus if given else layout.tp * layout.pp * (layout.dp or 1)
         run = validation.check_any_length(self.config, gpus)
         return Job(run.model, run.layout, run.training, self.machine)
 

@@ -15,7 +15,7 @@ pipeline executes exactly these lists, and the planner prices the same object.
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,16 +45,6 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
 
-    @property
-    def input(self) -> "Action | None":
-        """The action of a neighbouring stage whose result this one takes, if there is one.
-
-        For the last stage's B it is an action of a stage that does not exist.
-        """
-        if self.kind == "F" and self.stage > 0:
-            return Action("F", self.stage - 1, self.micro_batch)
-        return Action("B", self.stage + 1, self.micro_batch) if self.kind == "B" else None
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -75,8 +65,9 @@ class Schedule:
 
     def input_of(self, action: Action) -> Action | None:
         """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
-        needed = action.input
-        return needed if needed is not None and needed.stage < self.stages else None
+        step = STEPS[action.kind]
+        inside = step and 0 <= action.stage - step < self.stages
+        return action._replace(stage=action.stage - step) if inside else None
 
     @cached_property
     def split(self) -> bool:
@@ -153,21 +144,19 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
 def _check_messages(schedule: Schedule) -> None:
     """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
     sent, received = defaultdict(list), defaultdict(list)
-    rank_of, stages = schedule.rank_of, schedule.stages
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            kind, stage, m = action
-            step = STEPS[kind]
-            if step and 0 <= stage + step < stages:
-                sent[kind, rank, rank_of[stage + step]].append(action)
-            if step and 0 <= stage - step < stages:
-                received[kind, rank_of[stage - step], rank].append((kind, stage - step, m))
+            if taken := schedule.input_of(action):
+                received[action.kind, schedule.rank_of[taken.stage], rank].append(taken)
+            after = action.stage + STEPS[action.kind]
+            if after != action.stage and 0 <= after < schedule.stages:
+                sent[action.kind, rank, schedule.rank_of[after]].append(action)
     for channel, sending in sent.items():
         kind, source, to = channel
         if source != to and received[channel] != sending:
             raise ScheduleError(
                 f"ranks {source} and {to} disagree on the order of {kind}: {_row(sending)} are "
-                f"sent and {_row(Action(*one) for one in received[channel])} received"
+                f"sent and {_row(received[channel])} received"
             )
 
 
@@ -178,36 +167,27 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """
     order: list[tuple[int, Action]] = []
     done: set[tuple[str, int, int]] = set()
-    stages = schedule.stages
-    position = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            place = position[rank]
-            while place < len(actions) and _can_run(*actions[place], stages, done):
-                done.add(actions[place])
-                order.append((rank, actions[place]))
-                place += 1
-            moved |= place > position[rank]
-            position[rank] = place
-    if len(order) < sum(map(len, schedule.ranks)):
-        raise ScheduleError(_deadlock(schedule, position))
+    waiting = [deque(actions) for actions in schedule.ranks]
+    while any(waiting):
+        before = len(order)
+        for rank, queue in enumerate(waiting):
+            while queue and _can_run(*queue[0], schedule.stages, done):
+                done.add(queue[0])
+                order.append((rank, queue.popleft()))
+        if len(order) == before:
+            raise ScheduleError(_deadlock(schedule, waiting))
     return order
 
 
-def _deadlock(schedule: Schedule, position: list[int]) -> str:
+def _deadlock(schedule: Schedule, waiting: list[deque[Action]]) -> str:
     """Which ranks wait at what, and every rank's actions, done | to do."""
-    waiting = [
-        f"rank {rank} waits at {actions[place]} of stage {actions[place].stage}"
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
-        if place < len(actions)
-    ]
-    rows = [
-        f"rank {rank}  {_row(actions[:place])} | {_row(actions[place:])}"
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
-    ]
-    return "\n".join([f"the schedule deadlocks: {', '.join(waiting)}", *rows])
+    stuck, rows = [], []
+    for rank, (actions, queue) in enumerate(zip(schedule.ranks, waiting, strict=True)):
+        if queue:
+            stuck.append(f"rank {rank} waits at {queue[0]} of stage {queue[0].stage}")
+        done = actions[: len(actions) - len(queue)]
+        rows.append(f"rank {rank}  {_row(done)} | {_row(queue)}")
+    return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *rows])
 
 
 def _can_run(kind: str, stage: int, m: int, stages: int, done: set) -> bool:
