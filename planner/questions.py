@@ -1,10 +1,7 @@
 """The planner's questions: each takes a Question and gives an Answer, as text and as data.
 
-    question = Question(options, request.config, request.given, hardware.load("a100-80"))
-    print(ranked_layouts(question).text)
-
-QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; `constants` needs
-none of them.
+question = Question(options, request.config, request.given, hardware.load("a100-80"))
+print(ranked_layouts(question).text)
 """
 
 import json

@@ -3,8 +3,7 @@
 A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
 through a stage, `B3` its backward pass; where the backward is split, `B3` computes gradients for
 the stage's input and `W3` those of its weights. A rank holds one stage or several (virtual stages,
-arXiv 2104.04473 section 2.2). The lists are checked and can be drawn before anything runs; the
-pipeline executes exactly these lists, and the planner prices the same object.
+arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
