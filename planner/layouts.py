@@ -141,10 +141,8 @@ def does_not_fit(job: Job) -> str:
     fullest, machine = memory.fullest(job), job.machine
     if fullest.total <= machine.memory:
         return ""
-    return (
-        f"out of memory: stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB, "
-        f"{machine.name} has {machine.memory / 1e9:.1f}"
-    )
+    needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
+    return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
 # ---- How large, how few --------------------------------------------------------------------------
@@ -241,8 +239,7 @@ def shapes(
     Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
     divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
     """
-    found = []
-    step = math.lcm(128, 8 * layout.tp)
+    found, step = [], math.lcm(128, 8 * layout.tp)
     for hidden in range(step, 32768, step):
         layers = round((size - like.vocab_size * hidden) / (12 * hidden**2 + 13 * hidden))
         if layers < 1 or not 80 <= hidden / layers <= 250:
