@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 # A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
@@ -80,7 +80,8 @@ class Schedule:
         An activation is held from its forward to the last action that needs it.
         """
         last = "W" if self.split else "B"
-        return tuple(_peak(actions, last) for actions in self.ranks)
+        rows = ([(a.kind == "F") - (a.kind == last) for a in actions] for actions in self.ranks)
+        return tuple(max(accumulate(row, initial=0)) for row in rows)
 
 
 def build(name: str, ranks: int, micro_batches: int) -> Schedule:
@@ -111,14 +112,6 @@ def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[Action]:
 
 def _forward_only(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     return [Action("F", rank, m) for m in range(micro_batches)]
-
-
-def _peak(actions: Iterable[Action], last: str) -> int:
-    held = peak = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind == last)
-        peak = max(peak, held)
-    return peak
 
 
 # ---- Checking ------------------------------------------------------------------------------------
