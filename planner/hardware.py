@@ -167,22 +167,20 @@ def calibrate(machine: Machine, path: str) -> Machine:
                                    2 (n-1) alpha + 2 (n-1)/n bytes / beta
         [network] alpha, beta      the same between nodes, bytes/s of one node
     """
-    entries = _read(Path(path))
+    entries, file = _read(Path(path)), f"the calibration {path}"
     device = str(entries.pop("device", ""))
     if machine.device.lower() not in device.lower():
-        raise UserError(
-            f"the calibration {path} was measured on {device or 'no stated device'!r}, "
-            f"but {machine.name} has {machine.device!r}"
-        )
+        where = f"{device or 'no stated device'!r}, but {machine.name} has {machine.device!r}"
+        raise UserError(f"{file} was measured on {where}")
     changes: dict[str, Any] = {}
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
-            changes[key] = _calibrated_link(f"the calibration {path}", key, entry, machine)
+            changes[key] = _calibrated_link(file, key, entry, machine)
         elif key in CALIBRATED and isinstance(entry, (int, float)) and entry >= 0:
             changes[key] = int(entry) if key == "node" else float(entry)
         else:
             known = ", ".join((*CALIBRATED, "nvlink", "network"))
-            raise UserError(f"the calibration {path} says {key} = {entry!r}; it may have {known}")
+            raise UserError(f"{file} says {key} = {entry!r}; it may have {known}")
     if "host_per_block" in changes:
         host = changes.pop("host_per_block")
         changes["software"] = replace(machine.software, host_per_block=host)

@@ -141,10 +141,8 @@ def does_not_fit(job: Job) -> str:
     fullest, machine = memory.fullest(job), job.machine
     if fullest.total <= machine.memory:
         return ""
-    return (
-        f"out of memory: stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB, "
-        f"{machine.name} has {machine.memory / 1e9:.1f}"
-    )
+    needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
+    return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
 # ---- How large, how few --------------------------------------------------------------------------
@@ -158,17 +156,16 @@ def largest(
     Hidden sizes are multiples of 256 with heads of 128; a model is 60 to 200 times as wide as
     deep, as published ones are. Micro-batch 1, full recomputation. UserError if none fits.
     """
-    best: tuple[int, ModelShape, Layout] | None = None
+    trains: list[tuple[int, ModelShape, Layout]] = []
     for hidden in range(512, 32768, 256):
         found = _deepest(machine, gpus, training, like, hidden)
         if found and found[0].layers >= hidden // 200:
-            size = parameters(found[0])
-            best = (size, *found) if best is None or size > best[0] else best
-        elif best:
+            trains.append((parameters(found[0]), *found))
+        elif trains:
             break
-    if best is None:
+    if not trains:
         raise UserError(f"no model of hidden 512 or more fits on {gpus} x {machine.name}")
-    return best
+    return max(trains, key=lambda found: found[0])
 
 
 def _deepest(
@@ -242,8 +239,7 @@ def shapes(
     Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
     divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
     """
-    found = []
-    step = math.lcm(128, 8 * layout.tp)
+    found, step = [], math.lcm(128, 8 * layout.tp)
     for hidden in range(step, 32768, step):
         layers = round((size - like.vocab_size * hidden) / (12 * hidden**2 + 13 * hidden))
         if layers < 1 or not 80 <= hidden / layers <= 250:
@@ -263,7 +259,7 @@ def shapes(
 def _efficiency(job: Job) -> float:
     passes = 4 if job.layout.recompute == "full" else 3
     flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
-    return flops / block_pass(job).total / job.machine.peak
+    return flops / sum(block_pass(job)) / job.machine.peak
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------

@@ -105,11 +105,15 @@ def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
     if spec.head:
         size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
         working = max(working, float(size) * job.tokens * job.vocab_columns)
+    again = layout.recomputed_blocks(spec.blocks)
+    # What is kept is allocated between what is not, which leaves gaps.
+    kept = again * kept_bytes(job) * job.machine.activation_overhead
+    kept += (spec.blocks - again) * block_activations(job, True)
     parts = {
         "weights": _weights(held, spec, job),
         "gradients": _gradients(held, job) + held * software.workspace_bytes,
         "optimizer": held * state / (layout.dp if layout.zero else 1),
-        "activations": in_flight * _kept_of_stage(spec.blocks, job),
+        "activations": in_flight * kept,
         "working": working,
         "buffers": software.buffers,
         "context": job.machine.context,
@@ -153,17 +157,6 @@ def _gradients(held: float, job: Job) -> float:
 
 
 # ---- Activations ---------------------------------------------------------------------------------
-
-
-def _kept_of_stage(blocks: int, job: Job) -> float:
-    """Bytes that a stage's blocks keep of one micro-batch until its backward."""
-    kept = kept_bytes(job)
-    if job.layout.recompute == "none":
-        return blocks * kept
-    again = job.layout.recomputed_blocks(blocks)
-    # What is kept is allocated between what is not, which leaves gaps.
-    recomputed = again * kept * job.machine.activation_overhead
-    return recomputed + (blocks - again) * block_activations(job, True)
 
 
 def kept_bytes(job: Job) -> float:

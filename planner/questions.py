@@ -1,10 +1,7 @@
 """The planner's questions: each takes a Question and gives an Answer, as text and as data.
 
-    question = Question(options, request.config, request.given, hardware.load("a100-80"))
-    print(ranked_layouts(question).text)
-
-QUESTIONS lists those that `plan.py` offers on a model, a layout and a machine; `constants` needs
-none of them.
+question = Question(options, request.config, request.given, hardware.load("a100-80"))
+print(ranked_layouts(question).text)
 """
 
 import json
@@ -61,9 +58,8 @@ class Question:
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
-        layout = self.config.layout
-        gpus = self.options.gpus or (self.options.nodes or 0) * self.machine.node
-        gpus = gpus or layout.tp * layout.pp * (layout.dp or 1)
+        layout, given = self.config.layout, self.options.gpus or self.options.nodes
+        gpus = self.gpus if given else layout.tp * layout.pp * (layout.dp or 1)
         run = validation.check_any_length(self.config, gpus)
         return Job(run.model, run.layout, run.training, self.machine)
 
@@ -164,27 +160,21 @@ def stages(question: Question) -> Answer:
     job = question.job()
     rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
-    lines = [partition.stage_table(rows, job.model), ""]
-    lines += [*_memory_lines(table, fullest, job.machine), "", "share of time"]
+    names = (*memory.OF_RUN, "buffers", "context", "total")
+    head = "".join(f"{name:>12}" for name in (*names, "free"))
+    lines = [partition.stage_table(rows, job.model), "", f"on {job.machine.name}"]
+    lines.append(f"GB per GPU{head}")
+    for stage in table:
+        parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
+        line = f"stage {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
+        lines.append(line + "  <- fullest" * (stage.stage == fullest))
+    lines += ["", "share of time"]
     widest = max(row.share for row in rows)
     for row in rows:
         bar = "#" * round(50 * row.share / widest)
         lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
     data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
     return Answer("\n".join(lines), data | {"fullest": fullest})
-
-
-def _memory_lines(
-    table: list[memory.StageMemory], fullest: int, machine: hardware.Machine
-) -> list[str]:
-    names = (*memory.OF_RUN, "buffers", "context", "total")
-    head = "".join(f"{name:>12}" for name in (*names, "free"))
-    lines = [f"on {machine.name}", f"GB per GPU{head}"]
-    for stage in table:
-        parts = [getattr(stage, name) for name in names] + [machine.memory - stage.total]
-        line = f"stage {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
-        lines.append(line + "  <- fullest" * (stage.stage == fullest))
-    return lines
 
 
 # ---- How large, how few, how long, which shape ---------------------------------------------------

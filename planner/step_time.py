@@ -27,11 +27,6 @@ class Pass(NamedTuple):
     forward: float
     backward: float
 
-    @property
-    def total(self) -> float:
-        """Both together."""
-        return self.forward + self.backward
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -180,17 +175,16 @@ def pipeline_time(job: Job) -> tuple[float, float]:
     layout, machine, count = job.layout, job.machine, job.micro_batches
     passes, sent = stage_passes(job), 0.0
     if layout.pp > 1:
-        ranks = layout.tp * layout.dp
-        sent = op_costs.message(machine, ranks, job.activation_bytes, layout.tp)
+        sent = op_costs.message(machine, layout.tp * layout.dp, job.activation_bytes, layout.tp)
     chunks = machine.software.virtual_stages
     if chunks > 1:
         # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
         # times the messages, arXiv 2104.04473 section 2.2.
-        slot = max(p.total for p in passes)
+        slot = max(map(sum, passes))
         seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
     else:
         seconds = makespan(layout.schedule, tuple(passes), sent, count)
-    busy = count * sum(p.total for p in passes) / len(passes)
+    busy = count * sum(map(sum, passes)) / len(passes)
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding

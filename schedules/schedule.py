@@ -3,8 +3,7 @@
 A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
 through a stage, `B3` its backward pass; where the backward is split, `B3` computes gradients for
 the stage's input and `W3` those of its weights. A rank holds one stage or several (virtual stages,
-arXiv 2104.04473 section 2.2). The lists are checked and can be drawn before anything runs; the
-pipeline executes exactly these lists, and the planner prices the same object.
+arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
@@ -15,11 +14,11 @@ pipeline executes exactly these lists, and the planner prices the same object.
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 # A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
@@ -45,16 +44,6 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind}{self.micro_batch}"
 
-    @property
-    def input(self) -> "Action | None":
-        """The action of a neighbouring stage whose result this one takes, if there is one.
-
-        For the last stage's B it is an action of a stage that does not exist.
-        """
-        if self.kind == "F" and self.stage > 0:
-            return Action("F", self.stage - 1, self.micro_batch)
-        return Action("B", self.stage + 1, self.micro_batch) if self.kind == "B" else None
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -75,8 +64,9 @@ class Schedule:
 
     def input_of(self, action: Action) -> Action | None:
         """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
-        needed = action.input
-        return needed if needed is not None and needed.stage < self.stages else None
+        step = STEPS[action.kind]
+        inside = step and 0 <= action.stage - step < self.stages
+        return action._replace(stage=action.stage - step) if inside else None
 
     @cached_property
     def split(self) -> bool:
@@ -90,7 +80,8 @@ class Schedule:
         An activation is held from its forward to the last action that needs it.
         """
         last = "W" if self.split else "B"
-        return tuple(_peak(actions, last) for actions in self.ranks)
+        rows = ([(a.kind == "F") - (a.kind == last) for a in actions] for actions in self.ranks)
+        return tuple(max(accumulate(row, initial=0)) for row in rows)
 
 
 def build(name: str, ranks: int, micro_batches: int) -> Schedule:
@@ -123,14 +114,6 @@ def _forward_only(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     return [Action("F", rank, m) for m in range(micro_batches)]
 
 
-def _peak(actions: Iterable[Action], last: str) -> int:
-    held = peak = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind == last)
-        peak = max(peak, held)
-    return peak
-
-
 # ---- Checking ------------------------------------------------------------------------------------
 
 
@@ -153,21 +136,19 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
 def _check_messages(schedule: Schedule) -> None:
     """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
     sent, received = defaultdict(list), defaultdict(list)
-    rank_of, stages = schedule.rank_of, schedule.stages
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            kind, stage, m = action
-            step = STEPS[kind]
-            if step and 0 <= stage + step < stages:
-                sent[kind, rank, rank_of[stage + step]].append(action)
-            if step and 0 <= stage - step < stages:
-                received[kind, rank_of[stage - step], rank].append((kind, stage - step, m))
+            if taken := schedule.input_of(action):
+                received[action.kind, schedule.rank_of[taken.stage], rank].append(taken)
+            after = action.stage + STEPS[action.kind]
+            if after != action.stage and 0 <= after < schedule.stages:
+                sent[action.kind, rank, schedule.rank_of[after]].append(action)
     for channel, sending in sent.items():
         kind, source, to = channel
         if source != to and received[channel] != sending:
             raise ScheduleError(
                 f"ranks {source} and {to} disagree on the order of {kind}: {_row(sending)} are "
-                f"sent and {_row(Action(*one) for one in received[channel])} received"
+                f"sent and {_row(received[channel])} received"
             )
 
 
@@ -178,36 +159,27 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     """
     order: list[tuple[int, Action]] = []
     done: set[tuple[str, int, int]] = set()
-    stages = schedule.stages
-    position = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            place = position[rank]
-            while place < len(actions) and _can_run(*actions[place], stages, done):
-                done.add(actions[place])
-                order.append((rank, actions[place]))
-                place += 1
-            moved |= place > position[rank]
-            position[rank] = place
-    if len(order) < sum(map(len, schedule.ranks)):
-        raise ScheduleError(_deadlock(schedule, position))
+    waiting = [deque(actions) for actions in schedule.ranks]
+    while any(waiting):
+        before = len(order)
+        for rank, queue in enumerate(waiting):
+            while queue and _can_run(*queue[0], schedule.stages, done):
+                done.add(queue[0])
+                order.append((rank, queue.popleft()))
+        if len(order) == before:
+            raise ScheduleError(_deadlock(schedule, waiting))
     return order
 
 
-def _deadlock(schedule: Schedule, position: list[int]) -> str:
+def _deadlock(schedule: Schedule, waiting: list[deque[Action]]) -> str:
     """Which ranks wait at what, and every rank's actions, done | to do."""
-    waiting = [
-        f"rank {rank} waits at {actions[place]} of stage {actions[place].stage}"
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
-        if place < len(actions)
-    ]
-    rows = [
-        f"rank {rank}  {_row(actions[:place])} | {_row(actions[place:])}"
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, position))
-    ]
-    return "\n".join([f"the schedule deadlocks: {', '.join(waiting)}", *rows])
+    stuck, rows = [], []
+    for rank, (actions, queue) in enumerate(zip(schedule.ranks, waiting, strict=True)):
+        if queue:
+            stuck.append(f"rank {rank} waits at {queue[0]} of stage {queue[0].stage}")
+        done = actions[: len(actions) - len(queue)]
+        rows.append(f"rank {rank}  {_row(done)} | {_row(queue)}")
+    return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *rows])
 
 
 def _can_run(kind: str, stage: int, m: int, stages: int, done: set) -> bool:

@@ -70,10 +70,6 @@ def bubble(slots: list[list[Slot]]) -> float:
 
 # ---- Schedules of many micro-batches ------------------------------------------------------------
 
-# (rank, action) in an order that can run, in parts, and how often each part runs. A part that runs
-# again stands for the same actions of the next micro-batches.
-Parts = list[tuple[list[tuple[int, Action]], int]]
-
 
 @dataclass(frozen=True)
 class LongSchedule:
@@ -93,8 +89,11 @@ class LongSchedule:
         return tuple(held + self.more * (then - held) for held, then in peaks)
 
     @cached_property
-    def parts(self) -> Parts:
-        """All actions, by kind and stage."""
+    def parts(self) -> list[tuple[list[tuple[int, Action]], int]]:
+        """(rank, action) in an order that can run, in parts, and how often each part runs.
+
+        A part that runs again stands for the same actions of the next micro-batches.
+        """
         if not self.more:
             return [(dependency_order(self.base), 1)]
         parts = enumerate(_repeating(self.base.name, len(self.base.ranks)))

@@ -4,7 +4,7 @@ import itertools
 
 import handmade_schedules as handmade
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schedules import schedule
@@ -32,6 +32,7 @@ def schedules(draw):
     return found, count
 
 
+@settings(deadline=None)
 @given(schedules(), st.floats(0, 1))
 def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
     order, count = made
@@ -56,6 +57,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
                 assert slot.start >= ends[Action("B", stage, m)]
 
 
+@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
     """1F1B holds min(p - s, m) activations; both have a bubble of (p - 1) / (m + p - 1)."""
@@ -74,6 +76,7 @@ def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
     assert handmade.split(plain, 8, delay=2).peak == tuple(p + 2 for p in plain.peak)
 
 
+@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_evaluation_only_goes_forward(ranks, micro_batches):
     order = schedule.build("forward", ranks, micro_batches)
@@ -132,6 +135,7 @@ def test_a_schedule_that_cannot_run_is_refused(rows, message):
     assert message in str(caught.value)
 
 
+@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES, st.floats(0.1, 3), st.floats(0, 1))
 def test_simulated_time_has_the_closed_form(ranks, micro_batches, ratio, transfer):
     """Even stages: (m + p - 1)(f + b) and the way of the first forward and last backward."""
