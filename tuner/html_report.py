@@ -41,7 +41,7 @@ details { margin-top: .5rem; } summary { cursor: pointer; }
 
 def html(result: SearchResult) -> str:
     """The whole page."""
-    parts, ranked = [f"<h1>Tuning: {escape(result.title)}</h1>"], result.ranked
+    parts, ranked, rows = [f"<h1>Tuning: {escape(result.title)}</h1>"], result.ranked, result.rows
     if ranked:
         best = ranked[0]
         parts.append(
@@ -56,7 +56,10 @@ def html(result: SearchResult) -> str:
         command = " ".join(f"<span>{escape(shlex.quote(word))}</span>" for word in words)
         parts.append(f"<h2>Train on the fastest</h2><pre>{command}</pre>")
         parts.append('<div class="charts">' + "".join(_figures(ranked)) + "</div>")
-    parts.append(f"<h2>Layouts, fastest first</h2>{_layouts_table(result)}")
+    # The CSS class of each row; the first one is the fastest, if any ran.
+    kinds = ["first" if ranked else "failed"] + ["" if row.ok else "failed" for row in rows[1:]]
+    cells = [_cells(row, result.machine) for row in rows]
+    parts.append(f"<h2>Layouts, fastest first</h2>{_table(LAYOUTS, zip(kinds, cells))}")
     if result.rejected:
         parts.append(_rejected_table(result.rejected))
     return (
@@ -73,14 +76,10 @@ def _figures(ranked: list[LayoutResult]) -> list[str]:
     predicted = [
         (row.candidate.label, row.candidate.prediction.seconds, row.seconds) for row in ranked
     ]
-    drawings = {
-        "Seconds an iteration against memory": charts.scatter(
-            memory, "GB on the fullest rank", "seconds"
-        ),
-        "Predicted against measured seconds": charts.scatter(
-            predicted, "predicted seconds", "measured seconds", same_scale=True
-        ),
-    }
+    by_memory = charts.scatter(memory, "GB on the fullest rank", "seconds")
+    accuracy = charts.scatter(predicted, "predicted seconds", "measured seconds", same_scale=True)
+    drawings = {"Seconds an iteration against memory": by_memory}
+    drawings["Predicted against measured seconds"] = accuracy
     cells: dict[tuple[int, int], float] = {}
     for row in ranked:
         layout = row.candidate.config.layout
@@ -104,25 +103,13 @@ REASONS = {"how many": "", "why (an example)": "text long"}
 
 def _table(columns: dict[str, str], rows: Iterable[tuple[str, Sequence[object]]]) -> str:
     """A table; each row is its own CSS class, and its cells."""
-    head = "".join(f"<th{_class(kind)}>{name}</th>" for name, kind in columns.items())
+    head = "".join(f'<th class="{kind}">{name}</th>' for name, kind in columns.items())
     lines = [f"<tr>{head}</tr>"]
     for row_kind, row in rows:
         cells = zip(columns.values(), row, strict=True)
-        line = "".join(f"<td{_class(kind)}>{escape(str(value))}</td>" for kind, value in cells)
-        lines.append(f"<tr{_class(row_kind)}>{line}</tr>")
+        line = "".join(f'<td class="{kind}">{escape(str(value))}</td>' for kind, value in cells)
+        lines.append(f'<tr class="{row_kind}">{line}</tr>')
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
-
-
-def _layouts_table(result: SearchResult) -> str:
-    """Every measured layout with all its figures, the fastest one marked."""
-    kinds = ["" if row.ok else "failed" for row in result.rows]
-    if result.ranked:
-        kinds[0] = "first"
-    return _table(LAYOUTS, zip(kinds, (_cells(row, result.machine) for row in result.rows)))
 
 
 def _cells(row: LayoutResult, machine: Machine) -> list[object]:

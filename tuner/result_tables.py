@@ -129,9 +129,8 @@ def summary(result: SearchResult) -> list[str]:
         ratios = [row.seconds / row.candidate.prediction.seconds for row in ranked]
         middle = statistics.median(ratios)
         rest = statistics.mean(abs(ratio / middle - 1) for ratio in ratios)
-        lines += [
-            f"Measured over predicted: median {middle:.2f}, mean deviation from it {rest:.0%}."
-        ]
+        error = f"median {middle:.2f}, mean deviation from it {rest:.0%}"
+        lines.append(f"Measured over predicted: {error}.")
     repeated = trials.repeated_medians(result.trials)
     if repeated:
         longest = max(repeated, key=len)

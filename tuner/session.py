@@ -12,6 +12,7 @@ import dataclasses
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,7 +208,7 @@ class Session:
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it."""
-        self.view.trial_started(candidate)
+        self.view.running, self.view.since = candidate.label, time.monotonic()
         trial = trials.run(candidate, self.runner, len(self.store.trials), tag)
         self.store.add(trial)
         self.view.trial_finished(trial)

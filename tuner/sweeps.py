@@ -6,10 +6,10 @@
 A sweep changes one option and keeps the others: the layout is the given one, or the planner's best.
 """
 
-import dataclasses
+import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from config.command_line import reshape
@@ -61,10 +61,9 @@ def _tried_value(name: str, text: str) -> bool | int | str:
     if text in ("true", "false"):
         return text == "true"
     value = int(text) if text.isdigit() else text
-    field = {f.name: f for f in dataclasses.fields(Layout)}.get(name)
-    if field and field.metadata["choices"] and value not in field.metadata["choices"]:
-        choices = ", ".join(map(str, field.metadata["choices"]))
-        raise UserError(f"--try {name}: {text} is not one of {choices}")
+    choices = {f.name: f.metadata["choices"] for f in fields(Layout)}.get(name)
+    if choices and value not in choices:
+        raise UserError(f"--try {name}: {text} is not one of {', '.join(map(str, choices))}")
     return value
 
 
@@ -77,8 +76,7 @@ def sweep(
     layout can run.
     """
     group, swept = SWEEPS[name]
-    axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
-    held = _as_given(config, axes) | given
+    held = _as_given(config, {*INNER_AXES, *OUTER_AXES} - {swept}) | given
     if name == "topology":
         return search_space.candidates(config, machine, ranks, held)
     best = _candidates("layout to sweep", config, machine, ranks, held)[0]
@@ -121,8 +119,8 @@ def _default_values(name: str, config: Config) -> list:
     if name == "global-batch":
         return [size for size in (batch // 4, batch // 2, batch, 2 * batch, 4 * batch) if size]
     if name == "heads":
-        sizes = [d for d in HEAD_SIZES if model.hidden % d == 0]
-        return [h for h in sorted({model.hidden // d for d in sizes}) if h % tp == 0]
+        counts = [model.hidden // d for d in reversed(HEAD_SIZES) if model.hidden % d == 0]
+        return [heads for heads in counts if heads % tp == 0]
     if name == "hidden":
         step = math.lcm(model.heads, 8 * tp, 2)
         middle = max(1, round(model.hidden / step))
@@ -173,10 +171,8 @@ def fewest_ranks(
     """The fewest ranks, of the powers of two up to `ranks`, on which the model trains."""
     runs = []
     for power in range(ranks.bit_length()):
-        try:
+        with contextlib.suppress(UserError):  # no layout of this many ranks is possible
             runs.append(least_memory(config, machine, 2**power, given))
-        except UserError:  # no layout of this many ranks is possible
-            continue
     low, high = _bisect(-1, len(runs), lambda index: not attempt(runs[index]))
     return runs[high] if high < len(runs) else None, runs[low] if low >= 0 else None
 
