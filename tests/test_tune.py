@@ -21,7 +21,7 @@ from config import command_line, model_stats
 from config.messages import UserError
 from planner import hardware
 from tuner import charts, result_tables, search_space, session, sweeps, trials
-from tuner.search import Search
+from tuner.search import Point, Search, features
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"
@@ -122,7 +122,7 @@ def test_trials_have_the_layout_of_the_file(tmp_path):
     assert {(at["micro_batch_size"], at["recompute"]) for at in layouts} == {(1, "none")}
     assert all(at["overlap_param_gather"] for at in layouts)
     assert {at["zero"] for at in layouts} == {1, 2}  # what --overlap-param-gather allows
-    assert "tp(2) * pp(4) * dp(2) = 16 is not 8 ranks" in done.out
+    assert "tp(2) * pp(4) * dp(2) = 16 is not 8 GPUs" in done.out
 
 
 def test_the_folder_is_the_given_one(tmp_path, monkeypatch):
@@ -180,7 +180,7 @@ def test_out_of_memory_spares_what_needs_more(tmp_path):
         for micro, recompute in ((1, "full"), (1, "none"), (2, "none"))
     )
     found = [lean, small, large]
-    search = Search([session.point(c) for c in found])
+    search = Search([Point(c.label, c.prediction.seconds, features(c.config)) for c in found])
     oom = trials.Trial(small.key, small.label, 8, "oom", "no memory", [], 1.0, {})
     tuner._add(search, found, 1, oom)
     assert search.untried == [0]  # the one that needs less memory may still run

@@ -1,9 +1,9 @@
 """report.html: one page with its charts as inline SVG, no external resource, dark and light."""
 
-import html as escaping
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from html import escape
 
 from config.model_stats import parameters
 from planner.hardware import Machine
@@ -41,49 +41,45 @@ details { margin-top: .5rem; } summary { cursor: pointer; }
 
 def html(result: SearchResult) -> str:
     """The whole page."""
-    parts, ranked = [f"<h1>Tuning: {text(result.title)}</h1>"], result.ranked
+    parts, ranked, rows = [f"<h1>Tuning: {escape(result.title)}</h1>"], result.ranked, result.rows
     if ranked:
         best = ranked[0]
         parts.append(
-            f'<p class="best">Fastest: <b>{text(best.candidate.label)}</b>, '
+            f'<p class="best">Fastest: <b>{escape(best.candidate.label)}</b>, '
             f"{format_number(best.seconds)} s an iteration, "
             f"{best.rate('tokens_per_second'):,.0f} tokens/s</p>"
         )
-    parts += [f"<p>{text(line)}</p>" for line in result_tables.summary(result)]
-    parts.append(f'<p class="faint">{text(result_tables.environment_line(result))}</p>')
+    parts += [f"<p>{escape(line)}</p>" for line in result_tables.summary(result)]
+    parts.append(f'<p class="faint">{escape(result_tables.environment_line(result))}</p>')
     if ranked:
         words = result.command(ranked[0].candidate)  # the line may be broken between words only
-        command = " ".join(f"<span>{text(shlex.quote(word))}</span>" for word in words)
+        command = " ".join(f"<span>{escape(shlex.quote(word))}</span>" for word in words)
         parts.append(f"<h2>Train on the fastest</h2><pre>{command}</pre>")
         parts.append('<div class="charts">' + "".join(_figures(ranked)) + "</div>")
-    parts.append(f"<h2>Layouts, fastest first</h2>{_layouts_table(result)}")
+    # The CSS class of each row; the first one is the fastest, if any ran.
+    kinds = ["first" if ranked else "failed"] + ["" if row.ok else "failed" for row in rows[1:]]
+    cells = [_cells(row, result.machine) for row in rows]
+    parts.append(f"<h2>Layouts, fastest first</h2>{_table(LAYOUTS, zip(kinds, cells))}")
     if result.rejected:
         parts.append(_rejected_table(result.rejected))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Tuning: {text(result.title)}</title><style>{STYLE}</style></head>"
+        f"<title>Tuning: {escape(result.title)}</title><style>{STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
-
-
-def text(value: object) -> str:
-    """Escaped for HTML."""
-    return escaping.escape(str(value))
 
 
 def _figures(ranked: list[LayoutResult]) -> list[str]:
     """The charts: seconds against memory, predictions, and the best of each tp and pp."""
     memory = [(row.candidate.label, max(row.memory) / 1e9, row.seconds) for row in ranked]
-    predicted = [(row.candidate.label, row.predicted, row.seconds) for row in ranked]
-    drawings = {
-        "Seconds an iteration against memory": charts.scatter(
-            memory, "GB on the fullest rank", "seconds"
-        ),
-        "Predicted against measured seconds": charts.scatter(
-            predicted, "predicted seconds", "measured seconds", same_scale=True
-        ),
-    }
+    predicted = [
+        (row.candidate.label, row.candidate.prediction.seconds, row.seconds) for row in ranked
+    ]
+    by_memory = charts.scatter(memory, "GB on the fullest rank", "seconds")
+    accuracy = charts.scatter(predicted, "predicted seconds", "measured seconds", same_scale=True)
+    drawings = {"Seconds an iteration against memory": by_memory}
+    drawings["Predicted against measured seconds"] = accuracy
     cells: dict[tuple[int, int], float] = {}
     for row in ranked:
         layout = row.candidate.config.layout
@@ -91,7 +87,7 @@ def _figures(ranked: list[LayoutResult]) -> list[str]:
     if len(cells) > 1:
         drawings["Best seconds over tp and pp"] = charts.heat_map(cells)
     return [
-        f"<figure><figcaption>{text(title)}</figcaption>{drawing}</figure>"
+        f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
         for title, drawing in drawings.items()
     ]
 
@@ -107,25 +103,13 @@ REASONS = {"how many": "", "why (an example)": "text long"}
 
 def _table(columns: dict[str, str], rows: Iterable[tuple[str, Sequence[object]]]) -> str:
     """A table; each row is its own CSS class, and its cells."""
-    head = "".join(f"<th{_class(kind)}>{name}</th>" for name, kind in columns.items())
+    head = "".join(f'<th class="{kind}">{name}</th>' for name, kind in columns.items())
     lines = [f"<tr>{head}</tr>"]
     for row_kind, row in rows:
         cells = zip(columns.values(), row, strict=True)
-        line = "".join(f"<td{_class(kind)}>{text(value)}</td>" for kind, value in cells)
-        lines.append(f"<tr{_class(row_kind)}>{line}</tr>")
+        line = "".join(f'<td class="{kind}">{escape(str(value))}</td>' for kind, value in cells)
+        lines.append(f'<tr class="{row_kind}">{line}</tr>')
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""
-
-
-def _layouts_table(result: SearchResult) -> str:
-    """Every measured layout with all its figures, the fastest one marked."""
-    kinds = ["" if row.ok else "failed" for row in result.rows]
-    if result.ranked:
-        kinds[0] = "first"
-    return _table(LAYOUTS, zip(kinds, (_cells(row, result.machine) for row in result.rows)))
 
 
 def _cells(row: LayoutResult, machine: Machine) -> list[object]:
@@ -136,7 +120,7 @@ def _cells(row: LayoutResult, machine: Machine) -> list[object]:
         measured = [
             format_number(row.seconds),
             f"{row.spread:.0%}",
-            format_number(row.predicted),
+            format_number(row.candidate.prediction.seconds),
             f"{row.rate('tokens_per_second'):,.0f}",
             format_number(hardware),
             f"{model / peak:.1%}",
@@ -155,7 +139,7 @@ def _rejected_table(rejected: list[Rejected]) -> str:
         alike.setdefault(re.sub(r"\d[\d.]*", "#", entry.reason), []).append(entry.reason)
     counted = sorted(((len(reasons), reasons[0]) for reasons in alike.values()), reverse=True)
     reasons = _table(REASONS, (("", cells) for cells in counted))
-    every = "".join(f"<li>{text(result_tables.rejection_line(entry))}</li>" for entry in rejected)
+    every = "".join(f"<li>{escape(result_tables.rejection_line(entry))}</li>" for entry in rejected)
     return (
         f"<h2>Rejected without a run: {len(rejected)}</h2>{reasons}"
         f"<details><summary>all of them</summary><ul>{every}</ul></details>"

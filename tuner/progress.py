@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from config.messages import UserError
-from tuner.search_space import Candidate
 from tuner.trials import Trial
 
 TABLE_ROWS = 15  # the newest trials, in the live table
@@ -61,7 +60,7 @@ class ProgressView:
         self.ranks, self.budget = ranks, budget
         self.finished: list[Trial] = []
         self.best: Trial | None = None  # the fastest of this session
-        self.running: tuple[Candidate, float] | None = None  # and when it started
+        self.running, self.since = "", 0.0  # the label of the running trial, and its start
         self.live: Any = None  # a rich.live.Live on a terminal
 
     def __enter__(self) -> "ProgressView":
@@ -83,14 +82,10 @@ class ProgressView:
         else:
             print(line, flush=True)
 
-    def trial_started(self, candidate: Candidate) -> None:
-        """Show that a trial runs."""
-        self.running = candidate, time.monotonic()
-
     def trial_finished(self, trial: Trial) -> None:
         """Print a trial's outcome."""
         self.finished.append(trial)
-        self.running = None
+        self.running = ""
         count = len(self.finished)
         text, best = f"{trial.status}: {trial.reason}", ""
         if trial.status == "ok":
@@ -109,8 +104,7 @@ class ProgressView:
         best, count = self.best, len(self.finished)
         captions = [f"best {best.label}: {best.median:.3f} s"] if best else []
         if self.running:
-            candidate, start = self.running
-            captions.append(f"running {candidate.label} for {time.monotonic() - start:.0f} s")
+            captions.append(f"running {self.running} for {time.monotonic() - self.since:.0f} s")
         title = f"{count} trials on {self.ranks} ranks, {self.budget.left(count)}"
         table = Table(title=title, caption="; ".join(captions))
         for name in ("layout", "s/iteration", "spread", "predicted", "ratio", "GB", "TFLOPs"):

@@ -64,11 +64,6 @@ class LayoutResult:
         return (max(steps) - min(steps)) / self.seconds
 
     @property
-    def predicted(self) -> float:
-        """Seconds that the planner predicts."""
-        return self.candidate.prediction.seconds
-
-    @property
     def memory(self) -> list[float]:
         """Bytes of the fullest rank of each stage, the largest of all trials."""
         return [max(stage) for stage in zip(*(t.peak_memory for t in self.trials))]
@@ -116,7 +111,7 @@ def top_line(row: LayoutResult) -> str:
     return (
         f"{row.candidate.label:36} {row.seconds:9.3f} s/iteration, spread {row.spread:.0%}, "
         f"{row.rate('tokens_per_second'):,.0f} tokens/s, {max(row.memory) / GIGA:.2f} GB, "
-        f"predicted {row.predicted:.3f} s"
+        f"predicted {row.candidate.prediction.seconds:.3f} s"
     )
 
 
@@ -131,12 +126,11 @@ def summary(result: SearchResult) -> list[str]:
         result.ending[0].upper() + result.ending[1:] + ".",
     ]
     if ranked:
-        ratios = [row.seconds / row.predicted for row in ranked]
+        ratios = [row.seconds / row.candidate.prediction.seconds for row in ranked]
         middle = statistics.median(ratios)
         rest = statistics.mean(abs(ratio / middle - 1) for ratio in ratios)
-        lines += [
-            f"Measured over predicted: median {middle:.2f}, mean deviation from it {rest:.0%}."
-        ]
+        error = f"median {middle:.2f}, mean deviation from it {rest:.0%}"
+        lines.append(f"Measured over predicted: {error}.")
     repeated = trials.repeated_medians(result.trials)
     if repeated:
         longest = max(repeated, key=len)
@@ -178,8 +172,9 @@ def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
     model, layout, training = config.model, config.layout, config.training
     measured = ["", "", ""]
     if row.ok:
-        rate = format_number(row.rate("tflops_hardware"))
-        measured = [format_memory(max(row.memory)), format_number(row.seconds), rate]
+        rate, memory = format_number(row.rate("tflops_hardware")), max(row.memory) / GIGA
+        size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
+        measured = [size, format_number(row.seconds), rate]
     options = " ".join(label.split()[4:])
     shape = f"h {model.hidden}, {model.heads} heads, {model.layers} layers"
     dates = ", ".join(sorted({t.started[5:10] for t in row.trials}))
@@ -257,7 +252,7 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
         "zero_stage": layout.zero,
         "status": {"ok": "ok", "oom": "OOM", "hang": "hang"}.get(row.trials[0].status, "fail"),
         "trials": len(row.trials),
-        "predicted_sec": f"{row.predicted:.6g}",
+        "predicted_sec": f"{row.candidate.prediction.seconds:.6g}",
         "note": "; ".join(row.notes),
     }
     if row.ok:
@@ -287,8 +282,3 @@ def format_size(count: float) -> str:
     """A number of parameters, as 181B, 1.3B, 124M."""
     unit, name = (1e9, "B") if count >= 1e9 else (1e6, "M") if count >= 1e6 else (1e3, "K")
     return f"{count / unit:.3g}{name}"
-
-
-def format_memory(size: float) -> str:
-    """A number of bytes, as 47GB or 0.31GB."""
-    return f"{size / GIGA:.0f}GB" if size >= 10 * GIGA else f"{size / GIGA:.2f}GB"

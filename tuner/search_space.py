@@ -7,11 +7,10 @@ Every value of the axes below is tried, unless it is given. Layouts that run the
 schedules without a pipeline, two partitions with equal stages) are listed once.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from config.messages import UserError
@@ -52,7 +51,7 @@ class Candidate:
 
         Options at their defaults are left out: a key stays valid when train.py gets a new one.
         """
-        training = dataclasses.replace(self.config.training, **FULL_BATCH)
+        training = replace(self.config.training, **FULL_BATCH)
         place = Run(device=self.config.run.device, backend=self.config.run.backend)
         same = Config(self.config.model, self.config.layout, training, run=place)
         return hashlib.sha256(" ".join(to_cli_args(same)).encode()).hexdigest()[:12]
@@ -74,7 +73,7 @@ def to_cli_args(config: Config) -> list[str]:
     """The arguments that make train.py run `config`: every option that is not at its default."""
     found = []
     for group, cls in GROUPS.items():
-        for field in dataclasses.fields(cls):
+        for field in fields(cls):
             value = getattr(getattr(config, group), field.name)
             name = field.name.replace("_", "-")
             if isinstance(value, bool) and value != field.default:
@@ -89,22 +88,17 @@ def candidates(
 ) -> tuple[list[Candidate], list[Rejected]]:
     """All runs of `config`'s model on that many ranks, fastest predicted first; and the rest.
 
-    `given` lists the values to try of dp or one of AXES; of the other axes all values are tried.
-    Layout options that are no axis keep `config`'s values. Raises UserError if the model itself is
-    impossible.
+    `given` lists the values to try of some AXES; of the others all values are tried. Other layout
+    options, dp too, keep `config`'s values. UserError if the model itself is impossible.
     """
-    layout_options = dataclasses.asdict(config.layout)
-    fixed = {k: v for k, v in layout_options.items() if k not in (*AXES, "dp")}
+    layout_options = asdict(config.layout)
+    fixed = {name: value for name, value in layout_options.items() if name not in AXES}
     fixed |= {name: given[name] for name in ("tp", "pp", *INNER_AXES) if name in given}
+    # Of two layouts that run the same program, the first is kept.
     seen: set[tuple] = set()
     found, rejected = [], []
 
     def wanted(layout: Layout) -> bool:
-        tp, pp, dp = layout.tp, layout.pp, given.get("dp", [layout.dp])[0]
-        if dp != layout.dp:
-            reason = f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks"
-            rejected.append(Rejected({"tp": tp, "pp": pp}, reason))
-            return False
         program = _program(config, layout)
         new = program not in seen
         seen.add(program)
@@ -115,36 +109,25 @@ def candidates(
         question = config.model, config.training, machine, ranks
         ranked, refused = layouts.rank(*question, fixed | outer, wanted)
         for entry in ranked:
+            candidate = Candidate(replace(config, layout=entry.layout), entry.prediction)
             try:
-                found.append(Candidate(with_layout(config, entry.layout), entry.prediction))
+                check_any_length(candidate.config, ranks)
+                found.append(candidate)
             except UserError as error:
-                names = ("tp", "pp", "dp", *INNER_AXES, *OUTER_AXES)
-                place = {name: getattr(entry.layout, name) for name in names}
-                refused.append(Rejected(place, str(error)))
+                refused.append(Rejected({"layout": candidate.label}, str(error)))
         rejected += refused
-    once: dict[tuple, Rejected] = {}
-    for refusal in rejected:
-        once.setdefault((*sorted(refusal.layout.items()), refusal.reason), refusal)
+    once = {(*sorted(entry.layout.items()), entry.reason): entry for entry in rejected}
     return sorted(found, key=lambda c: c.prediction.seconds), list(once.values())
 
 
-def with_layout(config: Config, layout: Layout) -> Config:
-    """A run with that layout, dp filled in; UserError if it or its ramp-up cannot be trained."""
-    run = dataclasses.replace(config, layout=layout)
-    check_any_length(run, math.prod(layout.axes.values()))
-    return run
-
-
-def choices(axis: str) -> list:
-    """Every value of an axis that train.py offers."""
-    if axis == "partition":
+def choices(option: str) -> list:
+    """Every value of an option that train.py offers, the default first."""
+    if option == "partition":
         return ["balanced", "blocks", "layers"]
-    if axis == "sequence_parallel":
+    if option == "sequence_parallel":
         return [False, True]
-    field = next(f for f in dataclasses.fields(Layout) if f.name == axis)
-    values = list(field.metadata["choices"])
-    # The default first: of two layouts that run the same program, the first is kept.
-    return sorted(values, key=lambda value: value != field.default)
+    field = next(f for cls in GROUPS.values() for f in fields(cls) if f.name == option)
+    return sorted(field.metadata["choices"], key=lambda value: value != field.default)
 
 
 def _program(config: Config, layout: Layout) -> tuple:
@@ -165,6 +148,6 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
     That is certain only if they differ in nothing but micro-batch size and recomputation.
     """
     a, b = candidate.config.layout, other.config.layout
-    same = dataclasses.replace(a, micro_batch_size=b.micro_batch_size, recompute=b.recompute) == b
+    same = replace(a, micro_batch_size=b.micro_batch_size, recompute=b.recompute) == b
     kept = RECOMPUTE_BY_MEMORY.index(a.recompute) >= RECOMPUTE_BY_MEMORY.index(b.recompute)
     return same and kept and a.micro_batch_size >= b.micro_batch_size

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Session:
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         self.tried = sweeps.tried_values(options.tried)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
-        axes = {"dp", *search_space.AXES} & request.given
+        axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in axes}
         self.held |= {k: v for k, v in self.tried.items() if hasattr(self.config.layout, k)}
         self.out = Path(self.config.run.out)
@@ -58,7 +59,7 @@ class Session:
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
-        self.ending = "every layout has been measured"
+        self.subject, self.ending = "the fastest layout", "every layout has been measured"
         self.view = ProgressView(options.ranks, self.budget)
 
     def _request(self, *more: str) -> command_line.Request:
@@ -82,11 +83,6 @@ class Session:
 
     def result(self) -> SearchResult:
         """Everything that the report contains."""
-        options, subject = self.options, "the fastest layout"
-        if options.sweep:
-            subject = f"sweep of {options.sweep}"
-        elif options.max_params or options.min_ranks:
-            subject = "the largest model" if options.max_params else "fewest ranks"
         return SearchResult(
             trials=[t for t in self.store.trials if t.key in self.wanted],
             candidates=list(self.wanted.values()),
@@ -94,8 +90,8 @@ class Session:
             machine=self.machine,
             ending=self.ending,
             command=self.command,
-            tokens=options.tokens,
-            title=f"{subject} on {options.ranks} ranks",
+            tokens=self.options.tokens,
+            title=f"{self.subject} on {self.options.ranks} ranks",
         )
 
     def command(self, candidate: Candidate) -> list[str]:
@@ -120,10 +116,13 @@ class Session:
         space = self.config, self.machine, options.ranks, self.held
         if options.sweep:
             values = self.tried.get(options.sweep.replace("-", "_"), [])
+            self.subject = f"sweep of {options.sweep}"
             runs, self.rejected = sweeps.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
         elif options.max_params or options.min_ranks:
-            find = sweeps.largest_model if options.max_params else sweeps.fewest_ranks
+            self.subject, find = "fewest ranks", sweeps.fewest_ranks
+            if options.max_params:
+                self.subject, find = "the largest model", sweeps.largest_model
             self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
         else:
             named = [self._request("--model", name).config for name in options.models]
@@ -143,7 +142,8 @@ class Session:
         if self.options.all:
             self._measure_all(found, "all")
             return
-        search = Search([point(c) for c in found], self.options.gain / 100)
+        points = [Point(c.label, c.prediction.seconds, features(c.config)) for c in found]
+        search = Search(points, self.options.gain / 100)
         self.wanted |= {c.key: c for c in found}
         for index, candidate in enumerate(found):
             for trial in self.store.of(candidate.key):
@@ -208,16 +208,11 @@ class Session:
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it."""
-        self.view.trial_started(candidate)
+        self.view.running, self.view.since = candidate.label, time.monotonic()
         trial = trials.run(candidate, self.runner, len(self.store.trials), tag)
         self.store.add(trial)
         self.view.trial_finished(trial)
         return trial
-
-
-def point(candidate: Candidate) -> Point:
-    """A candidate as a point of the search."""
-    return Point(candidate.label, candidate.prediction.seconds, features(candidate.config))
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:

@@ -6,16 +6,17 @@
 A sweep changes one option and keeps the others: the layout is the given one, or the planner's best.
 """
 
-import dataclasses
+import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from config.command_line import reshape
 from config.messages import UserError
 from config.model_stats import parameters
-from config.schema import GROUPS, Config, Layout
+from config.schema import Config, Layout
+from config.validation import check_any_length
 from planner import layouts
 from planner.hardware import Machine
 from planner.layouts import Rejected
@@ -60,10 +61,9 @@ def _tried_value(name: str, text: str) -> bool | int | str:
     if text in ("true", "false"):
         return text == "true"
     value = int(text) if text.isdigit() else text
-    field = {f.name: f for f in dataclasses.fields(Layout)}.get(name)
-    if field and field.metadata["choices"] and value not in field.metadata["choices"]:
-        choices = ", ".join(map(str, field.metadata["choices"]))
-        raise UserError(f"--try {name}: {text} is not one of {choices}")
+    choices = {f.name: f.metadata["choices"] for f in fields(Layout)}.get(name)
+    if choices and value not in choices:
+        raise UserError(f"--try {name}: {text} is not one of {', '.join(map(str, choices))}")
     return value
 
 
@@ -75,18 +75,19 @@ def sweep(
     `given` are layout fields that are held; `values` replace the sweep's own. UserError if no
     layout can run.
     """
-    swept = SWEEPS[name][1]
-    axes = [axis for axis in (*INNER_AXES, *OUTER_AXES) if axis != swept]
-    held = _as_given(config, axes) | given
+    group, swept = SWEEPS[name]
+    held = _as_given(config, {*INNER_AXES, *OUTER_AXES} - {swept}) | given
     if name == "topology":
         return search_space.candidates(config, machine, ranks, held)
     best = _candidates("layout to sweep", config, machine, ranks, held)[0]
     base = replace(config, layout=best.config.layout)
     runs, rejected = [], []
     for value in values or _default_values(name, base):
+        old, change = getattr(base, group), {swept: value}
         try:
-            changed = _changed(name, base, value)
-            run = search_space.with_layout(changed, changed.layout)
+            new: Any = reshape(old, change) if group == "model" else replace(old, **change)
+            run = replace(base, **{group: new})
+            check_any_length(run, ranks)
             prediction = predict(run.model, run.layout, run.training, machine)
             runs.append(Candidate(run, prediction))
         except UserError as error:
@@ -115,30 +116,17 @@ def _default_values(name: str, config: Config) -> list:
     model, batch, tp = config.model, config.training.global_batch_size, config.layout.tp
     if name == "micro-batch":
         return list(layouts.MICRO_BATCHES)
-    if name in ("recompute", "zero"):
-        return search_space.choices(name)
     if name == "global-batch":
         return [size for size in (batch // 4, batch // 2, batch, 2 * batch, 4 * batch) if size]
     if name == "heads":
-        sizes = [d for d in HEAD_SIZES if model.hidden % d == 0]
-        return [h for h in sorted({model.hidden // d for d in sizes}) if h % tp == 0]
+        counts = [model.hidden // d for d in reversed(HEAD_SIZES) if model.hidden % d == 0]
+        return [heads for heads in counts if heads % tp == 0]
     if name == "hidden":
         step = math.lcm(model.heads, 8 * tp, 2)
         middle = max(1, round(model.hidden / step))
         around = {round(middle * share) for share in (0.5, 0.75, 0.875, 1, 1.125, 1.25, 1.5)}
         return sorted(step * count for count in around if count)
-    group, option = SWEEPS[name]
-    field = next(f for f in dataclasses.fields(GROUPS[group]) if f.name == option)
-    return list(field.metadata["choices"])
-
-
-def _changed(name: str, config: Config, value: int | str) -> Config:
-    """The run with one option changed."""
-    group, option = SWEEPS[name]
-    old = getattr(config, group)
-    change: dict[str, Any] = {option: value}
-    change = {group: reshape(old, change) if group == "model" else replace(old, **change)}
-    return replace(config, **change)
+    return search_space.choices(SWEEPS[name][1])
 
 
 # ---- The largest model, the fewest ranks: by bisection with real runs ----------------------------
@@ -168,13 +156,13 @@ def largest_model(
 def scaled(config: Config, step: int) -> Config:
     """The model (1 + step/4) times as wide and deep, of the same head size."""
     model, factor = config.model, 1 + step / 4
-    heads = max(1, round(model.heads * factor))
-    kv_heads = heads if model.kv_heads == model.heads else model.kv_heads
-    heads = -(-heads // kv_heads) * kv_heads
-    ffn = None if model.ffn_hidden == model.default_ffn() else round(model.ffn_hidden * factor)
-    changes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "ffn_hidden": ffn}
-    changes |= {"layers": max(1, round(model.layers * factor)), "hidden": heads * model.head_size}
-    return replace(config, model=replace(model, **changes))
+    group = 1 if model.kv_heads == model.heads else model.kv_heads  # heads are a multiple of it
+    heads = max(1, -(-round(model.heads * factor) // group)) * group
+    changes = {"heads": heads, "hidden": heads * model.head_size}
+    changes["layers"] = max(1, round(model.layers * factor))
+    if model.ffn_hidden != model.default_ffn():
+        changes["ffn_hidden"] = round(model.ffn_hidden * factor)
+    return replace(config, model=reshape(model, changes))
 
 
 def fewest_ranks(
@@ -183,10 +171,8 @@ def fewest_ranks(
     """The fewest ranks, of the powers of two up to `ranks`, on which the model trains."""
     runs = []
     for power in range(ranks.bit_length()):
-        try:
+        with contextlib.suppress(UserError):  # no layout of this many ranks is possible
             runs.append(least_memory(config, machine, 2**power, given))
-        except UserError:  # no layout of this many ranks is possible
-            continue
     low, high = _bisect(-1, len(runs), lambda index: not attempt(runs[index]))
     return runs[high] if high < len(runs) else None, runs[low] if low >= 0 else None
 

@@ -218,7 +218,10 @@ def classify(
     exit_status: int | None, log: str, out: Path, steps: int, time_limit: float
 ) -> tuple[str, str, list[dict[str, Any]]]:
     """Status, reason and rows of a trial that ended with `exit_status` (None: over the limit)."""
-    rows = read_metrics(out / "metrics.jsonl")
+    metrics = out / "metrics.jsonl"
+    # The text after the last line's end is empty, or a line that is incomplete.
+    written = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    rows = [row for row in map(json.loads, written) if "loss" in row]
     for row in rows:
         if not math.isfinite(row["loss"]):
             return "diverged", f"the loss is {row['loss']} at step {row['iteration']}", rows
@@ -242,12 +245,6 @@ def classify(
     causes = ([line for line in lines if text in line] for text in ("Error", ": DEAD: ", ""))
     cause = next((found[-1][:300] for found in causes if found), "no output")
     return "crash", f"status {exit_status}: {cause}", rows
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of steps in a metrics.jsonl; a last line that is incomplete is left out."""
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [row for row in map(json.loads, lines) if "loss" in row]
 
 
 # ---- The file of trials --------------------------------------------------------------------------
