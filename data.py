@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,21 +24,8 @@ from corpora.blends import Blend, blend_order, normalise, parse_blend
 from corpora.sample_order import SPLITS, GPTSamples, TextSpan, split_ranges, tokens_per_epoch
 from corpora.token_files import IndexedDataset
 
-SURPLUS = (
-    0.005  # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition
-)
-
-
-class Samples(Protocol):
-    """What a batch is made of: sample k is the same on every rank and in every layout."""
-
-    def __len__(self) -> int: ...
-
-    def sample(self, k: int) -> np.ndarray:
-        """int64, (seq_length + 1,): the labels are the tokens, one further on."""
-
-    def spans(self, k: int) -> list[TextSpan]:
-        """Which text sample k was cut from, to say what the model was reading at a loss spike."""
+# Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
+SURPLUS = 0.005
 
 
 class Synthetic:
@@ -63,6 +49,10 @@ class Synthetic:
     def spans(self, k: int) -> list[TextSpan]:
         """None: there is no text."""
         return []
+
+
+# What a batch is made of: sample k is the same on every rank and in every layout.
+Samples = Synthetic | GPTSamples | Blend
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
 from distributed.collectives import MAX, Group
-from parallel import (
-    ColumnLinear,
-    ParamFactory,
-    ParamSpec,
-    RowLinear,
-    VocabEmbedding,
-    column_linear,
-)
+from parallel import ColumnLinear, ParamFactory, ParamSpec, RowLinear, VocabEmbedding, column_linear
 from schedules.partition import StageSpec
 
 # ---- Norms and positions -------------------------------------------------------------------------

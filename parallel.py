@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distributed.collectives import Group, Handle
+from distributed.collectives import Group
 from distributed.mesh import Mesh
 
 # ---- Parameters: drawn by global name and global index, so every layout starts equal -------------
@@ -262,24 +262,26 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         """Gradients of x, weight and bias, in their shapes, by the product's."""
         x, weight, bias = ctx.saved_tensors
-        tp, waits, whole = ctx.tp, [], x
+        tp, whole, gathering, summing = ctx.tp, x, None, None
         if ctx.gathered and ctx.defer is None:
             whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-            waits.append(tp.all_gather(whole, x))
+            gathering = tp.all_gather(whole, x)
         dx = grad @ weight
+        if gathering is not None:
+            gathering.wait()
         if ctx.gathered:
             summed = torch.empty_like(x)
-            _wait_all(waits)
-            waits, dx = [tp.reduce_scatter(summed, dx)], summed
+            summing, dx = tp.reduce_scatter(summed, dx), summed
         elif tp is not None:
-            waits.append(tp.all_reduce(dx))
+            summing = tp.all_reduce(dx)
         if ctx.defer is None:
             gradients = _weight_gradients(whole, grad, bias is not None)
         else:
             gathered, has_bias = tp if ctx.gathered else None, bias is not None
             ctx.defer(lambda: _weight_gradients(_gather(x, gathered), grad, has_bias))
             gradients = [None]
-        _wait_all(waits)
+        if summing is not None:
+            summing.wait()
         dweight, dbias = (*gradients, None)[:2]
         return dx, dweight, dbias, None, None, None
 
@@ -289,11 +291,6 @@ def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> list[Tensor]:
     rows = grad.flatten(0, -2)
     gradients = [rows.t() @ x.flatten(0, -2)]
     return [*gradients, rows.sum(0)] if has_bias else gradients
-
-
-def _wait_all(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.wait()
 
 
 def linear(

@@ -24,12 +24,7 @@ from distributed import preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
-from distributed.stop_conditions import (
-    STOPPED_EARLY,
-    RequestedAction,
-    Signals,
-    StopConditions,
-)
+from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from model import Stage, attention_kernel
 from parallel import CPU, ParamFactory
 from pipeline import Pipeline

@@ -50,7 +50,8 @@ class Optimizer:
     """Owns a rank's weights, gradients and optimizer state; see the module's picture.
 
     Parameters come in as the ParamFactory drew them, in fp32 at least; they leave as views of flat
-    buffers in its compute precision, and the master copy keeps what was drawn.
+    buffers in its compute precision, and the master copy keeps what was drawn. kernel: what runs.
+    state_kinds, state_name: what a checkpoint calls its tensors, and all of the state.
     """
 
     def __init__(
@@ -77,6 +78,10 @@ class Optimizer:
         for group in self.groups:
             family, decay = group.key.family, not group.key.no_decay
             group.rule = update_rules.make_rule(training, family, group.masters, decay)
+        kernels = dict.fromkeys(group.rule.kernel for group in self.groups)
+        self.kernel = "; ".join(kernels) or "none"
+        self.state_kinds = update_rules.state_kinds(training.optimizer)
+        self.state_name = update_rules.interchangeable(training.optimizer)
 
     def _make_buckets(
         self, stages: nn.ModuleList, factory: ParamFactory, zero: int
@@ -100,11 +105,6 @@ class Optimizer:
         if self._overlap:
             self._wait_in_forward(stages)
         return self.buckets
-
-    @property
-    def kernel(self) -> str:
-        """The optimizer kernels in use, for the start-up lines."""
-        return "; ".join(dict.fromkeys(group.rule.kernel for group in self.groups)) or "none"
 
     # -- during the passes ------------------------------------------------------------------
 
@@ -216,9 +216,8 @@ class Optimizer:
 
     def _update(self, lr: float, norm: float) -> None:
         """Update group by group, the first layers first: their weights are needed first."""
-        clip, factor = self.training.clip_grad, 1.0
-        if clip > 0:
-            factor = min(1.0, clip / (norm + 1e-6))
+        clip = self.training.clip_grad
+        factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
         for group in reversed(self.groups):
             group.update(factor / self.scale.value, lr)
@@ -239,16 +238,6 @@ class Optimizer:
         return total
 
     # -- checkpoints ------------------------------------------------------------------------
-
-    @property
-    def state_kinds(self) -> tuple[str, ...]:
-        """The optimizer's tensors, each with one element for every element of the weights."""
-        return update_rules.state_kinds(self.training.optimizer)
-
-    @property
-    def state_name(self) -> str:
-        """What a checkpoint calls this kind of state."""
-        return update_rules.interchangeable(self.training.optimizer)
 
     def owned(self) -> list[ParamShard]:
         """All that this rank holds of master weights and optimizer state, to read or to write."""

@@ -69,6 +69,7 @@ class Checkpointer:
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.enabled = bool(self.run.save_every or self.run.save_every_minutes)
+        self._all_kinds = ("weights", *optimizer.state_kinds)
         self.kinds = ("weights",) if self.run.save_weights_only else self._all_kinds
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
@@ -139,10 +140,6 @@ class Checkpointer:
             size = count * self._element_bytes(self._all_kinds)
             self._seconds = size / SLOW_DISK_BYTES_PER_SECOND
         return self._seconds * (2 if self.saving else 1)
-
-    @property
-    def _all_kinds(self) -> tuple[str, ...]:
-        return ("weights", *self.optimizer.state_kinds)
 
     def _element_bytes(self, kinds: tuple[str, ...]) -> int:
         """Bytes of one parameter in a checkpoint; 0 on a rank that owns none (never rank 0)."""

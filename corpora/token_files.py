@@ -19,7 +19,6 @@ import array
 import os
 import struct
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -30,11 +29,6 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document boundaries
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
 BLOCK = 1 << 22  # sequences checked at a time, to bound temporary memory
-
-
-def token_type(vocab_size: int) -> np.dtype:
-    """Type of the tokens in a .bin: the threshold is Megatron's, a little below 2^16."""
-    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class IndexedDataset:
@@ -159,7 +153,8 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: str, vocab_size: int):
         self.prefix, self.vocab_size, self.tokens = prefix, vocab_size, 0
-        self.token_type = token_type(vocab_size)
+        # The threshold is Megatron's, a little below 2^16.
+        self.token_type = np.dtype("<u2" if vocab_size < 65500 else "<i4")
         self._lengths, self._documents = array.array("i"), array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
         try:
@@ -209,15 +204,11 @@ class IndexedDatasetWriter:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
             for column in (lengths, np.cumsum(sizes) - sizes, np.array(self._documents, "<i8")):
                 file.write(column.tobytes())
-            _flush(file)
-        _flush(self._file)
+            for written in (file, self._file):
+                written.flush()
+                os.fsync(written.fileno())
         # An old index must never describe the new tokens: it is removed first, and the new one,
         # without which there is no dataset, is renamed last.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
         for suffix in (".bin", ".idx"):
             os.replace(self._partial + suffix, self.prefix + suffix)
-
-
-def _flush(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

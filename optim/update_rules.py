@@ -12,7 +12,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,26 +55,7 @@ def interchangeable(optimizer: str) -> str:
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
-class UpdateRule(Protocol):
-    """What zero.py uses of a rule. kernel: what runs. steps: updates so far."""
-
-    kernel: str
-    steps: int
-
-    def update(self, gradients: list[Tensor], lr: float) -> None:
-        """One step on all master tensors, by gradients of their shapes and type."""
-
-    def state_bytes(self) -> int:
-        """Bytes of the state that exists now, masters not counted."""
-
-    def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
-
-    def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """Set elements from `start` on of a state tensor of master `index`."""
-
-
-def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> UpdateRule:
+def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
     """The rule of --optimizer for master tensors of one family and one weight-decay rule.
 
     Raises UserError if the package that it needs is not installed.
@@ -109,7 +90,10 @@ class _Library(NamedTuple):
 
 
 class _TorchOptimizerRule:
-    """Runs a library's optimizer, and makes its state before the first step, to load into."""
+    """Runs a library's optimizer, and makes its state before the first step, to load into.
+
+    kernel: what runs. steps: updates so far.
+    """
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
         self.masters, self.library, self.kernel = masters, library, library.kernel
@@ -118,7 +102,7 @@ class _TorchOptimizerRule:
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """As UpdateRule.update, by the library's own step."""
+        """One step on all master tensors, by gradients of their shapes and type."""
         self.steps += 1
         if self.optimizer is None:
             return
@@ -135,17 +119,19 @@ class _TorchOptimizerRule:
             master.grad = None
 
     def state_bytes(self) -> int:
+        """Bytes of the state that exists now, masters not counted."""
         tensors = [t for s in self.states.values() for t in s.values() if isinstance(t, Tensor)]
         return sum(t.nbytes for t in tensors)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
         tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
             return torch.zeros(stop - start, device=master.device)
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """As UpdateRule.write; state of one number a row or a column takes it from `values`."""
+        """Set elements from `start` on; state of one number a row or column takes it from them."""
         tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
             return
@@ -219,6 +205,7 @@ def _apex() -> Callable[..., torch.optim.Optimizer]:
 class _Adam8bit:
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
+    Its attributes and methods are those of _TorchOptimizerRule.
     Masters are flat, of a multiple of BLOCK elements. The codes of the signed map are made
     symmetric: then the largest of a block is always code 1 or -1, and a moment that was written
     out in fp32 is read back to the same bits.
@@ -250,7 +237,6 @@ class _Adam8bit:
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """As UpdateRule.update, by bitsandbytes' blockwise kernel."""
         self.steps += 1
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
             codes = [of_kind[i] for of_kind in self.codes.values()]
@@ -275,7 +261,7 @@ class _Adam8bit:
         return values[start - first * BLOCK :][: stop - start]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """As UpdateRule.write; ValueError if `start` is not the start of a block."""
+        """ValueError if `start` is not the start of a block."""
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
@@ -287,3 +273,6 @@ class _Adam8bit:
         codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], middles)
         self.codes[kind][index][start : start + count] = codes.view(-1).to(torch.uint8)
         self.scales[kind][index][start // BLOCK : (start + count) // BLOCK] = scales
+
+
+UpdateRule = _TorchOptimizerRule | _Adam8bit
