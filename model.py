@@ -186,10 +186,8 @@ class Embedding(nn.Module):
         self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
-            shape = (model.max_positions, h)
-            self.positions = factory.parameter(
-                "embedding.positions.weight", shape, std=factory.std, decay=True
-            )
+            name, shape = "embedding.positions.weight", (model.max_positions, h)
+            self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -131,9 +131,8 @@ def draw_normal(
     Element i of the whole tensor is a function of (seed, name, i) alone: splitmix64's i-th output,
     its halves turned into a normal by Box and Muller. Any slice can be drawn by itself.
     """
-    key = int.from_bytes(
-        hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True
-    )
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    key = int.from_bytes(digest[:8], "little", signed=True)
     outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
     result = torch.empty(outer, (stop - start) * inner, dtype=torch.float64, device=device)
     columns = torch.arange(start * inner, stop * inner, device=device)
@@ -348,9 +347,9 @@ class ColumnLinear(nn.Module):
         bias: bool,
     ):
         super().__init__()
-        self.factory = factory
+        self.factory, whole = factory, (*shape, inputs)
         self.weight = factory.parameter(
-            f"{name}.weight", (*shape, inputs), std=factory.std, dim=dim, decay=True
+            f"{name}.weight", whole, std=factory.std, dim=dim, decay=True
         )
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
@@ -367,10 +366,8 @@ class RowLinear(nn.Module):
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
         super().__init__()
-        self.factory = factory
-        self.weight = factory.parameter(
-            f"{name}.weight", (outputs, inputs), std=std, dim=1, decay=True
-        )
+        self.factory, shape = factory, (outputs, inputs)
+        self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=1, decay=True)
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -68,14 +68,9 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     """
     layout, training = config.layout, config.training
     mesh = Mesh(layout.axes, context)
-    factory = ParamFactory(
-        mesh,
-        DTYPES[training.precision],
-        context.device if context else CPU,
-        training.seed,
-        training.init_std,
-        layout.sequence_parallel,
-    )
+    dtype, device = DTYPES[training.precision], context.device if context else CPU
+    seed, std = training.seed, training.init_std
+    factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel)
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)
     own = [spec for spec in specs if spec.index == mesh.pp.rank]

@@ -65,7 +65,6 @@ class Optimizer:
         self.specs = [p.spec for p in stages.parameters()]
         self._targets, self._next = 1, 0
         self._reducing: list[Handle] = []
-        self._gathering: dict[ParamGroup, Handle] = {}
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
         self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
@@ -161,7 +160,7 @@ class Optimizer:
 
             def hook(*_) -> None:
                 for bucket in own:
-                    self._wait_for_weights(bucket)
+                    bucket.wait_for_weights()
 
             return hook
 
@@ -170,15 +169,10 @@ class Optimizer:
                 for part in child if isinstance(child, nn.ModuleList) else (child,):
                     part.register_forward_pre_hook(wait_for(part))
 
-    def _wait_for_weights(self, group: ParamGroup) -> None:
-        handle = self._gathering.pop(group, None)
-        if handle is not None:
-            handle.wait()
-
     def finish_gathering(self) -> None:
         """Return when every weight is there; needed only where no forward pass waits for them."""
-        for group in list(self._gathering):
-            self._wait_for_weights(group)
+        for group in reversed(self.groups):
+            group.wait_for_weights()
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -221,14 +215,9 @@ class Optimizer:
         self.updates += 1
         for group in reversed(self.groups):
             group.update(factor / self.scale.value, lr)
-            self._all_gather_params(group)
+            group.all_gather_params()
         if not self._overlap:
             self.finish_gathering()
-
-    def _all_gather_params(self, group: ParamGroup) -> None:
-        handle = group.all_gather_params()
-        if handle is not None:
-            self._gathering[group] = handle
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, with the masters that are not the weights."""
@@ -257,5 +246,5 @@ class Optimizer:
             for group in self.groups:
                 group.rule.steps = self.updates
         for group in self.groups:
-            self._all_gather_params(group)
+            group.all_gather_params()
         self.finish_gathering()

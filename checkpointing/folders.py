@@ -92,11 +92,6 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def hidden_name(step: int, token: str) -> str:
-    """The name of a step's checkpoint while it is written; token: of one run."""
-    return f".{folder_name(step)}.{token}.partial"
-
-
 def step_of(folder: str) -> int:
     """The step in a checkpoint's name, -1 for other names."""
     match = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))

@@ -154,7 +154,8 @@ class Checkpointer:
         self.recorder.enter("save")
         self._wait()
         self._last_step, self._last_time = progress.iteration, time.monotonic()
-        hidden = os.path.join(self.parent, folders.hidden_name(progress.iteration, self.token))
+        name = folders.folder_name(progress.iteration)
+        hidden = os.path.join(self.parent, f".{name}.{self.token}.partial")
         if not self._broadcast(self.is_rank_0 and self._can_begin(hidden, progress.iteration)):
             return
         attributes = self._attributes(progress) if self.is_rank_0 else {}

@@ -94,6 +94,7 @@ class ParamGroup(ABC):
         self.key, self.mesh, self.sharded = key, mesh, sharded
         self.replicas = mesh.group(key.reduce_over[0])
         self.masters: list[Tensor] = []
+        self.gathering: Handle | None = None  # of the weights of every replica
         self._owned: list[tuple] = []
 
     def add_shard(
@@ -122,8 +123,14 @@ class ParamGroup(ABC):
         """Forget the gradients."""
 
     @abstractmethod
-    def all_gather_params(self) -> Handle | None:
-        """Begin to make the weights of every replica from the masters; None if nothing is sent."""
+    def all_gather_params(self) -> None:
+        """Begin to make the weights of every replica from the masters."""
+
+    def wait_for_weights(self) -> None:
+        """Return when every weight of the group is there."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
     def reduce_further(self) -> None:
         """Sum the owned gradients over the groups beyond the replicas: tied copies, partial terms.
@@ -249,12 +256,12 @@ class Bucket(ParamGroup):
         handle = self.replicas.reduce_scatter(section, whole)
         return _AddingHandle(handle, section, self.gradients, whole)
 
-    def all_gather_params(self) -> Handle | None:
+    def all_gather_params(self) -> None:
         """Write the updated masters into the weights, and start gathering them if sharded."""
         own = self._section_of(self.weights)
         if self.flat.dtype != self.weights.dtype:
             own.copy_(self.flat)
-        return self.replicas.all_gather(self.weights, own) if self.sharded else None
+        self.gathering = self.replicas.all_gather(self.weights, own) if self.sharded else None
 
 
 class _AddingHandle:

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from config.schema import Training
-from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
 from parallel import ParamFactory, ParamSpec
@@ -45,9 +44,8 @@ class FullyShardedGroup(ParamGroup):
         for p in self.parameters:
             p.grad = None
 
-    def all_gather_params(self) -> Handle | None:
+    def all_gather_params(self) -> None:
         """Nothing: torch gathers weights when it needs them."""
-        return None
 
 
 def shard_fully(
