@@ -237,6 +237,7 @@ class _Adam8bit:
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
+        """One step by bitsandbytes' blockwise kernel."""
         self.steps += 1
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
             codes = [of_kind[i] for of_kind in self.codes.values()]
