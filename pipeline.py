@@ -73,6 +73,11 @@ class Execution:
     def __init__(
         self, pipeline: Pipeline, schedule: Schedule, batches: Batches, loss_weight: float
     ):
+        """Raises ValueError if the layers defer weight gradients and the schedule has no W for
+        them, or the other way round: gradients would be missing.
+        """
+        if torch.is_grad_enabled() and schedule.split != (pipeline.deferred is not None):
+            raise ValueError(f"layers and schedule {schedule.name} disagree on a split backward")
         self.pipeline, self.mesh, self.schedule = pipeline, pipeline.mesh, schedule
         self.rank, self.actions = pipeline.mesh.pp.rank, schedule.ranks[pipeline.mesh.pp.rank]
         # The action whose result one takes, and its rank; none at the pipeline's ends.
@@ -125,11 +130,11 @@ class Execution:
         self.mesh.recorder.at("B", action.micro_batch)
         x, y = self.held.pop((action.stage, action.micro_batch))
         gradient = None if self._is_last(action) else self._take_input(action)
-        deferred = self.pipeline.deferred if self.schedule.split else None
-        if deferred is not None:
-            self.left[action.stage, action.micro_batch] = deferred.backward(y, gradient)
-        else:
+        deferred = self.pipeline.deferred
+        if deferred is None:
             torch.autograd.backward(y, gradient)
+        else:
+            self.left[action.stage, action.micro_batch] = deferred.backward(y, gradient)
         if action.stage > 0:
             dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
             self._pass_on(self.mesh.backward, dx, action, action.stage - 1)

@@ -186,3 +186,16 @@ def test_weight_gradients_wait_for_their_own_pass():
     assert len(hooked) == 1
     finish()  # nothing is left: it does not add a second time
     assert len(hooked) == 1
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_layers_that_defer_and_the_schedule_must_agree(split):
+    """Deferred gradients that no W computes would be missing in silence."""
+    plain = schedule.build("1f1b", 1, 2)
+    order = handmade.split(plain, 2) if split else plain
+    pipeline = pipeline_of(order, Wires(), 0)
+    pipeline.deferred = None if split else DeferredGradients()
+    with pytest.raises(ValueError, match="disagree on a split backward"):
+        Execution(pipeline, order, lambda m: (None, None), 1.0)
+    with torch.no_grad():
+        Execution(pipeline, order, lambda m: (None, None), 1.0)  # an evaluation defers nothing
