@@ -48,6 +48,19 @@ def test_programs_exist(page):
     assert [file for file in files if not (ROOT / file).exists() and file not in gone] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_tests_that_are_named_exist(page):
+    """`tests/test_a.py::test_b`; docs/security.md rests on them."""
+    named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page.read_text())
+    assert named or page.name != "security.md"
+    gone = [
+        f"{path}::{test}"
+        for path, test in named
+        if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
+    ]
+    assert gone == []
+
+
 def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_README_LINES
 
