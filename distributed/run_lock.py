@@ -86,15 +86,15 @@ class RunLock:
 
     def _check_free(self, found: bytes) -> None:
         """UserError if the owner of a lock runs."""
-        own, other = self.owner, _owner_in(found)
         if not found:
             return
+        own, other = self.owner, _owner_in(found)
         if other and (other.node, other.processes) == (own.node, own.processes):
-            if process_state(other.pid, other.started or -1) in ("gone", "dead"):
-                return
-        elif other and own.job and own.job == other.job and own.starts != other.starts:
-            return
-        elif self._is_silent(found):
+            stale = process_state(other.pid, other.started or -1) in ("gone", "dead")
+        else:
+            requeued = other and own.job and own.job == other.job and own.starts != other.starts
+            stale = requeued or self._is_silent(found)
+        if stale:
             return
         who = f"{other} since {other.since}" if other else "another process"
         raise UserError(
@@ -104,13 +104,13 @@ class RunLock:
 
     def _is_silent(self, found: bytes) -> bool:
         """Whether a lock does not change while it is watched."""
-        text = f"{self.path} is of {_owner_in(found)}: watching for {SECONDS_TO_WATCH:g} s"
-        print(f"{text} whether that still runs", flush=True)
+        seconds = f"{SECONDS_TO_WATCH:g} s"
+        print(f"{self.path} is of {_owner_in(found)}: does that run? watching for {seconds}")
         limit = time.monotonic() + SECONDS_TO_WATCH
-        while time.monotonic() < limit:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        while time.monotonic() < limit and os.path.exists(self.path):
             if _read(self.path) != found:
                 return False
+            time.sleep(SECONDS_BETWEEN_LOOKS)
         return True
 
     def _text(self) -> bytes:

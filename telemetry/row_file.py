@@ -37,8 +37,6 @@ class RowFile:
                 why = f"{problem}; rows wait in memory until it can be written"
                 self.print_line(f"cannot write {self.path}: {why}")
             self._problem = problem
-            with contextlib.suppress(OSError):  # else the next row overwrites it
-                os.ftruncate(self._descriptor, self._size)
 
     def _write_waiting(self) -> None:
         if self._descriptor < 0:
@@ -46,16 +44,24 @@ class RowFile:
             self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
         count = len(self._waiting)
         while self._waiting:
-            line, at = json.dumps(self._waiting[0]).encode() + b"\n", self._size
-            while line:
-                written = os.pwrite(self._descriptor, line, at)
-                at, line = at + written, line[written:]
-            self._size = at
+            self._append(json.dumps(self._waiting[0]).encode() + b"\n")
             self._waiting.popleft()
             self._missing -= 1
         if self._problem is not None:
             self._problem = None
             self.print_line(f"{self.path} is written again: {count} rows had to wait")
+
+    def _append(self, line: bytes) -> None:
+        at = self._size
+        try:
+            while line:
+                written = os.pwrite(self._descriptor, line, at)
+                at, line = at + written, line[written:]
+            self._size = at
+        except OSError:
+            with contextlib.suppress(OSError):  # else the next attempt overwrites it
+                os.ftruncate(self._descriptor, self._size)
+            raise
 
     def close(self) -> None:
         """Try once more to write the rows that wait, and print how many could not be written."""
