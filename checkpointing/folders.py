@@ -169,10 +169,7 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
 
 
 def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> None:
-    """Delete the checkpoints that `surplus` names, but never that of the step just saved.
-
-    Raises OSError.
-    """
+    """Delete the checkpoints that `surplus` names, but not that just saved. Raises OSError."""
     found = list_checkpoints(parent)
     delete = surplus(sorted({step_of(path) for path in found}), keep_last, keep_every)
     for path in found:
@@ -180,19 +177,20 @@ def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> 
             remove(path)
 
 
-def set_aside(parent: str, after: int) -> tuple[str, list[str]]:
-    """Rename the checkpoints of later steps than `after` into PARENT.1, PARENT.2, ...
+def set_aside(parent: str, after: int) -> str:
+    """Move the checkpoints of later steps than `after` into PARENT.1, PARENT.2, ...; says which.
 
-    Returns that folder and their names, newest first. Raises OSError.
+    Raises OSError.
     """
-    found = [path for path in list_checkpoints(parent) if step_of(path) > after]
+    names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
+    if not names:
+        return ""
     actual = os.path.realpath(parent)  # a rename does not leave the file system
     aside = f"{actual}.{unused_number([actual])}"
-    if found:
-        os.mkdir(aside)
-    for path in found:
-        os.rename(path, os.path.join(aside, os.path.basename(path)))
-    return aside, [os.path.basename(path) for path in found]
+    os.mkdir(aside)
+    for name in names:
+        os.rename(os.path.join(parent, name), os.path.join(aside, name))
+    return f"set aside in {aside}: {', '.join(names)}"
 
 
 def unused_number(paths: list[str]) -> int:

@@ -297,6 +297,8 @@ class Checkpointer:
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._pending = self._thread = None
+        for note in save.notes:
+            self.print_line(note)
         if isinstance(save.error, OSError):
             self._print_failure(save.progress.iteration, str(save.error))
             return
@@ -304,8 +306,6 @@ class Checkpointer:
             raise save.error
         self._seconds = save.seconds
         self._newest, self._failed = save.progress.iteration, False
-        for note in save.notes:
-            self.print_line(note)
         self.print_line(
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"

@@ -75,7 +75,7 @@ class PendingSave:
     seconds: float = 0.0  # until it was complete
     bytes: int = 0
     error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
-    notes: list[str] = field(default_factory=list)  # to be printed, if it was saved
+    notes: list[str] = field(default_factory=list)  # to be printed
 
 
 class NonFiniteError(Exception):
@@ -183,7 +183,11 @@ class Writer:
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files)
-        self._set_aside(save)
+        if self.other_course:
+            step, why = self.other_course
+            moved = folders.set_aside(self.parent, step)
+            save.notes += [f"{moved}; {why}"] if moved else []
+            self.other_course = None
         folders.publish(save.hidden, self.folder_of(save.progress))
         save.bytes = sum(total for total, _ in files.values())
         try:
@@ -191,14 +195,6 @@ class Writer:
             folders.delete_surplus(self.parent, *keep, save.progress.iteration)
         except OSError as error:  # this checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
-
-    def _set_aside(self, save: PendingSave) -> None:
-        """Rename what is of another course, which --resume auto or --keep-last might prefer."""
-        if self.other_course:
-            step, why = self.other_course
-            aside, names = folders.set_aside(self.parent, step)
-            save.notes += [f"set aside in {aside}: {', '.join(names)}; {why}"] if names else []
-            self.other_course = None
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
         """The image of index.h5, made once per run: ranks write the same parts at every save."""

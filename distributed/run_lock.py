@@ -50,12 +50,12 @@ def this_process() -> Owner:
 class RunLock:
     """This process's lock on a folder, which is made if need be, until `release`.
 
-    end: ends the job with a status, from any thread. Raises UserError if another process has the
-    lock, or if it cannot be written.
+    end: ends the job with a status, from any thread. UserError if another process has the lock, or
+    if it cannot be written.
     """
 
     def __init__(self, out: str, end: Callable[[int], None]):
-        self.out, self.path, self.end = out, os.path.join(out, ".lock"), end
+        self.out, self.path, self.end = out, Path(out, ".lock"), end
         self.owner, self._renewals, self._released = this_process(), 0, threading.Event()
         try:
             os.makedirs(out, exist_ok=True)
@@ -69,8 +69,8 @@ class RunLock:
         """Remove the lock if it is still this process's."""
         self._released.set()
         with contextlib.suppress(OSError):  # the next run finds that this process is gone
-            if _owner_in(_read(self.path)) == self.owner:
-                os.unlink(self.path)
+            if _owner_in(self.path.read_bytes()) == self.owner:
+                self.path.unlink()
 
     def _take(self) -> bool:
         """Write this process's name into the file if that is free or stale."""
@@ -79,10 +79,10 @@ class RunLock:
             # have, the one that writes first finds the other's name when it renews.
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            self._check_free(file.read(BYTES))
+            self._check_free(file.read())
             os.pwrite(file.fileno(), self._text(), 0)
-            still = os.path.exists(self.path)
-            return still and os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
+            there = self.path.exists()
+            return there and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
 
     def _check_free(self, found: bytes) -> None:
         """UserError if the owner of a lock runs."""
@@ -104,11 +104,11 @@ class RunLock:
 
     def _is_silent(self, found: bytes) -> bool:
         """Whether a lock does not change while it is watched."""
-        seconds = f"{SECONDS_TO_WATCH:g} s"
-        print(f"{self.path} is of {_owner_in(found)}: does that run? watching for {seconds}")
+        text = f"{self.path} is of {_owner_in(found)}: watching for {SECONDS_TO_WATCH:g} s whether"
+        print(f"{text} it is renewed", flush=True)
         limit = time.monotonic() + SECONDS_TO_WATCH
-        while time.monotonic() < limit and os.path.exists(self.path):
-            if _read(self.path) != found:
+        while time.monotonic() < limit and self.path.exists():
+            if self.path.read_bytes() != found:
                 return False
             time.sleep(SECONDS_BETWEEN_LOOKS)
         return True
@@ -125,7 +125,7 @@ class RunLock:
 
     def _renew(self) -> None:
         with open(self.path, "r+b", buffering=0) as file:  # opened anew: NFS then asks its server
-            other = _owner_in(file.read(BYTES))
+            other = _owner_in(file.read())
             if other == self.owner:
                 self._renewals += 1
                 os.pwrite(file.fileno(), self._text(), 0)
@@ -133,11 +133,6 @@ class RunLock:
                 text = f"error: --out {self.out} was taken over by {other}, while this run "
                 print(f"{text}({self.owner}) was suspended: it ends", file=sys.stderr, flush=True)
                 self.end(1)
-
-
-def _read(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(BYTES)
 
 
 def _owner_in(text: bytes) -> Owner | None:

@@ -45,8 +45,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
-    A full disk does not end the run: rows wait in memory until there is room.
-
     total: the run's last step; a resumed run may set another one than the configuration's.
     """
 
@@ -195,18 +193,14 @@ class Log:
         if not self.is_writer:
             return
         self.metrics.write(row)
-        if self.tensorboard:
-            with self.without("tensorboard, from here on"):  # a writer that failed does not recover
-                self._write_to_tensorboard(row)
-                return
-            self.tensorboard = None
-
-    def _write_to_tensorboard(self, row: dict[str, Any]) -> None:
-        for key, value in row.items():
-            per_stage = isinstance(value, list)
-            for stage, number in enumerate(value if per_stage else [value]):
-                tag = f"{key}/{stage}" if per_stage else key
-                self.tensorboard.add_scalar(tag, number, row["iteration"])
+        writer, self.tensorboard = self.tensorboard, None  # after an error it writes no more
+        with self.without("tensorboard, from here on"):
+            for key, value in row.items() if writer else ():
+                per_stage = isinstance(value, list)
+                for stage, number in enumerate(value if per_stage else [value]):
+                    tag = f"{key}/{stage}" if per_stage else key
+                    writer.add_scalar(tag, number, row["iteration"])
+            self.tensorboard = writer
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:

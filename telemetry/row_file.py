@@ -22,33 +22,33 @@ class RowFile:
         self.path, self.print_line = path, print_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
         self._size = self._missing = 0  # bytes of whole lines in the file; rows that are not
-        self._problem: str | None = None  # why rows wait
+        self._problem = ""  # why rows wait
         self._descriptor = -1
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row after those that wait; raises no OSError."""
         self._waiting.append(row)
         self._missing += 1
-        try:
-            self._write_waiting()
-        except OSError as error:
-            problem = error.strerror or str(error)
-            if self._problem is None:
-                why = f"{problem}; rows wait in memory until it can be written"
-                self.print_line(f"cannot write {self.path}: {why}")
-            self._problem = problem
+        self._write_waiting()
 
     def _write_waiting(self) -> None:
-        if self._descriptor < 0:
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
-            self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
         count = len(self._waiting)
-        while self._waiting:
-            self._append(json.dumps(self._waiting[0]).encode() + b"\n")
-            self._waiting.popleft()
-            self._missing -= 1
-        if self._problem is not None:
-            self._problem = None
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+                self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
+            while self._waiting:
+                self._append(json.dumps(self._waiting[0]).encode() + b"\n")
+                self._waiting.popleft()
+                self._missing -= 1
+        except OSError as error:
+            if not self._problem:
+                why = f"{error.strerror or error}; rows wait in memory until it can be written"
+                self.print_line(f"cannot write {self.path}: {why}")
+            self._problem = error.strerror or str(error)
+            return
+        if self._problem:
+            self._problem = ""
             self.print_line(f"{self.path} is written again: {count} rows had to wait")
 
     def _append(self, line: bytes) -> None:
@@ -65,12 +65,14 @@ class RowFile:
 
     def close(self) -> None:
         """Try once more to write the rows that wait, and print how many could not be written."""
-        with contextlib.suppress(OSError):
-            if self._waiting:
-                self._write_waiting()
+        if self._waiting:
+            self._write_waiting()
         if self._missing:
             why = self._problem or f"only {MOST_ROWS} can wait"
             self.print_line(f"{self.path} lacks {self._missing} rows of this run: {why}")
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        try:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+        except OSError as error:  # network file systems report some failed writes here
+            self.print_line(f"{self.path} may lack its last rows: {error.strerror}")
+        self._descriptor = -1
