@@ -8,9 +8,9 @@ A step has one direction: data.batches gives micro-batches, pipeline.train runs 
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
 """
 
-import contextlib
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -147,11 +147,7 @@ def main(
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.end = context.end_all_ranks
-    with (
-        context.failing_loudly(),
-        memory_report.snapshot(config.run, context),
-        contextlib.ExitStack() as at_end,
-    ):
+    with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
         preflight.introduce(config, context)
         splits = data.build(config)
@@ -165,12 +161,12 @@ def main(
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
-        at_end.callback(log.close)  # after an error too: it prints which rows are not written
+        end.callback(log.close)  # after an error too: it prints how many rows are not written
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
-        at_end.callback(trainer.losses.spikes.close)
+        end.callback(trainer.losses.spikes.close)
         finished = trainer.run()
         log.summarize()
         if finished:

@@ -243,10 +243,8 @@ class Checkpointer:
         return self._broadcast(complete and self._newest == progress.iteration)
 
     def resume(self) -> Progress:
-        """`Loader.resume`; the first save then sets aside what is not of this run's course.
-
-        That is every later step, and all if the checkpoint is not of this run's folder, or if only
-        its weights are taken.
+        """`Loader.resume`; the first save then sets aside what is not of this run's course: the
+        later steps, or all unless the run continues from a checkpoint of its own folder.
         """
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         loader = Loader(*about, self.print_line)
@@ -267,9 +265,8 @@ class Checkpointer:
         self._wait()
 
     def finish(self, progress: Progress) -> None:
-        """At the end of training: if the last save failed, try it again. Collective.
-
-        Raises UserError if it fails again.
+        """After the last step: if the last save failed, try again; UserError if that fails too.
+        Collective.
         """
         self._wait()
         if not self._broadcast(self._failed):

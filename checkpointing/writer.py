@@ -222,5 +222,5 @@ def _check_size(folder: str, shard: file_format.ShardFile) -> None:
     with open(os.path.join(folder, shard.file), "rb") as file:  # NFS then asks its server
         size = os.fstat(file.fileno()).st_size
     if size != shard.bytes:
-        text = f"{shard.file} has {size} bytes here, {shard.bytes} were written"
-        raise OSError(errno.ESTALE, text)
+        sizes = f"{size} bytes here, {shard.bytes} were written"
+        raise OSError(errno.ESTALE, f"{shard.file} has {sizes}")

@@ -120,19 +120,16 @@ class RunLock:
     def _keep(self) -> None:
         """Renew the lock until it is released; end the job if another process has taken it."""
         while not self._released.wait(SECONDS_TO_RENEW):
-            with contextlib.suppress(OSError):  # of a file system that may come back
-                self._renew()
-
-    def _renew(self) -> None:
-        with open(self.path, "r+b", buffering=0) as file:  # opened anew: NFS then asks its server
-            other = _owner_in(file.read())
-            if other == self.owner:
-                self._renewals += 1
-                os.pwrite(file.fileno(), self._text(), 0)
-            elif not self._released.is_set():
-                text = f"error: --out {self.out} was taken over by {other}, while this run "
-                print(f"{text}({self.owner}) was suspended: it ends", file=sys.stderr, flush=True)
-                self.end(1)
+            # An error may be of a file system that comes back. Opened anew, NFS asks its server.
+            with contextlib.suppress(OSError), open(self.path, "r+b", buffering=0) as file:
+                other = _owner_in(file.read())
+                if other == self.owner:
+                    self._renewals += 1
+                    os.pwrite(file.fileno(), self._text(), 0)
+                elif not self._released.is_set():
+                    text = f"error: --out {self.out} was taken over by {other}, while this run"
+                    print(f"{text} ({self.owner}) was suspended: it ends", file=sys.stderr)
+                    self.end(1)
 
 
 def _owner_in(text: bytes) -> Owner | None:
