@@ -126,7 +126,7 @@ class RunLock:
                 if other == self.owner:
                     self._renewals += 1
                     os.pwrite(file.fileno(), self._text(), 0)
-                elif not self._released.is_set():
+                elif other and not self._released.is_set():
                     text = f"error: --out {self.out} was taken over by {other}, while this run"
                     print(f"{text} ({self.owner}) was suspended: it ends", file=sys.stderr)
                     self.end(1)
