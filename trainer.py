@@ -166,7 +166,7 @@ def main(
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
-        end.callback(trainer.losses.spikes.close)
+        end.callback(trainer.losses.spikes.finish)
         finished = trainer.run()
         log.summarize()
         if finished:

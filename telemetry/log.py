@@ -161,7 +161,7 @@ class Log:
 
     def close(self) -> None:
         """Close the files; prints how many rows could not be written."""
-        self.metrics.close()
+        self.metrics.finish()
         if self.tensorboard:
             with self.without("tensorboard's last rows"):
                 self.tensorboard.close()

@@ -15,7 +15,7 @@ MOST_ROWS = 100_000  # that wait in memory, about 60 MB; then the oldest are los
 
 
 class RowFile:
-    """Appends rows to a file, which is made with the first; each row has an `iteration`."""
+    """Appends rows to a file, which is made with the first one."""
 
     def __init__(self, path: str, print_line: Callable[[str], None]):
         """print_line: prints a line when rows begin to wait, and when they are written."""
@@ -63,16 +63,10 @@ class RowFile:
                 os.ftruncate(self._descriptor, self._size)
             raise
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Try once more to write the rows that wait, and print how many could not be written."""
         if self._waiting:
             self._write_waiting()
         if self._missing:
             why = self._problem or f"only {MOST_ROWS} can wait"
             self.print_line(f"{self.path} lacks {self._missing} rows of this run: {why}")
-        try:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-        except OSError as error:  # network file systems report some failed writes here
-            self.print_line(f"{self.path} may lack its last rows: {error.strerror}")
-        self._descriptor = -1

@@ -1,7 +1,10 @@
 """Whole runs from the command line, and the files that they write."""
 
+import errno
+import io
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -21,6 +24,7 @@ from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
 from telemetry import row_file
+from telemetry.log import Log
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -237,6 +241,47 @@ def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
+NO_ROOM = """
+import shutil, sys, types
+usage = shutil.disk_usage
+def full(path):
+    return types.SimpleNamespace(free=0) if path.endswith("/checkpoints") else usage(path)
+shutil.disk_usage = full
+import train
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_last_save_that_fails_twice_is_one_error_on_two_ranks(tmp_path):
+    words = SMALL + f"--steps 4 --save-every 2 --device cpu --no-preflight --out {tmp_path}"
+    outcome = mpirun(2, "-c", NO_ROOM, *words.split())
+    assert outcome.status == 2, outcome.err
+    assert whole_rows(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert outcome.out.count("step_00000002 was not saved in") == 1
+    assert outcome.out.count("step_00000004 was not saved in") == 2
+    sentence = "training is complete, but step_00000004 could not be saved: there is none yet"
+    assert outcome.err.count(f"error: {sentence}") == outcome.err.count("error: ") == 1
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_output_on_a_full_disk_does_not_end_the_run(monkeypatch):
+    """A pipe that nobody reads does."""
+    quiet = object.__new__(Log)
+    quiet.is_writer, quiet.progress = True, None
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    number = errno.ENOSPC
+    quiet.note("a line")
+    number = errno.EPIPE
+    with pytest.raises(BrokenPipeError):
+        quiet.note("a line")
+
+
 def test_rows_that_waited_are_written_when_there_is_room(tmp_path):
     words = SMALL + "--steps 1000000 --log-every 1000000 --device cpu --out"
     command = limited(*words.split(), str(tmp_path))
@@ -277,7 +322,7 @@ def test_rows_that_wait_are_bounded(tmp_path, monkeypatch):
         rows.write({"iteration": i})
     (tmp_path / "folder").mkdir()
     rows.write({"iteration": 6})
-    rows.close()
+    rows.finish()
     assert whole_rows(tmp_path / "folder/rows.jsonl") == [4, 5, 6]
     assert "No such file or directory; rows wait in memory" in lines[0]
     assert lines[1].endswith("rows.jsonl is written again: 3 rows had to wait")
@@ -286,5 +331,5 @@ def test_rows_that_wait_are_bounded(tmp_path, monkeypatch):
 
 
 def test_no_file_without_rows(tmp_path):
-    row_file.RowFile(str(tmp_path / "rows.jsonl"), pytest.fail).close()
+    row_file.RowFile(str(tmp_path / "rows.jsonl"), pytest.fail).finish()
     assert list(tmp_path.iterdir()) == []
