@@ -309,6 +309,7 @@ def test_a_run_whose_last_save_fails_twice_is_an_error(tmp_path, monkeypatch):
     lines = []
     checkpoints = build_run(make(tmp_path), lines)[1]
     checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
     failures = fail_writes(monkeypatch, 2)
     checkpoints.after_step(Progress(2, 16), last=True)
     with pytest.raises(UserError) as caught:
