@@ -10,6 +10,7 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -146,7 +147,8 @@ def main(
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.end = context.end_all_ranks
-    with context.failing_loudly(), memory_report.snapshot(config.run, context):
+    with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
+        context.take(config.run.out)
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config.training.precision, context)
@@ -159,11 +161,16 @@ def main(
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
+        end.callback(log.close)  # after an error too: it prints how many rows are not written
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
-        finished = Trainer(state, splits, log, checkpoints, conditions).run()
-        log.close()
+        trainer = Trainer(state, splits, log, checkpoints, conditions)
+        end.callback(trainer.losses.spikes.finish)
+        finished = trainer.run()
+        log.summarize()
+        if finished:
+            checkpoints.finish(trainer.done)
     context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # this process may have more to do
         signals.close()

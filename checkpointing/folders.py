@@ -2,7 +2,8 @@
 
 A checkpoint is written to a hidden folder and becomes visible by one rename after all of its files
 are on the disk; a removed one is first hidden by a rename. So every visible folder is complete,
-and a crash at any moment leaves the older ones as they were. manifest.json:
+and a crash at any moment leaves the older ones as they were. Those of another course than the
+run's are set aside in checkpoints.1, checkpoints.2, ... manifest.json:
 
     {"format": "trine checkpoint", "version": 1, "step": 1000,
      "files": {"index.h5": {"bytes": 53995, "crc32": 3852957224}, ...},
@@ -124,30 +125,38 @@ def publish(hidden: str, final: str) -> None:
     A checkpoint that has this name already stays visible as .old until then.
     """
     aside = final + ".old"
-    if os.path.exists(final):
-        if os.path.exists(aside):
+    if os.path.lexists(final):
+        if os.path.lexists(aside):
             remove(aside)
         os.rename(final, aside)
     os.rename(hidden, final)
     flush(os.path.dirname(final))
-    if os.path.exists(aside):
+    if os.path.lexists(aside):
         remove(aside)
 
 
 def remove(folder: str) -> None:
-    """Delete a checkpoint, after hiding it by a rename."""
+    """Delete a checkpoint, after hiding it by a rename; of a symbolic link only the link."""
     parent, name = os.path.split(os.path.normpath(folder))
     hidden = os.path.join(parent, f".{name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)  # left by an interrupted removal
+    _delete(hidden)  # left by an interrupted removal
     os.rename(folder, hidden)
-    shutil.rmtree(hidden)
+    _delete(hidden)
+
+
+def _delete(path: str) -> None:
+    """Delete a folder and all in it, or a file or a symbolic link, if it is there."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
 
 
 def remove_leftovers(parent: str) -> list[str]:
     """Delete the hidden folders of interrupted saves and removals; returns their names."""
     names = [name for name in os.listdir(parent) if name.startswith(".step_")]
     for name in names:
-        shutil.rmtree(os.path.join(parent, name))
+        _delete(os.path.join(parent, name))
     return names
 
 
@@ -159,10 +168,34 @@ def surplus(steps: list[int], keep_last: int, keep_every: int) -> list[int]:
     return [step for step in older if not keep_every or step % keep_every]
 
 
-def delete_surplus(parent: str, keep_last: int, keep_every: int) -> None:
-    """Delete the checkpoints that `surplus` names. Raises OSError."""
+def delete_surplus(parent: str, keep_last: int, keep_every: int, saved: int) -> None:
+    """Delete the checkpoints that `surplus` names, but not that just saved. Raises OSError."""
     found = list_checkpoints(parent)
     delete = surplus(sorted({step_of(path) for path in found}), keep_last, keep_every)
     for path in found:
-        if step_of(path) in delete:
+        if step_of(path) in delete and step_of(path) != saved:
             remove(path)
+
+
+def set_aside(parent: str, after: int) -> str:
+    """Move the checkpoints of later steps than `after` into PARENT.1, PARENT.2, ...; says which.
+
+    Raises OSError.
+    """
+    names = [os.path.basename(path) for path in list_checkpoints(parent) if step_of(path) > after]
+    if not names:
+        return ""
+    actual = os.path.realpath(parent)  # a rename does not leave the file system
+    aside = f"{actual}.{unused_number([actual])}"
+    os.mkdir(aside)
+    for name in names:
+        os.rename(os.path.join(parent, name), os.path.join(aside, name))
+    return f"set aside in {aside}: {', '.join(names)}"
+
+
+def unused_number(paths: list[str]) -> int:
+    """The smallest number N, from 1 on, such that no PATH.N exists."""
+    number = 1
+    while any(os.path.lexists(f"{path}.{number}") for path in paths):
+        number += 1
+    return number

@@ -94,6 +94,8 @@ class Loader:
 
     def __post_init__(self) -> None:
         self.run, self.parent = self.config.run, checkpoints_folder(self.config)
+        self.chosen: str | None = None  # the folder that was loaded
+        self.damaged: list[str] = []  # names of newer ones that could not be
 
     def resume(self) -> Progress:
         """Load what --resume asks for; the progress of that run, or of a new one.
@@ -106,6 +108,7 @@ class Loader:
         if folder is None:
             self.print_line(f"no checkpoint in {self.parent} yet: training begins at step 0")
             return Progress()
+        self.chosen = folder
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
@@ -134,6 +137,7 @@ class Loader:
             if candidates == [self.run.resume]:
                 raise UserError(problem)
             problems.append(problem)
+            self.damaged.append(os.path.basename(folder))
             self.print_line(f"{os.path.basename(folder)} cannot be loaded: {problem}")
         if problems:
             raise UserError(f"nothing to resume from: {'; '.join(problems)}")
@@ -141,16 +145,9 @@ class Loader:
 
     def _candidates(self) -> list[str]:
         """Folders to try, newest first; or the only one, if --resume names it."""
-        path, newest = self.run.resume, folders.list_checkpoints(self.parent)
-        if path == "auto":
-            return newest
-        found = folders.find_checkpoints(path)
-        if found == [path] and newest and folders.step_of(newest[0]) > folders.step_of(path):
-            self.print_line(
-                f"{newest[0]} has a later step than {path}: --resume auto will take it, "
-                f"unless it is moved away or --out is another folder"
-            )
-        return found
+        if self.run.resume == "auto":
+            return folders.list_checkpoints(self.parent)
+        return folders.find_checkpoints(self.run.resume)
 
     def _find_problem(self, folder: str) -> str | None:
         """Why a checkpoint cannot be loaded, or None; every rank reads some of the files."""

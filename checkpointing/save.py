@@ -76,6 +76,8 @@ class Checkpointer:
         self._buffers: dict[str, Tensor] = {}
         self._last_step, self._last_time = 0, time.monotonic()  # of the last save that began
         self._seconds: float | None = None  # that the last save took, or the first may take
+        self._newest: int | None = None  # on rank 0, the newest step of this course that is saved
+        self._failed = False  # on rank 0, whether the last save did
         self._interval_printed = self._stopping = False
         if self.enabled and self.is_rank_0:
             self._prepare_folder()
@@ -85,7 +87,8 @@ class Checkpointer:
             os.makedirs(self.parent, exist_ok=True)
             left = folders.remove_leftovers(self.parent)
         except OSError as error:
-            raise UserError(f"cannot write in {self.parent}: {error.strerror}") from None
+            problem = error.strerror or error
+            raise UserError(f"cannot write in {self.parent}: {problem}") from None
         if left:
             self.print_line(f"removed {len(left)} unfinished checkpoints from {self.parent}")
 
@@ -235,19 +238,43 @@ class Checkpointer:
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
-        """Whether this step's checkpoint is complete. Collective."""
-        return self._broadcast(os.path.isdir(self.writer.folder_of(progress)))
+        """Whether this step's checkpoint, of this course, is complete. Collective."""
+        complete = os.path.isdir(self.writer.folder_of(progress))
+        return self._broadcast(complete and self._newest == progress.iteration)
 
     def resume(self) -> Progress:
-        """`Loader.resume`."""
+        """`Loader.resume`; the first save then sets aside what is not of this run's course: the
+        later steps, or all unless the run continues from a checkpoint of its own folder.
+        """
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
-        progress = Loader(*about, self.print_line).resume()
+        loader = Loader(*about, self.print_line)
+        progress = loader.resume()
         self._last_step = progress.iteration
+        if loader.chosen:
+            why = f"this run continues from {loader.chosen}"
+            if loader.damaged:
+                why += f"; {', '.join(loader.damaged)} cannot be loaded"
+            folder = os.path.realpath(os.path.dirname(os.path.abspath(loader.chosen)))
+            if folder == os.path.realpath(self.parent) and not self.run.load_weights_only:
+                self._newest = progress.iteration
+            self.writer.other_course = (-1 if self._newest is None else self._newest, why)
         return progress
 
     def close(self) -> None:
         """Wait for the save under way."""
         self._wait()
+
+    def finish(self, progress: Progress) -> None:
+        """After the last step: if the last save failed, try again; UserError if that fails too.
+        Collective.
+        """
+        self._wait()
+        if not self._broadcast(self._failed):
+            return
+        self._stopping, self._last_step = True, -1
+        if not self.save_now(progress):
+            name, newest = folders.folder_name(progress.iteration), self._describe_newest()
+            raise UserError(f"training is complete, but {name} could not be saved: {newest}")
 
     # -- how a save ended -------------------------------------------------------------------
 
@@ -267,12 +294,15 @@ class Checkpointer:
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
         self._pending = self._thread = None
+        for note in save.notes:
+            self.print_line(note)
         if isinstance(save.error, OSError):
             self._print_failure(save.progress.iteration, str(save.error))
             return
         if save.error is not None:
             raise save.error
         self._seconds = save.seconds
+        self._newest, self._failed = save.progress.iteration, False
         self.print_line(
             f"saved {self.writer.folder_of(save.progress)}: {save.bytes / 1e9:.3f} GB in "
             f"{save.seconds:.2f} s, pause {save.pause:.3f} s"
@@ -282,12 +312,19 @@ class Checkpointer:
             self._print_best_interval(save)
 
     def _print_failure(self, step: int, problem: str) -> None:
-        found = folders.list_checkpoints(self.parent)
-        newest = f"the newest is {os.path.basename(found[0])}" if found else "there is none yet"
+        self._failed = True
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
         then = "" if self._stopping else "training goes on, "
         name = folders.folder_name(step)
-        self.print_line(f"{name} was not saved in {self.parent}: {problem}; {then}{newest}")
+        self.print_line(
+            f"{name} was not saved in {self.parent}: {problem}; {then}{self._describe_newest()}"
+        )
+
+    def _describe_newest(self) -> str:
+        """The newest checkpoint of this course, for the end of a sentence; for rank 0."""
+        if self._newest is None:
+            return "there is none yet"
+        return f"the newest is {folders.folder_name(self._newest)}"
 
     def _print_best_interval(self, save: PendingSave) -> None:
         """How often to save, by Young and Daly, from the times of this save."""

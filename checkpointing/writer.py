@@ -6,12 +6,13 @@ blocks no other rank. A save that fails leaves the earlier checkpoints as they w
 """
 
 import errno
+import functools
 import math
 import os
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ from zero import Optimizer, ParamShard
 SPREAD_ELEMENTS = 2**18
 # The flight recorder is updated after so many elements, so that a long write is not a hang.
 RECORDED_ELEMENTS = 2**26
+# On a network file system a node may see so late what another one wrote; between two looks.
+SECONDS_TO_APPEAR, FIRST_PAUSE, LONGEST_PAUSE = 30.0, 0.02, 2.0
 
 
 def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
@@ -72,6 +75,7 @@ class PendingSave:
     seconds: float = 0.0  # until it was complete
     bytes: int = 0
     error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
+    notes: list[str] = field(default_factory=list)  # to be printed
 
 
 class NonFiniteError(Exception):
@@ -82,7 +86,9 @@ class NonFiniteError(Exception):
 class Writer:
     """Writes the saves of one run, one after the other.
 
-    parent: the folder of all checkpoints. exchange: of all ranks of the run.
+    parent: the folder of all checkpoints. exchange: of all ranks of the run. other_course: on
+    rank 0, after which step checkpoints are not of this run's course, and why; they are set aside
+    before its first one appears.
     """
 
     run: Run
@@ -90,6 +96,7 @@ class Writer:
     parent: str
     exchange: StoreExchange
     recorder: FlightRecorder
+    other_course: tuple[int, str] | None = None
     _image: tuple[list, bytes] | None = field(default=None, init=False)
 
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
@@ -136,7 +143,9 @@ class Writer:
             shapes[shard.spec.name] = shard.spec.shape
         arrays = {kind: (dtypes[kind], self._checked(kind, runs[kind])) for kind in save.kinds}
         count, name = count_elements(save.shards), f"rank_{self.rank:05d}.h5"
-        written = file_format.write_shard(os.path.join(save.hidden, name), count, arrays)
+        path = os.path.join(save.hidden, name)
+        _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
+        written = file_format.write_shard(path, count, arrays)
         shard_file = file_format.ShardFile(name, *written, dtypes, tensors)
         return {"file": asdict(shard_file), "shapes": shapes}
 
@@ -166,18 +175,26 @@ class Writer:
         if errors:
             raise OSError("; ".join(errors))
         shards = [file_format.ShardFile(**report["file"]) for report in reports]
+        limit = time.monotonic() + SECONDS_TO_APPEAR
         for shard in shards:
-            size = os.path.getsize(os.path.join(save.hidden, shard.file))
-            if size != shard.bytes:
-                raise OSError(f"{shard.file} has {size} bytes here, {shard.bytes} were written")
+            _when_there(functools.partial(_check_size, save.hidden, shard), limit)
         shapes = {name: tuple(s) for report in reports for name, s in report["shapes"].items()}
         files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
         folders.write_manifest(save.hidden, save.progress.iteration, files)
+        if self.other_course:
+            step, why = self.other_course
+            moved = folders.set_aside(self.parent, step)
+            save.notes += [f"{moved}; {why}"] if moved else []
+            self.other_course = None
         folders.publish(save.hidden, self.folder_of(save.progress))
         save.bytes = sum(total for total, _ in files.values())
-        folders.delete_surplus(self.parent, self.run.keep_last, self.run.keep_every)
+        try:
+            keep = self.run.keep_last, self.run.keep_every
+            folders.delete_surplus(self.parent, *keep, save.progress.iteration)
+        except OSError as error:  # this checkpoint is complete
+            save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
         """The image of index.h5, made once per run: ranks write the same parts at every save."""
@@ -185,3 +202,25 @@ class Writer:
         if self._image is None or self._image[0] != key:
             self._image = (key, file_format.index_image(shapes, shards))
         return self._image[1]
+
+
+def _when_there(act: Callable[[], None], limit: float) -> None:
+    """Do it again while files are missing or stale, until that limit of the monotonic clock."""
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > limit:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _check_size(folder: str, shard: file_format.ShardFile) -> None:
+    """OSError if the file of a rank does not have the size that it reported."""
+    with open(os.path.join(folder, shard.file), "rb") as file:  # NFS then asks its server
+        size = os.fstat(file.fileno()).st_size
+    if size != shard.bytes:
+        sizes = f"{size} bytes here, {shard.bytes} were written"
+        raise OSError(errno.ESTALE, f"{shard.file} has {sizes}")

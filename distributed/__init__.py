@@ -7,6 +7,7 @@ placement        node, cores and GPU of each rank
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
 store            small values between ranks without a collective
+run_lock         one run at a time in an --out folder
 preflight        fast checks of every node before the first step
 stop_conditions  signals, files and limits that end or save a run early
 """

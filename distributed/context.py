@@ -30,6 +30,7 @@ from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, host_address, meet
+from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
@@ -58,8 +59,15 @@ class Context(Meeting):
     blocking: bool = False  # wait for every collective where it starts
     job_nodes: int | None = None  # of the Slurm job
     watchdog: Watchdog | None = None
+    run_lock: RunLock | None = None  # on rank 0, from `take` on
     _monitor: Any = None  # its process, on rank 0
     _groups: dict = field(default_factory=dict)
+
+    def take(self, out: str) -> None:
+        """Lock the folder of the run until the end; UserError, on rank 0, if another run has it."""
+        if self.rank == 0:
+            self.run_lock = RunLock(out, self.end_all_ranks)
+            atexit.register(self.run_lock.release)
 
     @property
     def nodes(self) -> list[str]:
@@ -114,6 +122,8 @@ class Context(Meeting):
 
             dist.barrier()
             dist.destroy_process_group()
+        if self.run_lock:
+            self.run_lock.release()
         if self.watchdog:
             self.watchdog.close()
         if self._monitor:  # it ends when all ranks have deregistered
@@ -163,6 +173,8 @@ class Context(Meeting):
         """End every rank at once, from any thread; without MPI the monitor ends the others."""
         if self.watchdog:
             self.watchdog.end_job(status)
+        if self.run_lock:
+            self.run_lock.release()
         if self.launch.mpi:
             from mpi4py import MPI
 

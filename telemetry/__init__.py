@@ -1,6 +1,7 @@
 """What a run reports about itself, and what it checks while it trains.
 
 log             log line, metrics.jsonl, run.json, summary
+row_file        rows that wait in memory while the disk is full
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 memory_report   measured and predicted memory by stage
 loss_monitor    loss spikes and losses that are not finite

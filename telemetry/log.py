@@ -7,6 +7,8 @@ The log line is for people; programs read the row of metrics.jsonl. Every rank c
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
 """
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -15,25 +17,29 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from checkpointing.folders import unused_number
 from checkpointing.load import Progress
 from config import model_stats
-from config.messages import VERSION
+from config.messages import VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
 from schedules.schedule import build
 from telemetry import memory_report
+from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
 from zero import StepResult
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Log:
@@ -51,7 +57,7 @@ class Log:
         before: list[StepStats],
         predicted_memory: list[dict[str, float]] | None = None,
     ):
-        """On rank 0, open the files and print the start-up lines.
+        """On rank 0, open the files (UserError if that fails) and print the start-up lines.
 
         stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
         every rank's statistics before the model was built. predicted_memory: bytes by part on a
@@ -63,6 +69,8 @@ class Log:
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
+        self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
+        self.tensorboard: Any = None
         # FLOPs for one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
         executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
@@ -137,20 +145,26 @@ class Log:
             return
         if self.progress:
             self.progress.console.print(line, soft_wrap=True, highlight=False, markup=False)
-        else:
+            return
+        try:
             print(line, flush=True)
+        except OSError as error:  # the output is a file; its buffer is tried again with the next
+            if error.errno not in DISK_FULL:
+                raise
+
+    def summarize(self) -> None:
+        """Print the summary."""
+        if self.is_writer and self.progress:
+            self.progress.stop()
+        if self.is_writer and self.steps:  # none if the resumed run was already complete
+            self.note(self._summary())
 
     def close(self) -> None:
-        """Print the summary and close the files."""
-        if not self.is_writer:
-            return
-        if self.progress:
-            self.progress.stop()
-        if self.steps:  # none if the resumed run was already complete
-            print(self._summary(), flush=True)
-        self.metrics.close()
+        """Close the files; prints how many rows could not be written."""
+        self.metrics.finish()
         if self.tensorboard:
-            self.tensorboard.close()
+            with self.without("tensorboard's last rows"):
+                self.tensorboard.close()
 
     def _line(self, row: dict[str, Any]) -> str:
         samples, seconds, losses = zip(*self.steps[-self.config.run.log_every :])
@@ -178,23 +192,27 @@ class Log:
     def _write(self, row: dict[str, Any]) -> None:
         if not self.is_writer:
             return
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
-        if self.tensorboard:
-            for key, value in row.items():
+        self.metrics.write(row)
+        writer, self.tensorboard = self.tensorboard, None  # after an error it writes no more
+        with self.without("tensorboard, from here on"):
+            for key, value in row.items() if writer else ():
                 per_stage = isinstance(value, list)
                 for stage, number in enumerate(value if per_stage else [value]):
                     tag = f"{key}/{stage}" if per_stage else key
-                    self.tensorboard.add_scalar(tag, number, row["iteration"])
+                    writer.add_scalar(tag, number, row["iteration"])
+            self.tensorboard = writer
+
+    @contextlib.contextmanager
+    def without(self, what: str) -> Iterator[None]:
+        """Go on after a block whose file cannot be written, and print so."""
+        try:
+            yield
+        except OSError as error:
+            self.note(f"cannot write {what}: {error.strerror or error}; the run goes on")
 
     # -- start and end ----------------------------------------------------------------------
 
     def _open_files(self, kernels: dict[str, str]) -> None:
-        out = self.config.run.out
-        os.makedirs(out, exist_ok=True)
-        earlier = ("run.json", "metrics.jsonl", "spikes.jsonl")
-        # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
-        _keep_earlier(out, earlier if self.config.run.resume else (*earlier, "checkpoints"))
         facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
@@ -212,14 +230,23 @@ class Log:
                 "numpy": np.__version__,
             },
         }
-        with open(os.path.join(out, "run.json"), "w") as file:
-            json.dump(facts, file, indent=1)
-        self.metrics = open(os.path.join(out, "metrics.jsonl"), "w")  # noqa: SIM115
-        self.tensorboard = None
-        if self.config.run.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
+        out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
+        earlier = ["run.json", "metrics.jsonl", "spikes.jsonl"]
+        # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
+        earlier += [] if self.config.run.resume else ["checkpoints"]
+        try:
+            os.makedirs(out, exist_ok=True)
+            with open(new, "w") as file:
+                json.dump(facts, file, indent=1)
+            _keep_earlier(out, earlier)
+            os.rename(new, os.path.join(out, "run.json"))
+            open(self.metrics.path, "w").close()
+            if self.config.run.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
-            self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
+                self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
+        except OSError as error:
+            raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
     def _print_start(self, kernels: dict[str, str]) -> None:
         if self.progress:
@@ -312,12 +339,11 @@ def _progress_bar() -> Any:
     return Progress(*columns, TimeRemainingColumn(), transient=True)
 
 
-def _keep_earlier(out: str, names: tuple[str, ...]) -> None:
+def _keep_earlier(out: str, names: list[str]) -> None:
     """Rename an earlier run's files to NAME.1, NAME.2, ...: nothing is overwritten."""
-    paths, number = [os.path.join(out, name) for name in names], 1
-    while any(os.path.exists(f"{path}.{number}") for path in paths):
-        number += 1
-    for path in filter(os.path.exists, paths):
+    paths = [os.path.join(out, name) for name in names]
+    number = unused_number(paths)
+    for path in filter(os.path.lexists, paths):
         os.rename(path, f"{path}.{number}")
 
 

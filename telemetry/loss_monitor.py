@@ -7,7 +7,6 @@ Mean and sigma are of the last steps of this process, so the first steps after a
 checked for spikes.
 """
 
-import json
 import math
 import os
 import statistics
@@ -18,6 +17,7 @@ from config.messages import UserError
 from config.schema import Config
 from data import Samples
 from telemetry.log import Log
+from telemetry.row_file import RowFile
 from zero import StepResult
 
 WINDOW = 128  # steps of the mean and sigma
@@ -35,7 +35,7 @@ class LossMonitor:
     def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
         """done: the progress so far. log: its writer writes spikes.jsonl too."""
         self.config, self.samples, self.good, self.log = config, samples, done, log
-        self.path = os.path.join(config.run.out, "spikes.jsonl")
+        self.spikes = RowFile(os.path.join(config.run.out, "spikes.jsonl"), log.note)
         self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
 
@@ -94,10 +94,9 @@ class LossMonitor:
                 for k in range(begin, begin + batch)
             ],
         }
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        self.spikes.write(row)
         usual = "" if mean is None else f" against {mean:.4f} +- {sigma:.4f} before"
         self.log.note(
             f" loss spike at iteration {done.iteration}: {loss:.4f}{usual}; "
-            f"samples {begin} to {done.consumed_samples - 1} are in {self.path}"
+            f"samples {begin} to {done.consumed_samples - 1} are in {self.spikes.path}"
         )

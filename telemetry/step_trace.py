@@ -56,8 +56,9 @@ class StepTrace:
         recorder.spans = recorder.settle = None
         self.exchange.tell("trace", own | {"coordinates": recorder.coordinates})
         if self.log.is_writer:
-            with open(self.path, "w") as file:
-                json.dump(merge(self.exchange.collect("trace")), file)
+            merged = merge(self.exchange.collect("trace"))
+            with self.log.without(self.path), open(self.path, "w") as file:
+                json.dump(merged, file)
         self.log.note(f"trace of step {step}: {self.path}")
 
 

@@ -1,6 +1,7 @@
 """When checkpoints are saved, and what happens after a save that fails."""
 
 import dataclasses
+import errno
 import os
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from checkpoint_worker import build_run, make
 
-from checkpointing import file_format, folders, save
+from checkpointing import file_format, folders, save, writer
 from checkpointing.load import Progress
 from config import validation
 from config.messages import UserError
@@ -122,3 +123,283 @@ def test_the_interval_that_loses_least():
 def test_options_that_do_not_go_together(values, message):
     with pytest.raises(UserError, match=message):
         validation.check(worker.options(values), 1)
+
+
+# ------------------------------------------------------------------------------------------------
+# Another course
+# ------------------------------------------------------------------------------------------------
+
+
+def save_steps(config, lines=None, steps=()) -> save.Checkpointer:
+    """A run that resumes as its configuration says, and saves at these steps."""
+    checkpoints = build_run(config, lines)[1]
+    checkpoints.resume()
+    for step in steps:
+        checkpoints.after_step(Progress(step, 8 * step))
+    checkpoints.close()
+    return checkpoints
+
+
+def saved_steps(folder) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
+
+
+def test_going_back_sets_the_later_steps_aside(tmp_path):
+    """What was saved last stays, and is what --resume auto takes."""
+    folder, lines = tmp_path / "checkpoints", []
+    save_steps(make(tmp_path, keep_last=4), steps=range(7, 13))
+    back = make(tmp_path, keep_last=2, resume=str(folder / "step_00000010"))
+    checkpoints = save_steps(back)
+    assert saved_steps(folder) == [9, 10, 11, 12]  # nothing is moved before it saves
+    (tmp_path / "checkpoints.1").mkdir()  # of an earlier course
+    checkpoints = save_steps(back, lines, [11])
+    assert saved_steps(folder) == [10, 11]
+    assert saved_steps(tmp_path / "checkpoints.2") == [11, 12]
+    assert lines[1] == (
+        f"set aside in {folder}.2: step_00000012, step_00000011; this run continues from "
+        f"{folder}/step_00000010"
+    )
+    checkpoints.after_step(Progress(12, 96))  # of this course: deletes 10, sets nothing aside
+    checkpoints.close()
+    assert saved_steps(folder) == [11, 12]
+    assert not (tmp_path / "checkpoints.3").exists()
+    assert build_run(make(tmp_path, resume="auto"))[1].resume().iteration == 12
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_course_from_elsewhere_or_of_weights_sets_all_aside(tmp_path, weights_only):
+    own, lines = tmp_path / "run/checkpoints", []
+    save_steps(make(tmp_path / "other"), steps=[5])
+    save_steps(make(tmp_path / "run"), steps=[4, 5, 6])
+    source = own / "step_00000005" if weights_only else tmp_path / "other"
+    extra = {"resume": str(source), "load_weights_only": weights_only, "keep_last": 2}
+    first = 1 if weights_only else 6
+    save_steps(make(tmp_path / "run", **extra), lines, [first])
+    assert saved_steps(own) == [first]
+    assert saved_steps(tmp_path / "run/checkpoints.1") == [4, 5, 6]
+    assert any(line.startswith(f"set aside in {own}.1: step_00000006, ") for line in lines)
+
+
+def test_a_damaged_later_checkpoint_is_set_aside(tmp_path):
+    folder, lines = tmp_path / "checkpoints", []
+    save_steps(make(tmp_path), steps=[1, 2, 3])
+    os.truncate(folder / "step_00000003/rank_00000.h5", 100)
+    save_steps(make(tmp_path, resume="auto", keep_last=1), lines, [4])
+    assert saved_steps(folder) == [4]
+    assert saved_steps(tmp_path / "checkpoints.1") == [3]
+    (line,) = [line for line in lines if line.startswith("set aside")]
+    assert line.endswith("/step_00000002; step_00000003 cannot be loaded")
+
+
+def test_a_stop_saves_beside_the_same_step_of_another_course(tmp_path):
+    """Stopped before its first step: what is there under that name is not this run's state."""
+    save_steps(make(tmp_path / "other"), steps=[5])
+    save_steps(make(tmp_path / "run"), steps=[5])
+    resume = make(tmp_path / "run", resume=str(tmp_path / "other"), save_every=0)
+    state, checkpoints = build_run(resume)
+    checkpoints.resume()
+    for p in state.stages.parameters():
+        p.data.fill_(0.5)
+    assert checkpoints.save_to_stop(Progress(5, 40))
+    assert saved_steps(tmp_path / "run/checkpoints.1") == [5]
+    with file_format.Index(str(tmp_path / "run/checkpoints/step_00000005")) as index:
+        assert (index.read_whole("weights", "blocks.0.mlp.up.weight") == 0.5).all()
+
+
+def test_what_was_just_saved_is_never_surplus(tmp_path):
+    """Whatever others put into the folder meanwhile."""
+    checkpoints = build_run(make(tmp_path, keep_last=1))[1]
+    (tmp_path / "checkpoints/step_00000009").mkdir()
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+    assert saved_steps(tmp_path / "checkpoints") == [1, 9]
+
+
+# ------------------------------------------------------------------------------------------------
+# Links, and what cannot be deleted
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_symbolic_link_is_removed_and_not_what_it_points_to(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    save_steps(make(tmp_path), steps=[1, 2])
+    (folder / "step_00000001").rename(elsewhere)
+    (folder / "step_00000001").symlink_to(elsewhere)
+    (folder / ".step_00000001.removed").symlink_to(elsewhere)  # left by an earlier version
+    checkpoints = build_run(make(tmp_path, keep_last=2))[1]
+    (folder / ".step_00000001.removed").symlink_to(elsewhere)
+    checkpoints.after_step(Progress(3, 24))
+    checkpoints.close()
+    assert sorted(os.listdir(folder)) == ["step_00000002", "step_00000003"]
+    assert (elsewhere / "manifest.json").exists()
+
+
+def test_leftovers_that_are_links_or_files_are_removed(tmp_path):
+    folder, elsewhere, lines = tmp_path / "checkpoints", tmp_path / "elsewhere", []
+    elsewhere.mkdir()
+    folder.mkdir()
+    (folder / ".step_00000001.removed").symlink_to(elsewhere)
+    (folder / ".step_00000002.removed").symlink_to(tmp_path / "nowhere")
+    (folder / ".step_00000003.removed").write_text("x")
+    (folder / "step_00000001").symlink_to(tmp_path / "nowhere")
+    checkpoints = build_run(make(tmp_path), lines)[1]
+    assert "removed 3 unfinished checkpoints" in lines[0]
+    checkpoints.after_step(Progress(1, 8))  # takes the place of the link
+    checkpoints.close()
+    assert os.listdir(folder) == ["step_00000001"]
+    assert elsewhere.exists()
+
+
+def test_an_error_without_a_reason_of_the_system_is_printed(tmp_path, monkeypatch):
+    def refuse(path):
+        raise OSError("it is a special file")
+
+    monkeypatch.setattr(folders.os, "listdir", refuse)
+    with pytest.raises(UserError, match=r"cannot write in .*: it is a special file"):
+        build_run(make(tmp_path))
+
+
+def test_a_surplus_checkpoint_that_cannot_be_deleted_does_not_fail_the_save(tmp_path, monkeypatch):
+    lines = []
+    checkpoints = build_run(make(tmp_path, keep_last=1), lines)[1]
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+
+    def refuse(folder):
+        raise OSError(39, "Directory not empty", folder)
+
+    monkeypatch.setattr(folders, "remove", refuse)
+    checkpoints.after_step(Progress(2, 16))
+    checkpoints.finish(Progress(2, 16))
+    assert "cannot delete the surplus checkpoints" in lines[-2]
+    assert "saved " in lines[-1]
+
+
+# ------------------------------------------------------------------------------------------------
+# The last save
+# ------------------------------------------------------------------------------------------------
+
+
+def fail_writes(patch, times: int) -> list[int]:
+    """Let the next writes of elements fail; returns a list that counts them."""
+    failures, write = [], os.pwrite
+
+    def full(descriptor, data, at):
+        if len(failures) >= times:
+            return write(descriptor, data, at)
+        failures.append(at)
+        raise OSError(28, "No space left on device")
+
+    patch.setattr(file_format.os, "pwrite", full)
+    return failures
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_last_save_that_fails_is_tried_again(tmp_path, monkeypatch, asynchronous):
+    lines = []
+    checkpoints = build_run(make(tmp_path, async_save=asynchronous), lines)[1]
+    failures = fail_writes(monkeypatch, 1)
+    checkpoints.after_step(Progress(1, 8), last=True)
+    checkpoints.finish(Progress(1, 8))
+    assert len(failures) == 1
+    assert saved_steps(tmp_path / "checkpoints") == [1]
+
+
+def test_a_run_whose_last_save_fails_twice_is_an_error(tmp_path, monkeypatch):
+    lines = []
+    checkpoints = build_run(make(tmp_path), lines)[1]
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+    failures = fail_writes(monkeypatch, 2)
+    checkpoints.after_step(Progress(2, 16), last=True)
+    with pytest.raises(UserError) as caught:
+        checkpoints.finish(Progress(2, 16))
+    assert len(failures) == 2
+    assert str(caught.value) == (
+        "training is complete, but step_00000002 could not be saved: the newest is step_00000001"
+    )
+    assert "training goes on" not in lines[-1]
+    checkpoints.finish(Progress(2, 16))  # the disk has room again
+    assert saved_steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def test_an_earlier_save_that_failed_does_not_matter(tmp_path, monkeypatch):
+    checkpoints = build_run(make(tmp_path))[1]
+    failures = fail_writes(monkeypatch, 1)
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.after_step(Progress(2, 16), last=True)
+    checkpoints.finish(Progress(2, 16))
+    assert len(failures) == 1
+    assert saved_steps(tmp_path / "checkpoints") == [2]
+
+
+# ------------------------------------------------------------------------------------------------
+# A network file system that shows files late
+# ------------------------------------------------------------------------------------------------
+
+
+def show_late(monkeypatch, mode: str, answers: list) -> None:
+    """The next times that a shard is opened in this mode, each answer stands for the file."""
+    pauses = []
+
+    def late_open(path, how, **options):
+        if how == mode and str(path).endswith(".h5") and answers:
+            answer = answers.pop(0)
+            if isinstance(answer, OSError):
+                raise answer
+            path = answer
+        return open(path, how, **options)
+
+    monkeypatch.setattr(writer, "open", late_open, raising=False)
+    monkeypatch.setattr(writer.time, "sleep", pauses.append)
+    monkeypatch.setattr(writer, "SECONDS_TO_APPEAR", 3600.0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_and_sizes_that_are_seen_late(tmp_path, monkeypatch, asynchronous):
+    """No folder at first; then a stale one; then a size before it was written."""
+    (tmp_path / "short").write_text("x")
+    for step, (mode, answers) in enumerate(
+        [
+            ("wb", [OSError(errno.ENOENT, "not there"), OSError(errno.ESTALE, "stale")]),
+            ("rb", [OSError(errno.ENOENT, "not there"), tmp_path / "short", tmp_path / "short"]),
+        ]
+    ):
+        with monkeypatch.context() as patch:
+            lines = []
+            checkpoints = build_run(make(tmp_path, async_save=asynchronous), lines)[1]
+            show_late(patch, mode, answers)
+            checkpoints.after_step(Progress(step + 1, 8))
+            checkpoints.close()
+        assert answers == []
+        assert [line.split(":")[0] for line in lines[:1]] == [
+            f"saved {tmp_path}/checkpoints/step_0000000{step + 1}"
+        ]
+    state = build_run(make(tmp_path, resume="auto"))[1]
+    assert state.resume().iteration == 2
+
+
+def test_a_folder_that_never_appears_and_another_error_fail_the_save(tmp_path, monkeypatch):
+    (tmp_path / "short").write_text("x")
+    lines = []
+    checkpoints = build_run(make(tmp_path), lines)[1]
+    missing = [OSError(errno.ENOENT, "not there")] * 5
+    show_late(monkeypatch, "wb", missing)
+    monkeypatch.setattr(writer, "SECONDS_TO_APPEAR", -1.0)
+    checkpoints.after_step(Progress(1, 8))
+    checkpoints.close()
+    assert len(missing) == 4
+    show_late(monkeypatch, "rb", [tmp_path / "short"])
+    monkeypatch.setattr(writer, "SECONDS_TO_APPEAR", -1.0)
+    checkpoints.after_step(Progress(2, 16))
+    checkpoints.close()
+    refused = [OSError(errno.EACCES, "Permission denied")] * 5
+    show_late(monkeypatch, "wb", refused)
+    checkpoints.after_step(Progress(3, 24))
+    checkpoints.close()
+    assert len(refused) == 4
+    assert [line.startswith("step_0000000") for line in lines] == [True] * 3
+    assert "not there" in lines[0]
+    assert "rank_00000.h5 has 1 bytes here, " in lines[1]
+    assert "Permission denied" in lines[2]
+    assert os.listdir(tmp_path / "checkpoints") == []

@@ -1,15 +1,21 @@
 """Whole runs from the command line, and the files that they write."""
 
+import errno
+import io
 import json
 import math
+import os
+import resource
+import signal
 import sys
 
 import golden_worker
 import numpy as np
+import psutil
 import pytest
 import torch
 from compare import assert_close
-from ranks import mpirun, start
+from ranks import Job, mpirun, start
 
 import data
 import trainer
@@ -17,6 +23,8 @@ from config import schema as configuration
 from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
+from telemetry import row_file
+from telemetry.log import Log
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -191,3 +199,137 @@ def test_recompute_changes_no_bit(recompute):
     plain, again = weights("none"), weights(recompute)
     assert plain[0] == again[0]
     assert torch.equal(plain[1], again[1])
+
+
+# ------------------------------------------------------------------------------------------------
+# A full disk, which here is a limit of every file's size
+# ------------------------------------------------------------------------------------------------
+
+LIMIT = 8000  # bytes: run.json fits, and some rows
+
+
+def limited(*words: str) -> list[str]:
+    """train.py, whose files cannot grow beyond LIMIT; the limit can be raised from outside."""
+    return ["prlimit", f"--fsize={LIMIT}:unlimited", sys.executable, "train.py", *words]
+
+
+def whole_rows(path) -> list[int]:
+    """The iterations of the rows; each line must be whole, and the last one ended."""
+    text = path.read_text()
+    assert text.endswith("\n")
+    return [json.loads(line)["iteration"] for line in text.splitlines()]
+
+
+def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
+    words = SMALL + "--steps 30 --save-every 10 --log-every 1000 --tensorboard --profile-step 2 "
+    command = limited(*words.split(), "--device", "cpu", "--out", str(tmp_path))
+    outcome = start(command, PYTHONDONTWRITEBYTECODE="1")
+    assert outcome.status == 2, outcome.err
+    written = whole_rows(tmp_path / "metrics.jsonl")
+    assert 5 < len(written) < 30
+    assert written == list(range(1, len(written) + 1))
+    assert (tmp_path / "metrics.jsonl").stat().st_size <= LIMIT
+    assert outcome.out.count("rows wait in memory") == 1
+    lacking = f"metrics.jsonl lacks {30 - len(written)} rows of this run: File too large"
+    assert outcome.out.count(lacking) == 1
+    assert "tokens per second: " in outcome.out
+    assert outcome.out.count("was not saved") == 4
+    sentence = "error: training is complete, but step_00000030 could not be saved: there is none"
+    assert sentence in outcome.err
+    # TensorBoard's own thread prints the exception that ended it.
+    assert outcome.err.count("Traceback") == outcome.err.count("Exception in thread") <= 1
+    assert not (tmp_path / ".lock").exists()
+
+
+NO_ROOM = """
+import shutil, sys, types
+usage = shutil.disk_usage
+def full(path):
+    return types.SimpleNamespace(free=0) if path.endswith("/checkpoints") else usage(path)
+shutil.disk_usage = full
+import train
+train.main(sys.argv[1:])
+"""
+
+
+def test_a_last_save_that_fails_twice_is_one_error_on_two_ranks(tmp_path):
+    words = SMALL + f"--steps 4 --save-every 2 --device cpu --no-preflight --out {tmp_path}"
+    outcome = mpirun(2, "-c", NO_ROOM, *words.split())
+    assert outcome.status == 2, outcome.err
+    assert whole_rows(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
+    assert outcome.out.count("step_00000002 was not saved in") == 1
+    assert outcome.out.count("step_00000004 was not saved in") == 2
+    sentence = "training is complete, but step_00000004 could not be saved: there is none yet"
+    assert outcome.err.count(f"error: {sentence}") == outcome.err.count("error: ") == 1
+    assert "Traceback" not in outcome.err
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_output_on_a_full_disk_does_not_end_the_run(monkeypatch):
+    """A pipe that nobody reads does."""
+    quiet = object.__new__(Log)
+    quiet.is_writer, quiet.progress = True, None
+
+    class Full(io.StringIO):
+        def flush(self):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    number = errno.ENOSPC
+    quiet.note("a line")
+    number = errno.EPIPE
+    with pytest.raises(BrokenPipeError):
+        quiet.note("a line")
+
+
+def test_rows_that_waited_are_written_when_there_is_room(tmp_path):
+    words = SMALL + "--steps 1000000 --log-every 1000000 --device cpu --out"
+    command = limited(*words.split(), str(tmp_path))
+    with Job(command, tmp_path, PYTHONDONTWRITEBYTECODE="1") as job:
+        job.wait_for(lambda: "rows wait in memory" in job.text)
+        count = len(whole_rows(tmp_path / "metrics.jsonl"))
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        psutil.Process(job.process.pid).rlimit(psutil.RLIMIT_FSIZE, unlimited)
+        job.wait_for(lambda: "is written again: " in job.text)
+        job.send(signal.SIGTERM)
+        assert job.status() == 75
+    written = whole_rows(tmp_path / "metrics.jsonl")
+    assert len(written) > count
+    assert written == list(range(1, len(written) + 1))
+    assert job.text.count("rows wait in memory") == 1
+    assert "lacks" not in job.text
+
+
+def test_a_full_disk_at_the_start_is_a_sentence_and_moves_nothing(tmp_path):
+    for name in ("run.json", "metrics.jsonl", "checkpoints/step_00000001/manifest.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    command = [*limited(*SMALL.split(), "--steps", "2", "--out"), str(tmp_path)]
+    command[1] = "--fsize=1500"
+    outcome = start(command, PYTHONDONTWRITEBYTECODE="1")
+    assert outcome.status == 2
+    assert outcome.err == f"error: cannot write in {tmp_path}: File too large\n"
+    assert (tmp_path / "run.json").read_text() == "{}\n"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names - {"run.json.new"} == {"run.json", "metrics.jsonl", "checkpoints"}
+
+
+def test_rows_that_wait_are_bounded(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(row_file, "MOST_ROWS", 3)
+    rows = row_file.RowFile(str(tmp_path / "folder/rows.jsonl"), lines.append)
+    for i in range(1, 6):
+        rows.write({"iteration": i})
+    (tmp_path / "folder").mkdir()
+    rows.write({"iteration": 6})
+    rows.finish()
+    assert whole_rows(tmp_path / "folder/rows.jsonl") == [4, 5, 6]
+    assert "No such file or directory; rows wait in memory" in lines[0]
+    assert lines[1].endswith("rows.jsonl is written again: 3 rows had to wait")
+    assert lines[2].endswith("rows.jsonl lacks 3 rows of this run: only 3 can wait")
+    assert len(lines) == 3
+
+
+def test_no_file_without_rows(tmp_path):
+    row_file.RowFile(str(tmp_path / "rows.jsonl"), pytest.fail).finish()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,72 @@
+"""A file of JSON rows that a full disk neither tears nor lets end the run.
+
+A row that cannot be written waits in memory and is tried again with every later one. The file has
+whole lines only: what was written of a line that did not fit is cut off again.
+"""
+
+import contextlib
+import json
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+MOST_ROWS = 100_000  # that wait in memory, about 60 MB; then the oldest are lost
+
+
+class RowFile:
+    """Appends rows to a file, which is made with the first one."""
+
+    def __init__(self, path: str, print_line: Callable[[str], None]):
+        """print_line: prints a line when rows begin to wait, and when they are written."""
+        self.path, self.print_line = path, print_line
+        self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
+        self._size = self._missing = 0  # bytes of whole lines in the file; rows that are not
+        self._problem = ""  # why rows wait
+        self._descriptor = -1
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row after those that wait; raises no OSError."""
+        self._waiting.append(row)
+        self._missing += 1
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        count = len(self._waiting)
+        try:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)
+                self._size = os.lseek(self._descriptor, 0, os.SEEK_END)
+            while self._waiting:
+                self._append(json.dumps(self._waiting[0]).encode() + b"\n")
+                self._waiting.popleft()
+                self._missing -= 1
+        except OSError as error:
+            if not self._problem:
+                why = f"{error.strerror or error}; rows wait in memory until it can be written"
+                self.print_line(f"cannot write {self.path}: {why}")
+            self._problem = error.strerror or str(error)
+            return
+        if self._problem:
+            self._problem = ""
+            self.print_line(f"{self.path} is written again: {count} rows had to wait")
+
+    def _append(self, line: bytes) -> None:
+        at = self._size
+        try:
+            while line:
+                written = os.pwrite(self._descriptor, line, at)
+                at, line = at + written, line[written:]
+            self._size = at
+        except OSError:
+            with contextlib.suppress(OSError):  # else the next attempt overwrites it
+                os.ftruncate(self._descriptor, self._size)
+            raise
+
+    def finish(self) -> None:
+        """Try once more to write the rows that wait, and print how many could not be written."""
+        if self._waiting:
+            self._write_waiting()
+        if self._missing:
+            why = self._problem or f"only {MOST_ROWS} can wait"
+            self.print_line(f"{self.path} lacks {self._missing} rows of this run: {why}")
