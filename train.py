@@ -8,7 +8,11 @@
 dp follows from the number of ranks. `python train.py --help` lists every option.
 """
 
+import signal
 import sys
+
+if __name__ == "__main__":  # a signal during the imports waits until Signals() handles it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 from config.command_line import parse
 from config.messages import UserError, exit_with
@@ -25,6 +29,7 @@ def main(arguments: list[str]) -> None:
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """
     signals, launch = Signals(), discover()
+    signals.follow(launch)
     try:
         warning = check_launch(launch)
         if warning:

@@ -18,17 +18,23 @@ import sys
 
 from config.messages import Parser, UserError, exit_with
 from planner import hardware
-from tuner.session import Session
+from tuner.session import Session, StoppedBySignal, raise_on_signals
 from tuner.sweeps import SWEEPS
 
 
 def main(arguments: list[str]) -> None:
-    """Run the search of a command line; a user's mistake is one sentence and exit status 2."""
+    """Run the search of a command line; a user's mistake is one sentence and exit status 2.
+
+    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the trial under way; exit status 128 + signal number.
+    """
+    raise_on_signals()
     try:
         options, train_arguments = parser().parse_known_args(arguments)
         Session(options, train_arguments).run()
     except UserError as error:
         exit_with(error)
+    except StoppedBySignal as stopped:
+        sys.exit(128 + stopped.number)
 
 
 def parser() -> argparse.ArgumentParser:
