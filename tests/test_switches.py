@@ -186,7 +186,10 @@ def test_a_killed_torchrun_leaves_no_rank_and_no_monitor(tmp_path):
         assert len(started) == 3  # two ranks and the monitor
         job.send(signal.SIGKILL)
         job.status()
-        assert psutil.wait_procs(started, timeout=60)[1] == []
+        left = psutil.wait_procs(started, timeout=60)[1]
+        for process in left:
+            process.kill()
+        assert left == []
     assert none_left(str(tmp_path)) == []
     assert "the launcher has ended: ending at once, without a save" in job.text
     assert not (tmp_path / "hang").exists()  # no rank is reported as the culprit

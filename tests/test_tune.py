@@ -252,12 +252,12 @@ def test_a_killed_search_leaves_no_launcher(tmp_path):
     command += ["--ranks", "8", "--launch", launcher, "--out", str(tmp_path)]
     environment = {"TEST_FOLDER": str(tmp_path)}
     with ranks.Job(command, tmp_path, **environment) as job:
-        job.wait_for(lambda: any("time.sleep" in line for line in processes_of(tmp_path)))
+        job.wait_for(lambda: any("sleep(600) 8" in line for line in processes_of(tmp_path)))
         job.send(signal.SIGKILL)
         job.status()
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 30
     while processes_of(tmp_path):
-        assert time.monotonic() < limit
+        assert time.monotonic() < limit, processes_of(tmp_path)
         time.sleep(0.05)
 
 
