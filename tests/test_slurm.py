@@ -112,9 +112,8 @@ def submit(out, limit: int) -> str:
     text = BATCH.format(out=out, limit=limit, pause=PAUSE, words=words, steps=STEPS)
     batch.write_text(text)
     command = ["sbatch", "--parsable", str(batch)]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout[
-        :-1
-    ]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
 
 
 def queue() -> str:
@@ -168,16 +167,14 @@ BY_SLURM = ("COMPLETING", "None", 3, "None")
         (137, RUNNING, False, "status 137, and no rank was lost"),
     ],
 )
-def test_the_state_of_the_job_decides_whether_it_comes_back(
-    status, job, requeued, reason, tmp_path
-):
+def test_the_state_of_the_job_decides(status, job, requeued, reason, tmp_path):
     decided = requeue.decide(status, 0.0, tmp_path, JOB.format(*job), 2)
     assert decided[0] == requeued
     assert reason in decided[1]
 
 
 def test_a_lost_rank_is_requeued_three_times_without_a_new_checkpoint(tmp_path):
-    """Cases are moved to hang.1, hang.2, ...; one of an earlier start or of an exception is none."""
+    """Cases are moved to hang.1, hang.2, ...; an earlier start's or an exception's is none."""
     job, began = JOB.format(*RUNNING), 1000.0
 
     def lose(number: int, kind: str = "dead") -> tuple[bool, str]:
