@@ -35,14 +35,15 @@ def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tup
     job: what `scontrol show job` prints; restarts: of the job when this start began.
     """
     state, reason = _value("JobState", job), _value("Reason", job)
-    if status == 0:
-        return False, "the run is finished"
+    # Then srun's status may also be 0, when the node of the batch file is down.
     if _value("Restarts", job) not in ("", str(restarts)):
         return False, "Slurm requeues the job itself"
     # Slurm shows the states CANCELLED, TIMEOUT and PREEMPTED as COMPLETING while processes run.
     preempted = _value("PreemptTime", job) not in ("", "None")
     if state != "RUNNING" and reason != "TimeLimit" and not preempted:
         return False, f"the job was cancelled (state {state}, reason {reason})"
+    if status == 0:
+        return False, "the run is finished"
     if status == STOPPED_EARLY:
         return True, "stopped early, everything is saved"
     newest = _lost_rank(out / "hang", began)

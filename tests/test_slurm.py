@@ -161,6 +161,7 @@ BY_SLURM = ("COMPLETING", "None", 3, "None")
         (75, PREEMPTED, True, "stopped early"),
         (75, CANCELLED, False, "the job was cancelled (state COMPLETING, reason None)"),
         (75, BY_SLURM, False, "Slurm requeues the job itself"),
+        (0, BY_SLURM, False, "Slurm requeues the job itself"),
         (137, BY_SLURM, False, "Slurm requeues the job itself"),
         (137, CANCELLED, False, "the job was cancelled"),
         (2, RUNNING, False, "status 2, and no rank was lost"),
