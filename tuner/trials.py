@@ -34,7 +34,7 @@ PROGRAM = str(Path(__file__).resolve().parent.parent / "train.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
-PR_SET_PDEATHSIG, _LIBC = 1, ctypes.CDLL(None)  # loaded here: after a fork that is not safe
+_PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1  # found here: after a fork that is not safe
 RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # of a row of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
@@ -189,7 +189,7 @@ def _execute(
 
 def _end_with_search() -> None:
     """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
