@@ -10,6 +10,7 @@ import torch
 from checkpoint_worker import build_run, make
 
 from checkpointing import file_format, folders, save
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from config import validation
 from config.messages import UserError
@@ -83,7 +84,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert checkpoints._thread.is_alive()
     go.set()
     checkpoints.close()
-    with file_format.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
+    with Index(str(tmp_path / "checkpoints/step_00000001")) as index:
         for p, weight in zip(state.stages.parameters(), weights):
             whole = torch.from_numpy(index.read_whole("weights", p.spec.name))
             rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])

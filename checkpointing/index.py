@@ -1,0 +1,265 @@
+"""Reads index.h5, and any part of a tensor from the shards that it names.
+
+A checkpoint may come from a stranger. HDF5 opens no file by itself here: it is given open ones,
+links are not followed, and elements are read without it, from places in listed shards.
+"""
+
+import contextlib
+import functools
+import math
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import h5py
+import numpy as np
+
+from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
+from config.messages import UserError
+
+GROUPS = ("model", "progress", "optimizer", "data", "run")  # of index.h5, with attributes only
+ROW = 2**14  # bytes: shorter rows of which a part is wanted are read whole,
+BLOCK = 2**20  # so many bytes at once
+MOST_OPEN = 128  # shards
+_FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
+_PRIME = 2**61 - 1
+# What h5py raises, depending on where a file is damaged.
+_DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn what is found wrong in a file into UserError, in one sentence."""
+    try:
+        yield
+    except _DAMAGE as error:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise UserError(f"cannot read {path}: {' '.join(text.split())[:200]}") from None
+
+
+def _member(group: h5py.Group, name: str, kind: type) -> Any:
+    """A group or dataset that is in a group itself; ValueError for a link to elsewhere."""
+    if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+        raise ValueError(f"{name!r} is a link")
+    found = group[name]
+    if not isinstance(found, kind):
+        raise ValueError(f"{name!r} is not a {kind.__name__.lower()}")
+    return found
+
+
+def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
+    for name, type_id in _FLOATS.items():
+        if dataset.id.get_type() == type_id:
+            return np.dtype(name)
+    raise ValueError(f"{dataset.name!r} holds neither {' nor '.join(_FLOATS)}")
+
+
+def _selected_box(space: h5py.h5s.SpaceID) -> Box:
+    """The box that a selection is; ValueError if it is none."""
+    box = tuple((low, high + 1) for low, high in zip(*space.get_select_bounds()))
+    ordered = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
+    if not ordered or space.get_select_npoints() != elements_in(box):
+        raise ValueError("a selection is not a box")
+    return box
+
+
+def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
+    """Whether each element is in exactly one of the boxes; wrongly True once in 2^58 calls.
+
+    In time linear in the boxes: each end of a box along a dimension gets a random number, and a box
+    weighs the product of the differences of its ends. The weights of boxes that tile the shape add
+    up to the weight of the whole; those of other boxes do so only by chance.
+    """
+    numbers: list[dict[int, int]]
+    numbers = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
+
+    def weigh(box: Iterable[tuple[int, int]]) -> int:
+        return math.prod(of[b] - of[a] for of, (a, b) in zip(numbers, box)) % _PRIME
+
+    return sum(map(weigh, boxes)) % _PRIME == weigh((0, size) for size in shape)
+
+
+class _Shard:
+    """An open shard. places: by kind, its array's first byte in the file, type and elements."""
+
+    def __init__(self, path: str):
+        self.path = path
+        with _reading(path):
+            self.file = open_regular(path)
+            with h5py.File(self.file, "r") as file:
+                self.places = {k: self._place(_member(file, k, h5py.Dataset)) for k in file}
+
+    def _place(self, dataset: h5py.Dataset) -> tuple[int, np.dtype, int]:
+        properties, dtype = dataset.id.get_create_plist(), _dtype_of(dataset)
+        if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
+            raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
+        (elements,), at = dataset.shape, dataset.id.get_offset()
+        if at is None or at + elements * dtype.itemsize > os.fstat(self.file.fileno()).st_size:
+            raise ValueError(f"{dataset.name!r} has {elements} elements, more than the file")
+        return at, dtype, elements
+
+    def read(self, dtype: np.dtype, at: int, shape: Shape, part: Box, out: np.ndarray) -> None:
+        """Fill `out` with a part of the array of that shape at byte `at`. ValueError, OSError."""
+        (first, last), row = part[0], math.prod(shape[1:]) * dtype.itemsize
+        whole_rows = part[1:] == tuple((0, size) for size in shape[1:])
+        if whole_rows and out.flags.c_contiguous and out.dtype == dtype:
+            self._fill(out, at + first * row)
+        elif row > ROW:
+            for i in range(first, last):
+                self.read(dtype, at + i * row, shape[1:], part[1:], out[i - first])
+        else:
+            step, columns = BLOCK // row, tuple(slice(a, b) for a, b in part[1:])
+            for i in range(first, last, step):
+                rows = np.empty((min(step, last - i), *shape[1:]), dtype)
+                self._fill(rows, at + i * row)
+                out[i - first : i - first + len(rows)] = rows[:, *columns]
+
+    def _fill(self, array: np.ndarray, at: int) -> None:
+        buffer = memoryview(array.data).cast("B")
+        while buffer:
+            count = os.preadv(self.file.fileno(), [buffer], at)
+            if not count:
+                raise ValueError(f"{self.path} ends too early")
+            at, buffer = at + count, buffer[count:]
+
+
+class Index:
+    """An open checkpoint: its attributes, and any part of its tensors. A context manager.
+
+    Check its files first (verification.py). Raises UserError for what the format does not allow.
+    kinds: "weights", then the optimizer's. shapes: every tensor's global shape, by name.
+    """
+
+    def __init__(self, folder: str):
+        self.folder, self.path = folder, os.path.join(folder, INDEX)
+        self._shards: dict[str, _Shard] = {}
+        with _reading(self.path):
+            self._raw = open_regular(self.path)
+            self.file = h5py.File(self._raw, "r")
+            groups = {name: _member(self.file, name, h5py.Group) for name in self.file}
+            if "weights" not in groups or not all(map(str.isidentifier, groups)):
+                raise ValueError(f"its groups are {', '.join(map(ascii, groups))}")
+        self._tensors = {kind: groups[kind] for kind in groups if kind not in GROUPS}
+        self.kinds = sorted(self._tensors, key=lambda kind: (kind != "weights", kind))
+
+    def __enter__(self) -> "Index":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        for file in (*(shard.file for shard in self._shards.values()), self.file, self._raw):
+            file.close()
+
+    def attributes(self, group: str) -> dict[str, Any]:
+        """The attributes of a group, as plain Python values: text, numbers, booleans."""
+        with _reading(self.path):
+            items = _member(self.file, group, h5py.Group).attrs.items()
+            values = {k: v.item() if isinstance(v, np.generic) else v for k, v in items}
+            wrong = [k for k, v in values.items() if type(v) not in (str, int, float, bool)]
+            if wrong:
+                raise ValueError(f"{group} has {wrong[0]!r} of type {type(values[wrong[0]])}")
+            return values
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """See the class."""
+        with _reading(self.path):
+            return {n: self._mapping("weights", n)[0] for n in self._tensors["weights"]}
+
+    def dtype(self, kind: str) -> np.dtype:
+        """The type in which a kind was saved."""
+        with _reading(self.path):
+            return _dtype_of(_member(self._tensors[kind], next(iter(self.shapes)), h5py.Dataset))
+
+    def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
+        """UserError unless the shards hold each element of each tensor once. Each of several ranks
+        checks a share of the shards and of the tensors. files: by name, their bytes.
+        """
+        with _reading(self.path):
+            dtypes = {kind: self.dtype(kind) for kind in self.kinds}
+            needed = sum(math.prod(shape) for shape in self.shapes.values())
+            needed *= sum(dtype.itemsize for dtype in dtypes.values())
+            if needed > sum(files.values()):
+                raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
+            if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
+                raise ValueError(f"{', '.join(self.kinds)} have different tensors")
+            for name in sorted(files.keys() - {INDEX})[rank::size]:
+                places = self._shard(name).places
+                lengths = {elements for _, _, elements in places.values()}
+                if {k: dtype for k, (_, dtype, _) in places.items()} != dtypes or len(lengths) > 1:
+                    raise ValueError(f"{name} has not one array of the same length for each kind")
+            for name in list(self.shapes)[rank::size]:
+                for kind, dtype in dtypes.items():
+                    self._check_tensor(kind, name, dtype, files)
+
+    def _check_tensor(self, kind: str, name: str, dtype: np.dtype, files) -> None:
+        for file, at, box in self._sources(kind, name):
+            if file not in files:
+                raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
+            needed, there = at + elements_in(box), self._shard(file).places[kind][2]
+            if needed > there:
+                raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
+        dataset = _member(self._tensors[kind], name, h5py.Dataset)
+        if dataset.shape != self.shapes[name] or _dtype_of(dataset) != dtype:
+            raise ValueError(f"{kind}/{name} is {dataset.shape} of {dataset.dtype}, not as others")
+
+    def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
+        """Fill the flat array `out` with boxes of a tensor in order, converted to its dtype."""
+        with _reading(self.path):
+            sources, at = self._sources(kind, name), 0
+            for box in boxes:
+                run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
+                for source in sources:
+                    self._read_overlap(kind, *source, box, run)
+                at += elements_in(box)
+
+    def _read_overlap(
+        self, kind: str, file: str, at: int, stored: Box, box: Box, out: np.ndarray
+    ) -> None:
+        """Fill the elements of `out`, a box of a tensor, that are in a box of a shard."""
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
+        if all(a < b for a, b in both):
+            part = tuple((a - c, b - c) for (a, b), (c, _) in zip(both, stored))
+            target = out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, box))]
+            shard, shape = self._shard(file), tuple(b - a for a, b in stored)
+            start, dtype, _ = shard.places[kind]
+            shard.read(dtype, start + at * dtype.itemsize, shape, part, target)
+
+    def read_whole(self, kind: str, name: str) -> np.ndarray:
+        """A whole tensor, in the type it was saved in."""
+        shape = self.shapes[name]
+        out = np.empty(math.prod(shape), self.dtype(kind))
+        self.read(kind, name, [tuple((0, size) for size in shape)], out)
+        return out.reshape(shape)
+
+    def _mapping(self, kind: str, name: str) -> tuple[Shape, h5py.h5p.PropDCID]:
+        """A tensor's shape and places. HDF5 may open other files to answer `dataset.shape`."""
+        properties = _member(self._tensors[kind], name, h5py.Dataset).id.get_create_plist()
+        if properties.get_layout() != h5py.h5d.VIRTUAL or not properties.get_virtual_count():
+            raise ValueError(f"{kind}/{name!r} is not in the shards")
+        return properties.get_virtual_vspace(0).shape, properties
+
+    def _sources(self, kind: str, name: str) -> list[tuple[str, int, Box]]:
+        """What has the elements of a tensor, each once: shard, first element there, box."""
+        (shape, mapping), found = self._mapping(kind, name), []
+        for i in range(mapping.get_virtual_count()):
+            file, array = mapping.get_virtual_filename(i), mapping.get_virtual_dsetname(i)
+            if not SHARD.fullmatch(file) or array != kind:
+                raise ValueError(f"{kind}/{name} refers to {array!r} in {file!r}")
+            box = _selected_box(mapping.get_virtual_vspace(i))
+            ((at, stop),) = _selected_box(mapping.get_virtual_srcspace(i))
+            if stop - at != elements_in(box):
+                raise ValueError(f"{kind}/{name} has parts of another size than their sources")
+            found.append((file, at, box))
+        if not _is_tiled(shape, [box for _, _, box in found]):
+            raise ValueError(f"{kind}/{name} has elements that are in no file, or in two places")
+        return found
+
+    def _shard(self, name: str) -> _Shard:
+        """An open shard; with too many, the one that was opened last is closed."""
+        if name not in self._shards:
+            if len(self._shards) == MOST_OPEN:
+                self._shards.popitem()[1].file.close()
+            self._shards[name] = _Shard(os.path.join(self.folder, name))
+        return self._shards[name]
