@@ -33,7 +33,7 @@ def show(folder: str) -> str:
             values = index.attributes(group)
             lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
         shapes = index.shapes
-        kinds = ", ".join(f"{kind} {index.dtype(kind)}" for kind in index.kinds)
+        kinds = ", ".join(f"{kind} {index.dtypes[kind]}" for kind in index.kinds)
         total = sum(math.prod(shape) for shape in shapes.values())
         lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
         lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]

@@ -129,7 +129,8 @@ class Index:
     """An open checkpoint: its attributes, and any part of its tensors. A context manager.
 
     Check its files first (verification.py). Raises UserError for what the format does not allow.
-    kinds: "weights", then the optimizer's. shapes: every tensor's global shape, by name.
+    kinds: "weights", then the optimizer's. shapes: every tensor's global shape, by name. dtypes: by
+    kind, as they were saved.
     """
 
     def __init__(self, folder: str):
@@ -139,7 +140,7 @@ class Index:
             self._raw = open_regular(self.path)
             self.file = h5py.File(self._raw, "r")
             groups = {name: _member(self.file, name, h5py.Group) for name in self.file}
-            if "weights" not in groups or not all(map(str.isidentifier, groups)):
+            if not len(groups.get("weights", ())) or not all(map(str.isidentifier, groups)):
                 raise ValueError(f"its groups are {', '.join(map(ascii, groups))}")
         self._tensors = {kind: groups[kind] for kind in groups if kind not in GROUPS}
         self.kinds = sorted(self._tensors, key=lambda kind: (kind != "weights", kind))
@@ -165,21 +166,28 @@ class Index:
     def shapes(self) -> dict[str, Shape]:
         """See the class."""
         with _reading(self.path):
-            return {n: self._mapping("weights", n)[0] for n in self._tensors["weights"]}
+            mappings = {
+                name: self._mapping("weights", name)[1] for name in self._tensors["weights"]
+            }
+            return {n: m.get_virtual_vspace(0).shape for n, m in mappings.items()}
 
-    def dtype(self, kind: str) -> np.dtype:
-        """The type in which a kind was saved."""
+    @functools.cached_property
+    def dtypes(self) -> dict[str, np.dtype]:
+        """See the class."""
         with _reading(self.path):
-            return _dtype_of(_member(self._tensors[kind], next(iter(self.shapes)), h5py.Dataset))
+            name = next(iter(self.shapes))
+            datasets = {
+                kind: _member(self._tensors[kind], name, h5py.Dataset) for kind in self.kinds
+            }
+            return {kind: _dtype_of(dataset) for kind, dataset in datasets.items()}
 
     def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
         """UserError unless the shards hold each element of each tensor once. Each of several ranks
         checks a share of the shards and of the tensors. files: by name, their bytes.
         """
         with _reading(self.path):
-            dtypes = {kind: self.dtype(kind) for kind in self.kinds}
             needed = sum(math.prod(shape) for shape in self.shapes.values())
-            needed *= sum(dtype.itemsize for dtype in dtypes.values())
+            needed *= sum(dtype.itemsize for dtype in self.dtypes.values())
             if needed > sum(files.values()):
                 raise ValueError(f"its tensors are {needed} bytes, the files {sum(files.values())}")
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
@@ -187,22 +195,19 @@ class Index:
             for name in sorted(files.keys() - {INDEX})[rank::size]:
                 places = self._shard(name).places
                 lengths = {elements for _, _, elements in places.values()}
-                if {k: dtype for k, (_, dtype, _) in places.items()} != dtypes or len(lengths) > 1:
+                if {k: v[1] for k, v in places.items()} != self.dtypes or len(lengths) > 1:
                     raise ValueError(f"{name} has not one array of the same length for each kind")
             for name in list(self.shapes)[rank::size]:
-                for kind, dtype in dtypes.items():
-                    self._check_tensor(kind, name, dtype, files)
+                for kind in self.kinds:
+                    self._check_tensor(kind, name, files)
 
-    def _check_tensor(self, kind: str, name: str, dtype: np.dtype, files) -> None:
+    def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
         for file, at, box in self._sources(kind, name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
             needed, there = at + elements_in(box), self._shard(file).places[kind][2]
             if needed > there:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
-        dataset = _member(self._tensors[kind], name, h5py.Dataset)
-        if dataset.shape != self.shapes[name] or _dtype_of(dataset) != dtype:
-            raise ValueError(f"{kind}/{name} is {dataset.shape} of {dataset.dtype}, not as others")
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
         """Fill the flat array `out` with boxes of a tensor in order, converted to its dtype."""
@@ -229,20 +234,21 @@ class Index:
     def read_whole(self, kind: str, name: str) -> np.ndarray:
         """A whole tensor, in the type it was saved in."""
         shape = self.shapes[name]
-        out = np.empty(math.prod(shape), self.dtype(kind))
+        out = np.empty(math.prod(shape), self.dtypes[kind])
         self.read(kind, name, [tuple((0, size) for size in shape)], out)
         return out.reshape(shape)
 
-    def _mapping(self, kind: str, name: str) -> tuple[Shape, h5py.h5p.PropDCID]:
-        """A tensor's shape and places. HDF5 may open other files to answer `dataset.shape`."""
-        properties = _member(self._tensors[kind], name, h5py.Dataset).id.get_create_plist()
+    def _mapping(self, kind: str, name: str) -> tuple[h5py.Dataset, h5py.h5p.PropDCID]:
+        """A virtual dataset, and the properties that say where its elements are."""
+        dataset = _member(self._tensors[kind], name, h5py.Dataset)
+        properties = dataset.id.get_create_plist()
         if properties.get_layout() != h5py.h5d.VIRTUAL or not properties.get_virtual_count():
             raise ValueError(f"{kind}/{name!r} is not in the shards")
-        return properties.get_virtual_vspace(0).shape, properties
+        return dataset, properties
 
     def _sources(self, kind: str, name: str) -> list[tuple[str, int, Box]]:
         """What has the elements of a tensor, each once: shard, first element there, box."""
-        (shape, mapping), found = self._mapping(kind, name), []
+        (dataset, mapping), found = self._mapping(kind, name), []
         for i in range(mapping.get_virtual_count()):
             file, array = mapping.get_virtual_filename(i), mapping.get_virtual_dsetname(i)
             if not SHARD.fullmatch(file) or array != kind:
@@ -252,6 +258,10 @@ class Index:
             if stop - at != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             found.append((file, at, box))
+        # For sources without limits, which are refused above, HDF5 would open files to get this.
+        shape, dtype = dataset.shape, _dtype_of(dataset)
+        if shape != self.shapes[name] or dtype != self.dtypes[kind]:
+            raise ValueError(f"{kind}/{name} is {shape} of {dtype}, which others are not")
         if not _is_tiled(shape, [box for _, _, box in found]):
             raise ValueError(f"{kind}/{name} has elements that are in no file, or in two places")
         return found
