@@ -61,7 +61,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     if not intact:
         raise UserError(f"{path} is damaged: its contents do not match its own checksum")
     if body.get("version") != VERSION:
-        found = ascii(body.get("version"))[:80]
+        found = f"{body.get('version')!a:.80}"
         raise UserError(f"{folder} has format version {found}; this code reads {VERSION}")
     files, step = body.get("files"), body.get("step")
     if not _is_count(step) or not isinstance(files, dict) or not all(map(_is_entry, files.items())):

@@ -147,7 +147,7 @@ def new_folder(target: str) -> Iterator[str]:
         yield partial
         os.rename(partial, target)
     except (OSError, SafetensorError) as error:
-        cause = getattr(error, "strerror", None) or " ".join(str(error).split())
+        cause = " ".join((getattr(error, "strerror", None) or str(error)).split())
         raise UserError(f"cannot write {target}: {cause}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -171,7 +171,7 @@ def import_weights(source: str, target: str) -> ModelShape:
         shapes = [tensors[name].get_shape() for name in rule.theirs]
         try:
             ours = rule.to_ours(*(torch.empty(shape, device="meta") for shape in shapes))
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             raise UserError(f"{source}: {rule.theirs[0]} has another shape: {shapes}") from None
         return tuple(ours.shape)
 

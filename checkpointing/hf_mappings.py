@@ -236,11 +236,11 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     """The shape that a config.json describes; UserError if it is none of ours."""
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise UserError(f"{where} is a {repr(name)[:80]}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
     for field, values in _ALLOWED[name].items():
         if config.get(field, values[0]) not in values:
             wanted = " or ".join(map(str, values))
-            raise UserError(f"{where}: {field} is {config[field]}; this project has {wanted}")
+            raise UserError(f"{where}: {field} is {config[field]!a:.80}; this project has {wanted}")
     shape = {field: values[0] for field, values in _column(_NEEDED, name).items()}
     for ours, names in _column(_FIELDS, name).items():
         found = [config[theirs] for theirs in names if config.get(theirs) is not None]
@@ -254,7 +254,7 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     model = make_model({k: v for k, v in shape.items() if v is not None}, where)
     size = config.get("head_dim")
     if name == "llama" and size not in (None, model.head_size):
-        raise UserError(f"{where}: head_dim({size}) is not {model.hidden} / {model.heads}")
+        raise UserError(f"{where}: head_dim({size!a:.80}) is not {model.hidden} / {model.heads}")
     return model
 
 
@@ -262,7 +262,9 @@ def _rotary_base(config: dict[str, Any], where: str) -> float:
     """The base of Llama's rotary frequencies; UserError for positions unlike ours."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
-        raise UserError(f"{where}: the rotary positions are {rope!r}, not an object")
+        raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{where}: rotary positions are scaled ({rope}), which this project lacks")
+        raise UserError(
+            f"{where}: rotary positions are scaled ({rope!a:.80}), which this project lacks"
+        )
     return rope.get("rope_theta", config.get("rope_theta", 10000.0))

@@ -42,12 +42,12 @@ def make_model(values: dict[str, Any], where: str) -> ModelShape:
     """The model of these fields; UserError if one is unknown, of a wrong type or out of range."""
     unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
     if unknown:
-        raise UserError(f"{where} has unknown fields of a model: {unknown!a}")
+        raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
     try:
         model = command_line.build(values).model
         validation.check_shape(model)
     except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"{where}: {' '.join(str(error).split()):.300}") from None
     return model
 
 
@@ -106,6 +106,6 @@ def _check_attributes(index: Index, step: int) -> None:
     except (ValueError, TypeError, AttributeError, RecursionError):
         wrong.append(("config", text["config"]))
     if wrong:
-        raise UserError(f"{index.path} has {wrong[0][0]!a} = {ascii(wrong[0][1])[:80]}")
+        raise UserError(f"{index.path} has {wrong[0][0]!a} = {wrong[0][1]!a:.80}")
     if progress["iteration"] != step:
         raise UserError(f"{index.path} is of step {progress['iteration']}, its manifest of {step}")

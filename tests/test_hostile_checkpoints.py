@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import hostile_checkpoints as hostile
 import pytest
-from ranks import ROOT, start
+from ranks import ROOT, mpirun, start
 
 INTACT = Path(ROOT) / "tests/data/run_189cc1d/checkpoints" / hostile.NAME
 USES = ("show", "verify", "export", "resume")
@@ -77,3 +78,34 @@ def test_no_file_outside_of_a_checkpoint_is_opened(outcome):
     assert len(names) > 300
     assert sorted(path for path in opened if "../" in path or "secret/" in path) == []
     assert not opened & {"/dev/zero", "/etc/hostname"}
+
+
+OPTIONS = (
+    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
+    "--global-batch-size 4 --steps 5 --lr 1e-3 --device cpu --tp 2"
+)
+
+
+def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
+    """Each newer checkpoint has a tensor in no shard; rank 0 checks one of them, rank 1 the other."""
+    parent = tmp_path / "checkpoints"
+    shutil.copytree(INTACT, parent / hostile.NAME)
+    for step, name in ((6, "blocks.0.attention.out.bias"), (7, "blocks.0.attention.out.weight")):
+        folder = parent / f"step_{step:08d}"
+        shutil.copytree(INTACT, folder)
+        path = f"exp_avg/{name}"
+        hostile.in_hdf5("index.h5", hostile.instead(path, hostile.stored((16,))))(folder, tmp_path)
+        hostile.sign(folder, step=step)
+    words = ["train.py", *OPTIONS.split(), "--out", str(tmp_path)]
+    done = mpirun(2, *words, "--resume", str(folder), timeout=120, OMP_NUM_THREADS="1")
+    assert done.status == 2, done.err[-4000:]
+    assert done.err.count("error: ") == 1
+    assert (
+        f"error: cannot read {folder}/index.h5: exp_avg/'{name}' is not in the shards" in done.err
+    )
+    assert "Traceback" not in done.err
+    done = mpirun(2, *words, "--resume", "auto", timeout=120, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err[-4000:]
+    assert "step_00000007 cannot be loaded: " in done.out
+    assert "step_00000006 cannot be loaded: " in done.out
+    assert f"resumed from {parent / hostile.NAME}: step 4" in done.out
