@@ -1,7 +1,7 @@
 """Shows, verifies, exports and imports checkpoints, which do not depend on a layout.
 
     python checkpoint.py show DIR                                what is in it; are all files there?
-    python checkpoint.py verify DIR                              compare checksums, check contents
+    python checkpoint.py verify DIR                              and compare all checksums
     python checkpoint.py export --to hf DIR OUT [--dtype bf16]   weights for transformers
     python checkpoint.py import --from hf DIR OUT                weights to begin training with
 
