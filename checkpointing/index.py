@@ -6,6 +6,7 @@ links are not followed, and elements are read without it, from places in listed 
 
 import contextlib
 import functools
+import io
 import math
 import os
 import secrets
@@ -81,48 +82,43 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
     return sum(map(weigh, boxes)) % _PRIME == weigh((0, size) for size in shape)
 
 
-class _Shard:
-    """An open shard. places: by kind, its array's first byte in the file, type and elements."""
+def _place(dataset: h5py.Dataset, size: int) -> tuple[int, np.dtype, int]:
+    """Of a flat array in a file of that size: byte of its first element, type, elements."""
+    properties, dtype = dataset.id.get_create_plist(), _dtype_of(dataset)
+    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
+        raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
+    (elements,), at = dataset.shape, dataset.id.get_offset()
+    if at is None or at + elements * dtype.itemsize > size:
+        raise ValueError(f"{dataset.name!r} has {elements} elements, more than the file")
+    return at, dtype, elements
 
-    def __init__(self, path: str):
-        self.path = path
-        with _reading(path):
-            self.file = open_regular(path)
-            with h5py.File(self.file, "r") as file:
-                self.places = {k: self._place(_member(file, k, h5py.Dataset)) for k in file}
 
-    def _place(self, dataset: h5py.Dataset) -> tuple[int, np.dtype, int]:
-        properties, dtype = dataset.id.get_create_plist(), _dtype_of(dataset)
-        if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
-            raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
-        (elements,), at = dataset.shape, dataset.id.get_offset()
-        if at is None or at + elements * dtype.itemsize > os.fstat(self.file.fileno()).st_size:
-            raise ValueError(f"{dataset.name!r} has {elements} elements, more than the file")
-        return at, dtype, elements
+def _read_part(
+    file: int, at: int, dtype: np.dtype, shape: Shape, part: Box, out: np.ndarray
+) -> None:
+    """Fill `out` with a part of the array of that shape at byte `at` of an open file."""
+    (first, last), row = part[0], math.prod(shape[1:]) * dtype.itemsize
+    whole_rows = part[1:] == tuple((0, size) for size in shape[1:])
+    if whole_rows and out.flags.c_contiguous and out.dtype == dtype:
+        _fill(file, at + first * row, out)
+    elif row > ROW:
+        for i in range(first, last):
+            _read_part(file, at + i * row, dtype, shape[1:], part[1:], out[i - first])
+    else:
+        step, columns = BLOCK // row, tuple(slice(a, b) for a, b in part[1:])
+        for i in range(first, last, step):
+            rows = np.empty((min(step, last - i), *shape[1:]), dtype)
+            _fill(file, at + i * row, rows)
+            out[i - first : i - first + len(rows)] = rows[:, *columns]
 
-    def read(self, dtype: np.dtype, at: int, shape: Shape, part: Box, out: np.ndarray) -> None:
-        """Fill `out` with a part of the array of that shape at byte `at`. ValueError, OSError."""
-        (first, last), row = part[0], math.prod(shape[1:]) * dtype.itemsize
-        whole_rows = part[1:] == tuple((0, size) for size in shape[1:])
-        if whole_rows and out.flags.c_contiguous and out.dtype == dtype:
-            self._fill(out, at + first * row)
-        elif row > ROW:
-            for i in range(first, last):
-                self.read(dtype, at + i * row, shape[1:], part[1:], out[i - first])
-        else:
-            step, columns = BLOCK // row, tuple(slice(a, b) for a, b in part[1:])
-            for i in range(first, last, step):
-                rows = np.empty((min(step, last - i), *shape[1:]), dtype)
-                self._fill(rows, at + i * row)
-                out[i - first : i - first + len(rows)] = rows[:, *columns]
 
-    def _fill(self, array: np.ndarray, at: int) -> None:
-        buffer = memoryview(array.data).cast("B")
-        while buffer:
-            count = os.preadv(self.file.fileno(), [buffer], at)
-            if not count:
-                raise ValueError(f"{self.path} ends too early")
-            at, buffer = at + count, buffer[count:]
+def _fill(file: int, at: int, array: np.ndarray) -> None:
+    buffer = memoryview(array.data).cast("B")
+    while buffer:
+        count = os.preadv(file, [buffer], at)
+        if not count:
+            raise ValueError("a shard ends too early")
+        at, buffer = at + count, buffer[count:]
 
 
 class Index:
@@ -135,7 +131,8 @@ class Index:
 
     def __init__(self, folder: str):
         self.folder, self.path = folder, os.path.join(folder, INDEX)
-        self._shards: dict[str, _Shard] = {}
+        self._files: dict[str, io.FileIO] = {}  # open shards
+        self._places: dict[str, dict[str, tuple[int, np.dtype, int]]] = {}
         with _reading(self.path):
             self._raw = open_regular(self.path)
             self.file = h5py.File(self._raw, "r")
@@ -149,7 +146,7 @@ class Index:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        for file in (*(shard.file for shard in self._shards.values()), self.file, self._raw):
+        for file in (*self._files.values(), self.file, self._raw):
             file.close()
 
     def attributes(self, group: str) -> dict[str, Any]:
@@ -193,7 +190,7 @@ class Index:
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
             for name in sorted(files.keys() - {INDEX})[rank::size]:
-                places = self._shard(name).places
+                places = self._places_in(name)
                 lengths = {elements for _, _, elements in places.values()}
                 if {k: v[1] for k, v in places.items()} != self.dtypes or len(lengths) > 1:
                     raise ValueError(f"{name} has not one array of the same length for each kind")
@@ -205,7 +202,7 @@ class Index:
         for file, at, box in self._sources(kind, name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
-            needed, there = at + elements_in(box), self._shard(file).places[kind][2]
+            needed, there = at + elements_in(box), self._places_in(file)[kind][2]
             if needed > there:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
 
@@ -227,9 +224,9 @@ class Index:
         if all(a < b for a, b in both):
             part = tuple((a - c, b - c) for (a, b), (c, _) in zip(both, stored))
             target = out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, box))]
-            shard, shape = self._shard(file), tuple(b - a for a, b in stored)
-            start, dtype, _ = shard.places[kind]
-            shard.read(dtype, start + at * dtype.itemsize, shape, part, target)
+            start, dtype, _ = self._places_in(file)[kind]
+            start, shape = start + at * dtype.itemsize, tuple(b - a for a, b in stored)
+            _read_part(self._open(file).fileno(), start, dtype, shape, part, target)
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
         """A whole tensor, in the type it was saved in."""
@@ -266,10 +263,21 @@ class Index:
             raise ValueError(f"{kind}/{name} has elements that are in no file, or in two places")
         return found
 
-    def _shard(self, name: str) -> _Shard:
-        """An open shard; with too many, the one that was opened last is closed."""
-        if name not in self._shards:
-            if len(self._shards) == MOST_OPEN:
-                self._shards.popitem()[1].file.close()
-            self._shards[name] = _Shard(os.path.join(self.folder, name))
-        return self._shards[name]
+    def _open(self, shard: str) -> io.FileIO:
+        """An open shard; of too many, the one that was opened first is closed."""
+        if shard not in self._files:
+            if len(self._files) == MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[shard] = open_regular(os.path.join(self.folder, shard))
+        return self._files[shard]
+
+    def _places_in(self, shard: str) -> dict[str, tuple[int, np.dtype, int]]:
+        """The place of each flat array of a shard, by kind."""
+        if shard not in self._places:
+            with _reading(os.path.join(self.folder, shard)):
+                raw = self._open(shard)
+                size = os.fstat(raw.fileno()).st_size
+                with h5py.File(raw, "r") as file:
+                    datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
+                    self._places[shard] = {k: _place(d, size) for k, d in datasets.items()}
+        return self._places[shard]
