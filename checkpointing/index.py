@@ -131,6 +131,7 @@ class Index:
 
     def __init__(self, folder: str):
         self.folder, self.path = folder, os.path.join(folder, INDEX)
+        self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor, its sources
         self._files: dict[str, io.FileIO] = {}  # open shards
         self._places: dict[str, dict[str, tuple[int, np.dtype, int]]] = {}
         with _reading(self.path):
@@ -199,7 +200,9 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
-        for file, at, box in self._sources(kind, name):
+        if self._sources(kind, name) != self._sources_of(name):
+            raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
+        for file, at, box in self._sources_of(name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
             needed, there = at + elements_in(box), self._places_in(file)[kind][2]
@@ -209,7 +212,7 @@ class Index:
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
         """Fill the flat array `out` with boxes of a tensor in order, converted to its dtype."""
         with _reading(self.path):
-            sources, at = self._sources(kind, name), 0
+            sources, at = self._sources_of(name), 0
             for box in boxes:
                 run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
                 for source in sources:
@@ -262,6 +265,12 @@ class Index:
         if not _is_tiled(shape, [box for _, _, box in found]):
             raise ValueError(f"{kind}/{name} has elements that are in no file, or in two places")
         return found
+
+    def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
+        """The sources of a tensor, the same for every kind."""
+        if name not in self._known:
+            self._known[name] = self._sources("weights", name)
+        return self._known[name]
 
     def _open(self, shard: str) -> io.FileIO:
         """An open shard; of too many, the one that was opened first is closed."""
