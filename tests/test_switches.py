@@ -26,6 +26,7 @@ from ranks import (
 import trainer
 from checkpoint import check_files
 from checkpointing import file_format, folders, save
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import validation
@@ -277,7 +278,7 @@ def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch
     threading.Timer(0.5, released.set).start()
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
-    with file_format.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
+    with Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
         assert len(index.kinds) == 3
     # A checkpoint that exists is not written again; one that was removed is.
     count = len(said)
