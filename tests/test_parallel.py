@@ -20,6 +20,14 @@ def test_collectives_and_layers_on_ranks(ranks):
     assert outcome.out.startswith("ok ")
 
 
+def drawn(name, shape, dim, start, stop, std, seed, device="cpu"):
+    """Rows [start, stop) along `dim` of a normal tensor, in float64."""
+    local = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    out = torch.full(local, torch.nan, dtype=torch.float64, device=device)
+    draw_normal(out, name, shape, dim, start, std, seed)
+    return out
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_slice_is_drawn_by_itself(data):
@@ -27,23 +35,23 @@ def test_any_slice_is_drawn_by_itself(data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     start = data.draw(st.integers(0, shape[dim]))
     stop = data.draw(st.integers(start, shape[dim]))
-    whole = draw_normal("w", shape, dim, 0, shape[dim], 0.5, 7, "cpu")
-    part = draw_normal("w", shape, dim, start, stop, 0.5, 7, "cpu")
+    whole = drawn("w", shape, dim, 0, shape[dim], 0.5, 7)
+    part = drawn("w", shape, dim, start, stop, 0.5, 7)
     assert torch.equal(whole.narrow(dim, start, stop - start), part)
-    other = draw_normal("w", shape, 0, 0, shape[0], 0.5, 7, "cpu")
+    other = drawn("w", shape, 0, 0, shape[0], 0.5, 7)
     assert torch.equal(whole, other), "the split dimension must not matter"
 
 
 def test_drawn_weights_are_normal_and_unrelated():
     n = 1_000_000
-    x = draw_normal("a", (n,), 0, 0, n, 1.0, 1, "cpu")
+    x = drawn("a", (n,), 0, 0, n, 1.0, 1)
     assert abs(x.mean()) < 5 / n**0.5
     assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
     assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
     assert abs((x < -1.959964).double().mean() - 0.025) < 5 * (0.025 / n) ** 0.5
     others = (
-        draw_normal("b", (n,), 0, 0, n, 1.0, 1, "cpu"),
-        draw_normal("a", (n,), 0, 0, n, 1.0, 2, "cpu"),
+        drawn("b", (n,), 0, 0, n, 1.0, 1),
+        drawn("a", (n,), 0, 0, n, 1.0, 2),
         x.roll(1),
         x.roll(2),
     )
@@ -53,8 +61,8 @@ def test_drawn_weights_are_normal_and_unrelated():
 
 def test_first_values_stay_what_they_are():
     """Weights of a seed are part of the interface: a new version must draw the same ones."""
-    drawn = draw_normal("blocks.0.mlp.up.weight", (2, 2), 0, 0, 2, 0.02, 1234, "cpu")
-    assert drawn.flatten().tolist() == pytest.approx(FIRST_VALUES, rel=1e-12)
+    first = drawn("blocks.0.mlp.up.weight", (2, 2), 0, 0, 2, 0.02, 1234)
+    assert first.flatten().tolist() == pytest.approx(FIRST_VALUES, rel=1e-12)
 
 
 FIRST_VALUES = [

@@ -139,7 +139,7 @@ def test_every_element_has_one_owner(dp):
     for rank in range(dp):
         key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
         bucket = buckets.Bucket([parameter], key, Mesh(layout.axes, Fake(rank)), options, 1)
-        bucket.adopt_masters(None)
+        bucket.adopt()
         sizes.add(bucket.section)
         assert bucket.section % buckets.ALIGNMENT == 0
         for own in bucket.shards:
