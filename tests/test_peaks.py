@@ -43,7 +43,7 @@ def test_drawing_takes_little_beside_the_weights():
     """It took 72 bytes an element where the first dimension is split: 80 GB for a large head."""
     for shape, dim in (((8192, 1024), 0), ((1024, 8192), 1), ((8, 3, 64, 4096), 0)):
         out = torch.empty(shape)
-        assert out.numel() > 6 * DRAWN_AT_ONCE
+        assert out.numel() >= 6 * DRAWN_AT_ONCE
         with PeakBytes() as bytes_held:
             draw_normal(out, "w", shape, dim, 0, 0.02, 1)
         assert 8 * DRAWN_AT_ONCE < bytes_held.peak <= 100 * DRAWN_AT_ONCE
