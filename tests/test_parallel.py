@@ -3,13 +3,13 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from fake_context import FakeContext
 from hypothesis import given, settings
 from ranks import mpirun
 
 from config.schema import AXES, Layout
 from distributed.mesh import Mesh
 from parallel import ParamFactory, VocabEmbedding, draw_normal
-from watchdog.flight_recorder import FlightRecorder
 
 
 @pytest.mark.slow
@@ -76,17 +76,9 @@ FIRST_VALUES = [
 def test_rank_order():
     """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, of a mesh on a fake context."""
 
-    class Fake:
-        def __init__(self, rank, size):
-            self.rank, self.size = rank, size
-            self.recorder, self.blocking = FlightRecorder(), False
-
-        def process_group(self, ranks, role):
-            return None
-
     layout = Layout(tp=2, pp=3, dp=4)
     for rank in range(24):
-        mesh = Mesh(layout.axes, Fake(rank, 24))
+        mesh = Mesh(layout.axes, FakeContext(24, rank))
         pp, dp, tp = (mesh.place[axis] for axis in ("pp", "dp", "tp"))
         assert rank == (pp * 4 + dp) * 2 + tp
         assert (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (pp, dp, tp)
@@ -97,25 +89,16 @@ def test_rank_order():
         assert mesh.tied.ranks == (ends if rank in ends else (rank,))
         assert mesh.world.size == 24
     with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
-        Mesh(layout.axes, Fake(0, 23))
+        Mesh(layout.axes, FakeContext(23))
 
 
 def test_context_ranks_join_the_replicas_of_a_parameter():
     """The axis cp has a group of its own; gradients are reduced over dp and cp together."""
 
-    class Fake:
-        def __init__(self, rank):
-            self.rank, self.size = rank, 16
-            self.recorder, self.blocking = FlightRecorder(), False
-            self.made = []
-
-        def process_group(self, ranks, role):
-            self.made.append((role, ranks))
-
     axes = {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
     orders = set()
     for rank in range(16):
-        fake = Fake(rank)
+        fake = FakeContext(16, rank)
         mesh = Mesh(axes, fake)
         pp, dp, cp, tp = (mesh.place[axis] for axis in AXES)
         assert rank == ((pp * 2 + dp) * 2 + cp) * 2 + tp
@@ -125,7 +108,7 @@ def test_context_ranks_join_the_replicas_of_a_parameter():
         )
         assert mesh.replicas.rank == dp * 2 + cp
         assert mesh.recorder.coordinates == {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        orders.add(tuple(fake.made))
+        orders.add(str(fake.made))
     assert len(orders) == 1  # every rank makes the same groups in the same order
 
 
