@@ -79,9 +79,15 @@ class Context(Meeting):
         from distributed.collectives import Group
 
         own = next((row for row in rows if self.rank in row), (self.rank,))
+        # A bound device makes NCCL connect the members here and now; torch must not have bound one
+        # to the world's group, from which every rank would then split every group.
+        device = self.device if self.backend == "nccl" else None
         for row in rows:
-            if len(row) > 1 and (row, role) not in self._groups:
-                self._groups[row, role] = dist.new_group(list(row), timeout=COLLECTIVE_TIMEOUT)
+            if role == "world" and len(row) > 1:
+                self._groups[row, role] = dist.group.WORLD
+            elif len(row) > 1 and (row, role) not in self._groups:
+                group = dist.new_group(list(row), timeout=COLLECTIVE_TIMEOUT, device_id=device)
+                self._groups[row, role] = group
         log = self.recorder.group_log(role, own) if own in rows else None
         handle = self._groups.get((own, role))
         return Group(own, own.index(self.rank), handle, log, self.blocking)
