@@ -103,8 +103,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.d))  # s b g a/g+2 d
-        q = qkv[..., :-2, :].flatten(2, 3)  # s b a d
-        k, v = qkv[..., -2, :], qkv[..., -1, :]  # s b g d
+        q, k, v = qkv.split((self.queries, 1, 1), -2)  # one split: slices add up in the backward
+        q, k, v = (t.flatten(2, 3) for t in (q, k, v))  # s b a d, s b g d, s b g d
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.recompute and torch.is_grad_enabled():

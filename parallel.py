@@ -100,8 +100,8 @@ class ParamFactory:
         dtype = torch.promote_types(self.dtype, torch.float32)
         tensor = torch.full(local, fill, dtype=dtype, device=self.device)
         if std is not None:
-            drawn = draw_normal(name, shape, dim or 0, start, stop, std, self.seed, self.device)
-            tensor.zero_().narrow(dim or 0, 0, stop - start).copy_(drawn)
+            own = tensor.zero_().narrow(dim or 0, 0, stop - start)
+            draw_normal(own, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = ("replicas",)
         if self.sequence_parallel and dim is None and tp.size > 1:
             reduce_over += ("tp",)
@@ -113,35 +113,29 @@ class ParamFactory:
 
 
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
+DRAWN_AT_ONCE = 2**20  # elements
 _GAMMA, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
 def draw_normal(
-    name: str,
-    shape: tuple[int, ...],
-    dim: int,
-    start: int,
-    stop: int,
-    std: float,
-    seed: int,
-    device: torch.device,
-) -> Tensor:
-    """Rows [start, stop) along `dim` of the normal tensor that belongs to (seed, name); float64.
+    out: Tensor, name: str, shape: tuple[int, ...], dim: int, start: int, std: float, seed: int
+) -> None:
+    """Fill the contiguous `out` with the rows from `start` on along `dim` of the normal tensor that
+    belongs to (seed, name); computed in float64.
 
     Element i of the whole tensor is a function of (seed, name, i) alone: splitmix64's i-th output,
-    its halves turned into a normal by Box and Muller. Any slice can be drawn by itself.
+    its halves turned into a normal by Box and Muller. Any slice can be drawn by itself. Takes
+    DRAWN_AT_ONCE x 100 bytes beside `out`.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
-    outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-    result = torch.empty(outer, (stop - start) * inner, dtype=torch.float64, device=device)
-    columns = torch.arange(start * inner, stop * inner, device=device)
-    step = max(1, 2**22 // max(1, columns.numel()))  # bounds the temporaries to some 32 MB each
-    for row in range(0, outer, step):
-        rows = torch.arange(row, min(row + step, outer), device=device)
-        index = rows[:, None] * (shape[dim] * inner) + columns
-        result[row : row + step] = _normal(_splitmix64(index, key))
-    return result.mul_(std).view(*shape[:dim], stop - start, *shape[dim + 1 :])
+    inner = math.prod(shape[dim + 1 :])
+    run, flat = out.shape[dim] * inner, out.view(-1)  # elements that follow one another in both
+    for first in range(0, len(flat), DRAWN_AT_ONCE):
+        last = min(first + DRAWN_AT_ONCE, len(flat))
+        places = torch.arange(first, last, device=out.device)
+        index = places + places // run * (shape[dim] * inner - run) + start * inner
+        flat[first:last] = _normal(_splitmix64(index, key)).mul_(std)
 
 
 def _splitmix64(index: Tensor, key: int) -> Tensor:

@@ -255,7 +255,8 @@ class Trainer:
         result = step(self.state, self.splits.train, begin, lr)
         untrained += batch if result.skipped else 0
         self.done = Progress(iteration, begin + batch, untrained)
-        everyone = self._exchange(time.perf_counter() - began, evaluates)
+        seconds = step_stats.seconds_since(began, self.device, self.recorder)
+        everyone = self._exchange(seconds, evaluates)
         self.trace.after(iteration)
         for line in self.stragglers.add(everyone):
             self.log.note(line)

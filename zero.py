@@ -87,16 +87,8 @@ class Optimizer:
     ) -> list[Bucket]:
         """Move parameters and gradients into buckets, for all but --zero 3."""
         parameters = list(stages.parameters())
-        drawn = None
-        if factory.dtype != torch.promote_types(factory.dtype, torch.float32):
-            drawn = {p: p.detach().clone() for p in parameters}
-        for p in parameters:
-            p.data = p.data.to(factory.dtype)
-        self.buckets = make_buckets(parameters, self.mesh, self.training, zero)
+        self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
-        for bucket in self.buckets:
-            bucket.adopt_weights()
-            bucket.adopt_masters(drawn)
         # Python's collector does not look into hooks: one that held the optimizer would keep it.
         here = weakref.proxy(self)
         for p in parameters:

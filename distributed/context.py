@@ -19,10 +19,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -34,6 +34,9 @@ from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
+
+if TYPE_CHECKING:
+    from distributed.collectives import Group
 
 SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
 SECONDS_FOR_MONITOR_TO_END = 5.0
@@ -74,13 +77,28 @@ class Context(Meeting):
         """The node of every rank."""
         return [place.node for place in self.places]
 
-    def process_group(self, ranks: tuple[int, ...], role: str) -> Any:
-        """torch's process group of these ranks and role, made once; collective over all ranks."""
+    def group(self, rows: Sequence[tuple[int, ...]], role: str) -> "Group":
+        """This rank's group of a role; collective over all ranks.
+
+        rows: the ranks of every group of that role. A rank in none of them is alone in its own.
+        """
         import torch.distributed as dist
 
-        if (ranks, role) not in self._groups:
-            self._groups[ranks, role] = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
-        return self._groups[ranks, role]
+        from distributed.collectives import Group
+
+        own = next((row for row in rows if self.rank in row), (self.rank,))
+        # A bound device makes NCCL connect the members here and now; torch must not have bound one
+        # to the world's group, from which every rank would then split every group.
+        device = self.device if self.backend == "nccl" else None
+        for row in rows:
+            if role == "world" and len(row) > 1:
+                self._groups[row, role] = dist.group.WORLD
+            elif len(row) > 1 and (row, role) not in self._groups:
+                group = dist.new_group(list(row), timeout=COLLECTIVE_TIMEOUT, device_id=device)
+                self._groups[row, role] = group
+        log = self.recorder.group_log(role, own) if own in rows else None
+        handle = self._groups.get((own, role))
+        return Group(own, own.index(self.rank), handle, log, self.blocking)
 
     def clock(self) -> tuple[float, float]:
         """Seconds to add to time.monotonic() for a clock common to all ranks, and their error."""

@@ -42,10 +42,12 @@ class Mesh:
         self.recorder = context.recorder if context else FlightRecorder()
         shown = ("tp", "pp", "dp") if self.axes["cp"] == 1 else ("tp", "cp", "pp", "dp")
         self.recorder.coordinates = {name: self.place[name] for name in shown}
-        self._context = context
+
+        def own_group(rows: list[tuple[int, ...]], role: str) -> Group:
+            return context.group(rows, role) if context else Group((self.rank,))
 
         def along(role: str, *names: str) -> Group:
-            return self._own_group(rows_along(self.axes, names), role)
+            return own_group(rows_along(self.axes, names), role)
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
@@ -53,19 +55,8 @@ class Mesh:
         self.backward = along("backward", "pp")
         pipelines = rows_along(self.axes, ("pp",))
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
-        self.tied, self.world = self._own_group(ends, "tied"), self._own_group(rows, "world")
+        self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
 
     def group(self, role: str) -> Group:
         """The group of one of ROLES, as a parameter's spec names it."""
         return getattr(self, role)
-
-    def _own_group(self, rows: list[tuple[int, ...]], role: str) -> Group:
-        """The group of the row that has this rank; one in no row (tied, middle ranks) is alone."""
-        own, context = Group((self.rank,)), self._context
-        for row in rows:
-            handle = context.process_group(row, role) if context and len(row) > 1 else None
-            if self.rank in row:
-                log = context.recorder.group_log(role, row) if context else None
-                blocking = context is not None and context.blocking
-                own = Group(row, row.index(self.rank), handle, log, blocking)
-        return own

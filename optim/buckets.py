@@ -169,8 +169,15 @@ class Bucket(ParamGroup):
     """Parameters in flat buffers (`places`: where each starts), and this rank's section."""
 
     def __init__(
-        self, parameters: list[nn.Parameter], key: Key, mesh: Mesh, t: Training, zero: int
+        self,
+        parameters: list[nn.Parameter],
+        key: Key,
+        mesh: Mesh,
+        t: Training,
+        zero: int,
+        dtype: torch.dtype | None = None,
     ):
+        """dtype: of the weights in computation, default: that of the parameters, fp32 at least."""
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -180,39 +187,38 @@ class Bucket(ParamGroup):
         first = parameters[0]
         exact = torch.promote_types(first.dtype, torch.float32)
         self.sum_dtype = torch.bfloat16 if t.grad_dtype == "bf16" else exact
-        self.weights = first.new_zeros(total)
+        self.weights = first.new_zeros(total, dtype=dtype)
         self.each_micro_batch = zero == 2 and self.sharded
-        count, dtype = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
-        self.gradients = first.new_zeros(count, dtype=dtype)
+        count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
+        self.gradients = first.new_zeros(count, dtype=kind)
         self.missing = 0  # gradients still to come before it is reduced
         self.whole_matrices = key.family == "matrices"
 
-    def adopt_weights(self) -> None:
-        """Make the parameters, and their gradients where all are kept, views of the buffers."""
+    def adopt(self) -> None:
+        """Make the parameters, and their gradients where all are kept, views of the buffers; the
+        masters are the weights themselves where these are as precise as what was drawn.
+        """
+        own, cuts = self._section_of(self.weights), self._cuts()
+        exact = self.places[0][0].dtype == own.dtype
+        self.flat = own if exact else torch.zeros_like(own, dtype=self.places[0][0].dtype)
+        for p, start, a, b in () if exact else cuts:
+            self.flat[a - self.start : b - self.start] = p.data.view(-1)[a - start : b - start]
         for p, start in self.places:
             view = self.weights[start : start + p.numel()].view(p.shape)
             view.copy_(p.data)
-            p.data = view
+            p.data = view  # frees what was drawn
             if self.each_micro_batch:
                 continue
             p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
             if p.dtype == self.gradients.dtype:
                 p.grad = p.main_grad  # autograd adds to it in place
-
-    def adopt_masters(self, drawn: dict[nn.Parameter, Tensor] | None) -> None:
-        """Make the masters: the weights themselves where these are precise enough, else `drawn`."""
-        flat, cuts = self._section_of(self.weights), self._cuts()
-        if drawn is not None:
-            flat = flat.to(torch.float32)
-            for p, start, a, b in cuts:
-                flat[a - self.start : b - self.start] = drawn[p].view(-1)[a - start : b - start]
-        self.flat, self._parts = flat, [slice(0, self.section)]
+        self._parts = [slice(0, self.section)]
         if self.whole_matrices:
             self._parts = [slice(a - self.start, b - self.start) for _, _, a, b in cuts]
         for i, (p, start, a, b) in enumerate(cuts):
             place = (i, 0) if self.whole_matrices else (0, a - self.start)
             self.add_shard(p.spec, tuple(p.shape), a - start, b - start, place)
-        self.masters = [flat[part] for part in self._parts]
+        self.masters = [self.flat[part] for part in self._parts]
         if self.whole_matrices:
             self.masters = [m.view(_flat_shape(s)) for m, s in zip(self.masters, self.shards)]
 
@@ -279,12 +285,14 @@ class _AddingHandle:
 
 
 def make_buckets(
-    parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int
+    parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int, dtype: torch.dtype
 ) -> list[Bucket]:
     """Buckets of one key each, in the order in which the backward pass fills them.
 
-    Whole matrices of one key are one bucket: the more there are, the better they are balanced.
-    UserError if tensor parallelism cuts the blocks of 8-bit state.
+    They adopt the parameters one after the other: what was drawn and all buffers are never in
+    memory at once. dtype: of the weights in computation. Whole matrices of one key are one bucket:
+    the more there are, the better they are balanced. UserError if tensor parallelism cuts the
+    blocks of 8-bit state.
     """
     runs: dict[Key, list[list[nn.Parameter]]] = {}
     for p in reversed(parameters):
@@ -296,7 +304,12 @@ def make_buckets(
         if full and key.family != "matrices":
             of_key.append([])
         of_key[-1].append(p)
-    return [Bucket(run, key, mesh, training, zero) for key in sorted(runs) for run in runs[key]]
+    buckets = []
+    for key in sorted(runs):
+        for run in runs[key]:
+            buckets.append(Bucket(run, key, mesh, training, zero, dtype))
+            buckets[-1].adopt()
+    return buckets
 
 
 def _lay_out(

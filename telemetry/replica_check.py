@@ -14,6 +14,8 @@ from distributed.mesh import Mesh
 from parallel import ParamSpec
 from zero import Optimizer
 
+HASHED_AT_ONCE = 2**20  # elements: each takes some 60 bytes meanwhile
+
 # Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]
 
@@ -75,6 +77,10 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
 def _bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    bits = flat.contiguous().view(integers).long()
-    places = torch.arange(start, start + len(bits), device=bits.device) * 2 + 1
-    return ((bits ^ (bits >> 17)) * (places * -7046029254386353131)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for run in flat.contiguous().view(integers).split(HASHED_AT_ONCE):
+        bits = run.long()
+        places = torch.arange(start, start + len(run), device=flat.device) * 2 + 1
+        total += ((bits ^ (bits >> 17)) * (places * -7046029254386353131)).sum()
+        start += len(run)
+    return total

@@ -8,6 +8,7 @@ All values that ranks must agree on between steps go through this one all-gather
 
 import resource
 import statistics
+import time
 from dataclasses import astuple, dataclass, fields
 
 import psutil
@@ -16,6 +17,7 @@ import torch
 from config.schema import Config, Layout, coordinates, rows_along
 from distributed.collectives import Group
 from distributed.stop_conditions import RequestedAction
+from watchdog.flight_recorder import FlightRecorder
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,18 @@ class StepStats:
     seconds: float  # the step's wall time
     waiting: float  # the part of `seconds` in which this rank waited for others
     requested_action: float  # a RequestedAction
+
+
+def seconds_since(began: float, device: torch.device, recorder: FlightRecorder) -> float:
+    """Seconds since `began` (time.perf_counter) until the device has done what it was given.
+
+    On a GPU the host launches a step's update and is far ahead of it. Only the current stream is
+    waited for: weights may still be gathered during the next step.
+    """
+    if device.type == "cuda":
+        with recorder.waiting_for("device"):
+            torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - began
 
 
 def measure(

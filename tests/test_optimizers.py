@@ -12,6 +12,7 @@ import golden_worker
 import pytest
 import torch
 from compare import assert_close, relative_difference
+from fake_context import FakeContext
 from ranks import mpirun
 from test_golden import pairwise, single_rank, weight_difference
 
@@ -22,7 +23,6 @@ from config import validation
 from distributed.mesh import Mesh
 from optim import buckets, update_rules
 from parallel import ParamFactory
-from watchdog.flight_recorder import FlightRecorder
 
 TOLERANCE = {
     "adamw": 1e-5,
@@ -37,18 +37,6 @@ TOLERANCE = {
 WEIGHT_TOLERANCE = TOLERANCE | {"adamw8bit": 1e-3, "muon": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 # What bitsandbytes' blocks of 256 need to be cut by tp 2.
 WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
-
-
-class FakeContext:
-    """Rank 0 of that many, without process groups."""
-
-    rank, device, blocking = 0, torch.device("cpu"), False
-
-    def __init__(self, size: int):
-        self.size, self.recorder = size, FlightRecorder()
-
-    def process_group(self, ranks, role):
-        return None
 
 
 def fits(case: dict, ranks: int) -> bool:

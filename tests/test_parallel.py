@@ -3,13 +3,13 @@
 import hypothesis.strategies as st
 import pytest
 import torch
+from fake_context import FakeContext
 from hypothesis import given, settings
 from ranks import mpirun
 
 from config.schema import AXES, Layout
 from distributed.mesh import Mesh
 from parallel import ParamFactory, VocabEmbedding, draw_normal
-from watchdog.flight_recorder import FlightRecorder
 
 
 @pytest.mark.slow
@@ -20,6 +20,14 @@ def test_collectives_and_layers_on_ranks(ranks):
     assert outcome.out.startswith("ok ")
 
 
+def drawn(name, shape, dim, start, stop, std, seed, device="cpu"):
+    """Rows [start, stop) along `dim` of a normal tensor, in float64."""
+    local = (*shape[:dim], stop - start, *shape[dim + 1 :])
+    out = torch.full(local, torch.nan, dtype=torch.float64, device=device)
+    draw_normal(out, name, shape, dim, start, std, seed)
+    return out
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_any_slice_is_drawn_by_itself(data):
@@ -27,23 +35,23 @@ def test_any_slice_is_drawn_by_itself(data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     start = data.draw(st.integers(0, shape[dim]))
     stop = data.draw(st.integers(start, shape[dim]))
-    whole = draw_normal("w", shape, dim, 0, shape[dim], 0.5, 7, "cpu")
-    part = draw_normal("w", shape, dim, start, stop, 0.5, 7, "cpu")
+    whole = drawn("w", shape, dim, 0, shape[dim], 0.5, 7)
+    part = drawn("w", shape, dim, start, stop, 0.5, 7)
     assert torch.equal(whole.narrow(dim, start, stop - start), part)
-    other = draw_normal("w", shape, 0, 0, shape[0], 0.5, 7, "cpu")
+    other = drawn("w", shape, 0, 0, shape[0], 0.5, 7)
     assert torch.equal(whole, other), "the split dimension must not matter"
 
 
 def test_drawn_weights_are_normal_and_unrelated():
     n = 1_000_000
-    x = draw_normal("a", (n,), 0, 0, n, 1.0, 1, "cpu")
+    x = drawn("a", (n,), 0, 0, n, 1.0, 1)
     assert abs(x.mean()) < 5 / n**0.5
     assert abs(x.var() - 1) < 5 * (2 / n) ** 0.5
     assert abs((x**4).mean() - 3) < 5 * (96 / n) ** 0.5
     assert abs((x < -1.959964).double().mean() - 0.025) < 5 * (0.025 / n) ** 0.5
     others = (
-        draw_normal("b", (n,), 0, 0, n, 1.0, 1, "cpu"),
-        draw_normal("a", (n,), 0, 0, n, 1.0, 2, "cpu"),
+        drawn("b", (n,), 0, 0, n, 1.0, 1),
+        drawn("a", (n,), 0, 0, n, 1.0, 2),
         x.roll(1),
         x.roll(2),
     )
@@ -53,8 +61,8 @@ def test_drawn_weights_are_normal_and_unrelated():
 
 def test_first_values_stay_what_they_are():
     """Weights of a seed are part of the interface: a new version must draw the same ones."""
-    drawn = draw_normal("blocks.0.mlp.up.weight", (2, 2), 0, 0, 2, 0.02, 1234, "cpu")
-    assert drawn.flatten().tolist() == pytest.approx(FIRST_VALUES, rel=1e-12)
+    first = drawn("blocks.0.mlp.up.weight", (2, 2), 0, 0, 2, 0.02, 1234)
+    assert first.flatten().tolist() == pytest.approx(FIRST_VALUES, rel=1e-12)
 
 
 FIRST_VALUES = [
@@ -68,17 +76,9 @@ FIRST_VALUES = [
 def test_rank_order():
     """rank = (pp_rank * dp + dp_rank) * tp + tp_rank, of a mesh on a fake context."""
 
-    class Fake:
-        def __init__(self, rank, size):
-            self.rank, self.size = rank, size
-            self.recorder, self.blocking = FlightRecorder(), False
-
-        def process_group(self, ranks, role):
-            return None
-
     layout = Layout(tp=2, pp=3, dp=4)
     for rank in range(24):
-        mesh = Mesh(layout.axes, Fake(rank, 24))
+        mesh = Mesh(layout.axes, FakeContext(24, rank))
         pp, dp, tp = (mesh.place[axis] for axis in ("pp", "dp", "tp"))
         assert rank == (pp * 4 + dp) * 2 + tp
         assert (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank) == (pp, dp, tp)
@@ -89,25 +89,16 @@ def test_rank_order():
         assert mesh.tied.ranks == (ends if rank in ends else (rank,))
         assert mesh.world.size == 24
     with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
-        Mesh(layout.axes, Fake(0, 23))
+        Mesh(layout.axes, FakeContext(23))
 
 
 def test_context_ranks_join_the_replicas_of_a_parameter():
     """The axis cp has a group of its own; gradients are reduced over dp and cp together."""
 
-    class Fake:
-        def __init__(self, rank):
-            self.rank, self.size = rank, 16
-            self.recorder, self.blocking = FlightRecorder(), False
-            self.made = []
-
-        def process_group(self, ranks, role):
-            self.made.append((role, ranks))
-
     axes = {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
     orders = set()
     for rank in range(16):
-        fake = Fake(rank)
+        fake = FakeContext(16, rank)
         mesh = Mesh(axes, fake)
         pp, dp, cp, tp = (mesh.place[axis] for axis in AXES)
         assert rank == ((pp * 2 + dp) * 2 + cp) * 2 + tp
@@ -117,7 +108,7 @@ def test_context_ranks_join_the_replicas_of_a_parameter():
         )
         assert mesh.replicas.rank == dp * 2 + cp
         assert mesh.recorder.coordinates == {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        orders.add(tuple(fake.made))
+        orders.add(str(fake.made))
     assert len(orders) == 1  # every rank makes the same groups in the same order
 
 

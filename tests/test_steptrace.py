@@ -4,10 +4,12 @@ import itertools
 import json
 
 import pytest
+import torch
 from ranks import mpirun
 
 from schedules import schedule
-from telemetry import step_trace
+from telemetry import step_stats, step_trace
+from watchdog.flight_recorder import FlightRecorder
 
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -72,3 +74,19 @@ def test_a_trace_shows_the_schedule(tmp_path):
     waits = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert any(e["name"].startswith("receive") for e in waits)
     assert any(e["name"].startswith("all_reduce") for e in waits)
+
+
+def test_a_step_lasts_until_the_device_has_done_it(monkeypatch):
+    """The host is ahead of a GPU: without a wait the optimizer's update would not count."""
+    clock = [100.0]
+
+    class Stream:
+        def synchronize(self):
+            assert recorder.snapshot(0)["wait"]["kind"] == "device"  # a hang here is explained
+            clock[0] += 3.0
+
+    recorder = FlightRecorder()
+    monkeypatch.setattr(step_stats.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert step_stats.seconds_since(99.0, torch.device("cuda", 0), recorder) == 4.0
+    assert step_stats.seconds_since(99.0, torch.device("cpu"), recorder) == 4.0

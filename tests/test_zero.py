@@ -8,6 +8,7 @@ import golden_worker
 import pytest
 import torch
 from compare import assert_close
+from fake_context import FakeContext
 
 import data
 import trainer
@@ -18,7 +19,6 @@ from distributed.mesh import Mesh
 from optim import buckets
 from parallel import ParamFactory
 from telemetry import replica_check
-from watchdog.flight_recorder import FlightRecorder
 
 
 def build(**options) -> trainer.TrainState:
@@ -124,22 +124,15 @@ def test_gradients_of_micro_batches_are_summed(precision):
 def test_every_element_has_one_owner(dp):
     """Sections are of equal size, also those without elements."""
 
-    class Fake:
-        def __init__(self, rank):
-            self.rank, self.size = rank, dp
-            self.recorder, self.blocking = FlightRecorder(), False
-
-        def process_group(self, ranks, role):
-            return None
-
     parameter = ParamFactory(Mesh()).parameter("w", (13, 11), std=1.0)
     layout = configuration.Layout(dp=dp)
     owned = torch.zeros(13 * 11, dtype=torch.int64)
     sizes = set()
     for rank in range(dp):
         key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
-        bucket = buckets.Bucket([parameter], key, Mesh(layout.axes, Fake(rank)), options, 1)
-        bucket.adopt_masters(None)
+        mesh = Mesh(layout.axes, FakeContext(dp, rank))
+        bucket = buckets.Bucket([parameter], key, mesh, options, 1)
+        bucket.adopt()
         sizes.add(bucket.section)
         assert bucket.section % buckets.ALIGNMENT == 0
         for own in bucket.shards:

@@ -1,0 +1,85 @@
+"""How many bytes a part of a run has in tensors at most: what a GPU would have to hold."""
+
+import weakref
+
+import torch
+from test_zero import build
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from config import schema
+from config.schema import BUCKET_ELEMENTS
+from distributed.mesh import Mesh
+from optim.buckets import make_buckets
+from parallel import DRAWN_AT_ONCE, ParamFactory, draw_normal
+from telemetry import replica_check
+from telemetry.replica_check import HASHED_AT_ONCE
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations return, while they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage):
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.peak = max(self.peak, sum(self.live.values()))
+            weakref.finalize(storage, self.live.pop, key, None)
+
+
+def test_drawing_takes_little_beside_the_weights():
+    """It took 72 bytes an element where the first dimension is split: 80 GB for a large head."""
+    for shape, dim in (((8192, 1024), 0), ((1024, 8192), 1), ((8, 3, 64, 4096), 0)):
+        out = torch.empty(shape)
+        assert out.numel() >= 6 * DRAWN_AT_ONCE
+        with PeakBytes() as bytes_held:
+            draw_normal(out, "w", shape, dim, 0, 0.02, 1)
+        assert 8 * DRAWN_AT_ONCE < bytes_held.peak <= 100 * DRAWN_AT_ONCE
+
+
+def test_the_replica_check_takes_little_beside_the_weights():
+    """It took 42 bytes an element of the largest parameter."""
+    weights = torch.randn(8 * HASHED_AT_ONCE).bfloat16()
+    with PeakBytes() as bytes_held:
+        whole = replica_check._bit_hash(weights, 5)
+    assert 8 * HASHED_AT_ONCE < bytes_held.peak <= 60 * HASHED_AT_ONCE
+    cut = 3 * HASHED_AT_ONCE + 7
+    parts = (
+        replica_check._bit_hash(weights[:cut], 5),
+        replica_check._bit_hash(weights[cut:], 5 + cut),
+    )
+    assert whole == sum(parts), "a hash of parts in any cut is the hash of the whole"
+
+
+def test_buckets_replace_what_was_drawn_one_by_one():
+    """Weights in bf16, gradients and masters in fp32 are 10 bytes an element in the end. All that
+    was drawn, 4 bytes an element, was copied and kept beside them until the last bucket was made.
+    """
+    factory = ParamFactory(Mesh(), dtype=torch.bfloat16)
+    count, rows = 6, BUCKET_ELEMENTS // 1024
+    with PeakBytes() as bytes_held:
+        parameters = [factory.parameter(f"{i}", (rows, 1024), decay=True) for i in range(count)]
+        training = schema.Training(precision="bf16")
+        buckets = make_buckets(parameters, factory.mesh, training, 0, torch.bfloat16)
+    assert len(buckets) == count
+    elements = count * rows * 1024
+    assert 10 * elements <= bytes_held.peak <= (10 + 4.01 / count) * elements
+
+
+def test_the_bytes_of_a_run_are_counted():
+    """The count itself: a run's weights are seen."""
+    with PeakBytes() as bytes_held:
+        run = build()
+    assert bytes_held.peak >= sum(p.nbytes for p in run.stages.parameters())
