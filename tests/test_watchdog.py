@@ -24,6 +24,7 @@ from watchdog.flight_recorder import FlightRecorder, Operation
 from watchdog.wait_graph import WaitGraph, find_culprits
 
 WORKER = "tests/fault_worker.py"
+KEY = "ab" * 32  # of a job
 PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 
 # ---- Records -------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ def wait_until(condition, seconds: float = 30.0) -> None:
 
 def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
     """A process that connects without the password is ignored; after the goodbyes it ends."""
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
     unknown = socket.create_connection(address[:2])
     unknown.sendall(b'{"rank": 0, "password": "guess"}\n{"failed": "x"}\n')
     ends = []
@@ -356,7 +357,7 @@ def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
 
 def test_a_rank_that_ends_the_job_on_purpose_ends_the_others_without_a_report(tmp_path):
     """As a second signal does: no report, and the same status everywhere."""
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
     ends = []
     watchdogs = [
         heartbeat.Watchdog(FlightRecorder(), address, r, "away", ends.append) for r in range(2)
@@ -398,7 +399,7 @@ def test_the_monitor_starts_from_any_folder_and_environment(tmp_path, path, safe
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
         "from watchdog import heartbeat; from watchdog.flight_recorder import FlightRecorder; "
         f"os.chdir({str(tmp_path)!r}); "
-        "address, process = heartbeat.start_monitor('127.0.0.1', 'n', 1, 'out', None); "
+        "address, process = heartbeat.start_monitor('127.0.0.1', 'n', 1, 'out', None, 'key'); "
         "heartbeat.Watchdog(FlightRecorder(), address, 0, 'n', os._exit).close(); "
         "sys.exit(process.wait(60))"
     )
@@ -412,7 +413,7 @@ def calls_to_find_a_hang(size: int) -> int:
     ranks = Ranks(size)
     ranks.collective("world", tuple(range(size)), [n for n in range(size) if n != size // 3])
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "password": ""}
+        job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "key": ""}
         watched = monitor.Monitor(listener, job)
     for number, recorder in enumerate(ranks.recorders):
         recorder.steps_done = 100
