@@ -181,10 +181,15 @@ def _read_file(out: Path, name: str) -> Address:
                 f"that all nodes share, or start with mpirun or srun"
             )
         time.sleep(LONGEST_PAUSE)
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
-            raise UserError(f"{path} is not a regular file of user {os.getuid()} alone")
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise UserError(f"{path}, written by rank 0, cannot be read: {error.strerror}") from None
+    found = os.fstat(number)
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
+        os.close(number)
+        raise UserError(f"{path} is not a regular file of user {os.getuid()} alone")
+    with open(number) as file:
         host, port, secret = json.load(file)
     return host, port, secret
 

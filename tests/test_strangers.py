@@ -1,0 +1,226 @@
+"""What other users of the machine and the network can do to a job: nothing."""
+
+import json
+import os
+import socket
+import stat
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from ranks import Job, mpi_command
+from strangers import HOST, Strangers
+
+from config.messages import UserError
+from distributed import job_store
+from distributed.job_store import JobStore
+from distributed.launch import Launch, Local
+
+KEY = "ab" * 32
+SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8"
+WORDS = f"{SHAPE} --device cpu --lr-schedule constant --steps 30".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run(out: Path, ranks: int, *words: str) -> Job:
+    command = [*mpi_command(ranks), sys.executable, "tests/strangers_worker.py", str(out)]
+    return Job([*command, *WORDS, *words, "--out", str(out)], out, **ONE_THREAD)
+
+
+def listening(job: Job, monitor: bool) -> list[int]:
+    """Loopback ports of rank 0 or of its monitor, the oldest first."""
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if "python" in process.name() and monitor == ("-c" in process.cmdline()):
+            found = sorted(process.net_connections("tcp"), key=lambda c: c.fd)
+            return [c.laddr.port for c in found if c.status == "LISTEN" and c.laddr.ip == HOST]
+    raise AssertionError(job.text[-4000:])
+
+
+def go(job: Job, place: str) -> None:
+    (job.out / f"{place}.go").touch()
+
+
+def wait_at(job: Job, place: str) -> None:
+    job.wait_for((job.out / f"{place}.waits").exists)
+
+
+@pytest.mark.slow
+def test_200_strangers_change_nothing(tmp_path):
+    """Before the ranks have met, before they have found the monitor, and while they train."""
+    with run(tmp_path / "alone", 4, "--tp", "2", "--pp", "2") as alone:
+        for place in ("store", "monitor", "step"):
+            go(alone, place)
+        assert alone.status() == 0, alone.text[-4000:]
+
+    with run(tmp_path / "visited", 4, "--tp", "2", "--pp", "2") as job:
+        wait_at(job, "store")
+        store = listening(job, monitor=False)[-1]  # MPI may listen too
+        before = Strangers([store], 60)
+        before.wait()
+        assert len(before.clients) >= 6
+        assert before.seen  # what the ranks left while the last one was not there yet
+        go(job, "store")
+
+        wait_at(job, "monitor")
+        (monitor,) = listening(job, monitor=True)
+        meanwhile = Strangers([store, monitor], 70)
+        meanwhile.wait()
+        go(job, "monitor")
+
+        wait_at(job, "step")
+        assert listening(job, monitor=True) == []
+        during = Strangers([store, monitor], 70)
+        during.wait()
+        assert before.made + meanwhile.made + during.made == 200
+        assert (meanwhile.clients, during.clients, during.socks) == ([], [], [])
+        for client in before.clients:  # they were connected before the store was closed to others
+            with pytest.raises(dist.DistError):
+                client.list_keys()
+        go(job, "step")
+        assert job.status() == 0, job.text[-4000:]
+        for strangers in (before, meanwhile, during):
+            strangers.close()
+    losses = [[row["loss"] for row in one.rows] for one in (alone, job)]
+    assert len(losses[0]) == 30
+    assert losses[0] == losses[1]
+    assert not (job.out / "hang").exists()
+
+
+# ---- The store -----------------------------------------------------------------------------------
+
+
+def meet(size: int) -> tuple:
+    """Rank 0's server and the stores of a job of so many ranks, all in this process."""
+    server = job_store._Server(HOST, size)
+    host, port, secret = server.address
+    stores = [server.store, *(job_store._connect(host, port) for _ in range(2 * size - 1))]
+    opened = [JobStore(bytes.fromhex(secret), *stores[2 * i : 2 * i + 2]) for i in range(size)]
+    for store in stores:
+        store.check(["x"])
+    return server, port, opened
+
+
+def own_ends(port: int) -> list:
+    return [end for _, end, other in job_store._connections() if other == (HOST, port)]
+
+
+def test_a_closed_store_is_the_ranks_alone():
+    server, port, opened = meet(2)
+    ranks = own_ends(port)
+    assert len(ranks) == 4
+    early = job_store._connect(HOST, port)
+    early.set("left early", "x")
+    server.keep_to({*ranks})
+    opened[0].part("values").set("value", "1")
+    assert opened[1].part("values", second=True).get("value") == b"1"
+    with pytest.raises(dist.DistError):
+        early.list_keys()
+    with pytest.raises(dist.DistError):
+        dist.TCPStore(HOST, port, wait_for_workers=False, timeout=timedelta(seconds=0.5))
+    with pytest.raises(TimeoutError):
+        socket.create_connection((HOST, port), 0.3)
+
+
+def test_a_rank_that_seems_to_come_from_elsewhere_is_an_error():
+    server, port, _ = meet(1)
+    with pytest.raises(UserError, match=r"from 10\.1\.2\.3:99, and rank 0 sees it come from else"):
+        server.keep_to({*own_ends(port), ("10.1.2.3", 99)})
+
+
+def test_only_signed_connections_are_taken(monkeypatch):
+    """A stranger writes what a rank is to write, until the rank itself does."""
+    _, port, opened = meet(2)
+    ends = own_ends(port)
+    meeting, tries = opened[1].part("meeting"), []
+    forged = [
+        b"",
+        b"garbage",
+        b"\xff" * 80,
+        b"0" * 64 + json.dumps([["127.0.0.1", 1]]).encode(),
+        job_store._sign(opened[1], 0, json.dumps(ends).encode()),  # of another rank
+        job_store._sign(JobStore(b"another"), 1, json.dumps(ends).encode()),
+        job_store._sign(opened[1], 1, json.dumps(ends[:2]).encode()),
+    ]
+
+    def next_value() -> None:
+        meeting.set("1", forged[len(tries)])
+        tries.append(1)
+
+    assert job_store._collect(opened[0], 2, next_value) == {*ends[:2]}
+    assert len(tries) == len(forged)
+
+
+def test_names_of_parts_tell_nothing_and_secrets_are_not_shown():
+    opened = JobStore(b"secret")
+    assert "secret" not in repr(opened)
+    assert opened.key("values") != opened.key("groups")
+    assert len(opened.key("values")) == 64
+    alone = job_store.open_store(Launch("python"), Local(0, 1, True, 1, 0), "nowhere")
+    assert alone.part("values") is None
+    assert len(alone.secret) == 32
+
+
+@pytest.mark.slow
+def test_torchrun_gets_the_secret_through_a_file_of_its_user(tmp_path):
+    """torch's own store has no more than the file's name; the file does not stay."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    out = tmp_path / "run"
+    command = [*torchrun, f"--master-port={port}", "tests/strangers_worker.py", str(out)]
+    with Job([*command, *WORDS, "--out", str(out)], out, **ONE_THREAD) as job:
+        wait_at(job, "store")
+        job.wait_for(lambda: list(out.glob(".rendezvous-*")))
+        (path,) = out.glob(".rendezvous-*")
+        job.wait_for(lambda: path.stat().st_size > 0)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        host, _, secret = json.loads(path.read_text())
+        assert (host, len(secret)) == (HOST, 64)
+        client = dist.TCPStore("localhost", port, wait_for_workers=False)
+        job.wait_for(lambda: any("trine" in key for key in client.list_keys()))
+        (name,) = (key for key in client.list_keys() if "trine" in key)
+        assert f".rendezvous-{client.get(name).decode()}" == path.name
+        assert all(secret.encode() not in client.get(key) for key in client.list_keys())
+        for place in ("store", "monitor", "step"):
+            go(job, place)
+        assert job.status() == 0, job.text[-4000:]
+        assert len(job.rows) == 30
+        assert list(out.glob(".rendezvous-*")) == []
+
+
+NAME = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "sentence"),
+    [
+        ("../../secret", None, "torchrun's store was changed by another program"),
+        (NAME, None, "torchrun on several nodes needs --out on a file system that all nodes share"),
+        (NAME, lambda path: path.symlink_to("/etc/hostname"), "cannot be read: "),
+        (NAME, lambda path: path.mkdir(0o700), "is not a regular file of user "),
+        (NAME, lambda path: os.mkfifo(path, 0o600), "is not a regular file of user "),
+        (NAME, lambda path: path.touch(0o644), "is not a regular file of user "),
+    ],
+)
+def test_a_file_that_rank_0_did_not_write_is_one_sentence(
+    tmp_path, monkeypatch, name, make, sentence
+):
+    monkeypatch.setattr(job_store, "SECONDS_FOR_FILE", 0.2)
+    if make:
+        make(tmp_path / f".rendezvous-{name}")
+    with pytest.raises(UserError) as caught:
+        job_store._read_file(tmp_path, name)
+    assert sentence in str(caught.value)
+
+
+def test_out_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_store, "_torchrun_store", dist.HashStore)
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="for the other ranks: Not a directory"),
+        job_store._through_a_file((HOST, 1, "secret"), str(tmp_path / "file" / "out")),
+    ):
+        pass
