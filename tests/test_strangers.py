@@ -1,12 +1,19 @@
 """What other users of the machine and the network can do to a job: nothing."""
 
+import errno
 import json
 import os
+import select
+import signal
 import socket
 import stat
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +25,9 @@ from config.messages import UserError
 from distributed import job_store
 from distributed.job_store import JobStore
 from distributed.launch import Launch, Local
+from watchdog import handshake, heartbeat, monitor
+from watchdog.flight_recorder import FlightRecorder
+from watchdog.handshake import Process
 
 KEY = "ab" * 32
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8"
@@ -224,3 +234,187 @@ def test_out_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
         job_store._through_a_file((HOST, 1, "secret"), str(tmp_path / "file" / "out")),
     ):
         pass
+
+
+# ---- The monitor ---------------------------------------------------------------------------------
+
+
+def process_of(rank: int, pid: int | None = None) -> Process:
+    pid = pid or os.getpid()
+    return Process(rank, "here", pid, heartbeat.start_time(pid))
+
+
+def right_answer(challenge: bytes, rank: int = 0) -> bytes:
+    fields = f"rank {rank} here 1 1 ".encode()
+    return fields + handshake._sign(KEY, challenge, fields) + b"\n"
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other side ends a connection, perhaps after it has sent something."""
+    sock.settimeout(30.0)
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_strangers_cannot_end_a_job_or_kill_a_process(tmp_path):
+    """One monitor; what was sent to it by hand in the attack, and an answer used again."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    address, process = heartbeat.start_monitor(HOST, "here", 1, str(tmp_path), 60.0, KEY)
+    started = heartbeat.start_time(sleeper.pid)
+    hello = {"password": KEY, "pid": sleeper.pid, "started": started, "node": "here"}
+    forged = [json.dumps({kind: 0, **hello}).encode() + b"\n" for kind in ("stacks", "rank")]
+    socks = [socket.create_connection(address[:2]) for _ in range(6)]
+    challenges = [sock.recv(64) for sock in socks]
+    assert len({*challenges}) == 6
+    said = [b"[" * 100_000, *forged, right_answer(challenges[0]), right_answer(b"x" * 32)]
+    said.append(right_answer(challenges[5]).replace(b"here 1 1", b"here 1 2"))
+    for sock, line in zip(socks, said):
+        sock.sendall(line)
+        assert is_closed(sock)
+    ends: list[int] = []
+    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "here", ends.append)
+    with pytest.raises(ConnectionRefusedError):  # all ranks are there
+        socket.create_connection(address[:2])
+    watchdog.close()
+    assert process.wait(30) == 0
+    assert ends == []
+    assert sleeper.poll() is None
+    heartbeat.kill_process(sleeper.pid, started + 1)  # a process of that number, but another
+    assert sleeper.poll() is None
+    heartbeat.kill_process(sleeper.pid, started)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert not (tmp_path / "hang").exists()
+
+
+def test_a_process_of_another_user_is_not_killed(monkeypatch):
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        started = heartbeat.start_time(sleeper.pid)
+        monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid + 1)
+        heartbeat.kill_process(sleeper.pid, started)
+        assert sleeper.poll() is None
+        monkeypatch.undo()
+        heartbeat.kill_process(sleeper.pid, started)
+
+
+class Door:
+    """An Entrance for one rank, read as the monitor does."""
+
+    def __init__(self):
+        self.poll = select.epoll()
+        self.listener = socket.create_server((HOST, 0))
+        self.address = (*self.listener.getsockname(), KEY)
+        self.entrance = handshake.Entrance(self.listener, 1, KEY, self.poll)
+        self.found = []
+
+    def serve(self, events: int) -> None:
+        """Handle so many events."""
+        while events > 0:
+            for number, _ in self.poll.poll(30.0, 1):
+                events -= 1
+                if number in self.entrance.newcomers:
+                    self.found += [self.entrance.read(number)]
+                else:
+                    self.entrance.accept()
+
+
+def test_strangers_are_few_and_say_little_and_not_for_long():
+    door = Door()
+    entrance = door.entrance
+    socks = []
+    for _ in range(200):
+        socks.append(socket.create_connection(door.address[:2]))
+        door.serve(1)
+        assert len(entrance.newcomers) <= 2 + handshake.MAX_STRANGERS
+    assert len(entrance.newcomers) == 2 + handshake.MAX_STRANGERS
+    assert is_closed(socks[0])  # the oldest gave way
+    socks[-1].sendall(b"x" * 4095)
+    door.serve(1)
+    assert len(entrance.newcomers) == 2 + handshake.MAX_STRANGERS
+    socks[-1].sendall(b"x" * 100_000)
+    door.serve(1)
+    assert is_closed(socks[-1])
+    socks[-2].close()
+    door.serve(1)
+    assert len(entrance.newcomers) == handshake.MAX_STRANGERS
+    entrance.close_late(time.monotonic())
+    assert len(entrance.newcomers) == handshake.MAX_STRANGERS
+    entrance.close_late(time.monotonic() + handshake.MAX_SECONDS)
+    assert entrance.newcomers == {}
+    assert door.found == [None] * 3
+
+
+def test_without_descriptors_the_oldest_gives_way_and_nothing_spins(monkeypatch):
+    door, pauses = Door(), []
+    sock = socket.create_connection(door.address[:2])
+    door.serve(1)
+    refusing = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "")))
+    door.entrance.listener = refusing
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(sleep=pauses.append))
+    door.entrance.accept()
+    door.entrance.accept()
+    assert is_closed(sock)
+    assert pauses == [handshake.FULL_SECONDS] * 2
+
+
+def test_a_rank_that_was_sent_away_comes_again_and_only_once():
+    """The first connection is closed before it has answered, as when strangers are many."""
+    door = Door()
+    with ThreadPoolExecutor(1) as pool:
+        for kind in ("stacks", "rank"):
+            coming = pool.submit(handshake.connect, door.address, kind, process_of(0))
+            door.serve(1)
+            door.entrance._close_oldest()
+            while not coming.done():
+                door.serve(1) if not door.found or door.found[-1] is None else time.sleep(0.01)
+            coming.result().close()
+            assert door.found.pop()[1:] == (kind, process_of(0))
+            door.found.clear()
+    assert door.listener.fileno() == -1  # closed: the job is complete
+
+
+def test_a_rank_that_sends_what_is_no_message_is_dead(tmp_path):
+    """The monitor goes on and reports it, as if the rank's process had ended."""
+    address, process = heartbeat.start_monitor(HOST, "away", 2, str(tmp_path), 60.0, KEY)
+    sockets = [
+        handshake.connect(address, kind, process_of(rank))
+        for rank in range(2)
+        for kind in ("stacks", "rank")
+    ]
+    sockets[3].sendall(b"[" * 100_000 + b"\n")
+    assert is_closed(sockets[3])
+    sockets[1].settimeout(30.0)
+    assert b"inspect" in sockets[1].recv(1 << 16)
+    for sock in sockets[:2]:
+        sock.close()
+    assert process.wait(60) == 0
+    case = json.loads((tmp_path / "hang/case.json").read_text())
+    assert (case["kind"], case["culprits"]) == ("dead", [1])
+    assert (
+        "it sent what is no message: RecursionError" in (tmp_path / "hang/report.txt").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[1]", b'"beat"', b'{"new": 1}', b'{"beat": 1, "memory": {}, "sent": 0}', b"\xff\xfe"],
+    ids=["cut", "list", "text", "unknown", "number", "bytes"],
+)
+def test_what_is_no_message_ends_the_connection(monkeypatch, line):
+    monkeypatch.setattr(monitor, "MAX_LINE", 1000)
+    for sent in (line + b"\n", b"x" * 2000):
+        door = Door()
+        job = {"size": 1, "node": "n", "out": "out", "limit": 3.0, "key": KEY}
+        watched = monitor.Monitor(door.listener, job)
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        watched.poll.register(theirs.fileno(), select.EPOLLIN)
+        watched._admit(theirs, "rank", process_of(0))
+        ours.sendall(sent)
+        watched._receive()
+        assert is_closed(ours)
+        assert watched.dead == [0]
+        assert "no message" in watched.ranks[0].error

@@ -240,10 +240,13 @@ class Monitor:
         elif "ending" in message or "goodbye" in message:
             rank.state, self.ending = "left", message.get("ending", self.ending)
             self.left.add(rank.rank)
+        else:
+            raise ValueError("an unknown kind")
 
     def _note(self, rank: Rank, snapshot: dict[str, Any], now: float) -> None:
         """Keep a rank's newest snapshot, and when its progress last grew."""
-        if rank.snapshot is None or snapshot["progress"] != rank.snapshot["progress"]:
+        progress = snapshot["progress"]
+        if rank.snapshot is None or progress != rank.snapshot["progress"]:
             rank.moved = now
         rank.snapshot = snapshot
 
