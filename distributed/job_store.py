@@ -8,8 +8,8 @@ torch's store has no authentication: who can connect can read, set and delete ev
 1. rank 0 listens at a port that the system chooses, for one node on loopback only;
 2. the address and a secret of the job go to the other ranks over MPI, or under torchrun through a
    file that only this user can read; torch's own store, open to all, has no more than its name;
-3. each rank makes all the connections that it will ever need, and leaves their addresses, signed;
-4. rank 0 then takes no new connection and ends those that no rank signed;
+3. each rank makes all the connections that it will ever need, and tells rank 0 their addresses;
+4. rank 0 then takes no new connection and ends those that are no rank's;
 5. only after that are values exchanged, under names that come from the secret.
 """
 
@@ -23,7 +23,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +35,9 @@ from config.messages import UserError
 from distributed.launch import Launch, Local
 
 TIMEOUT = timedelta(minutes=30)  # of the store's own calls
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks whether all have met
-SECONDS_TO_SIGN_AGAIN = 1.0  # a stranger may have deleted the addresses that a rank left
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks
 SECONDS_FOR_FILE = 60.0  # until a file of rank 0 is seen on the other nodes
-NAME_KEY = "trine rendezvous"  # in torchrun's store
+KEY = "trine rendezvous"  # in torchrun's store: the name of the file
 # Linux: setsockopt's number, and a filter of one instruction: keep 0 bytes of each packet.
 SO_ATTACH_FILTER, DROP_ALL = 26, struct.pack("HBBI", 0x06, 0, 0, 0)
 UNACCEPTED_AT = 24  # in TCP_INFO of a listening socket: connections that wait to be accepted
@@ -77,18 +76,7 @@ def open_store(launch: Launch, local: Local, out: str) -> JobStore:
     if launch.size == 1:
         return JobStore(os.urandom(32))
     server = _Server(host_address(local), launch.size) if launch.rank == 0 else None
-    share = _over_mpi if launch.mpi else _through_a_file
-    with share(server.address if server else None, out) as ((host, port, secret), progress):
-        first, second = server.store if server else _connect(host, port), _connect(host, port)
-        opened = JobStore(bytes.fromhex(secret), first, second)
-        second.check([opened.key("meeting")])  # it has been accepted
-        own = [end for _, end, other in _connections() if other == (host, port)]
-        if server:
-            server.keep_to(_collect(opened, launch.size, progress) | {*own})
-            opened.part("values").set("closed", "")
-        else:
-            _leave(opened, launch.rank, own, progress)
-    return opened
+    return _meet_over_mpi(server) if launch.mpi else _meet_over_torchrun(server, launch, Path(out))
 
 
 def host_address(local: Local) -> str:
@@ -106,48 +94,88 @@ def host_address(local: Local) -> str:
     return next((other for other in found if not other.startswith("127.")), address)
 
 
-def _connect(host: str, port: int) -> Any:
+def _connect(address: Address, server: "_Server | None") -> tuple[JobStore, list[End]]:
+    """All connections of this rank to the store, and their own ends."""
     import torch.distributed as dist
 
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
+    host, port, secret = address
+    needed = 1 if server else 2  # the server's own is the first
+    stores = [server.store] if server else []
+    for _ in range(needed):
+        stores.append(dist.TCPStore(host, port, wait_for_workers=False, timeout=TIMEOUT))
+        stores[-1].check(["x"])  # it has been accepted
+    ends = [own for _, own, other in connections() if other == (host, port)]
+    return JobStore(bytes.fromhex(secret), *stores), ends
 
 
-# ---- The address and the secret ------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _over_mpi(address: Address | None, out: str) -> Iterator[tuple[Address, Callable[[], object]]]:
-    """Rank 0's address on every rank, and what to call while waiting.
-
-    Over libfabric a message moves only while its sender is inside MPI: a rank that waited in the
-    store alone would keep others from the address.
-    """
+def _meet_over_mpi(server: "_Server | None") -> JobStore:
     from mpi4py import MPI
 
-    yield MPI.COMM_WORLD.bcast(address), MPI.COMM_WORLD.Iprobe
+    world = MPI.COMM_WORLD
+    opened, ends = _connect(world.bcast(server.address if server else None), server)
+    of_ranks = world.gather(ends) or []
+    if server:
+        server.keep_to({end for ends in of_ranks for end in ends})
+    world.barrier()
+    # Over libfabric a message moves only while its sender is inside MPI: a rank that went on at
+    # once would keep others in the barrier.
+    values, pause = opened.part("values"), FIRST_PAUSE
+    values.add("met", 1)
+    while values.add("met", 0) < world.size:
+        world.Iprobe()
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)  # hundreds of ranks ask one store
+    return opened
+
+
+# ---- Under torchrun ------------------------------------------------------------------------------
+
+
+def _meet_over_torchrun(server: "_Server | None", launch: Launch, out: Path) -> JobStore:
+    """The secret goes through a file; the connections, signed, through torchrun's own store."""
+    open_to_all = _torchrun_store()
+    with _shared_file(out, server.address) if server else contextlib.nullcontext() as name:
+        if name:
+            open_to_all.set(KEY, name)
+        shared = open_to_all.get(KEY).decode(errors="replace")
+        address = server.address if server else read_file(out, shared)
+        opened, ends = _connect(address, server)
+        open_to_all.set(f"{KEY} {launch.rank}", sign(opened, launch.rank, json.dumps(ends)))
+        if server:
+            signed = [open_to_all.get(f"{KEY} {rank}") for rank in range(launch.size)]
+            server.keep_to({end for i, text in enumerate(signed) for end in read(opened, i, text)})
+            opened.part("values").set("closed", "")
+        opened.part("values").wait(["closed"])
+    return opened
+
+
+def sign(opened: JobStore, rank: int, ends: str) -> str:
+    """The ends of a rank's connections as text, signed with the secret of the job."""
+    return opened.key(f"connections of {rank}: {ends}") + ends
+
+
+def read(opened: JobStore, rank: int, signed: bytes) -> set[End]:
+    """What `sign` signed; UserError for anything else."""
+    ends = signed[64:].decode(errors="replace")
+    if not hmac.compare_digest(signed, sign(opened, rank, ends).encode()):
+        raise UserError(f"torchrun's store was changed by another program: {KEY} {rank}")
+    return {(host, port) for host, port in json.loads(ends)}
 
 
 @contextlib.contextmanager
-def _through_a_file(
-    address: Address | None, out: str
-) -> Iterator[tuple[Address, Callable[[], object]]]:
-    """As _over_mpi; rank 0's file, in --out, exists until this is left."""
-    names = _torchrun_store()
-    if address is None:
-        yield _read_file(Path(out), names.get(NAME_KEY).decode(errors="replace")), lambda: None
-        return
+def _shared_file(out: Path, address: Address) -> Iterator[str]:
+    """A file with the address, of which this gives the name, as long as this is not left."""
     name = os.urandom(16).hex()
-    path = Path(out, f".rendezvous-{name}")
+    path = out / f".rendezvous-{name}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        out.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UserError(f"cannot write {path}, for the other ranks: {error.strerror}") from None
     try:
-        with open(file, "w") as opened:
-            json.dump(address, opened)
-        names.set(NAME_KEY, name)
-        yield address, lambda: None
+        with open(number, "w") as file:
+            json.dump(address, file)
+        yield name
     finally:
         path.unlink(missing_ok=True)
 
@@ -168,10 +196,10 @@ def _torchrun_store() -> Any:
         ) from None
 
 
-def _read_file(out: Path, name: str) -> Address:
+def read_file(out: Path, name: str) -> Address:
     """What rank 0 wrote; UserError if the file is not seen in time, or not this user's alone."""
     if not re.fullmatch("[0-9a-f]{32}", name):
-        raise UserError(f"torchrun's store was changed by another program: {NAME_KEY} is {name!r}")
+        raise UserError(f"torchrun's store was changed by another program: {KEY} is {name!r}")
     path, until = out / f".rendezvous-{name}", time.monotonic() + SECONDS_FOR_FILE
     while not path.exists():
         if time.monotonic() > until:
@@ -219,17 +247,11 @@ class _Server:
     def keep_to(self, ranks: set[End]) -> None:
         """Take no new connections, and end those whose other ends are not the ranks'.
 
-        Raises UserError if that is not possible here, or a rank's own connection is not there.
+        Raises UserError if a rank's own connection is not there.
         """
         filter_at = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
         program = struct.pack("HP", 1, ctypes.addressof(filter_at))
-        try:
-            self.listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
-        except OSError as error:
-            raise UserError(
-                f"the store of the job cannot be closed to strangers on {socket.gethostname()}: "
-                f"setsockopt(SO_ATTACH_FILTER): {error.strerror}"
-            ) from None
+        self.listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
         while self._unaccepted():
             time.sleep(FIRST_PAUSE)
         self.store.check(["closed"])  # answered by the thread that accepts: it has done so
@@ -244,7 +266,7 @@ class _Server:
     def _end_others(self, ranks: set[End]) -> set[End]:
         """Shut down the connections of others; the other ends of all that there were."""
         seen = set()
-        for sock, own, other in _connections():
+        for sock, own, other in connections():
             if own[1] == self.address[1]:
                 seen.add(other)
                 if other not in ranks:
@@ -256,7 +278,7 @@ class _Server:
         return struct.unpack_from("I", known, UNACCEPTED_AT)[0]
 
 
-def _connections() -> Iterator[tuple[socket.socket, End, End]]:
+def connections() -> Iterator[tuple[socket.socket, End, End]]:
     """Each connection of this process, as a duplicate, with its own and its other end."""
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -280,39 +302,3 @@ def _duplicate(number: int) -> socket.socket:
     except OSError:
         os.close(copy)
         raise
-
-
-def _sign(opened: JobStore, rank: int, ends: bytes) -> bytes:
-    return opened.key(f"connections of rank {rank}: {ends.decode()}").encode() + ends
-
-
-def _leave(opened: JobStore, rank: int, ends: list[End], progress: Callable[[], object]) -> None:
-    """Leave this rank's ends for rank 0 until it has closed the store to all others."""
-    meeting, values = opened.part("meeting"), opened.part("values")
-    signed, pause, again = _sign(opened, rank, json.dumps(ends).encode()), FIRST_PAUSE, 0.0
-    while not values.check(["closed"]):
-        if time.monotonic() > again:
-            meeting.set(str(rank), signed)
-            again = time.monotonic() + SECONDS_TO_SIGN_AGAIN
-        progress()
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)  # hundreds of ranks ask one store
-
-
-def _collect(opened: JobStore, size: int, progress: Callable[[], object]) -> set[End]:
-    """On rank 0: the ends of all other ranks; what they did not sign is not looked at."""
-    meeting, found, pause = opened.part("meeting"), set[End](), FIRST_PAUSE
-    missing = [str(rank) for rank in range(1, size)]
-    while missing:
-        progress()
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-        if not meeting.check(missing):
-            continue
-        for rank, value in zip(list(missing), meeting.multi_get(missing)):
-            ends = value[64:]  # after the signature
-            with contextlib.suppress(UnicodeDecodeError):
-                if hmac.compare_digest(value, _sign(opened, int(rank), ends)):
-                    found |= {(host, port) for host, port in json.loads(ends)}
-                    missing.remove(rank)
-    return found

@@ -72,20 +72,9 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         exit_with(mistake, index == 0, launch.exit_delay)
     if launch.size > 1:
         _start_process_groups(opened, launch, device, backend)
-    return Meeting(
-        launch,
-        launch.rank,
-        launch.size,
-        node,
-        local,
-        places,
-        device,
-        backend,
-        threads,
-        store,
-        second_store=opened.part("values", second=True),
-        monitor_key=opened.key("monitor"),
-    )
+    rank, size = launch.rank, launch.size
+    parts = store, opened.part("values", second=True), opened.key("monitor")
+    return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)
 
 
 # ---- Device and cores ----------------------------------------------------------------------------

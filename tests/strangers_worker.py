@@ -1,7 +1,8 @@
 """A rank of a run that waits for strangers: `mpirun -n 4 python THIS OUT WORDS` (of train.py).
 
 At three places a rank waits until OUT/PLACE.go is there, after it has written OUT/PLACE.waits: the
-last rank before it connects to the store, and to the monitor; rank 0 in its third step.
+last rank before it connects to the store, and to the monitor; rank 0 in its third step. OUT/open.go
+is there from the start: rank 0 only says that its store is open.
 """
 
 import sys
@@ -12,7 +13,7 @@ import trainer
 import zero
 from config import validation
 from config.command_line import parse
-from distributed import rendezvous
+from distributed import job_store, rendezvous
 from distributed.launch import discover
 from watchdog import heartbeat
 
@@ -41,6 +42,9 @@ def main() -> None:
         wait_before(rendezvous, "open_store", "store")
         wait_before(heartbeat, "connect", "monitor")
     if launch.rank == 0:
+        OUT.mkdir(parents=True, exist_ok=True)
+        (OUT / "open.go").touch()
+        wait_before(job_store, "_connect", "open")
         wait_before(zero.Optimizer, "step", "step", call=3)
     trainer.main(validation.check(parse(sys.argv[2:]), launch.size), launch)
 

@@ -67,11 +67,12 @@ def test_200_strangers_change_nothing(tmp_path):
 
     with run(tmp_path / "visited", 4, "--tp", "2", "--pp", "2") as job:
         wait_at(job, "store")
+        wait_at(job, "open")
         store = listening(job, monitor=False)[-1]  # MPI may listen too
         before = Strangers([store], 60)
         before.wait()
         assert len(before.clients) >= 6
-        assert before.seen  # what the ranks left while the last one was not there yet
+        assert {*before.seen} <= {"met"}  # which these have made themselves
         go(job, "store")
 
         wait_at(job, "monitor")
@@ -102,28 +103,21 @@ def test_200_strangers_change_nothing(tmp_path):
 # ---- The store -----------------------------------------------------------------------------------
 
 
-def meet(size: int) -> tuple:
-    """Rank 0's server and the stores of a job of so many ranks, all in this process."""
-    server = job_store._Server(HOST, size)
-    host, port, secret = server.address
-    stores = [server.store, *(job_store._connect(host, port) for _ in range(2 * size - 1))]
-    opened = [JobStore(bytes.fromhex(secret), *stores[2 * i : 2 * i + 2]) for i in range(size)]
-    for store in stores:
-        store.check(["x"])
-    return server, port, opened
-
-
-def own_ends(port: int) -> list:
-    return [end for _, end, other in job_store._connections() if other == (HOST, port)]
+def meet() -> tuple:
+    """Rank 0's server, the stores of two ranks, and their connections, all in this process."""
+    server = job_store._Server(HOST, 2)
+    first, ends = job_store._connect(server.address, server)
+    second, all_ends = job_store._connect(server.address, None)
+    assert (len(ends), len(all_ends)) == (2, 4)
+    return server, [first, second], {*all_ends}
 
 
 def test_a_closed_store_is_the_ranks_alone():
-    server, port, opened = meet(2)
-    ranks = own_ends(port)
-    assert len(ranks) == 4
-    early = job_store._connect(HOST, port)
+    server, opened, ranks = meet()
+    port = server.address[1]
+    early = dist.TCPStore(HOST, port, wait_for_workers=False)
     early.set("left early", "x")
-    server.keep_to({*ranks})
+    server.keep_to(ranks)
     opened[0].part("values").set("value", "1")
     assert opened[1].part("values", second=True).get("value") == b"1"
     with pytest.raises(dist.DistError):
@@ -135,32 +129,24 @@ def test_a_closed_store_is_the_ranks_alone():
 
 
 def test_a_rank_that_seems_to_come_from_elsewhere_is_an_error():
-    server, port, _ = meet(1)
+    server, _, ranks = meet()
     with pytest.raises(UserError, match=r"from 10\.1\.2\.3:99, and rank 0 sees it come from else"):
-        server.keep_to({*own_ends(port), ("10.1.2.3", 99)})
+        server.keep_to(ranks | {("10.1.2.3", 99)})
 
 
-def test_only_signed_connections_are_taken(monkeypatch):
-    """A stranger writes what a rank is to write, until the rank itself does."""
-    _, port, opened = meet(2)
-    ends = own_ends(port)
-    meeting, tries = opened[1].part("meeting"), []
-    forged = [
-        b"",
-        b"garbage",
-        b"\xff" * 80,
-        b"0" * 64 + json.dumps([["127.0.0.1", 1]]).encode(),
-        job_store._sign(opened[1], 0, json.dumps(ends).encode()),  # of another rank
-        job_store._sign(JobStore(b"another"), 1, json.dumps(ends).encode()),
-        job_store._sign(opened[1], 1, json.dumps(ends[:2]).encode()),
-    ]
-
-    def next_value() -> None:
-        meeting.set("1", forged[len(tries)])
-        tries.append(1)
-
-    assert job_store._collect(opened[0], 2, next_value) == {*ends[:2]}
-    assert len(tries) == len(forged)
+def test_only_signed_connections_are_taken():
+    """torchrun's store can be changed by anybody."""
+    opened, ends = JobStore(b"secret"), json.dumps([[HOST, 1], [HOST, 2]])
+    signed = job_store.sign(opened, 1, ends).encode()
+    assert job_store.read(opened, 1, signed) == {(HOST, 1), (HOST, 2)}
+    of_other_rank, by_other = (
+        job_store.sign(opened, 0, ends),
+        job_store.sign(JobStore(b"another"), 1, ends),
+    )
+    forged = [b"", b"garbage", b"\xff" * 80, b"0" * 64 + ends.encode(), signed[:-1], signed + b" "]
+    for text in [*forged, of_other_rank.encode(), by_other.encode()]:
+        with pytest.raises(UserError, match="torchrun's store was changed by another program"):
+            job_store.read(opened, 1, text)
 
 
 def test_names_of_parts_tell_nothing_and_secrets_are_not_shown():
@@ -190,8 +176,8 @@ def test_torchrun_gets_the_secret_through_a_file_of_its_user(tmp_path):
         host, _, secret = json.loads(path.read_text())
         assert (host, len(secret)) == (HOST, 64)
         client = dist.TCPStore("localhost", port, wait_for_workers=False)
-        job.wait_for(lambda: any("trine" in key for key in client.list_keys()))
-        (name,) = (key for key in client.list_keys() if "trine" in key)
+        job.wait_for(lambda: any(key.endswith(job_store.KEY) for key in client.list_keys()))
+        (name,) = (key for key in client.list_keys() if key.endswith(job_store.KEY))
         assert f".rendezvous-{client.get(name).decode()}" == path.name
         assert all(secret.encode() not in client.get(key) for key in client.list_keys())
         for place in ("store", "monitor", "step"):
@@ -222,16 +208,15 @@ def test_a_file_that_rank_0_did_not_write_is_one_sentence(
     if make:
         make(tmp_path / f".rendezvous-{name}")
     with pytest.raises(UserError) as caught:
-        job_store._read_file(tmp_path, name)
+        job_store.read_file(tmp_path, name)
     assert sentence in str(caught.value)
 
 
-def test_out_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_store, "_torchrun_store", dist.HashStore)
+def test_out_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(UserError, match="for the other ranks: Not a directory"),
-        job_store._through_a_file((HOST, 1, "secret"), str(tmp_path / "file" / "out")),
+        job_store._shared_file(tmp_path / "file" / "out", (HOST, 1, "secret")),
     ):
         pass
 

@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -362,22 +361,23 @@ class Monitor:
 
         A print fails if the launcher has ended; the files are then all that there is.
         """
-        report, notes = hang_report.format_report(case, ranks, self.out), []
+        report = hang_report.format_report(case, ranks, self.out)
 
         def write() -> None:
             try:
                 hang_report.write_files(f"{self.out}/hang", case, ranks, report)
             except OSError as error:
-                notes.append(f"the watchdog cannot write its files: {error}")
+                _print(f"the watchdog cannot write its files: {error}")
 
-        writing = _start(write)
+        threads = [threading.Thread(target=write, daemon=True)]
         if case["kind"] != "failed":  # then the rank itself has printed its error
-            _start(_print, report).join(WRITE_TIMEOUT)
-        writing.join(WRITE_TIMEOUT)
-        if writing.is_alive():
-            notes.append(f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s")
-        for note in notes:
-            _start(_print, note).join(WRITE_TIMEOUT)
+            threads.append(threading.Thread(target=_print, args=(report,), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WRITE_TIMEOUT)
+        if threads[0].is_alive():
+            _print(f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s")
         time.sleep(FLUSH_SECONDS)
 
     def _end_ranks(self, status: int, unresponsive: list[Rank]) -> None:
@@ -407,12 +407,6 @@ def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
         if not data:
             return b"".join(parts), True
         parts.append(data)
-
-
-def _start(function: Callable[..., None], *arguments: str) -> threading.Thread:
-    thread = threading.Thread(target=function, args=arguments, daemon=True)
-    thread.start()
-    return thread
 
 
 def _print(text: str) -> None:
