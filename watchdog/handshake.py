@@ -68,7 +68,8 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     """So many bytes and not more; ConnectionError if it ends before."""
     data = b""
     while len(data) < size:
-        if not (part := connection.recv(size - len(data))):
+        part = connection.recv(size - len(data))
+        if not part:
             raise ConnectionError("the monitor closed the connection")
         data += part
     return data
