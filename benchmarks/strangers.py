@@ -34,7 +34,7 @@ SHAPE = (
     "--layers 4 --hidden 256 --heads 8 --seq-length 128 --vocab-size 8192 --global-batch-size 4 "
     "--micro-batch-size 1 --steps 1000000 --device cpu --no-tied"
 )
-BLOCK, ROUNDS, RESAMPLED = 4, 100, 4000
+BLOCK, ROUNDS, RESAMPLED = 4, 40, 4000
 
 
 class Visitors:

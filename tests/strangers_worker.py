@@ -1,4 +1,4 @@
-"""A rank of a run that waits for strangers: `mpirun -n 4 python THIS OUT WORDS` (of train.py).
+"""A rank of a run that waits for strangers: `mpirun -n 2 python THIS OUT WORDS` (of train.py).
 
 At three places a rank waits until OUT/PLACE.go is there, after it has written OUT/PLACE.waits: the
 last rank before it connects to the store, and to the monitor; rank 0 in its third step. OUT/open.go

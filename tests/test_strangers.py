@@ -60,12 +60,12 @@ def wait_at(job: Job, place: str) -> None:
 @pytest.mark.slow
 def test_200_strangers_change_nothing(tmp_path):
     """Before the ranks have met, before they have found the monitor, and while they train."""
-    with run(tmp_path / "alone", 4, "--tp", "2", "--pp", "2") as alone:
+    with run(tmp_path / "alone", 2, "--tp", "2") as alone:
         for place in ("store", "monitor", "step"):
             go(alone, place)
         assert alone.status() == 0, alone.text[-4000:]
 
-    with run(tmp_path / "visited", 4, "--tp", "2", "--pp", "2") as job:
+    with run(tmp_path / "visited", 2, "--tp", "2") as job:
         wait_at(job, "store")
         wait_at(job, "open")
         store = listening(job, monitor=False)[-1]  # MPI may listen too
