@@ -77,7 +77,9 @@ class Watch:
         groups = [self.mesh.group(role) for role in ROLES]
         self.group_logs = [(group, group.group_log) for group in groups]
         if context.rank == 0:
-            address, self.monitor = start_monitor("127.0.0.1", "n", context.size, out, None)
+            address, self.monitor = start_monitor(
+                "127.0.0.1", "n", context.size, out, None, context.monitor_key
+            )
             context.store.set("monitor", json.dumps(address))
         address = tuple(json.loads(context.store.get("monitor")))
         self.watchdog = Pausable(self.recorder, address, context.rank, context.node, context.stop)

@@ -2,6 +2,7 @@
 
 launch           the launcher of this process, its rank and the number of ranks
 rendezvous       devices and cores, the store, process groups: how ranks meet
+job_store        torch's key-value store, to which only the ranks are connected
 context          this process among all ranks; how a job ends
 placement        node, cores and GPU of each rank
 mesh             the axes pp, dp, cp, tp and this rank's groups on them

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -28,8 +27,9 @@ import psutil
 
 from config.messages import UserError, exit_with
 from config.schema import Run
+from distributed.job_store import host_address
 from distributed.launch import Launch, job_nodes
-from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, host_address, meet
+from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
@@ -63,7 +63,6 @@ class Context(Meeting):
     job_nodes: int | None = None  # of the Slurm job
     watchdog: Watchdog | None = None
     run_lock: RunLock | None = None  # on rank 0, from `take` on
-    _monitor: Any = None  # its process, on rank 0
     _groups: dict = field(default_factory=dict)
 
     def take(self, out: str) -> None:
@@ -144,9 +143,8 @@ class Context(Meeting):
             self.run_lock.release()
         if self.watchdog:
             self.watchdog.close()
-        if self._monitor:  # it ends when all ranks have deregistered
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._monitor.wait(SECONDS_FOR_MONITOR_TO_END)
+            # It ends when all ranks have deregistered.
+            self.watchdog.end_monitor(SECONDS_FOR_MONITOR_TO_END)
         if status:
             self._exit_job(status)
 
@@ -225,17 +223,22 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
-    address, mistake = None, None
+    address, mistake, monitor = None, None, None
     if context.rank == 0:
-        job = context.node, context.size, run.out, run.hang_timeout
+        job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key
         try:
-            address, context._monitor = start_monitor(host, *job)
+            (*address, _), monitor = start_monitor(host, *job)
         except UserError as error:
             mistake = str(error)
     exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
     address, mistake = exchange.agree([address, mistake], lambda values: values[0])
     if mistake:
         exit_with(UserError(mistake), context.rank == 0, context.launch.exit_delay)
-    own = context.rank, context.node, context.end_all_ranks
-    context.watchdog = Watchdog(context.recorder, tuple(address), *own)
+    own = context.rank, context.node, context.end_all_ranks, monitor
+    try:
+        context.watchdog = Watchdog(context.recorder, (*address, context.monitor_key), *own)
+    except OSError:
+        if monitor:
+            monitor.kill()
+        raise
     atexit.register(context.watchdog.close)  # sys.exit deregisters from the monitor too

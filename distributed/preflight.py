@@ -54,9 +54,8 @@ class Peers(StoreExchange):
     def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
         """seconds: after which a silent rank is considered lost."""
         self.context = context
-        # A connection of its own: another thread may wait on the context's.
-        store = context.store.clone() if context.store is not None else None
-        name = "preflight"
+        # A connection of its own: another thread may wait on the context's first.
+        store, name = context.second_store, "preflight"
         super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
 
     def gather(self, key: str, value: Any) -> list[Any]:

@@ -2,31 +2,26 @@
 
     meeting = meet(launch, config.run)        # collective over all ranks
 
-Over MPI, rank 0 opens the store at a port that the system chooses, and broadcasts the address;
-under torchrun, torch's own rendezvous gives the store.
+The store, to which only the ranks are connected: job_store.py.
 """
 
 import dataclasses
 import faulthandler
 import os
-import socket
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-
-import psutil
 
 from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed import placement
+from distributed.job_store import JobStore, open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
 from distributed.placement import Place
 from distributed.store import StoreExchange
 
 COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
 MEETING_TIMEOUT = timedelta(minutes=30)  # until all have met: the watchdog does not run yet
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks for ranks without the address
 
 
 @dataclass
@@ -43,6 +38,8 @@ class Meeting:
     backend: str  # nccl, gloo, or none for a single process
     threads: int
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
+    second_store: Any  # the same over another connection, for a thread that must not wait
+    monitor_key: str = field(repr=False)  # by which the ranks and the monitor know one another
 
 
 def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeting:
@@ -60,7 +57,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         index = local.rank  # the next mistakes are a node's
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
-        store = _open_store(launch, local)
+        opened = open_store(launch, local, run.out)
+        store = opened.part("values")
         index = launch.rank
         own = Place(node, local.rank, str(device), gpu, cores, cores_asked_for())
         seconds = MEETING_TIMEOUT.total_seconds()
@@ -72,10 +70,11 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
             placement.check_gpus(places)
     except UserError as mistake:
         exit_with(mistake, index == 0, launch.exit_delay)
-    if store is not None:
-        store = _start_process_groups(store, launch, device, backend)
+    if launch.size > 1:
+        _start_process_groups(opened, launch, device, backend)
     rank, size = launch.rank, launch.size
-    return Meeting(launch, rank, size, node, local, places, device, backend, threads, store)
+    parts = store, opened.part("values", second=True), opened.key("monitor")
+    return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)
 
 
 # ---- Device and cores ----------------------------------------------------------------------------
@@ -123,78 +122,18 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     return cores, threads
 
 
-# ---- The store -----------------------------------------------------------------------------------
+# ---- Process groups ------------------------------------------------------------------------------
 
 
-def _open_store(launch: Launch, local: Local):
-    """The key-value store that all ranks share, or None for a single process; collective.
-
-    UserError if the port of torchrun's rendezvous is in use.
-    """
-    if launch.size == 1:
-        return None
-    if launch.mpi:
-        return _store_over_mpi(launch, local)
-    import torch.distributed as dist
-
-    try:
-        return next(dist.rendezvous("env://"))[0]
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = os.environ.get("MASTER_PORT")
-        raise UserError(
-            f"port {port} (MASTER_PORT) of {socket.gethostname()} is in use, perhaps by another "
-            f"job on this node: give torchrun another --master-port, or --standalone on one node"
-        ) from None
-
-
-def _store_over_mpi(launch: Launch, local: Local):
-    """A store on rank 0, at a port that the system chooses: two jobs never use the same."""
-    import torch.distributed as dist
-    from mpi4py import MPI
-
-    world, first = MPI.COMM_WORLD, launch.rank == 0
-    host, port = (host_address(local), 0) if first else world.bcast(None)
-    store = dist.TCPStore(host, port, is_master=first, timeout=MEETING_TIMEOUT)
-    if first:
-        world.bcast((host, store.port))
-    # Over libfabric a message moves only while its sender is inside MPI: rank 0 would otherwise
-    # wait in the store for ranks that still wait for its broadcast.
-    store.add("met", 1)
-    pause = FIRST_PAUSE
-    while store.add("met", 0) < world.size:
-        world.Iprobe()
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)  # hundreds of ranks poll one store
-    return store
-
-
-def host_address(local: Local) -> str:
-    """The address at which the ranks of this job reach this node.
-
-    Across nodes never a loopback address, which some /etc/hosts give for the node's own name.
-    """
-    if local.one_node:
-        return "127.0.0.1"
-    address = socket.gethostbyname(socket.gethostname())
-    if not address.startswith("127."):
-        return address
-    cards = [card for several in psutil.net_if_addrs().values() for card in several]
-    found = [card.address for card in cards if card.family == socket.AF_INET]
-    return next((other for other in found if not other.startswith("127.")), address)
-
-
-def _start_process_groups(store, launch: Launch, device, backend: str):
-    """Start torch.distributed in a part of the store; collective. Returns the part for values."""
+def _start_process_groups(opened: JobStore, launch: Launch, device, backend: str) -> None:
+    """Start torch.distributed in a part of the store; collective."""
     import torch.distributed as dist
 
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("groups", store),
+        store=opened.part("groups"),
         rank=launch.rank,
         world_size=launch.size,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if backend == "nccl" else None,
     )
-    return dist.PrefixStore("trine", store)

@@ -39,8 +39,8 @@ class StoreExchange:
     store: torch's, or None in a world of one. recorder: where waits of the calling thread are
     recorded; None: nowhere. seconds: after which a silent rank is considered lost. Every rank makes
     its exchanges in the same order, so that two of one name do not read one another's values. A
-    thread that waits keeps the store's connection busy: one that must not wait for it takes a
-    connection of its own (`store.clone()`).
+    thread that waits keeps the store's connection busy: one that must not wait for it takes the
+    second one (`context.second_store`).
     """
 
     def __init__(

@@ -13,13 +13,13 @@ import json
 import os
 import resource
 import selectors
-import socket
 import sys
 import time
 from pathlib import Path
 
 from config.schema import Layout, coordinates
 from watchdog.flight_recorder import RING, FlightRecorder, Operation
+from watchdog.handshake import Address, Process, connect
 from watchdog.heartbeat import BEAT_RECORDS, MemoryReader, encode, start_monitor, start_time
 
 TP, PP = 4, 8
@@ -38,8 +38,7 @@ class Work:
 class Rank:
     """One rank: its records and its two connections."""
 
-    def __init__(self, rank: int, size: int, address: tuple[str, int, str]):
-        host, port, password = address
+    def __init__(self, rank: int, size: int, address: Address):
         self.rank, self.recorder, self.received = rank, FlightRecorder(), b""
         stage = size // PP  # ranks of a stage
         axes = Layout(tp=TP, pp=PP, dp=stage // TP).axes
@@ -56,15 +55,9 @@ class Rank:
         for _ in range(RING):
             self.operation("tp").wait()
         self.operation("world").wait()
-        process = {
-            "pid": os.getpid(),
-            "started": start_time(os.getpid()),
-            "node": f"n{1 + rank // 8}",
-        }
-        self.stacks = socket.create_connection((host, port))
-        self.stacks.sendall(encode({"stacks": rank, "password": password}))
-        self.messages = socket.create_connection((host, port))
-        self.messages.sendall(encode({"rank": rank, "password": password, **process}))
+        process = Process(rank, f"n{1 + rank // 8}", os.getpid(), start_time(os.getpid()))
+        self.stacks = connect(address, "stacks", process)
+        self.messages = connect(address, "rank", process)
         groups = {"groups": self.recorder.groups(), "coordinates": self.recorder.coordinates}
         self.messages.sendall(encode(groups))
 
@@ -105,7 +98,7 @@ class Crowd:
     def __init__(self, size: int, out: Path):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        address, self.monitor = start_monitor("127.0.0.1", "n0", size, str(out), LIMIT)
+        address, self.monitor = start_monitor("127.0.0.1", "n0", size, str(out), LIMIT, "key")
         self.ranks = [Rank(rank, size, address) for rank in range(size)]
         self.memory, self.selector = MemoryReader().read(), selectors.DefaultSelector()
         for rank in self.ranks:

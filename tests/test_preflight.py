@@ -42,7 +42,7 @@ def test_each_fault_is_named(tmp_path):
 class FakeContext:
     """As much of a Context as the messages need."""
 
-    rank, size, store, recorder = 0, 3, None, None
+    rank, size, second_store, recorder = 0, 3, None, None
     nodes = ("n1", "n2", "n2")
     places = tuple(Place(node, 0, "cpu", None, (0,)) for node in nodes)
 

@@ -3,7 +3,9 @@
 import faulthandler
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import fault_worker
+import psutil
 import pytest
-from ranks import ROOT, mpirun, none_left, start
+from ranks import ROOT, Job, mpi_command, mpirun, none_left, start
 
 from config import schema as configuration
 from config import validation
@@ -24,6 +27,7 @@ from watchdog.flight_recorder import FlightRecorder, Operation
 from watchdog.wait_graph import WaitGraph, find_culprits
 
 WORKER = "tests/fault_worker.py"
+KEY = "ab" * 32  # of a job
 PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
 
 # ---- Records -------------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def wait_until(condition, seconds: float = 30.0) -> None:
 
 def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
     """A process that connects without the password is ignored; after the goodbyes it ends."""
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
     unknown = socket.create_connection(address[:2])
     unknown.sendall(b'{"rank": 0, "password": "guess"}\n{"failed": "x"}\n')
     ends = []
@@ -356,7 +360,7 @@ def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
 
 def test_a_rank_that_ends_the_job_on_purpose_ends_the_others_without_a_report(tmp_path):
     """As a second signal does: no report, and the same status everywhere."""
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None)
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
     ends = []
     watchdogs = [
         heartbeat.Watchdog(FlightRecorder(), address, r, "away", ends.append) for r in range(2)
@@ -398,7 +402,7 @@ def test_the_monitor_starts_from_any_folder_and_environment(tmp_path, path, safe
         f"import os, sys; sys.path.insert(0, {str(ROOT)!r}); "
         "from watchdog import heartbeat; from watchdog.flight_recorder import FlightRecorder; "
         f"os.chdir({str(tmp_path)!r}); "
-        "address, process = heartbeat.start_monitor('127.0.0.1', 'n', 1, 'out', None); "
+        "address, process = heartbeat.start_monitor('127.0.0.1', 'n', 1, 'out', None, 'key'); "
         "heartbeat.Watchdog(FlightRecorder(), address, 0, 'n', os._exit).close(); "
         "sys.exit(process.wait(60))"
     )
@@ -412,7 +416,7 @@ def calls_to_find_a_hang(size: int) -> int:
     ranks = Ranks(size)
     ranks.collective("world", tuple(range(size)), [n for n in range(size) if n != size // 3])
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "password": ""}
+        job = {"size": size, "node": "n", "out": "out", "limit": 3.0, "key": ""}
         watched = monitor.Monitor(listener, job)
     for number, recorder in enumerate(ranks.recorders):
         recorder.steps_done = 100
@@ -522,6 +526,132 @@ def test_under_mpirun(tmp_path, fault, culprit):
     assert none_left(str(job)) == []
     again = start([*PRINT_AGAIN, str(out)])
     assert f"CULPRIT: rank {culprit} (tp " in again.out
+
+
+class Moving(FlightRecorder):
+    """A rank whose heartbeats are late: its progress shows only when it is asked for all records.
+
+    As long as `goes_on`; `asked` counts how often it was asked.
+    """
+
+    goes_on, asked, hidden = True, 0, 0
+
+    def snapshot(self, records: int) -> dict:
+        if records == flight_recorder.RING:
+            self.asked += 1
+            self.hidden += self.goes_on
+        return super().snapshot(records) | {"progress": self.hidden, "steps_done": 100}
+
+
+def test_ranks_that_have_gone_on_when_they_are_asked_do_not_hang(tmp_path):
+    """A rank with little processor time: judged again after its answer. Later it does hang."""
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(tmp_path), 1.0, KEY)
+    recorder, ends = Moving(), []
+    watchdog = heartbeat.Watchdog(recorder, address, 0, "away", ends.append)
+    wait_until(lambda: recorder.asked >= 3)
+    assert ends == []
+    assert process.poll() is None
+    assert not (tmp_path / "hang").exists()
+    recorder.goes_on = False
+    wait_until(lambda: ends)
+    faulthandler.cancel_dump_traceback_later()  # it would end this process
+    watchdog.close()
+    assert process.wait(30) == 0
+    assert json.loads((tmp_path / "hang/case.json").read_text())["culprits"] == [0]
+
+
+def test_a_report_that_nobody_reads_is_written(tmp_path):
+    """The print fails when the launcher has ended."""
+    code = (
+        "import os; from watchdog import heartbeat, monitor; "
+        "from watchdog.flight_recorder import FlightRecorder; "
+        f"address, process = heartbeat.start_monitor('127.0.0.1', 'n', 1, {str(tmp_path)!r}, 60.0, "
+        "'key'); heartbeat.Watchdog(FlightRecorder(), address, 0, 'n', os._exit); print('there', "
+        "flush=True); os.kill(os.getpid(), 9)"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=write, env=environment) as child:
+        os.close(write)
+        assert child.stdout.read() == b"there\n"
+    wait_until((tmp_path / "hang/case.json").exists)
+    assert hang_report.read_report(str(tmp_path)).count("DEAD: rank 0") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_when_mpirun_is_killed_a_report_is_left(tmp_path, number):
+    words = f"train.py {fault_worker.SHAPE} --out {tmp_path} --log-every 1".split()
+    command = [*mpi_command(2), sys.executable, *words]
+    with Job(command, tmp_path, OMP_NUM_THREADS="1") as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        job.send(number)
+        assert job.status() != 0
+        wait_until((tmp_path / "hang/case.json").exists)
+        assert "ended without a goodbye" in hang_report.read_report(str(tmp_path))
+    assert none_left(str(tmp_path)) == []
+
+
+# ---- A monitor that does not go on ---------------------------------------------------------------
+
+
+def stopped_monitor(out: Path) -> tuple:
+    """A watchdog of rank 0 whose monitor is stopped, and what it was told to end with."""
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(out), None, KEY)
+    ends = []
+    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "n", ends.append, process)
+
+    def end(status: int) -> None:
+        """End the watchdog's thread in place of this process."""
+        ends.append(status)
+        watchdog._closing = True
+
+    watchdog._end = end
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: heartbeat.process_state(process.pid) == "stopped")
+    return watchdog, process, ends
+
+
+@pytest.mark.parametrize("leave", ["close", "end_job"])
+def test_a_stopped_monitor_is_not_left_behind(tmp_path, leave):
+    watchdog, process, ends = stopped_monitor(tmp_path)
+    watchdog.close() if leave == "close" else watchdog.end_job(1)
+    assert process.wait(30) == -signal.SIGKILL
+    watchdog.close()
+    assert ends in ([], [1])  # the thread may have seen the monitor's end
+
+
+def test_a_monitor_that_does_not_answer_or_end_is_killed(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(heartbeat, "MAX_UNANSWERED_BY_OWN", 1)
+    watchdog, process, ends = stopped_monitor(tmp_path)
+    wait_until(lambda: ends)
+    assert process.wait(30) == -signal.SIGKILL
+    assert ends == [1]
+    assert "no answer to 1 heartbeats" in capfd.readouterr().err
+    faulthandler.cancel_dump_traceback_later()  # `close` would have
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
+    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "n", ends.append, process)
+    watchdog.close()
+    watchdog.end_monitor(0.0)  # rank 1 was never there: it would wait for it
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_run_with_a_stopped_monitor_leaves_none(tmp_path):
+    words = fault_worker.SHAPE.replace("1000000", "9").split()
+    command = [sys.executable, "tests/strangers_worker.py", str(tmp_path), *words]
+    for place in ("store", "monitor"):
+        (tmp_path / f"{place}.go").touch()
+    with Job([*command, "--out", str(tmp_path)], tmp_path, OMP_NUM_THREADS="1") as job:
+        job.wait_for((tmp_path / "step.waits").exists)
+        (process,) = psutil.Process(job.process.pid).children()
+        process.suspend()
+        (tmp_path / "step.go").touch()
+        assert job.status() == 0, job.text[-4000:]
+    with pytest.raises(psutil.NoSuchProcess):
+        process.status()
 
 
 # ---- The report printed again --------------------------------------------------------------------

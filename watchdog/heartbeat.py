@@ -26,31 +26,33 @@ from typing import IO, Any, cast
 
 from config.messages import UserError
 from watchdog.flight_recorder import RING, FlightRecorder, describe_place
+from watchdog.handshake import MAX_STRANGERS, Address, Process, connect
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
 # Not `-m watchdog.monitor`: that does not look into the current folder under PYTHONSAFEPATH.
 MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
 BEAT_SECONDS = 1.0  # between heartbeats
 BEAT_RECORDS = 4  # of the recorder, in a heartbeat
-MAX_UNANSWERED = 30  # heartbeats; then the monitor or its node is considered lost
-CONNECT_TIMEOUT = 60.0
-FILES_PER_RANK, OTHER_FILES = 2, 32  # that the monitor has open: connections, and its own
+# Heartbeats; then the monitor or its node is considered lost. The rank that started the monitor
+# kills it then, before the other ranks end the job and it with them.
+MAX_UNANSWERED, MAX_UNANSWERED_BY_OWN = 30, 25
+FILES_PER_RANK, OTHER_FILES = 2, 32 + MAX_STRANGERS  # that the monitor has open
 EXIT_WAIT_SECONDS = 10.0  # for a rank that failed after another to be ended: the first prints
 ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
 REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed
 
-Address = tuple[str, int, str]  # of the monitor: host, port, password
 End = Callable[[int], None]  # ends the process with a status, from any thread
 
 
 def start_monitor(
-    host: str, node: str, size: int, out: str, limit: float | None
+    host: str, node: str, size: int, out: str, limit: float | None, key: str
 ) -> tuple[Address, subprocess.Popen]:
     """Start the monitor of a job on this node; returns its address and the process.
 
-    limit: --hang-timeout in seconds. The process gets a session of its own, so that it survives
-    this rank. Raises UserError if it may not open as many files as it has connections.
+    limit: --hang-timeout in seconds; key: by which it recognises the ranks. The process gets a
+    session of its own, so that it survives this rank. Raises UserError if it may not open as many
+    files as it has connections.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = FILES_PER_RANK * size + OTHER_FILES
@@ -60,7 +62,7 @@ def start_monitor(
             f"there is {most:,} (ulimit -Hn): have it raised, or train with --no-watchdog"
         )
     listener = socket.create_server((host, 0), backlog=max(128, size))
-    password, number = os.urandom(8).hex(), listener.fileno()
+    number = listener.fileno()
     job = {"size": size, "out": os.path.abspath(out), "limit": limit, "node": node}
     process = subprocess.Popen(
         [sys.executable, "-c", MONITOR, str(number)],
@@ -72,20 +74,29 @@ def start_monitor(
         text=True,
     )
     with cast(IO[str], process.stdin) as stdin:
-        json.dump(job | {"password": password}, stdin)
+        json.dump(job | {"key": key}, stdin)
     with listener:
-        return (host, listener.getsockname()[1], password), process
+        return (host, listener.getsockname()[1], key), process
 
 
 class Watchdog:
-    """One rank's thread and connections to the monitor."""
+    """One rank's thread and connections to the monitor.
+
+    monitor: its process, on the rank that started it, which never leaves it behind stopped.
+    """
 
     def __init__(
-        self, recorder: FlightRecorder, address: Address, rank: int, node: str, end: End
+        self,
+        recorder: FlightRecorder,
+        address: Address,
+        rank: int,
+        node: str,
+        end: End,
+        monitor: subprocess.Popen | None = None,
     ) -> None:
         """Raises OSError if the monitor cannot be reached."""
         self.recorder, self.rank, self.node, self.end = recorder, rank, node, end
-        host, port, password = address
+        self._monitor = monitor
         self._lock, self._closing = threading.Lock(), False
         self._first: bool | None = None  # whether this rank is the first that failed
         self._answered = threading.Event()  # the monitor has answered that
@@ -94,12 +105,9 @@ class Watchdog:
         self._dump_after, self._armed = 60.0, -3600.0  # faulthandler's timer, and when it was set
         # From the clock of the records to the monitor's; the fastest answer gives the best value.
         self.clock_offset, self.clock_error = time.time() - time.monotonic(), 3600.0
-        self._stacks = socket.create_connection((host, port), CONNECT_TIMEOUT)
-        self._stacks.sendall(encode({"stacks": rank, "password": password}))
-        self._stacks.settimeout(None)  # faulthandler writes to it as to a file
-        self._socket = socket.create_connection((host, port), CONNECT_TIMEOUT)
-        process = {"pid": os.getpid(), "started": start_time(os.getpid()), "node": node}
-        self._send({"rank": rank, "password": password, **process})
+        process = Process(rank, node, os.getpid(), start_time(os.getpid()) or 0)
+        self._stacks = connect(address, "stacks", process)  # as a file, for faulthandler
+        self._socket = connect(address, "rank", process)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -121,12 +129,23 @@ class Watchdog:
 
     def end_job(self, status: int) -> None:
         """Report that this rank ends the job on purpose: the others end too, without a report."""
+        self._kill_stopped_monitor()
         if not self._closing:
             with contextlib.suppress(OSError):  # without a monitor the launcher ends the others
                 self._send({"ending": status})
 
+    def end_monitor(self, seconds: float) -> None:
+        """Wait for the monitor that this rank started, and kill it if it has not ended by then."""
+        if self._monitor:
+            try:
+                self._monitor.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._monitor.kill()
+                self._monitor.wait()
+
     def close(self) -> None:
         """Say goodbye: from now on the end of this rank is not a death."""
+        self._kill_stopped_monitor()
         if self._closing:
             return
         self._closing = True
@@ -135,17 +154,23 @@ class Watchdog:
             self._send({"goodbye": True})
             self._socket.shutdown(socket.SHUT_WR)
 
+    def _kill_stopped_monitor(self) -> None:
+        """It could not end other ranks any more, and nobody else would end it."""
+        if self._monitor and process_state(self._monitor.pid).startswith("stopped"):
+            self._monitor.kill()
+
     # -- the thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
+        most = MAX_UNANSWERED_BY_OWN if self._monitor else MAX_UNANSWERED
         while not self._closing:
             try:
                 self._beat()
                 self._listen(BEAT_SECONDS)
             except OSError as error:
                 self._lost(str(error))
-            if self._unanswered > MAX_UNANSWERED:
-                self._lost(f"no answer to {MAX_UNANSWERED} heartbeats")
+            if self._unanswered > most:
+                self._lost(f"no answer to {most} heartbeats")
 
     def _beat(self) -> None:
         groups = self.recorder.groups()
@@ -206,10 +231,13 @@ class Watchdog:
         """End: without the monitor no hang would be seen. It was killed, or its node is down."""
         if self._closing:
             return
+        if self._monitor:
+            self._monitor.kill()
         place = describe_place(self.recorder.snapshot(0))
         text = f"rank {self.rank} on {self.node}: lost the connection to the watchdog's monitor "
         text += f"({why}), so the node of rank 0 may be down; this rank was in {place}"
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a launcher that has ended reads nothing
+            print(text, file=sys.stderr, flush=True)
         self._end(1)
 
     def _end(self, status: int) -> None:
@@ -263,10 +291,13 @@ def start_time(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def process_state(pid: int, started: int) -> str:
-    """The kernel's state of a process: running, asleep, stopped, ..., or gone."""
+def process_state(pid: int, started: int | None = None) -> str:
+    """The kernel's state of a process: running, asleep, stopped, ..., or gone.
+
+    started: when it began, unless it cannot be another's by now: a child of this process.
+    """
     fields = _stat(pid)
-    if not fields or int(fields[19]) != started:
+    if not fields or (started is not None and int(fields[19]) != started):
         return "gone"
     names = {"R": "running", "S": "asleep", "D": "in uninterruptible sleep (disk, device)"}
     names |= {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
@@ -282,7 +313,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def kill_process(pid: int, started: int) -> None:
-    """SIGKILL that process if it still runs."""
-    if start_time(pid) == started:
-        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
+    """SIGKILL that process if it still runs, and is this user's."""
+    with contextlib.suppress(OSError):  # it has ended in the meantime
+        if start_time(pid) == started and os.stat(f"/proc/{pid}").st_uid == os.getuid():
             os.kill(pid, signal.SIGKILL)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from watchdog import hang_report
+from watchdog.handshake import Entrance, Process
 from watchdog.heartbeat import encode, kill_process, process_state
 from watchdog.wait_graph import Ranks, WaitGraph, find_culprits
 
@@ -39,10 +40,12 @@ GOODBYE_TIMEOUT = 1.0  # from a closed connection for stacks to the goodbye on t
 PRINT_TIMEOUT = 2.0  # for the first rank that failed to print its error
 STATUS_TIMEOUT = 4.0  # for stacks and records, since the last that came
 WRITE_TIMEOUT = 10.0  # to print and write the report: the file system may hang
+FLUSH_SECONDS = 0.5  # for mpirun to pass on what was printed, before the ranks end
 EXIT_TIMEOUT = 8.0  # for the ranks to end
 SUSPENDED_SECONDS = 2.0  # between two checks: this process was suspended
 QUIET_SECONDS = 3.0  # without a heartbeat: the state of the rank's process is read too
 RAW_BYTES = 1 << 16  # kept of what faulthandler writes, the newest
+MAX_LINE = 1 << 25  # bytes of a message; with 1,024 ranks the records of one take 1.5 MB
 
 
 @dataclass
@@ -98,20 +101,20 @@ class Rank:
 
 @dataclass
 class Connection:
-    """A socket, and what its first line said: whose it is, for messages or for stacks."""
+    """A rank's socket, for messages or for stacks."""
 
     sock: socket.socket
-    rank: Rank | None = None
-    stacks: bool = False
+    rank: Rank
+    stacks: bool
 
 
 class Monitor:
     """Watches the ranks of one job until all have left, or until it has ended them."""
 
     def __init__(self, listener: socket.socket, job: dict[str, Any]):
-        """job: size, node, out, limit (seconds or None) and password, from start_monitor."""
-        self.listener, self.size, self.node = listener, job["size"], job["node"]
-        self.out, self.given_limit, self.password = job["out"], job["limit"], job["password"]
+        """job: size, node, out, limit (seconds or None) and key, from start_monitor."""
+        self.size, self.node = job["size"], job["node"]
+        self.out, self.given_limit = job["out"], job["limit"]
         self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
         self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
@@ -122,9 +125,9 @@ class Monitor:
         self.ending: int | None = None  # the status with which a rank ends the job on purpose
         self.began = self.checked = time.monotonic()
         self.poll = select.epoll()
+        self.listening = listener.fileno()
+        self.entrance = Entrance(listener, self.size, job["key"], self.poll)
         self.connections: dict[int, Connection] = {}  # by descriptor
-        listener.setblocking(False)
-        self.poll.register(listener.fileno(), select.EPOLLIN)
 
     def run(self) -> None:
         """Return when the job is over."""
@@ -143,7 +146,9 @@ class Monitor:
             if self.ending is not None:
                 return self._end_ranks(self.ending, [])
             if case := self._find_case(now):
-                return self._close(case)
+                if case := self._ask_ranks(case):
+                    return self._close(case)
+                before = time.monotonic()
 
     # -- messages ---------------------------------------------------------------------------
 
@@ -153,59 +158,51 @@ class Monitor:
         numbers = [number for number, _ in self.poll.poll(POLL_SECONDS)]
         stacks = {n for n in numbers if n in self.connections and self.connections[n].stacks}
         for number in sorted(numbers, key=lambda number: number not in stacks):
-            if number == self.listener.fileno():
-                self._accept()
-            elif number in self.connections:
+            if number in self.connections:
                 self._read(number)
+            elif number in self.entrance.newcomers:
+                if found := self.entrance.read(number):
+                    self._admit(*found)
+            elif number == self.listening:
+                self.entrance.accept()
+        self.entrance.close_late(time.monotonic())
         self._mark_dead()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self.listener.accept()
-        except OSError:  # it has been closed already
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.connections[connection.fileno()] = Connection(connection)
-        self.poll.register(connection.fileno(), select.EPOLLIN)
+    def _admit(self, sock: socket.socket, kind: str, process: Process) -> None:
+        """Take a connection that a rank has shown to be its own."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        now, number = time.monotonic(), process.rank
+        rank = self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
+        self.connections[sock.fileno()] = Connection(sock, rank, kind == "stacks")
+        if kind == "rank":
+            rank.node, rank.pid, rank.started = process.node, process.pid, process.started
+            rank.connection = sock
 
     def _read(self, number: int) -> None:
         connection = self.connections[number]
-        data, closed = _receive_all(connection.sock)
-        if connection.rank is None and data:
-            data = self._identify(connection, data)
         rank = connection.rank
-        if rank is None:
-            closed = closed or data != b""  # not a rank of this job
-        elif connection.stacks:
+        data, closed = _receive_all(connection.sock)
+        if connection.stacks:
             rank.raw = (rank.raw + data)[-RAW_BYTES:]
-            if closed:
-                self.closed.append((rank, time.monotonic()))
         else:
-            *lines, rank.received = (rank.received + data).split(b"\n")
-            for line in lines:
-                self._handle(rank, json.loads(line))
+            try:
+                self._handle_lines(rank, data)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                rank.error, closed = f"it sent what is no message: {error!r}"[:200], True
+                self.closed.append((rank, time.monotonic()))
         if closed:
+            if connection.stacks:
+                self.closed.append((rank, time.monotonic()))
             self.poll.unregister(number)
             self.connections.pop(number).sock.close()
 
-    def _identify(self, connection: Connection, data: bytes) -> bytes:
-        """Take the rank from a connection's first line, if it is of this job; the data after it."""
-        first, _, rest = data.partition(b"\n")
-        try:
-            message = json.loads(first)
-            known = message["password"] == self.password
-        except (ValueError, KeyError, TypeError):
-            known = False
-        if not known:
-            return data
-        connection.stacks = "stacks" in message
-        number, now = message["stacks" if connection.stacks else "rank"], time.monotonic()
-        rank = connection.rank = self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
-        if not connection.stacks:
-            rank.node, rank.pid, rank.started = message["node"], message["pid"], message["started"]
-            rank.connection = connection.sock
-        return rest
+    def _handle_lines(self, rank: Rank, data: bytes) -> None:
+        """Handle the messages that are complete; raises ValueError and others for bad ones."""
+        *lines, rank.received = (rank.received + data).split(b"\n")
+        if max(map(len, [*lines, rank.received])) > MAX_LINE:
+            raise ValueError(f"a line of more than {MAX_LINE:,} bytes")
+        for line in lines:
+            self._handle(rank, json.loads(line))
 
     def _mark_dead(self) -> None:
         """Ranks whose connection for stacks has closed are dead, unless they said goodbye."""
@@ -223,16 +220,15 @@ class Monitor:
     def _handle(self, rank: Rank, message: dict[str, Any]) -> None:
         rank.heard = now = time.monotonic()
         if "beat" in message:
-            snapshot = message["beat"]
-            if rank.snapshot is None or snapshot["progress"] != rank.snapshot["progress"]:
-                rank.moved = now
-            rank.snapshot, rank.memory = snapshot, message["memory"]
+            self._note(rank, message["beat"], now)
+            rank.memory = message["memory"]
             answer = {"echo": message["sent"], "clock": time.time()}
             self._send(rank, answer | {"dump_after": max(2.0, self.limit / 2)})
         elif "groups" in message:
             rank.groups, rank.coordinates = message["groups"], message["coordinates"]
         elif "status" in message:
             rank.status = message["status"]
+            self._note(rank, rank.status["snapshot"], now)
             for other, state in rank.status.pop("processes").items():
                 self.ranks[int(other)].process = state
         elif "failed" in message:
@@ -243,6 +239,15 @@ class Monitor:
         elif "ending" in message or "goodbye" in message:
             rank.state, self.ending = "left", message.get("ending", self.ending)
             self.left.add(rank.rank)
+        else:
+            raise ValueError("an unknown kind")
+
+    def _note(self, rank: Rank, snapshot: dict[str, Any], now: float) -> None:
+        """Keep a rank's newest snapshot, and when its progress last grew."""
+        progress = snapshot["progress"]
+        if rank.snapshot is None or progress != rank.snapshot["progress"]:
+            rank.moved = now
+        rank.snapshot = snapshot
 
     def _send(self, rank: Rank, message: dict[str, Any]) -> None:
         """Send without waiting: a rank that does not read, or is dead, must not block this."""
@@ -298,13 +303,20 @@ class Monitor:
 
     # -- the end of the job -----------------------------------------------------------------
 
-    def _close(self, case: dict[str, Any]) -> None:
-        """Ask the ranks, report, end the job."""
-        failed = case["kind"] == "failed"
-        if failed:
+    def _ask_ranks(self, case: dict[str, Any]) -> dict[str, Any] | None:
+        """The case after the ranks were asked; None for a hang if they have gone on since.
+
+        Ranks that got little processor time may seem to hang until they answer.
+        """
+        if case["kind"] == "failed":
             self._let_print(self.ranks[case["first"]])
-        else:
-            self._inspect_ranks()
+            return case
+        self._inspect_ranks()
+        return self._find_hang(time.monotonic()) if case["kind"] == "hang" else case
+
+    def _close(self, case: dict[str, Any]) -> None:
+        """Report, end the job."""
+        failed = case["kind"] == "failed"
         ranks = self._describe_ranks(time.monotonic())
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         case |= {"time": when, "size": self.size, "gone": list(self.dead)}
@@ -321,6 +333,7 @@ class Monitor:
         asked = [rank for rank in self.ranks.values() if rank.state in ("alive", "failed")]
         quiet = [rank for rank in asked if now - rank.heard > QUIET_SECONDS]
         for rank in asked:
+            rank.status = rank.process = None  # of an earlier case that was none
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"inspect": processes})
         until, missing = now + STATUS_TIMEOUT, len(asked)
@@ -344,23 +357,28 @@ class Monitor:
             self._receive()
 
     def _report(self, case: dict[str, Any], ranks: Ranks) -> None:
-        """Print and write in a thread, because the job must end even if the file system hangs."""
+        """Write the files and print, each in a thread: the job must end even if one of them hangs.
+
+        A print fails if the launcher has ended; the files are then all that there is.
+        """
+        report = hang_report.format_report(case, ranks, self.out)
 
         def write() -> None:
-            report = hang_report.format_report(case, ranks, self.out)
-            if case["kind"] != "failed":  # then the rank itself has printed its error
-                print(report, file=sys.stderr, flush=True)
             try:
                 hang_report.write_files(f"{self.out}/hang", case, ranks, report)
             except OSError as error:
-                print(f"the watchdog cannot write its files: {error}", file=sys.stderr, flush=True)
+                _print(f"the watchdog cannot write its files: {error}")
 
-        thread = threading.Thread(target=write, daemon=True)
-        thread.start()
-        thread.join(WRITE_TIMEOUT)
-        if thread.is_alive():
-            text = f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+        threads = [threading.Thread(target=write, daemon=True)]
+        if case["kind"] != "failed":  # then the rank itself has printed its error
+            threads.append(threading.Thread(target=_print, args=(report,), daemon=True))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WRITE_TIMEOUT)
+        if threads[0].is_alive():
+            _print(f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s")
+        time.sleep(FLUSH_SECONDS)
 
     def _end_ranks(self, status: int, unresponsive: list[Rank]) -> None:
         """Tell the ranks to end, and to kill the unresponsive ones of their node."""
@@ -389,6 +407,11 @@ def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
         if not data:
             return b"".join(parts), True
         parts.append(data)
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def main() -> None:

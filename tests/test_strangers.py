@@ -1,0 +1,405 @@
+"""What other users of the machine and the network can do to a job: nothing."""
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+from ranks import Job, mpi_command
+from strangers import HOST, Strangers
+
+from config.messages import UserError
+from distributed import job_store
+from distributed.job_store import JobStore
+from distributed.launch import Launch, Local
+from watchdog import handshake, heartbeat, monitor
+from watchdog.flight_recorder import FlightRecorder
+from watchdog.handshake import Process
+
+KEY = "ab" * 32
+SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8"
+WORDS = f"{SHAPE} --device cpu --lr-schedule constant --steps 30".split()
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def run(out: Path, ranks: int, *words: str) -> Job:
+    command = [*mpi_command(ranks), sys.executable, "tests/strangers_worker.py", str(out)]
+    return Job([*command, *WORDS, *words, "--out", str(out)], out, **ONE_THREAD)
+
+
+def listening(job: Job, monitor: bool) -> list[int]:
+    """Loopback ports of rank 0 or of its monitor, the oldest first."""
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if "python" in process.name() and monitor == ("-c" in process.cmdline()):
+            found = sorted(process.net_connections("tcp"), key=lambda c: c.fd)
+            return [c.laddr.port for c in found if c.status == "LISTEN" and c.laddr.ip == HOST]
+    raise AssertionError(job.text[-4000:])
+
+
+def go(job: Job, place: str) -> None:
+    (job.out / f"{place}.go").touch()
+
+
+def wait_at(job: Job, place: str) -> None:
+    job.wait_for((job.out / f"{place}.waits").exists)
+
+
+@pytest.mark.slow
+def test_200_strangers_change_nothing(tmp_path):
+    """Before the ranks have met, before they have found the monitor, and while they train."""
+    with run(tmp_path / "alone", 2, "--tp", "2") as alone:
+        for place in ("store", "monitor", "step"):
+            go(alone, place)
+        assert alone.status() == 0, alone.text[-4000:]
+
+    with run(tmp_path / "visited", 2, "--tp", "2") as job:
+        wait_at(job, "store")
+        wait_at(job, "open")
+        store = listening(job, monitor=False)[-1]  # MPI may listen too
+        before = Strangers([store], 60)
+        before.wait()
+        assert len(before.clients) >= 6
+        assert {*before.seen} <= {"met"}  # which these have made themselves
+        go(job, "store")
+
+        wait_at(job, "monitor")
+        (monitor,) = listening(job, monitor=True)
+        meanwhile = Strangers([store, monitor], 70)
+        meanwhile.wait()
+        go(job, "monitor")
+
+        wait_at(job, "step")
+        assert listening(job, monitor=True) == []
+        during = Strangers([store, monitor], 70)
+        during.wait()
+        assert before.made + meanwhile.made + during.made == 200
+        assert (meanwhile.clients, during.clients, during.socks) == ([], [], [])
+        for client in before.clients:  # they were connected before the store was closed to others
+            with pytest.raises(dist.DistError):
+                client.list_keys()
+        go(job, "step")
+        assert job.status() == 0, job.text[-4000:]
+        for strangers in (before, meanwhile, during):
+            strangers.close()
+    losses = [[row["loss"] for row in one.rows] for one in (alone, job)]
+    assert len(losses[0]) == 30
+    assert losses[0] == losses[1]
+    assert not (job.out / "hang").exists()
+
+
+# ---- The store -----------------------------------------------------------------------------------
+
+
+def meet() -> tuple:
+    """Rank 0's server, the stores of two ranks, and their connections, all in this process."""
+    server = job_store._Server(HOST, 2)
+    first, ends = job_store._connect(server.address, server)
+    second, all_ends = job_store._connect(server.address, None)
+    assert (len(ends), len(all_ends)) == (2, 4)
+    return server, [first, second], {*all_ends}
+
+
+def test_a_closed_store_is_the_ranks_alone():
+    server, opened, ranks = meet()
+    port = server.address[1]
+    early = dist.TCPStore(HOST, port, wait_for_workers=False)
+    early.set("left early", "x")
+    server.keep_to(ranks)
+    opened[0].part("values").set("value", "1")
+    assert opened[1].part("values", second=True).get("value") == b"1"
+    with pytest.raises(dist.DistError):
+        early.list_keys()
+    with pytest.raises(dist.DistError):
+        dist.TCPStore(HOST, port, wait_for_workers=False, timeout=timedelta(seconds=0.5))
+    with pytest.raises(TimeoutError):
+        socket.create_connection((HOST, port), 0.3)
+
+
+def test_a_rank_that_seems_to_come_from_elsewhere_is_an_error():
+    server, _, ranks = meet()
+    with pytest.raises(UserError, match=r"from 10\.1\.2\.3:99, and rank 0 sees it come from else"):
+        server.keep_to(ranks | {("10.1.2.3", 99)})
+
+
+def test_only_signed_connections_are_taken():
+    """torchrun's store can be changed by anybody."""
+    opened, ends = JobStore(b"secret"), json.dumps([[HOST, 1], [HOST, 2]])
+    signed = job_store.sign(opened, 1, ends).encode()
+    assert job_store.read(opened, 1, signed) == {(HOST, 1), (HOST, 2)}
+    of_other_rank, by_other = (
+        job_store.sign(opened, 0, ends),
+        job_store.sign(JobStore(b"another"), 1, ends),
+    )
+    forged = [b"", b"garbage", b"\xff" * 80, b"0" * 64 + ends.encode(), signed[:-1], signed + b" "]
+    for text in [*forged, of_other_rank.encode(), by_other.encode()]:
+        with pytest.raises(UserError, match="torchrun's store was changed by another program"):
+            job_store.read(opened, 1, text)
+
+
+def test_names_of_parts_tell_nothing_and_secrets_are_not_shown():
+    opened = JobStore(b"secret")
+    assert "secret" not in repr(opened)
+    assert opened.key("values") != opened.key("groups")
+    assert len(opened.key("values")) == 64
+    alone = job_store.open_store(Launch("python"), Local(0, 1, True, 1, 0), "nowhere")
+    assert alone.part("values") is None
+    assert len(alone.secret) == 32
+
+
+@pytest.mark.slow
+def test_torchrun_gets_the_secret_through_a_file_of_its_user(tmp_path):
+    """torch's own store has no more than the file's name; the file does not stay."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    with socket.create_server((HOST, 0)) as free:
+        port = free.getsockname()[1]
+    out = tmp_path / "run"
+    command = [*torchrun, f"--master-port={port}", "tests/strangers_worker.py", str(out)]
+    with Job([*command, *WORDS, "--out", str(out)], out, **ONE_THREAD) as job:
+        wait_at(job, "store")
+        job.wait_for(lambda: list(out.glob(".rendezvous-*")))
+        (path,) = out.glob(".rendezvous-*")
+        job.wait_for(lambda: path.stat().st_size > 0)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        host, _, secret = json.loads(path.read_text())
+        assert (host, len(secret)) == (HOST, 64)
+        client = dist.TCPStore("localhost", port, wait_for_workers=False)
+        job.wait_for(lambda: any(key.endswith(job_store.KEY) for key in client.list_keys()))
+        (name,) = (key for key in client.list_keys() if key.endswith(job_store.KEY))
+        assert f".rendezvous-{client.get(name).decode()}" == path.name
+        assert all(secret.encode() not in client.get(key) for key in client.list_keys())
+        for place in ("store", "monitor", "step"):
+            go(job, place)
+        assert job.status() == 0, job.text[-4000:]
+        assert len(job.rows) == 30
+        assert list(out.glob(".rendezvous-*")) == []
+
+
+NAME = "0123456789abcdef" * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "sentence"),
+    [
+        ("../../secret", None, "torchrun's store was changed by another program"),
+        (NAME, None, "torchrun on several nodes needs --out on a file system that all nodes share"),
+        (NAME, lambda path: path.symlink_to("/etc/hostname"), "cannot be read: "),
+        (NAME, lambda path: path.mkdir(0o700), "is not a regular file of user "),
+        (NAME, lambda path: os.mkfifo(path, 0o600), "is not a regular file of user "),
+        (NAME, lambda path: path.touch(0o644), "is not a regular file of user "),
+    ],
+)
+def test_a_file_that_rank_0_did_not_write_is_one_sentence(
+    tmp_path, monkeypatch, name, make, sentence
+):
+    monkeypatch.setattr(job_store, "SECONDS_FOR_FILE", 0.2)
+    if make:
+        make(tmp_path / f".rendezvous-{name}")
+    with pytest.raises(UserError) as caught:
+        job_store.read_file(tmp_path, name)
+    assert sentence in str(caught.value)
+
+
+def test_out_that_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="for the other ranks: Not a directory"),
+        job_store._shared_file(tmp_path / "file" / "out", (HOST, 1, "secret")),
+    ):
+        pass
+
+
+# ---- The monitor ---------------------------------------------------------------------------------
+
+
+def process_of(rank: int, pid: int | None = None) -> Process:
+    pid = pid or os.getpid()
+    return Process(rank, "here", pid, heartbeat.start_time(pid))
+
+
+def right_answer(challenge: bytes, rank: int = 0) -> bytes:
+    fields = f"rank {rank} here 1 1 ".encode()
+    return fields + handshake._sign(KEY, challenge, fields) + b"\n"
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other side ends a connection, perhaps after it has sent something."""
+    sock.settimeout(30.0)
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_strangers_cannot_end_a_job_or_kill_a_process(tmp_path):
+    """One monitor; what was sent to it by hand in the attack, and an answer used again."""
+    sleeper = subprocess.Popen(["sleep", "600"])
+    address, process = heartbeat.start_monitor(HOST, "here", 1, str(tmp_path), 60.0, KEY)
+    started = heartbeat.start_time(sleeper.pid)
+    hello = {"password": KEY, "pid": sleeper.pid, "started": started, "node": "here"}
+    forged = [json.dumps({kind: 0, **hello}).encode() + b"\n" for kind in ("stacks", "rank")]
+    socks = [socket.create_connection(address[:2]) for _ in range(6)]
+    challenges = [sock.recv(64) for sock in socks]
+    assert len({*challenges}) == 6
+    said = [b"[" * 100_000, *forged, right_answer(challenges[0]), right_answer(b"x" * 32)]
+    said.append(right_answer(challenges[5]).replace(b"here 1 1", b"here 1 2"))
+    for sock, line in zip(socks, said):
+        sock.sendall(line)
+        assert is_closed(sock)
+    ends: list[int] = []
+    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "here", ends.append)
+    with pytest.raises(ConnectionRefusedError):  # all ranks are there
+        socket.create_connection(address[:2])
+    watchdog.close()
+    assert process.wait(30) == 0
+    assert ends == []
+    assert sleeper.poll() is None
+    heartbeat.kill_process(sleeper.pid, started + 1)  # a process of that number, but another
+    assert sleeper.poll() is None
+    heartbeat.kill_process(sleeper.pid, started)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    assert not (tmp_path / "hang").exists()
+
+
+def test_a_process_of_another_user_is_not_killed(monkeypatch):
+    with subprocess.Popen(["sleep", "600"]) as sleeper:
+        started = heartbeat.start_time(sleeper.pid)
+        monkeypatch.setattr(os, "getuid", lambda: os.stat("/proc/self").st_uid + 1)
+        heartbeat.kill_process(sleeper.pid, started)
+        assert sleeper.poll() is None
+        monkeypatch.undo()
+        heartbeat.kill_process(sleeper.pid, started)
+
+
+class Door:
+    """An Entrance for one rank, read as the monitor does."""
+
+    def __init__(self):
+        self.poll = select.epoll()
+        self.listener = socket.create_server((HOST, 0))
+        self.address = (*self.listener.getsockname(), KEY)
+        self.entrance = handshake.Entrance(self.listener, 1, KEY, self.poll)
+        self.found = []
+
+    def serve(self, events: int) -> None:
+        """Handle so many events."""
+        while events > 0:
+            for number, _ in self.poll.poll(30.0, 1):
+                events -= 1
+                if number in self.entrance.newcomers:
+                    self.found += [self.entrance.read(number)]
+                else:
+                    self.entrance.accept()
+
+
+def test_strangers_are_few_and_say_little_and_not_for_long():
+    door = Door()
+    entrance = door.entrance
+    socks = []
+    for _ in range(200):
+        socks.append(socket.create_connection(door.address[:2]))
+        door.serve(1)
+        assert len(entrance.newcomers) <= 2 + handshake.MAX_STRANGERS
+    assert len(entrance.newcomers) == 2 + handshake.MAX_STRANGERS
+    assert is_closed(socks[0])  # the oldest gave way
+    socks[-1].sendall(b"x" * 4095)
+    door.serve(1)
+    assert len(entrance.newcomers) == 2 + handshake.MAX_STRANGERS
+    socks[-1].sendall(b"x" * 100_000)
+    door.serve(1)
+    assert is_closed(socks[-1])
+    socks[-2].close()
+    door.serve(1)
+    assert len(entrance.newcomers) == handshake.MAX_STRANGERS
+    entrance.close_late(time.monotonic())
+    assert len(entrance.newcomers) == handshake.MAX_STRANGERS
+    entrance.close_late(time.monotonic() + handshake.MAX_SECONDS)
+    assert entrance.newcomers == {}
+    assert door.found == [None] * 3
+
+
+def test_without_descriptors_the_oldest_gives_way_and_nothing_spins(monkeypatch):
+    door, pauses = Door(), []
+    sock = socket.create_connection(door.address[:2])
+    door.serve(1)
+    refusing = SimpleNamespace(accept=lambda: (_ for _ in ()).throw(OSError(errno.EMFILE, "")))
+    door.entrance.listener = refusing
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(sleep=pauses.append))
+    door.entrance.accept()
+    door.entrance.accept()
+    assert is_closed(sock)
+    assert pauses == [handshake.FULL_SECONDS] * 2
+
+
+def test_a_rank_that_was_sent_away_comes_again_and_only_once():
+    """The first connection is closed before it has answered, as when strangers are many."""
+    door = Door()
+    with ThreadPoolExecutor(1) as pool:
+        for kind in ("stacks", "rank"):
+            coming = pool.submit(handshake.connect, door.address, kind, process_of(0))
+            door.serve(1)
+            door.entrance._close_oldest()
+            while not coming.done():
+                door.serve(1) if not door.found or door.found[-1] is None else time.sleep(0.01)
+            coming.result().close()
+            assert door.found.pop()[1:] == (kind, process_of(0))
+            door.found.clear()
+    assert door.listener.fileno() == -1  # closed: the job is complete
+
+
+def test_a_rank_that_sends_what_is_no_message_is_dead(tmp_path):
+    """The monitor goes on and reports it, as if the rank's process had ended."""
+    address, process = heartbeat.start_monitor(HOST, "away", 2, str(tmp_path), 60.0, KEY)
+    sockets = [
+        handshake.connect(address, kind, process_of(rank))
+        for rank in range(2)
+        for kind in ("stacks", "rank")
+    ]
+    sockets[3].sendall(b"[" * 100_000 + b"\n")
+    assert is_closed(sockets[3])
+    sockets[1].settimeout(30.0)
+    assert b"inspect" in sockets[1].recv(1 << 16)
+    for sock in sockets[:2]:
+        sock.close()
+    assert process.wait(60) == 0
+    case = json.loads((tmp_path / "hang/case.json").read_text())
+    assert (case["kind"], case["culprits"]) == ("dead", [1])
+    assert (
+        "it sent what is no message: RecursionError" in (tmp_path / "hang/report.txt").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{", b"[1]", b'"beat"', b'{"new": 1}', b'{"beat": 1, "memory": {}, "sent": 0}', b"\xff\xfe"],
+    ids=["cut", "list", "text", "unknown", "number", "bytes"],
+)
+def test_what_is_no_message_ends_the_connection(monkeypatch, line):
+    monkeypatch.setattr(monitor, "MAX_LINE", 1000)
+    for sent in (line + b"\n", b"x" * 2000):
+        door = Door()
+        job = {"size": 1, "node": "n", "out": "out", "limit": 3.0, "key": KEY}
+        watched = monitor.Monitor(door.listener, job)
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        watched.poll.register(theirs.fileno(), select.EPOLLIN)
+        watched._admit(theirs, "rank", process_of(0))
+        ours.sendall(sent)
+        watched._receive()
+        assert is_closed(ours)
+        assert watched.dead == [0]
+        assert "no message" in watched.ranks[0].error
