@@ -16,8 +16,11 @@ import os
 import sys
 from typing import Any
 
-from checkpointing import file_format, folders
-from config.messages import Parser, UserError, exit_with
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    from checkpointing import file_format, folders
+    from config.messages import Parser, UserError, exit_with
 
 
 def check_files(folder: str, contents: bool) -> dict[str, Any]:

@@ -11,10 +11,12 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
-from config.messages import UserError
+from config.messages import UserError, exit_with
 from distributed.placement import allowed_cores
 
 
@@ -36,28 +38,56 @@ class Launch:
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process, its rank and the number of ranks."""
+    """The launcher that started this process, its rank and the number of ranks.
+
+    UserError if a variable of the launcher is missing or no number.
+    """
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
-        return Launch("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
+        _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
+        if missing:
+            raise UserError(f"{missing[0]} is not set, as torchrun (TORCHELASTIC_RUN_ID) does")
+        _number(env, "MASTER_PORT")
+        return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     if "OMPI_COMM_WORLD_SIZE" in env:
-        rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
-        return Launch("mpirun of Open MPI", rank, size, mpi=True)
+        place = _rank_and_size(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        return Launch("mpirun of Open MPI", *place, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
     # In a Slurm job MPICH's mpirun starts its helper processes with srun: that step is not ours.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
-        return Launch("mpirun", int(env["PMI_RANK"]), int(env["PMI_SIZE"]), mpi=True)
+        return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
-        return Launch("srun", int(env["SLURM_PROCID"]), _slurm_tasks(env), mpi=True)
+        return Launch("srun", _number(env, "SLURM_PROCID"), _slurm_tasks(env), mpi=True)
     return Launch("python")
+
+
+def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
+    """A whole number in an environment variable, less than that in `below`; else UserError."""
+    text = env.get(name)
+    if text is None:
+        raise UserError(f"the launcher has set some of its variables, but not {name}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UserError(f"the environment variable {name} is {text!r}, not a whole number")
+    if below and int(text) >= _number(env, below):
+        raise UserError(f"{name} is {text}, which is not below {below}, {env[below]}")
+    return int(text)
+
+
+def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    return _number(env, rank, below=size), _number(env, size)
 
 
 def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
     """A warning about how this process was started, or None; UserError if it cannot work."""
     env = os.environ if environment is None else environment
-    tasks = _slurm_tasks(env)
+    tasks, _ = _slurm_tasks(env), threads_asked_for(env)
+    for name in ("SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK"):
+        if env.get(name):
+            _number(env, name)
     if launch.launcher == "torchrun":
-        outer = max(int(env.get(n, 1)) for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        sizes = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
+        outer = max((_number(env, name) for name in sizes), default=1)
         outer = max(outer, tasks if "SLURM_STEP_ID" in env else 1)
         if outer > 1 and env.get("GROUP_WORLD_SIZE") == "1":
             raise UserError(
@@ -75,7 +105,38 @@ def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
+    return _number(env, names[0]) if names else 1
+
+
+def threads_asked_for(environment: Mapping[str, str] | None = None) -> int | None:
+    """OMP_NUM_THREADS, if set: of a list, its first number, which is OpenMP's outermost level.
+
+    UserError unless it is a list of whole numbers above 0, as OpenMP has it.
+    """
+    text = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part[:10]) <= 2**20 for part in parts):
+        raise UserError(f"OMP_NUM_THREADS is {text!r}, not a number of threads above 0, or a list")
+    return int(parts[0])
+
+
+def end_job(launch: Launch, mistake: UserError) -> NoReturn:
+    """Print a mistake that only this rank looked for, and end all ranks with status 2.
+
+    MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: this one meets
+    them there first. Raises UserError if MPI cannot be used.
+    """
+    print(f"error: {mistake}", file=sys.stderr, flush=True)
+    if launch.mpi and launch.size > 1:
+        _local_by_mpi(launch)
+        from mpi4py import MPI
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPI_Abort's message
+        MPI.COMM_WORLD.Abort(2)
+    exit_with(mistake, prints=False, delay=0.0)
 
 
 # ---- On its node ---------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from collections.abc import Callable
 
 import psutil
 
-from config.messages import UserError
 from config.schema import Run
 
 STOPPED_EARLY = 75
@@ -83,12 +82,6 @@ class Signals:
             text = f"{number.name} for the second time: ending at once, without a save"
             print(text, file=sys.stderr, flush=True)
             self.end(128 + number)
-
-
-def check_kill_switch(run: Run) -> None:
-    """UserError if the file of --kill-switch exists before the run begins."""
-    if run.kill_switch and os.path.exists(run.kill_switch):
-        raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
 
 
 class StopConditions:

@@ -19,6 +19,7 @@ from pathlib import Path
 from config import command_line
 from config.messages import UserError
 from config.schema import Config
+from config.validation import check_folder
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
@@ -29,6 +30,7 @@ from tuner.search_space import Candidate
 from tuner.trials import Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
+MOST = 1e18  # of the numbers on the command line
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 
 
@@ -40,13 +42,18 @@ class Session:
         for name in ("launch", "ranks"):
             if not getattr(options, name):
                 raise UserError(f"give --{name}: see python tune.py --help")
-        if options.ranks < 1 or options.timed < 1 or options.time_limit <= 0:
-            raise UserError("--ranks, --timed and --time-limit must be above 0")
+        for name in ("ranks", "timed", "time_limit", "tokens", "gain", "reference_every"):
+            value, least = getattr(options, name), name in ("gain", "reference_every")
+            if value is not None and not (0 < value < MOST or (least and value == 0)):
+                limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
+                raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+        if options.models and (options.sweep or options.max_params or options.min_ranks):
+            raise UserError("--models are searched: leave out --sweep, --max-params, --min-ranks")
         self.options, self.train_arguments = options, train_arguments
         request = self._request()
         self.config = request.config
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
-        self.tried = sweeps.tried_values(options.tried)
+        self.tried = sweeps.tried_values(options.tried, options.sweep)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
         axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in axes}
@@ -54,7 +61,8 @@ class Session:
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
-        self.runner.launch_command(options.ranks)  # a UserError if it has no {ranks}
+        self.runner.launch_command(options.ranks)  # UserError if it cannot be a launcher
+        check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
         self.rejected: list[Rejected] = []
