@@ -43,6 +43,8 @@ def ask(arguments: list[str]) -> Answer:
         raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     options, rest = _parser().parse_known_args(arguments)
     if options.question == "constants":
+        if rest:
+            raise UserError(f"unknown argument {rest[0]!r}: constants takes --json only")
         return questions.constants()
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")

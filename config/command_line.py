@@ -94,9 +94,9 @@ def parse_request(
 def build(values: dict[str, Any]) -> Config:
     """A Config from flat option names; `model`, if given, names the preset to start from."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    base = preset(_checked("model", str, values.pop("model"))) if "model" in values else None
     for name, value in values.items():
         check_option(name, value)
+    base = preset(values.pop("model")) if "model" in values else None
     groups: dict[str, Any] = {}
     for group, cls in GROUPS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
@@ -166,27 +166,34 @@ def _options_of_file(path: str) -> dict[str, Any]:
     tables: dict[str, str] = {}
     known, tree = [*_options(), "model"], read_toml(path, f"--config {path}")
     top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
-    groups = {f"[{key}]": value for key, value in tree.items() if isinstance(value, dict)}
-    for table, values in ({"the top of the file": top} | groups).items():
+    groups = {f"in [{key}]": value for key, value in tree.items() if isinstance(value, dict)}
+    for table, values in ({"at the top": top} | groups).items():
         for key, value in values.items():
             name = key.replace("-", "_")
             if name not in known:
                 raise UserError(f"--config {path} has an unknown key {key!r}{nearest(name, known)}")
             if name in flat:
-                where = f"in {tables[name]} and in {table}"
+                where = f"{tables[name]} and {table}"
                 raise UserError(f"--config {path} gives {key!r} twice: {where}")
-            flat[name], tables[name] = value, table
+            flat[name], tables[name] = tuple(value) if isinstance(value, list) else value, table
+            try:
+                check_option(name, flat[name])
+            except UserError as error:
+                raise UserError(f"--config {path}: {error}") from None
     return flat
 
 
 def check_option(name: str, value: Any) -> None:
     """UserError if that option, of a flag or a file, has another type, or is out of its limits."""
-    f, flag = _options()[name], "--" + name.replace("_", "-")
-    meta, kind = f.metadata, f.type
+    flag = "--" + name.replace("_", "-")
+    if name == "model":
+        _checked(flag, str, value)
+        return
+    meta, kind = _options()[name].metadata, _options()[name].type
     if meta["nargs"]:
         count = meta["nargs"] if isinstance(meta["nargs"], int) else None
         if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else repr(value)
+            shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
             raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
         for each in value:
             if meta["item"] is int or isinstance(each, str):  # a file may give a weight as a number

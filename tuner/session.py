@@ -40,7 +40,7 @@ class Session:
     def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
         """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
         for name in ("launch", "ranks"):
-            if not getattr(options, name):
+            if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
         for name in ("ranks", "timed", "time_limit", "tokens", "gain", "reference_every"):
             value, least = getattr(options, name), name in ("gain", "reference_every")
