@@ -52,7 +52,8 @@ def ask(arguments: list[str]) -> Answer:
     for name, most in LIMITS.items():
         number = getattr(options, name)
         if number is not None and not 0 < number < most:
-            raise UserError(f"--{name} must be above 0 and below {most:g}, not {number:g}")
+            limit = f"below {most:g}" if number > 0 else "above 0"
+            raise UserError(f"--{name} must be {limit}, not {number:g}")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     request = parse_request(rest, defaults=partial(questions.defaults, options.question))

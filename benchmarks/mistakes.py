@@ -40,19 +40,18 @@ def report(outcomes: list[mistake_cases.Outcome]) -> list[str]:
     late = sum("torch" in outcome.imported for outcome in outcomes)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = ["# Mistakes: one sentence each", "", "    python benchmarks/mistakes.py", ""]
-    lines += [f"{len(CASES)} mistakes of tests/mistake_cases.py, each a process of its own, one"]
-    lines += [f"after the other: {good} ended with status 2 and one sentence, {late} of them after"]
     lines += [
-        f"torch was imported. Python {platform.python_version()}, {os.cpu_count()} cores, load"
+        f"{len(CASES)} mistakes of tests/mistake_cases.py, each a process of its own, one after"
     ]
     lines += [
-        f"averages {load} at the end. Seconds of the clock, of the processor (of the launcher"
+        f"the other: {good} ended with status 2 and one sentence, {late} of them after torch was"
     ]
-    lines += ["alone under mpirun):", ""]
     lines += [
-        "| program | mistakes | median | slowest | processor, median |",
-        "|---|--:|--:|--:|--:|",
+        f"imported. Python {platform.python_version()}, {os.cpu_count()} cores, load averages"
     ]
+    lines += [f"{load} at the end. Seconds of the clock and of the processor:", ""]
+    lines += ["| program | mistakes | median | slowest | processor, median |"]
+    lines += ["|---|--:|--:|--:|--:|"]
     for program in dict.fromkeys(case.program for case in CASES):
         own = [o for c, o in zip(CASES, outcomes) if c.program == program]
         wall, busy = [o.wall for o in own], [o.processor for o in own]

@@ -162,8 +162,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
                                    2 (n-1) alpha + 2 (n-1)/n bytes / beta
         [network] alpha, beta      the same between nodes, bytes/s of one node
     """
-    file = f"the calibration {path}"
-    entries = read_toml(path, file)
+    entries, file = read_toml(path, path), f"the calibration {path}"
     device = str(entries.pop("device", ""))
     if machine.device.lower() not in device.lower():
         where = f"{device or 'no stated device'!r}, but {machine.name} has {machine.device!r}"

@@ -209,22 +209,22 @@ layouts | the model has no --layers, --hidden, --heads: give them, or --model PR
 layouts --model 176 | no preset is called '176'
 layouts --model 176b --gpu a100 | no machine is called 'a100'
 layouts --model 176b --gpu '' | an argument is empty, after --gpu: is a variable not set?
-layouts --model 176b --nodes 0 | --nodes must be above 0 and below 1e+06, not 0
+layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
-layouts --model 176b --gpus 10000000000 | --gpus must be above 0 and below 1e+06, not 1e+10
+layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
 layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
-layouts --model 176b --top -1 | --top must be above 0 and below inf, not -1
+layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
 stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
 stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
 days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450B | --tokens: invalid float value: '450B'
-days --model 176b --tokens nan | --tokens must be above 0 and below 1e+18, not nan
-days --model 176b --tokens -1 | --tokens must be above 0 and below 1e+18, not -1
+days --model 176b --tokens nan | --tokens must be above 0, not nan
+days --model 176b --tokens -1 | --tokens must be above 0, not -1
 days --model 176b --tokens 1e9 --gpus 1 | no layout fits on 1 GPUs of a100-80
 shapes --size 200B | --size: invalid float value: '200B'
-shapes --size inf | --size must be above 0 and below 1e+16, not inf
+shapes --size inf | --size must be below 1e+16, not inf
 shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
@@ -238,10 +238,10 @@ constants --gpu cpu | unknown argument '--gpu': constants takes --json only
 """,
     "plan.py, calibration": """
 @/plan.py layouts --model 176b --gpu a100-80
---calibration nowhere.toml | cannot read the calibration nowhere.toml: No such file or directory
---calibration binary.toml | the calibration binary.toml is not TOML: line 1 is not UTF-8
---calibration utf16.toml | the calibration utf16.toml is not TOML: line 1 is not UTF-8
---calibration dir | cannot read the calibration dir: Is a directory
+--calibration nowhere.toml | cannot read nowhere.toml: No such file or directory
+--calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
+--calibration utf16.toml | utf16.toml is not TOML: line 1 is not UTF-8
+--calibration dir | cannot read dir: Is a directory
 --calibration model5.toml | the calibration model5.toml was measured on 'no stated device', but
 --calibration zero.toml | the calibration zero.toml says bandwidth = 0
 --calibration nan.toml | the calibration nan.toml says memory = nan
@@ -253,7 +253,7 @@ constants --gpu cpu | unknown argument '--gpu': constants takes --json only
 --launch mpirun | --launch 'mpirun' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch 'mpirun -n {rank}' | --launch 'mpirun -n {rank}' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch "mpirun -n {ranks} 'x" | is not a command
---launch 'no-such-mpirun -n {ranks}' | --launch 'no-such-mpirun -n {ranks}' cannot be started:
+--launch 'no-such-mpirun -n {ranks}' | cannot start 'no-such-mpirun' of --launch
 --ranks eight | --ranks: invalid int value: 'eight'
 --ranks 0 | --ranks must be above 0, below 1e+18, not 0
 --ranks -8 | --ranks must be above 0, below 1e+18, not -8
@@ -286,7 +286,7 @@ constants --gpu cpu | unknown argument '--gpu': constants takes --json only
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
 --models 1b3 --min-ranks | --models are searched: leave out --sweep, --max-params, --min-ranks
---calibration binary.toml | the calibration binary.toml is not TOML: line 1 is not UTF-8
+--calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
 --ranks 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'
 --budgett 5 | unknown argument '--budgett'

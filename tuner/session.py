@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import math
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -61,10 +62,12 @@ class Session:
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
-        self.runner.launch_command(options.ranks)  # UserError if it cannot be a launcher
+        launcher = self.runner.launch_command(options.ranks)[0]
         check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
+        if not shutil.which(launcher):
+            raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
         self.subject, self.ending = "the fastest layout", "every layout has been measured"

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -90,17 +89,14 @@ class Runner:
     time_limit: float = 600.0  # seconds
 
     def launch_command(self, ranks: int) -> list[str]:
-        """Launcher, interpreter and program; UserError if it has no {ranks}, or is not there."""
-        problem = "" if "{ranks}" in self.launch else "has no {ranks}, as in 'mpirun -n {ranks}'"
-        words: list[str] = []
+        """Launcher, interpreter and program; UserError if the launcher has no {ranks}."""
+        if "{ranks}" not in self.launch:
+            text = f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
+            raise UserError(text)
         try:
             words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
-            if not problem and not shutil.which(words[0]):
-                problem = f"cannot be started: there is no program {words[0]!r}"
         except ValueError as error:  # a quotation mark without a second one
-            problem = f"is not a command: {error}"
-        if problem:
-            raise UserError(f"--launch {self.launch!r} {problem}")
+            raise UserError(f"--launch {self.launch!r} is not a command: {error}") from None
         # torchrun and forkrun.py start Python for the program themselves.
         if not any(Path(word).name == "torchrun" or word.endswith(".py") for word in words):
             words.append(sys.executable)
