@@ -44,11 +44,6 @@ def discover(environment: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
-        _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
-        if missing:
-            raise UserError(f"{missing[0]} is not set, as torchrun (TORCHELASTIC_RUN_ID) does")
-        _number(env, "MASTER_PORT")
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     if "OMPI_COMM_WORLD_SIZE" in env:
         place = _rank_and_size(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
@@ -86,6 +81,11 @@ def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -
         if env.get(name):
             _number(env, name)
     if launch.launcher == "torchrun":
+        _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
+        if launch.size > 1:
+            _number(env, "MASTER_PORT")
+            if not env.get("MASTER_ADDR"):
+                raise UserError("torchrun's MASTER_ADDR is not set, where the ranks meet")
         sizes = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
         outer = max((_number(env, name) for name in sizes), default=1)
         outer = max(outer, tasks if "SLURM_STEP_ID" in env else 1)
@@ -161,13 +161,14 @@ def node_name() -> str:
 def job_nodes() -> int | None:
     """The number of nodes of the Slurm job, if this process is in one."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
-    return int(nodes) if nodes else None
+    return _number(os.environ, "SLURM_JOB_NUM_NODES") if nodes else None
 
 
 def cores_asked_for() -> int | None:
     """--cpus-per-task of the Slurm job, if this process is in a step of one."""
     asked = os.environ.get("SLURM_CPUS_PER_TASK")
-    return int(asked) if asked and "SLURM_STEP_ID" in os.environ else None
+    in_step = "SLURM_STEP_ID" in os.environ
+    return _number(os.environ, "SLURM_CPUS_PER_TASK") if asked and in_step else None
 
 
 def find_local(launch: Launch) -> Local:
@@ -175,7 +176,7 @@ def find_local(launch: Launch) -> Local:
     if launch.mpi:
         return _local_by_mpi(launch)
     if launch.launcher == "torchrun":
-        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
     return Local(0, 1, True, 1, 0)
 

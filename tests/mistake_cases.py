@@ -186,8 +186,8 @@ OMPI_COMM_WORLD_SIZE=two OMPI_COMM_WORLD_RANK=0 | the environment variable OMPI_
 """,
     "torchrun": """
 TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 @/train.py --model 1b3
-| MASTER_ADDR is not set, as torchrun (TORCHELASTIC_RUN_ID) does
-MASTER_ADDR=h | MASTER_PORT is not set, as torchrun (TORCHELASTIC_RUN_ID) does
+| the launcher has set some of its variables, but not MASTER_PORT
+MASTER_PORT=1 | torchrun's MASTER_ADDR is not set, where the ranks meet
 MASTER_ADDR=h MASTER_PORT=http | the environment variable MASTER_PORT is 'http', not a whole number
 MASTER_ADDR=h MASTER_PORT=1 RANK=one | the environment variable RANK is 'one', not a whole number
 MASTER_ADDR=h MASTER_PORT=1 RANK=2 | RANK is 2, which is not below WORLD_SIZE, 2

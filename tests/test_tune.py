@@ -441,7 +441,7 @@ def test_replay_of_own_results(finished):
         (["--ranks", "8"], "give --launch"),
         (["--launch", "mpirun -n {ranks}"], "give --ranks"),
         (["--launch", "mpirun", "--ranks", "8"], r"has no \{ranks\}"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--budget", "soon"], "--budget is trials"),
+        (["--launch", "x {ranks}", "--ranks", "8", "--budget", "soon"], "--budget is a number"),
         (["--launch", "x {ranks}", "--ranks", "8", "--try", "shoes=2"], "--try takes AXIS"),
         (["--launch", "x {ranks}", "--ranks", "8", "--try", "zero=9"], "is one of"),
         (["--launch", "x {ranks}", "--ranks", "8", "--gpu", "a100"], "no machine is called"),
