@@ -54,19 +54,14 @@ def check_machine(config: Config, launch: Launch, predicted: list[dict[str, floa
         from corpora import blends, sample_order, token_files
     try:
         check_paths(config)
-        memory.check_fits(predicted, config, total_memory())
+        node = psutil.virtual_memory().total + psutil.swap_memory().total
+        memory.check_fits(predicted, config, node)
         sample_order.split_ranges(config.data.split, 0)
         if config.data.data != ("synthetic",):
             for prefix in blends.parse_blend(config.data.data)[0]:
                 token_files.check_pair(prefix)
-            sample_order.check_memory(config.total_samples, total_memory())
     except UserError as mistake:
         end_job(launch, mistake)
-
-
-def total_memory() -> int:
-    """Bytes of memory and swap of this node."""
-    return psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 if __name__ == "__main__":

@@ -108,23 +108,16 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     for word in words:
         tokens, _, size = str(word).partition(":")
         number = _tokens(tokens)
-        samples = _whole(size)
-        if number is None or samples is None or samples < 1:
-            raise UserError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
-        if samples > LARGEST:
-            raise UserError(f"--batch-schedule {word}: at most {LARGEST} samples, not {samples}")
-        steps.append((number, samples))
+        if number is None or not size.isdecimal() or not 0 < float(size) <= LARGEST:
+            wanted = f"TOKENS:SIZE such as 5B:1024, not {word!r} (SIZE: at most {LARGEST})"
+            raise UserError(f"--batch-schedule takes {wanted}")
+        steps.append((number, int(size)))
     if steps[0][0] != 0:
         raise UserError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")
     for (before, _), (after, _) in pairwise(steps):
         if after <= before:
             raise UserError(f"--batch-schedule {text}: {after} tokens do not come after {before}")
     return steps
-
-
-def _whole(text: str) -> int | None:
-    """A whole number below 10^18; None if the text is not one."""
-    return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 def _tokens(text: str) -> int | None:
@@ -154,12 +147,11 @@ def parse_ranges(words: tuple[str, ...]) -> list[tuple[int, int]]:
     ranges = []
     for word in words:
         first, _, end = str(word).partition(":")
-        begin, stop = _whole(first), _whole(end)
-        if begin is None or stop is None or begin >= stop:
+        if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
             raise UserError(
                 f"--skip-samples takes A:B, from sample A up to but not including B, not {word!r}"
             )
-        ranges.append((begin, stop))
+        ranges.append((int(first), int(end)))
     ranges.sort()
     for (a, b), (c, d) in pairwise(ranges):
         if c < b:

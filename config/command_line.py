@@ -33,9 +33,8 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
 
 
 PRESETS, ALIASES = _load_presets()
-MOST_TOML_BYTES = 10**6  # a larger file is not one of options
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # or no UTF-8: not in a file's name
+TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")  # without control characters, UTF-8
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
@@ -146,10 +145,7 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
 def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     """The contents of a TOML file, which messages call `name`; UserError if it is none."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(MOST_TOML_BYTES + 1)
-        if len(text) > MOST_TOML_BYTES:
-            raise UserError(f"{name} is not TOML: it has more than {MOST_TOML_BYTES} bytes")
+        text = Path(path).read_bytes()
         return tomllib.loads(text.decode())
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
@@ -187,8 +183,7 @@ def check_option(name: str, value: Any) -> None:
     """UserError if that option, of a flag or a file, has another type, or is out of its limits."""
     flag = "--" + name.replace("_", "-")
     if name == "model":
-        _checked(flag, str, value)
-        return
+        return _checked(flag, str, value)
     meta, kind = _options()[name].metadata, _options()[name].type
     if meta["nargs"]:
         count = meta["nargs"] if isinstance(meta["nargs"], int) else None
@@ -198,7 +193,7 @@ def check_option(name: str, value: Any) -> None:
         for each in value:
             if meta["item"] is int or isinstance(each, str):  # a file may give a weight as a number
                 _checked(flag, meta["item"], each)
-        return
+        return None
     _checked(flag, kind, value)
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
@@ -208,16 +203,14 @@ def check_option(name: str, value: Any) -> None:
             raise UserError(f"{flag} must be {words} {meta[limit]}, not {value}")
 
 
-def _checked(flag: str, kind: Any, value: Any) -> Any:
-    """The value of an option; UserError unless it is of that type and can be stored."""
+def _checked(flag: str, kind: Any, value: Any) -> None:
+    """UserError unless the value is of that type and can be stored."""
     if isinstance(value, int) and abs(value) >= 2**63:
         raise UserError(f"{flag} must be below 2^63, not a number of {value.bit_length()} bits")
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{flag} takes {KINDS[kind]}, not {value!r}")
-    if isinstance(value, str) and (not value or CONTROL.search(value)):
-        problem = "has a control character" if value else "is empty"
-        raise UserError(f"{flag} {problem}: {value!r}")
+    if isinstance(value, str) and not TEXT.fullmatch(value):
+        raise UserError(f"{flag} is empty or has control characters: {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{flag} must be a finite number, not {value}")
-    return value

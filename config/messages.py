@@ -13,11 +13,9 @@ import difflib
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # as in pyproject.toml
-ROOT = Path(__file__).resolve().parent.parent
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -47,10 +45,8 @@ class Parser(argparse.ArgumentParser):
         """As argparse's, but an empty text, such as --resume "$UNSET", is a UserError."""
         words = sys.argv[1:] if args is None else list(args)
         for before, word in zip(["", *words], words):
-            flag, equals, value = word.partition("=")
-            if not word or (flag.startswith("--") and equals and not value):
-                where = flag or (f"after {before}" if before else "at the beginning")
-                raise UserError(f"an argument is empty, {where}: is a variable not set?")
+            if not word or (word.startswith("--") and word.find("=") == len(word) - 1):
+                raise UserError(f"no value, after {word or before!r}: is a variable not set?")
         return super().parse_known_args(words, namespace)
 
 
@@ -60,10 +56,7 @@ def installed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        name = str(error.name).partition(".")[0]
-        if list(ROOT.glob(f"{name}*")):  # one of ours
-            raise
-        exit_with(UserError(f"{sys.executable} has no package {name!r}: {SET_UP}"))
+        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {SET_UP}"))
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -5,6 +5,7 @@
 Every message shows both sides of what does not fit, with their numbers.
 """
 
+import contextlib
 import dataclasses
 import os
 import tempfile
@@ -212,23 +213,10 @@ def check_folder(flag: str, path: str) -> None:
     Nothing is left behind: the file has no name, and it is in the last part that exists.
     """
     found = os.path.abspath(path)
+    while not os.path.lexists(found):
+        found = os.path.dirname(found)
     try:
-        while not _exists(found):
-            found = os.path.dirname(found)
-        with tempfile.TemporaryFile(dir=found):
-            return
-    except NotADirectoryError:
-        problem = "is not a folder"
+        with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
+            os.stat(path)  # an error for a name that is too long
     except OSError as error:
-        problem = f"cannot be written: {error.strerror}"
-    whole = os.path.abspath(path) == found
-    raise UserError(f"{flag} {path} {problem}" if whole else f"{flag} {path}: {found} {problem}")
-
-
-def _exists(path: str) -> bool:
-    """Whether there is such a file or folder; OSError for a name that cannot be one."""
-    try:
-        os.stat(path)
-    except FileNotFoundError:
-        return False
-    return True
+        raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None

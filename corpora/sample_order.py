@@ -16,7 +16,6 @@ import numpy as np
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
 
-ORDER_BYTES = 12  # of one sample at least: its place after the shuffle, and where it begins
 BLOCK = 1 << 22  # entries of a large array handled at a time, to bound temporary memory
 SPLITS = ("train", "validation", "test")
 
@@ -155,13 +154,6 @@ def _shuffle(order: np.ndarray, cut: int, random: np.random.RandomState) -> None
     """Shuffle what comes before the cut, then what comes after it, each in its place."""
     random.shuffle(order[:cut])
     random.shuffle(order[cut:])
-
-
-def check_memory(samples: int, node: float) -> None:
-    """UserError if the order of so many samples is larger than `node` bytes of memory."""
-    if samples * ORDER_BYTES > node:
-        needed = f"the order of {samples} samples takes {samples * ORDER_BYTES / 1e9:,.1f} GB"
-        raise UserError(f"{needed}, and this node has {node / 1e9:,.1f} GB of memory and swap")
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from config.messages import UserError, exit_with
-from distributed.placement import allowed_cores
+from distributed.placement import allowed_cores, threads_asked_for
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,7 @@ class Launch:
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process, its rank and the number of ranks.
-
-    UserError if a variable of the launcher is missing or no number.
-    """
+    """The launcher that started this process, its rank, the number of ranks; raises UserError."""
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
@@ -76,10 +73,9 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, i
 def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
     """A warning about how this process was started, or None; UserError if it cannot work."""
     env = os.environ if environment is None else environment
-    tasks, _ = _slurm_tasks(env), threads_asked_for(env)
-    for name in ("SLURM_JOB_NUM_NODES", "SLURM_CPUS_PER_TASK"):
-        if env.get(name):
-            _number(env, name)
+    tasks = _slurm_tasks(env)
+    for read in (threads_asked_for, job_nodes, cores_asked_for):
+        read()  # a UserError is better now than later
     if launch.launcher == "torchrun":
         _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
         if launch.size > 1:
@@ -109,25 +105,10 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
     return _number(env, names[0]) if names else 1
 
 
-def threads_asked_for(environment: Mapping[str, str] | None = None) -> int | None:
-    """OMP_NUM_THREADS, if set: of a list, its first number, which is OpenMP's outermost level.
-
-    UserError unless it is a list of whole numbers above 0, as OpenMP has it.
-    """
-    text = (os.environ if environment is None else environment).get("OMP_NUM_THREADS", "").strip()
-    if not text:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 0 < int(part[:10]) <= 2**20 for part in parts):
-        raise UserError(f"OMP_NUM_THREADS is {text!r}, not a number of threads above 0, or a list")
-    return int(parts[0])
-
-
 def end_job(launch: Launch, mistake: UserError) -> NoReturn:
     """Print a mistake that only this rank looked for, and end all ranks with status 2.
 
-    MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: this one meets
-    them there first. Raises UserError if MPI cannot be used.
+    MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: meet them.
     """
     print(f"error: {mistake}", file=sys.stderr, flush=True)
     if launch.mpi and launch.size > 1:

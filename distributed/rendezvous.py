@@ -20,14 +20,7 @@ import psutil
 from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed import placement
-from distributed.launch import (
-    Launch,
-    Local,
-    cores_asked_for,
-    find_local,
-    node_name,
-    threads_asked_for,
-)
+from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
 from distributed.placement import Place
 from distributed.store import StoreExchange
 
@@ -124,7 +117,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     if share is not None and run.bind_cores and local.sharing > 1:
         os.sched_setaffinity(0, share)  # of this thread, and of those that it starts later
         cores = share
-    threads = threads_asked_for() or max(1, len(physical) // local.sharing)
+    threads = placement.threads_asked_for() or max(1, len(physical) // local.sharing)
     torch.set_num_threads(threads)
     return cores, threads
 

@@ -102,7 +102,8 @@ def names() -> list[str]:
 
 def constants() -> list[Constant]:
     """Every fitted constant, as listed by `plan.py constants`."""
-    return [Constant(name, **entry) for name, entry in _read(FOLDER / f"{FITTED}.toml").items()]
+    entries = read_toml(FOLDER / f"{FITTED}.toml", FITTED)
+    return [Constant(name, **entry) for name, entry in entries.items()]
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
@@ -121,7 +122,7 @@ def _merged(name: str) -> dict[str, Any]:
     if name not in names():
         hint = nearest(name, names()) or f"; there are {', '.join(names())}"
         raise UserError(f"no machine is called {name!r}{hint}")
-    own = _read(FOLDER / f"{name}.toml")
+    own = read_toml(FOLDER / f"{name}.toml", name)
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
@@ -138,10 +139,6 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
         entries[link] = Link(**entries[link])
     entries["software"] = Software(**entries.get("software", {}))
     return Machine(name=name, **entries)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_toml(path, path.name)
 
 
 # ---- Calibration ---------------------------------------------------------------------------------

@@ -88,11 +88,10 @@ def of_run(config: Config) -> list[dict[str, float]]:
 
 
 def check_fits(table: list[dict[str, float]], config: Config, node: float) -> None:
-    """UserError if a rank certainly needs more memory than there can be.
+    """UserError if a rank certainly needs more memory than its node of `node` bytes, or any GPU.
 
-    table: that of `of_run`. node: bytes of memory and swap on this node. Weights, gradients and
-    optimizer state alone must fit, and half of all parts, whose formulas are less exact; on a GPU
-    into LARGEST_GPU.
+    table: that of `of_run`. Weights, gradients and optimizer state alone must fit, and half of all
+    parts, whose formulas are less exact.
     """
     room, what = node, f"this node has {node / 1e9:,.1f} GB of memory and swap"
     if config.run.device != "cpu" and node < LARGEST_GPU:

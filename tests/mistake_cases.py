@@ -94,7 +94,7 @@ BLOCKS = {
 --batch-schedule 8:1B | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '8:1B'
 --batch-schedule 1B:8 | --batch-schedule 1B:8: the first size is for 0 tokens, as in 0:192
 --batch-schedule 0:8 5Q:16 | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '5Q:16'
---batch-schedule 0:99999999 | --batch-schedule 0:99999999: at most 1048576 samples, not 99999999
+--batch-schedule 0:99999999 | not '0:99999999' (SIZE: at most 1048576)
 --train-samples 100 | give one of --steps and --train-samples; both were given
 --lr-schedule cosin | --lr-schedule is one of cosine, linear, constant, wsd, not 'cosin'
 --lr-warmup-samples -5 | --lr-warmup-samples must be at least 0, not -5
@@ -113,18 +113,17 @@ BLOCKS = {
 --eval-samples -1 | --eval-samples must be at least 0, not -1
 --steps 0 | --steps must be at least 1, not 0
 --steps 1e3 | --steps: invalid int value: '1e3'
---steps 1000000000000 --data good | the order of 8000000000000 samples takes 96,000.0 GB, and this
---out a-file | --out a-file is not a folder
---out a-file/run | --out a-file/run is not a folder
---out '' | an argument is empty, after --out: is a variable not set?
---out= | an argument is empty, --out: is a variable not set?
---out /proc/run | --out /proc/run: /proc cannot be written
---resume '' | an argument is empty, after --resume: is a variable not set?
+--out a-file | --out a-file: cannot write in
+--out a-file/run | --out a-file/run: cannot write in
+--out '' | no value, after '--out': is a variable not set?
+--out= | no value, after '--out=': is a variable not set?
+--out /proc/run | --out /proc/run: cannot write in /proc
+--resume '' | no value, after '--resume': is a variable not set?
 --resume nowhere | --resume nowhere: there is no such folder
 --resume a-file | --resume a-file: there is no such folder
 --load-weights-only | --load-weights-only needs --resume, to say which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
---save-switch '' | an argument is empty, after --save-switch: is a variable not set?
+--save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
 --keep-last 2 | --keep-last needs --save-every or --save-every-minutes: nothing is saved
@@ -140,7 +139,7 @@ BLOCKS = {
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt2 | no preset is called 'gpt2'
---model '' | an argument is empty, after --model: is a variable not set?
+--model '' | no value, after '--model': is a variable not set?
 --modle gpt2-124m | unknown argument '--modle'
 --tp | --tp: expected one argument
 --tp=two | --tp: invalid int value: 'two'
@@ -152,7 +151,6 @@ run.toml | unknown argument 'run.toml'
 --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 --config utf16.toml | --config utf16.toml is not TOML: line 1 is not UTF-8
 --config binary.toml | --config binary.toml is not TOML: line 1 is not UTF-8
---config huge.toml | --config huge.toml is not TOML: it has more than 1000000 bytes
 --config model5.toml | --config model5.toml: --model takes a text, not 5
 --config boolean.toml | --config boolean.toml: --tp takes a whole number, not True
 --config twice.toml | --config twice.toml gives 'tp' twice: in [layout] and in [mesh]
@@ -161,8 +159,8 @@ run.toml | unknown argument 'run.toml'
 --config cut.toml | --config cut.toml is not TOML
 --config inf.toml | --config inf.toml: --lr must be a finite number, not inf
 --config text.toml | --config text.toml: --log-every takes a whole number, not '100'
---config empty.toml | --config empty.toml: --resume is empty: ''
---config nul.toml | --config nul.toml: --out has a control character
+--config empty.toml | --config empty.toml: --resume is empty or has control
+--config nul.toml | --config nul.toml: --out is empty or has control
 --config list.toml | --config list.toml: --tp takes a whole number, not (1, 2)
 --config none.toml | --config none.toml: --data takes a list of one or more values, not []
 --config nested.toml | --config nested.toml: --tp takes a whole number, not {'size': 2}
@@ -197,7 +195,7 @@ MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=2 | LOCAL_RANK is 2, which is not below L
     "mpirun": """
 %/train.py --layers 2 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
 --tp 3 | tp(3) * pp(1) * dp(?) does not divide 2 ranks
---out a-file/run | --out a-file/run is not a folder
+--out a-file/run | --out a-file/run: cannot write in
 --hidden 10000000 | a rank of stage 0 needs, in GB, weights 9,600,006.8, gradients 9,600,006.8
 OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 0
 """,
@@ -208,7 +206,7 @@ layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'
 layouts --model 176b --gpu a100 | no machine is called 'a100'
-layouts --model 176b --gpu '' | an argument is empty, after --gpu: is a variable not set?
+layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
@@ -273,15 +271,15 @@ constants --gpu cpu | unknown argument '--gpu': constants takes --json only
 --budget soon | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'soon'
 --budget nanm | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'nanm'
 --budget 2h | --budget is a number of trials or minutes above 0, as 12 or 90m, not '2h'
---budget '' | an argument is empty, after --budget: is a variable not set?
+--budget '' | no value, after '--budget': is a variable not set?
 --time-limit nan | --time-limit must be above 0, below 1e+18, not nan
 --time-limit 10m | --time-limit: invalid float value: '10m'
 --timed 0 | --timed must be above 0, below 1e+18, not 0
 --gain nan | --gain must be at least 0 and below 1e+18, not nan
 --reference-every -1 | --reference-every must be at least 0 and below 1e+18, not -1
 --tokens -5 | --tokens must be above 0, below 1e+18, not -5.0
---out a-file | --out a-file is not a folder
---out a-file/tune | --out a-file/tune is not a folder
+--out a-file | --out a-file: cannot write in
+--out a-file/tune | --out a-file/tune: cannot write in
 --out trials | trials/trials.jsonl, line 1, is no trial
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
@@ -305,7 +303,7 @@ show | the following arguments are required: DIR
 show nowhere | nowhere is not a complete checkpoint: it has no manifest.json
 show dir | dir is not a complete checkpoint: it has no manifest.json
 show a-file | cannot read a-file/manifest.json: Not a directory
-show '' | an argument is empty, after show: is a variable not set?
+show '' | no value, after 'show': is a variable not set?
 verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
 export dir new | the following arguments are required: --to
 export --to onnx dir new | --to: invalid choice: 'onnx'
@@ -320,15 +318,15 @@ a.txt | the following arguments are required: --out
 --out c nowhere.txt | nowhere.txt does not exist
 --out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
 --out c dir | no .py, .txt, .md, .jsonl file in dir
---out '' a.txt | an argument is empty, after --out: is a variable not set?
+--out '' a.txt | no value, after '--out': is a variable not set?
 --out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
---out a-file/c a.txt | the folder of --out, a-file is not a folder
+--out a-file/c a.txt | the folder of --out, a-file: cannot write in
 --out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be at most 4194304
 --out c --vocab-size 0 a.txt | --vocab-size(0) must hold 256 bytes and the end token
 --out c --vocab-size 32k a.txt | --vocab-size: invalid int value: '32k'
 --out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
 --out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
---out c --tokenizer '' a.txt | an argument is empty, after --tokenizer: is a variable not set?
+--out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
 --out c --tokenizer-mb nan a.txt | --tokenizer-mb(nan) must be above 0 and below 1e9
 --out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be above 0 and below 1e9
 --out c --shuffle-seed -1 a.txt | --shuffle-seed(-1) must be in 0..4294967295
@@ -369,7 +367,7 @@ allreduce.py --min-bytes 1K | --min-bytes: invalid int value: '1K'
 allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
 allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
 allreduce.py --rates --host | --rates measures torch's kernels: leave out --host
-allreduce.py --out a-file | --out a-file is not a folder
+allreduce.py --out a-file | --out a-file: cannot write in
 check_rows.py | the following arguments are required: file
 check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory
 check_rows.py a-file | a-file has no rows
@@ -383,7 +381,7 @@ tune_replay.py a-file | a-file has no rows
 tune_replay.py --tables binary.toml | --tables needs ROWS.csv
 tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
 precision.py | the following arguments are required: folder
-precision.py a-file | FOLDER a-file is not a folder
+precision.py a-file | FOLDER a-file: cannot write in
 """,
 }
 
@@ -453,13 +451,10 @@ def prepare(folder: Path) -> Path:
         "a.txt": "a text",
         "latin.txt": "Zürich".encode("latin-1"),
         "only.bin": b"\0" * 64,
-        "good.bin": b"\0" * 64,
-        "good.idx": b"\0" * 64,
         "bad.jsonl": '{"text": "a"}\n{"tex',
         "latin1.toml": "[layout]\ntp = 1\n# Zürich\n".encode("latin-1"),
         "utf16.toml": toml.encode("utf-16"),
         "binary.toml": bytes(range(128, 256)) * 8,
-        "huge.toml": b"#" * 2_000_000,
         "model5.toml": "model = 5\n",
         "boolean.toml": "tp = true\n",
         "twice.toml": "[layout]\ntp = 1\n[mesh]\ntp = 2\n",

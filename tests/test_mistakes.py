@@ -12,7 +12,8 @@ from ranks import ROOT
 
 from config import command_line, validation
 from config.messages import UserError
-from distributed.launch import check_launch, discover, threads_asked_for
+from distributed.launch import check_launch, discover
+from distributed.placement import threads_asked_for
 from planner import memory
 
 ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py")
@@ -65,11 +66,10 @@ def test_an_old_python_reads_as_far_as_the_sentence(program):
 # ---- What processes do not show ------------------------------------------------------------------
 
 
-def test_the_first_of_a_list_of_threads_counts():
-    assert threads_asked_for({"OMP_NUM_THREADS": " 4, 2"}) == 4
-    assert threads_asked_for({"OMP_NUM_THREADS": "3"}) == 3
-    assert threads_asked_for({"OMP_NUM_THREADS": ""}) is None
-    assert threads_asked_for({}) is None
+@pytest.mark.parametrize(("text", "threads"), [(" 4, 2", 4), ("3", 3), ("", None)])
+def test_the_first_of_a_list_of_threads_counts(monkeypatch, text, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert threads_asked_for() == threads
 
 
 def test_what_launchers_set_is_accepted():
@@ -78,17 +78,17 @@ def test_what_launchers_set_is_accepted():
     assert discover(torchrun).rank == 1
     slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
     assert (discover(slurm).rank, discover(slurm).size) == (3, 4)
-    assert check_launch(discover(slurm), slurm | {"OMP_NUM_THREADS": "4,2"}) is None
+    assert check_launch(discover(torchrun), torchrun) is None
 
 
 def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
     validation.check_folder("--out", str(tmp_path))
     validation.check_folder("--out", str(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match="cannot be written: File name too long"):
+    with pytest.raises(UserError, match=r"cannot write in .*: File name too long"):
         validation.check_folder("--out", str(tmp_path / ("x" * 300)))
     (tmp_path / "link").symlink_to(tmp_path / "link")
-    with pytest.raises(UserError, match="cannot be written: Too many levels"):
+    with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
         validation.check_folder("--out", str(tmp_path / "link" / "run"))
 
 
