@@ -33,10 +33,12 @@ def main() -> None:
 
 def report(outcomes: list[mistake_cases.Outcome]) -> list[str]:
     """The lines of the results file."""
-    good = sum(
-        outcome.status == 2 and len(outcome.err) == 1 and case.sentence in outcome.err[0]
+    bad = [
+        f"{case.program} {case.words}: {outcome.status}, {outcome.err}"
         for case, outcome in zip(CASES, outcomes)
-    )
+        if outcome.status != 2 or len(outcome.err) != 1 or case.sentence not in outcome.err[0]
+    ]
+    good = len(CASES) - len(bad)
     late = sum("torch" in outcome.imported for outcome in outcomes)
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     lines = ["# Mistakes: one sentence each", "", "    python benchmarks/mistakes.py", ""]
@@ -57,7 +59,7 @@ def report(outcomes: list[mistake_cases.Outcome]) -> list[str]:
         wall, busy = [o.wall for o in own], [o.processor for o in own]
         figures = f"{statistics.median(wall):.2f} | {max(wall):.2f} | {statistics.median(busy):.2f}"
         lines.append(f"| {program} | {len(own)} | {figures} |")
-    lines += ["", "The slowest:", ""]
+    lines += ["", *(f"- not as expected: {line}" for line in bad), "The slowest:", ""]
     ordered = sorted(zip(outcomes, CASES), key=lambda pair: -pair[0].wall)
     for outcome, case in ordered[:SLOWEST]:
         lines.append(f"- {outcome.wall:.2f} s: {case.program}: `{case.words}`")

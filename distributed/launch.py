@@ -12,12 +12,15 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 from config.messages import UserError, exit_with
 from distributed.placement import allowed_cores, threads_asked_for
+
+SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def end_job(launch: Launch, mistake: UserError) -> NoReturn:
         _local_by_mpi(launch)
         from mpi4py import MPI
 
+        time.sleep(SECONDS_TO_FLUSH)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPI_Abort's message
         MPI.COMM_WORLD.Abort(2)
     exit_with(mistake, prints=False, delay=0.0)
