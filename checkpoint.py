@@ -1,7 +1,7 @@
 """Shows, verifies, exports and imports checkpoints, which do not depend on a layout.
 
     python checkpoint.py show DIR                                what is in it; are all files there?
-    python checkpoint.py verify DIR                              read every file, compare checksums
+    python checkpoint.py verify DIR                              and compare all checksums
     python checkpoint.py export --to hf DIR OUT [--dtype bf16]   weights for transformers
     python checkpoint.py import --from hf DIR OUT                weights to begin training with
 
@@ -10,30 +10,17 @@ checkpointing/ has the format, and how a run saves and loads.
 
 import argparse
 import dataclasses
-import json
 import math
-import os
 import sys
 from typing import Any
 
 from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
-    from checkpointing import file_format, folders
+    from checkpointing import folders
+    from checkpointing.index import GROUPS, Index
+    from checkpointing.verification import check_files
     from config.messages import Parser, UserError, exit_with
-
-
-def check_files(folder: str, contents: bool) -> dict[str, Any]:
-    """The manifest of a complete checkpoint; UserError if a file does not match it.
-
-    contents: whether to read every file and compare checksums, or to compare sizes only.
-    """
-    manifest = folders.read_manifest(folder)
-    for name, entry in manifest["files"].items():
-        problem = folders.find_problem(folder, name, entry, contents)
-        if problem:
-            raise UserError(problem)
-    return manifest
 
 
 def show(folder: str) -> str:
@@ -44,12 +31,12 @@ def show(folder: str) -> str:
         f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
         f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB"
     ]
-    with file_format.Index(folder) as index:
-        for group in ("model", "progress", "optimizer", "data", "run"):
+    with Index(folder) as index:
+        for group in GROUPS:
             values = index.attributes(group)
             lines.append(f"{group}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
-        shapes = index.shapes()
-        kinds = ", ".join(f"{kind} {index.dtype(kind)}" for kind in index.kinds)
+        shapes = index.shapes
+        kinds = ", ".join(f"{kind} {index.dtypes[kind]}" for kind in index.kinds)
         total = sum(math.prod(shape) for shape in shapes.values())
         lines.append(f"{len(shapes)} tensors of {total:,} elements, each with: {kinds}")
         lines += [f"  {name:48} {' x '.join(map(str, shape))}" for name, shape in shapes.items()]
@@ -67,6 +54,8 @@ def run_command(arguments: list[str]) -> None:
         print(f"weights of {given.source} are in {given.target}; to begin training with them:")
         print(f"  --resume {given.target} --load-weights-only {flags}")
         return
+    if given.command == "export" and not given.shard_gb > 0:
+        raise UserError(f"--shard-gb {given.shard_gb:g}: a file needs more than 0 bytes")
     folder = folders.find_checkpoints(given.source)[0]
     if given.command == "show":
         print(show(folder))
@@ -76,11 +65,10 @@ def run_command(arguments: list[str]) -> None:
     if given.command == "export":
         from checkpointing.hf_export import export_weights
 
-        tokenizer = given.tokenizer or _find_tokenizer(folder)
-        if tokenizer is None:
-            print("no tokenizer found; --tokenizer FILE adds one")
+        if given.tokenizer is None:
+            print("without a tokenizer; --tokenizer PREFIX.tokenizer.json adds that of the data")
         size = given.shard_gb * 1e9
-        files = export_weights(folder, given.target, given.dtype, size, tokenizer)
+        files = export_weights(folder, given.target, given.dtype, size, given.tokenizer)
         print(f"{given.target}: {', '.join(files)}")
 
 
@@ -94,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
-    command.add_argument("--tokenizer", metavar="FILE", help="default: that of the run's data")
+    command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to add")
     command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
     command.add_argument("target", metavar="OUT", help="a new folder")
     command = commands.add_parser("import", help="weights from transformers")
@@ -102,16 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="DIR", help="with config.json and safetensors")
     command.add_argument("target", metavar="OUT", help="a new folder")
     return parser
-
-
-def _find_tokenizer(folder: str) -> str | None:
-    """The tokenizer that prepare_data.py wrote beside the first corpus of the run."""
-    with file_format.Index(folder) as index:
-        config = json.loads(index.attributes("run")["config"])
-    for prefix in config.get("data", {}).get("data", ()):
-        if os.path.exists(f"{prefix}.tokenizer.json"):
-            return f"{prefix}.tokenizer.json"
-    return None
 
 
 def _as_flags(values: dict[str, Any]) -> str:

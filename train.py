@@ -8,7 +8,11 @@
 dp follows from the number of ranks. `python train.py --help` lists every option.
 """
 
+import signal
 import sys
+
+if __name__ == "__main__":  # a signal during the imports waits until Signals() handles it
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 from config import messages  # first: it ends a Python that is too old
 
@@ -33,6 +37,7 @@ def main(arguments: list[str]) -> None:
     signals, launch = Signals(), Launch("python")
     try:
         launch = discover()
+        signals.follow(launch)
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)

@@ -21,21 +21,25 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
     from planner import hardware
-    from tuner.session import Session
+    from tuner.session import Session, StoppedBySignal, raise_on_signals
     from tuner.sweeps import SWEEPS
 
 
 def main(arguments: list[str]) -> None:
     """Run the search of a command line; a user's mistake is one sentence and exit status 2.
 
-    Exit status 1 if trials were run, and none of them trained.
+    Exit status 1 if trials were run, and none of them trained. SIGINT (Ctrl-C), SIGTERM and SIGHUP
+    end the trial under way; exit status 128 + signal number.
     """
+    raise_on_signals()
     try:
         options, train_arguments = parser().parse_known_args(arguments)
         session = Session(options, train_arguments)
         session.run()
     except UserError as error:
         exit_with(error)
+    except StoppedBySignal as stopped:
+        sys.exit(128 + stopped.number)
     trials = session.result().trials
     if trials and not any(trial.status == "ok" for trial in trials):
         sys.exit(1)

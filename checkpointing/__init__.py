@@ -1,12 +1,14 @@
 """HDF5 checkpoints that do not depend on the layout, and weights in other formats.
 
-file_format   the HDF5 files: shards, index, reading any part of a tensor
+file_format   the HDF5 files: shards and index, and writing them
+index         reads index.h5, and any part of a tensor from the shards
 folders       the folder of a checkpoint: manifest, names, publishing, retention
+verification  whether a checkpoint is whole and sound
 writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
 load          reads a checkpoint under any layout; `Progress` of a run
 hf_export     Hugging Face weights, out and in
 hf_mappings   tensor names and shapes of the Hugging Face families
 
-A run uses `Checkpointer` and `Progress`; checkpoint.py uses file_format, folders and hf_export.
+A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save and load.
 """

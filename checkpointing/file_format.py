@@ -7,10 +7,10 @@
 
     h5py.File("step_00001000/index.h5")["weights/blocks.3.mlp.up.weight"][...]
 
-gives the whole matrix without this project; elements that are in no file read as NaN. Nothing in a
-checkpoint depends on the layout: tensors have their global shapes, without padding, and every
-element is stored once. The groups /model, /progress, /optimizer, /data and /run of index.h5 have
-attributes only.
+gives the whole matrix without this project; elements that are in no file read as NaN there, and are
+an error for this project (index.py). Nothing in a checkpoint depends on the layout: tensors have
+their global shapes, without padding, and every element is stored once. The groups /model,
+/progress, /optimizer, /data and /run of index.h5 have attributes only.
 
 Canonical shapes (d head size, f MLP width, h hidden, V vocabulary): attention.qkv.weight is
 (kv_heads, heads/kv_heads + 2, d, h): for each key/value head its queries, then its key, then its
@@ -19,9 +19,13 @@ in); embedding.tokens.weight and head.weight are (V, h). A tied head has no tens
 """
 
 import contextlib
+import errno
 import functools
+import io
 import math
 import os
+import re
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,9 +34,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from config.messages import UserError
-
 INDEX = "index.h5"
+SHARD = re.compile(r"rank_[0-9]{5,}\.h5")
 CHUNK = 2**20  # bytes: checksummed, then written while still in the CPU's cache
 PAGE = 4096  # arrays begin at multiples of this in their files
 
@@ -226,9 +229,22 @@ def _create_virtual_dataset(
 
 def checksum_file(path: str) -> tuple[int, int]:
     """Bytes and CRC-32 of a file. Raises OSError."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         total = os.fstat(file.fileno()).st_size
         return total, _crc32_of_range(file.fileno(), 0, total, 0)
+
+
+def open_regular(path: str) -> io.FileIO:
+    """Open a regular file to read. Raises OSError, without waiting, for all else: a link, a pipe, a
+    device, a folder.
+    """
+
+    def opener(path: str, flags: int) -> int:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", path)
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    return open(path, "rb", buffering=0, opener=opener)
 
 
 def flush(path: str) -> None:
@@ -238,72 +254,3 @@ def flush(path: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- Reading -------------------------------------------------------------------------------------
-
-
-class Index:
-    """An open checkpoint: its attributes, and any part of its tensors. A context manager.
-
-    Check its files first (folders.py): a part whose file is missing reads as NaN. Raises UserError
-    if index.h5 cannot be opened. kinds: "weights", then the optimizer's.
-    """
-
-    def __init__(self, folder: str):
-        self.folder = folder
-        try:
-            self.file = h5py.File(os.path.join(folder, INDEX), "r", locking=False)
-        except OSError as error:
-            raise UserError(f"cannot open {folder}/{INDEX}: {error}") from None
-        self._open_files: dict[str, h5py.File] = {}
-        self._seen: set[tuple[str, Box]] = set()
-        kinds = [name for name, group in self.file.items() if len(group)]
-        self.kinds = sorted(kinds, key=lambda kind: (kind != "weights", kind))
-
-    def __enter__(self) -> "Index":
-        return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        for file in (*self._open_files.values(), self.file):
-            file.close()
-
-    def attributes(self, group: str) -> dict[str, Any]:
-        """The attributes of a group, as plain Python values."""
-        return {
-            key: value.item() if hasattr(value, "item") else value
-            for key, value in self.file[group].attrs.items()
-        }
-
-    def shapes(self) -> dict[str, Shape]:
-        """Every tensor's global shape, by name."""
-        return {name: dataset.shape for name, dataset in self.file["weights"].items()}
-
-    def dtype(self, kind: str) -> np.dtype:
-        """The type in which a kind was saved."""
-        return next(iter(self.file[kind].values())).dtype
-
-    def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
-        """Fill the flat array `out`, which has the tensor's dtype, with its boxes in order."""
-        dataset, at = self.file[kind][name], 0
-        for box in boxes:
-            self._keep_sources_open(dataset, name, box)
-            run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
-            dataset.read_direct(run, tuple(slice(a, b) for a, b in box))
-            at += elements_in(box)
-
-    def _keep_sources_open(self, dataset: h5py.Dataset, name: str, box: Box) -> None:
-        """HDF5 would open the shards of a box, the same for every kind, again at every read."""
-        if (name, box) in self._seen:
-            return
-        self._seen.add((name, box))
-        for source in dataset.virtual_sources():
-            lows, highs = source.vspace.get_select_bounds()
-            touches = all(a <= high and low < b for (a, b), low, high in zip(box, lows, highs))
-            if touches and source.file_name not in self._open_files:
-                path = os.path.join(self.folder, source.file_name)
-                self._open_files[source.file_name] = h5py.File(path, "r", locking=False)
-
-    def read_whole(self, kind: str, name: str) -> np.ndarray:
-        """A whole tensor, in the type it was saved in."""
-        return self.file[kind][name][...]

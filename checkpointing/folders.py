@@ -17,11 +17,12 @@ import re
 import shutil
 from typing import Any
 
-from checkpointing.file_format import checksum_file, flush
+from checkpointing.file_format import INDEX, SHARD, checksum_file, flush, open_regular
 from config.messages import UserError
 
 VERSION = 1
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 2**24  # at the most; 200,000 files have as many
 
 
 def write_manifest(folder: str, step: int, files: dict[str, tuple[int, int]]) -> None:
@@ -41,12 +42,14 @@ def _manifest_text(body: dict[str, Any]) -> bytes:
 
 
 def read_manifest(folder: str) -> dict[str, Any]:
-    """The contents of manifest.json; UserError if it is missing, or if a bit of it has changed."""
+    """The contents of manifest.json; UserError if it is missing, if a bit of it has changed, or if
+    it lists other files than a checkpoint has.
+    """
     path = os.path.join(folder, MANIFEST)
     try:
-        with open(path, "rb") as file:
-            text = file.read()
-    except FileNotFoundError:
+        with open_regular(path) as file:
+            text = file.read(MANIFEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
@@ -58,11 +61,29 @@ def read_manifest(folder: str) -> dict[str, Any]:
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: its contents do not match its own checksum")
-    if body["version"] != VERSION:
-        raise UserError(f"{folder} has format version {body['version']}; this code reads {VERSION}")
-    if step_of(folder) not in (-1, body["step"]):
-        raise UserError(f"{folder} holds step {body['step']}, not the step of its name")
+    if body.get("version") != VERSION:
+        found = f"{body.get('version')!a:.80}"
+        raise UserError(f"{folder} has format version {found}; this code reads {VERSION}")
+    files, step = body.get("files"), body.get("step")
+    if not _is_count(step) or not isinstance(files, dict) or not all(map(_is_entry, files.items())):
+        raise UserError(f"{path} does not have a step and files with bytes and crc32")
+    if len(files) < 2 or INDEX not in files:
+        raise UserError(f"{path} lists {len(files)} files; {INDEX} and a shard are needed")
+    if step_of(folder) not in (-1, step):
+        raise UserError(f"{folder} holds step {step}, not the step of its name")
     return body
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_entry(item: tuple[str, Any]) -> bool:
+    """Whether an item of the manifest's files is a name and what is known about it."""
+    name, entry = item
+    named = name == INDEX or SHARD.fullmatch(name)
+    known = isinstance(entry, dict) and entry.keys() == {"bytes", "crc32"}
+    return bool(named and known and all(map(_is_count, entry.values())))
 
 
 def find_problem(
@@ -74,7 +95,8 @@ def find_problem(
     """
     path = os.path.join(folder, name)
     try:
-        actual = os.path.getsize(path)
+        with open_regular(path) as file:
+            actual = os.fstat(file.fileno()).st_size
         if actual != expected["bytes"]:
             return f"{path} has {actual} bytes, not {expected['bytes']}"
         crc = checksum_file(path)[1] if contents else expected["crc32"]

@@ -13,24 +13,28 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from checkpointing import file_format, folders
 from checkpointing.hf_mappings import Rule, hf_config, model_shape, rules
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import origin
+from checkpointing.verification import check_shapes, make_model
 from config.messages import UserError
 from config.schema import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+JSON_BYTES = 2**26  # at the most, of a file that is read
 
 
 def export_weights(
@@ -46,16 +50,11 @@ def export_weights(
     shard_bytes: limit of a file, and so of the memory; a larger tensor has a file of its own.
     Raises UserError if no family of transformers is this model's, or target exists.
     """
-    with file_format.Index(source) as index, new_folder(target) as folder:
-        model = ModelShape(**index.attributes("model"))
-        saved = torch.from_numpy(index.read_whole("weights", "head.norm.weight")).dtype
-        chosen = DTYPES[dtype] if dtype else saved
-        all_rules, shapes = rules(model), index.shapes()
-        missing = [rule.name for rule in all_rules if rule.name not in shapes]
-        surplus = sorted(shapes.keys() - {rule.name for rule in all_rules})
-        if missing or surplus:
-            differences = f"lacks {missing[:5]} or has {surplus[:5]} on top of its model"
-            raise UserError(f"{source} {differences}")
+    with Index(source) as index, new_folder(target) as folder:
+        model = make_model(index.attributes("model"), index.path)
+        check_shapes(index.shapes, model, index.path)
+        chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
+        all_rules, shapes = rules(model), index.shapes
         config = hf_config(model, chosen)
         if tokenizer:
             config |= _copy_tokenizer(tokenizer, folder, model)
@@ -88,9 +87,7 @@ def _group(all_rules: list[Rule], shapes: dict, itemsize: int, limit: float) -> 
     return files
 
 
-def _write_safetensors(
-    path: str, group: list[Rule], index: file_format.Index, dtype: torch.dtype
-) -> None:
+def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.dtype) -> None:
     """One file with the tensors of these rules, which are all in memory meanwhile."""
     tensors = {}
     for rule in group:
@@ -133,7 +130,10 @@ def _write_json(folder: str, name: str, value: dict) -> None:
 
 @contextlib.contextmanager
 def new_folder(target: str) -> Iterator[str]:
-    """A folder that appears under its name only if the block ends without an exception."""
+    """A folder that appears under its name only if the block ends without an exception.
+
+    UserError if it cannot be written, as on a full disk.
+    """
     target = target.rstrip("/")
     partial = target + ".partial"
     if os.path.exists(target):
@@ -146,6 +146,9 @@ def new_folder(target: str) -> Iterator[str]:
     try:
         yield partial
         os.rename(partial, target)
+    except (OSError, SafetensorError) as error:
+        cause = " ".join((getattr(error, "strerror", None) or str(error)).split())
+        raise UserError(f"cannot write {target}: {cause}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -157,14 +160,20 @@ def import_weights(source: str, target: str) -> ModelShape:
     Raises UserError if a file is missing or the model is none of ours.
     """
     model = model_shape(_read_json(source, "config.json"), os.path.join(source, "config.json"))
+    there = _open_tensors(source)
+    if model.layers > len(there):
+        raise UserError(f"{source} has {len(there)} tensors, too few for {model.layers} layers")
     all_rules = rules(model)
-    tensors = _open_tensors(source, all_rules)
-    dtype = tensors[all_rules[0].theirs[0]].get_dtype()
-    kind = "float64" if dtype == "F64" else "float32"
+    tensors = _match(source, there, all_rules)
+    kind = "float64" if "F64" in {tensor.get_dtype() for tensor in tensors.values()} else "float32"
 
     def shape_of(rule: Rule) -> tuple[int, ...]:
-        theirs = [torch.empty(tensors[name].get_shape(), device="meta") for name in rule.theirs]
-        return tuple(rule.to_ours(*theirs).shape)
+        shapes = [tensors[name].get_shape() for name in rule.theirs]
+        try:
+            ours = rule.to_ours(*(torch.empty(shape, device="meta") for shape in shapes))
+        except (RuntimeError, TypeError):
+            raise UserError(f"{source}: {rule.theirs[0]} has another shape: {shapes}") from None
+        return tuple(ours.shape)
 
     def runs() -> Iterator[np.ndarray]:
         for rule in all_rules:
@@ -172,6 +181,7 @@ def import_weights(source: str, target: str) -> ModelShape:
             yield ours.to(getattr(torch, kind)).contiguous().numpy()
 
     shapes = {rule.name: shape_of(rule) for rule in all_rules}
+    check_shapes(shapes, model, source)
     parts = [(name, [tuple((0, size) for size in shape)]) for name, shape in shapes.items()]
     with new_folder(target) as folder:
         hidden, name = os.path.join(folder, folders.folder_name(0)), "rank_00000.h5"
@@ -182,8 +192,8 @@ def import_weights(source: str, target: str) -> ModelShape:
         image = file_format.index_image(shapes, [shard])
         index = file_format.write_index(hidden, image, _attributes(model, source))
         folders.write_manifest(hidden, 0, {name: (total, crc), file_format.INDEX: index})
-        if os.path.exists(os.path.join(source, "tokenizer.json")):
-            shutil.copy(os.path.join(source, "tokenizer.json"), folder)
+        if os.path.lexists(os.path.join(source, "tokenizer.json")):
+            shutil.copyfile(_path_in(source, "tokenizer.json"), f"{folder}/tokenizer.json")
     return model
 
 
@@ -197,37 +207,70 @@ def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
     }
 
 
-def _read_json(folder: str, name: str) -> dict[str, Any]:
-    path = os.path.join(folder, name)
+def _path_in(folder: str, name: str) -> str:
+    """The path of a regular file in a folder; UserError if there is none, or a link leads out.
+
+    In the cache of the Hugging Face hub, files of `snapshots/REVISION` are links to `blobs`.
+    """
+    real, path = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+    above = os.path.dirname(real)
+    blobs = os.path.join(os.path.dirname(above), "blobs")
+    allowed = (real, blobs) if os.path.basename(above) == "snapshots" else (real,)
+    if os.path.dirname(path) not in allowed:
+        raise UserError(f"{os.path.join(folder, name)} is a link to a file outside the folder")
     try:
-        with open(path) as file:
-            return json.load(file)
+        file_format.open_regular(path).close()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    return path
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    path = _path_in(folder, name)
+    try:
+        with file_format.open_regular(path) as file:
+            value = json.loads(file.read(JSON_BYTES))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
+    return value
 
 
 # Buffers and copies that files of these families may contain in addition to the weights.
 _IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
 
 
-def _open_tensors(folder: str, all_rules: list[Rule]) -> dict[str, Any]:
-    """The tensors of one file, or of several with an index, as slices by the names of the rules.
+def _open_tensors(folder: str) -> dict[str, Any]:
+    """The tensors of one file, or of several with an index, as slices by name. UserError."""
+    files = [SINGLE]
+    if not os.path.lexists(os.path.join(folder, SINGLE)):
+        weight_map = _read_json(folder, INDEX).get("weight_map")
+        files = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        plain = [isinstance(n, str) and re.fullmatch(r"[\w.-]+\.safetensors", n) for n in files]
+        if not files or not all(plain):
+            raise UserError(f"{folder}/{INDEX} has no weight_map to files of this folder")
+    there: dict[str, Any] = {}
+    for name in sorted(set(files)):
+        path = _path_in(folder, name)
+        try:
+            file = safe_open(path, "pt")
+            there |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+    types = {tensor.get_dtype() for tensor in there.values()}
+    if not types <= {"F64", "F32", "F16", "BF16"}:
+        raise UserError(f"{folder} has tensors of {', '.join(sorted(types))}; floats are needed")
+    return there
+
+
+def _match(folder: str, there: dict[str, Any], all_rules: list[Rule]) -> dict[str, Any]:
+    """The tensors by the names of the rules.
 
     UserError if a tensor is missing, or if no rule takes one that is there.
     """
-    files = [SINGLE]
-    if not os.path.exists(os.path.join(folder, SINGLE)):
-        files = sorted(set(_read_json(folder, INDEX)["weight_map"].values()))
-    there: dict[str, Any] = {}
-    for name in files:
-        try:
-            file = safe_open(os.path.join(folder, name), "pt")
-        except Exception as error:  # SafetensorError or OSError
-            raise UserError(f"cannot read {folder}/{name}: {error}") from None
-        keys = file.keys()
-        there |= {key: file.get_slice(key) for key in keys}
     found, missing = {}, []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
         short = name.split(".", 1)[1]  # some files omit the first component

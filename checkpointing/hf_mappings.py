@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from checkpointing.verification import make_model
 from config.messages import UserError
 from config.schema import ModelShape
 
@@ -235,11 +236,11 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
     """The shape that a config.json describes; UserError if it is none of ours."""
     name = config.get("model_type")
     if name not in FAMILIES:
-        raise UserError(f"{where} is a {name!r}; known are {', '.join(FAMILIES)}")
+        raise UserError(f"{where} is a {name!a:.80}; known are {', '.join(FAMILIES)}")
     for field, values in _ALLOWED[name].items():
         if config.get(field, values[0]) not in values:
             wanted = " or ".join(map(str, values))
-            raise UserError(f"{where}: {field} is {config[field]}; this project has {wanted}")
+            raise UserError(f"{where}: {field} is {config[field]!a:.80}; this project has {wanted}")
     shape = {field: values[0] for field, values in _column(_NEEDED, name).items()}
     for ours, names in _column(_FIELDS, name).items():
         found = [config[theirs] for theirs in names if config.get(theirs) is not None]
@@ -250,15 +251,20 @@ def model_shape(config: dict[str, Any], where: str) -> ModelShape:
         shape["activation"] = "gelu"
     if name == "llama":
         shape["rotary_base"] = _rotary_base(config, where)
-    return ModelShape(**shape)
+    model = make_model({k: v for k, v in shape.items() if v is not None}, where)
+    size = config.get("head_dim")
+    if name == "llama" and size not in (None, model.head_size):
+        raise UserError(f"{where}: head_dim({size!a:.80}) is not {model.hidden} / {model.heads}")
+    return model
 
 
 def _rotary_base(config: dict[str, Any], where: str) -> float:
-    """The base of Llama's rotary frequencies; UserError for heads or positions unlike ours."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    if config.get("head_dim") not in (None, hidden // heads):
-        raise UserError(f"{where}: head_dim({config['head_dim']}) is not {hidden} / {heads}")
+    """The base of Llama's rotary frequencies; UserError for positions unlike ours."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"{where}: the rotary positions are {rope!a:.80}, not an object")
     if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{where}: rotary positions are scaled ({rope}), which this project lacks")
+        raise UserError(
+            f"{where}: rotary positions are scaled ({rope!a:.80}), which this project lacks"
+        )
     return rope.get("rope_theta", config.get("rope_theta", 10000.0))

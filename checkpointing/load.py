@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkpointing import folders
-from checkpointing.file_format import Box, Index, split_into_boxes
+from checkpointing.file_format import Box, split_into_boxes
+from checkpointing.index import Index
+from checkpointing.verification import check_files
 from config.messages import UserError
 from config.schema import Config
 from data import Samples
@@ -150,15 +152,12 @@ class Loader:
         return folders.find_checkpoints(self.run.resume)
 
     def _find_problem(self, folder: str) -> str | None:
-        """Why a checkpoint cannot be loaded, or None; every rank reads some of the files."""
+        """Why a checkpoint cannot be loaded, or None; every rank checks some of it."""
+        problem = None
         try:
-            files = folders.read_manifest(folder)["files"]
+            check_files(folder, True, self.mesh.rank, self.mesh.size)
         except UserError as error:
-            problem: str | None = str(error)
-        else:
-            own = list(files.items())[self.mesh.rank :: self.mesh.size]
-            problems = (folders.find_problem(folder, *item) for item in own)
-            problem = next(filter(None, problems), None)
+            problem = str(error)
         return self.exchange.agree(problem, lambda of_ranks: next(filter(None, of_ranks), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
@@ -180,7 +179,7 @@ class Loader:
         reports = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0  # the others have the same
         own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
         ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
-        theirs = index.shapes()
+        theirs = index.shapes
         wrong = [
             f"{name} is {theirs[name]} there and {tuple(ours[name])} here"
             for name in ours.keys() & theirs.keys()
@@ -214,9 +213,8 @@ class Loader:
 
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
         """Fill this rank's state, one local parameter at a time."""
-        names = index.shapes()
         for shard in unpadded_shards(self.optimizer):
-            if shard.spec.name not in names:
+            if shard.spec.name not in index.shapes:
                 continue
             self.mesh.recorder.at("load")
             boxes = global_boxes(shard)
@@ -238,7 +236,7 @@ class Loader:
                 f"on (fingerprint {there} there, {here} here); training continues with these"
             )
         ours = json.loads(json.dumps(dataclasses.asdict(self.config.training)))  # lists, as there
-        theirs = json.loads(index.attributes("run")["config"])["training"]
+        theirs = json.loads(index.attributes("run")["config"]).get("training", {})
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"
             for name in ours.keys() & theirs.keys()

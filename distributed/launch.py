@@ -9,12 +9,14 @@ single process. Launcher and MPI must agree on rank and size: otherwise a job of
 becomes four jobs of one rank that overwrite one another. Each way to get there has its own message.
 """
 
+import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from config.messages import UserError, exit_with
@@ -196,8 +198,22 @@ def _local_by_mpi(launch: Launch) -> Local:
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     cores = allowed_cores()
     sharing = [rank for rank, other in enumerate(node.allgather(cores)) if other == cores]
+    _unlink_shared_memory()
     one_node = node.size == world.size
     return Local(node.rank, node.size, one_node, len(sharing), sharing.index(node.rank))
+
+
+def _unlink_shared_memory() -> None:
+    """Remove the name of MPICH's shared memory, which every rank of the node has opened by now.
+
+    MPICH does that in MPI_Finalize. A job that ends by MPI_Abort or a signal would leave the file,
+    some megabytes, in the memory of its nodes.
+    """
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.startswith("/dev/shm/mpich_shm_"):
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                os.unlink(path)
 
 
 def _prefer_libfabric(library: str) -> None:

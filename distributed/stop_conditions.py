@@ -4,16 +4,18 @@
     conditions = StopConditions(config.run, signals, first=rank == 0)
     action = conditions.requested_action(ahead)      # exchanged with step_stats; the largest counts
 
-    SIGTERM, SIGUSR1          save and stop             --kill-switch FILE    save and stop
+    SIGTERM, SIGINT, SIGUSR1  save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
 
 A signal or file seen by any rank takes effect on all ranks at the same step boundary. The run ends
-with status 75 (EX_TEMPFAIL of sysexits.h: try again later). The same signal a second time ends all
-ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at the time limit that
-SIGUSR1 announced, when the save can still finish in time.
+with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
+SIGUSR1, ends all ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at
+the time limit that SIGUSR1 announced, when the save can still finish in time.
 docs/clusters.md has which signals each launcher passes on to the ranks.
 """
 
+import contextlib
+import ctypes
 import enum
 import os
 import signal
@@ -27,11 +29,13 @@ from collections.abc import Callable
 import psutil
 
 from config.schema import Run
+from distributed.launch import Launch
 
 STOPPED_EARLY = 75
-HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 # A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 STEPS_REMEMBERED = 20  # the next step may take as long as the slowest of these
 
 
@@ -44,22 +48,33 @@ class RequestedAction(enum.IntEnum):
 
 
 class Signals:
-    """Handles SIGTERM and SIGUSR1 from here on; made in the main thread.
+    """Handles SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 from here on; made in the main thread.
 
-    first: the first signal received. end: ends all ranks at once, with a status. A thread reads
-    signals from a pipe that the interpreter writes as they arrive: the main thread may be inside a
-    collective that never returns.
+    They need not have been ignored or unblocked before. first: the first signal received. end: ends
+    all ranks at once, with a status. A thread reads signals from a pipe that the interpreter writes
+    as they arrive: the main thread may be inside a collective that never returns.
     """
 
     def __init__(self, end: Callable[[int], None] = os._exit):
         self.end = end
         self.first: signal.Signals | None = None
-        self._since: dict[signal.Signals, float] = {}
+        self._launcher: int | None = None  # its process id, if this rank is to end with it
+        self._since: dict[bool, float] = {}  # when SIGUSR1 (True), or another signal, came first
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {number: signal.signal(number, lambda *_: None) for number in HANDLED}
         threading.Thread(target=self._read, name="signals", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+
+    def follow(self, launch: Launch) -> None:
+        """End all ranks at once when torchrun ends: if it is killed, it leaves them running.
+
+        The kernel then sends SIGTERM. What mpirun and srun have on each node ends ranks itself.
+        """
+        if launch.launcher == "torchrun":
+            self._launcher = os.getppid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def close(self) -> None:
         """Restore the previous handlers; only in the main thread."""
@@ -78,10 +93,17 @@ class Signals:
     def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         self.first = self.first or number
-        if now - self._since.setdefault(number, now) >= SECONDS_OF_ONE_SIGNAL:
-            text = f"{number.name} for the second time: ending at once, without a save"
-            print(text, file=sys.stderr, flush=True)
-            self.end(128 + number)
+        if self._launcher not in (None, os.getppid()):
+            self._end_now("the launcher has ended", 1)
+        # Torchrun's ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second.
+        since = self._since.setdefault(number == signal.SIGUSR1, now)
+        if now - since >= SECONDS_OF_ONE_SIGNAL:
+            self._end_now(f"{number.name} as the second signal", 128 + number)
+
+    def _end_now(self, why: str, status: int) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            print(f"{why}: ending at once, without a save", file=sys.stderr, flush=True)
+        self.end(status)
 
 
 class StopConditions:

@@ -27,9 +27,10 @@ chmod 755 "$state"
 nodes=${SLURM_HERE_NODES:-2}
 daemons=()
 stop() {
-    # slurmd does not end running steps when it ends: cancel them first.
+    # slurmd does not end running steps when it ends: cancel them first. A slurmstepd whose slurmctld
+    # has gone stays for ever: wait longer than KillWait.
     scancel --quiet --full --signal=KILL --user=root && scancel --quiet --user=root
-    for _ in $(seq 100); do
+    for _ in $(seq 400); do
         [ -n "$(squeue --noheader 2>&1)" ] || break
         sleep 0.1
     done

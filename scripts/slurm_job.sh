@@ -1,6 +1,7 @@
-# Sourced by Slurm batch files: `ranks train.py ARGUMENTS...` runs it on all tasks of the job, forwards
-# the signal of --signal=B:USR1@SECONDS to the ranks, which save and exit with status 75, and then
-# requeues the job, which resumes by --resume auto.
+# Sourced by Slurm batch files: `ranks train.py ARGUMENTS...` runs it on all tasks of the job and
+# forwards the signal of --signal=B:USR1@SECONDS to the ranks, which save and exit with status 75.
+# Then scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it: after
+# 75 and after a lost rank, but not after scancel, a mistake or an exception.
 #
 # One log per node: $LOGS/NAME-JOB.NUMBER.NODE.out. A job array (--array=1-20%1) needs no requeue: its
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
@@ -8,8 +9,9 @@
 # exists, train.py does not start again.
 
 ranks() {
-    local step status
+    local step status began
     mkdir -p "$LOGS"
+    began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
     srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
@@ -17,15 +19,12 @@ ranks() {
         env --ignore-signal=USR1 .venv/bin/python "$@" &
     step=$!
     trap 'kill -USR1 $step' USR1
-    trap : TERM # the ranks receive it too, and this shell must requeue the job
+    trap : TERM # the ranks receive it too, and this shell waits until they have saved
     while true; do # a signal ends `wait`, but not the step
         wait $step && status=0 || status=$?
         kill -0 $step 2>/dev/null || break
     done
     echo "$(date +%FT%T) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: status $status"
-    if [ $status = 75 ] && [ -z "${SLURM_ARRAY_JOB_ID:-}" ]; then
-        scontrol requeue "$SLURM_JOB_ID" # ends this shell soon after
-        sleep 60
-    fi
+    .venv/bin/python scripts/requeue.py "$status" "$began" "$@" || true # $status counts
     return $status
 }

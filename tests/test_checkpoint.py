@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from ranks import ROOT, mpirun
 
 import trainer
-from checkpointing import file_format, folders, save
+from checkpointing import file_format, folders, save, verification
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from config import validation
 from config.messages import UserError
@@ -313,10 +314,12 @@ def test_missing_and_surplus_tensors_are_listed(tmp_path):
     # The attributes are right, one tensor is missing: a file of another program.
     index = tmp_path / "a/checkpoints/step_00000001/index.h5"
     with h5py.File(index, "r+") as file:
-        del file["weights/head.weight"]
+        for kind in ("weights", "exp_avg", "exp_avg_sq"):
+            del file[f"{kind}/head.weight"]
     resign(index.parent)
     check_refused(
-        make(tmp_path / "c", resume=str(tmp_path / "a"), tied=False), "missing there: head.weight;"
+        make(tmp_path / "c", resume=str(tmp_path / "a"), tied=False),
+        "head.weight is missing, its model has (61, 32)",
     )
 
 
@@ -330,20 +333,16 @@ def resign(folder: Path) -> None:
 
 
 def test_another_optimizers_state_is_refused(tmp_path):
-    folder = save_some(tmp_path / "a")
-    index = folder / "step_00000001/index.h5"
-    with h5py.File(index, "r+") as file:
-        file["optimizer"].attrs["kind"] = "lion"
-        del file["exp_avg_sq"]
-    resign(index.parent)
+    save_some(tmp_path / "a", optimizer="sgd")
     config = make(tmp_path / "b", resume=str(tmp_path / "a"))
-    check_refused(config, "lion (exp_avg)", "adamw (exp_avg, exp_avg_sq)", "--load-weights-only")
+    ours = "adamw (exp_avg, exp_avg_sq)"
+    check_refused(config, "sgd (momentum_buffer)", ours, "--load-weights-only")
 
 
 def test_other_precisions_load(tmp_path):
     """The master weights of bf16 and fp64 represent fp32 weights exactly."""
     folder = save_some(tmp_path / "a")
-    with file_format.Index(str(folder / "step_00000001")) as index:
+    with Index(str(folder / "step_00000001")) as index:
         expected = index.read_whole("weights", "blocks.1.mlp.down.weight").ravel()
     for precision in ("bf16", "fp64"):
         config = make(tmp_path / "b", resume=str(tmp_path / "a"), precision=precision, seed=9)
@@ -406,3 +405,46 @@ def test_8_bit_state_loads_as_32_bit_and_back(before, after, tmp_path):
         config = validation.check(worker.options(options), 1)
         numbers[name] = worker.run(config, 5 if name == before else 0, 5)["numbers"]
     assert relative_difference(numbers[after], numbers[before]) <= 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_shapes_that_are_verified_are_those_of_the_model(name, tmp_path):
+    state = trainer.build(make(tmp_path, **MODELS[name], embedding_norm=True))
+    built = {spec.name: tuple(spec.shape) for spec in state.optimizer.specs}
+    assert verification.canonical_shapes(state.config.model) == built
+
+
+TILES = [((0, 2), (0, 5)), ((2, 4), (0, 3)), ((2, 4), (3, 5))]  # of (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        (TILES, True),
+        (TILES[::-1], True),
+        (TILES[:2], False),
+        ([*TILES, TILES[2]], False),
+        ([*TILES[:2], ((2, 4), (2, 4))], False),  # as many elements: a gap and an overlap
+    ],
+)
+def test_a_tensor_is_read_only_if_its_parts_tile_it(boxes, whole, tmp_path):
+    counts = [file_format.elements_in(box) for box in boxes]
+    runs, count = [np.random.rand(n).astype("f4") for n in counts], sum(counts)
+    arrays, dtypes = {"weights": ("float32", runs)}, {"weights": "float32"}
+    written = file_format.write_shard(str(tmp_path / "rank_00000.h5"), count, arrays)
+    with h5py.File(tmp_path / "index.h5", "w", libver="latest") as file:
+        shard = file_format.ShardFile("rank_00000.h5", *written, dtypes, [("w", boxes)])
+        sources = [(shard, sum(counts[:i]), box) for i, box in enumerate(boxes)]
+        file_format._create_virtual_dataset(file, "weights", "w", (4, 5), sources)
+    with Index(str(tmp_path)) as index:
+        if not whole:
+            with pytest.raises(UserError, match=r"weights/w has elements that are in no file, or"):
+                index.read_whole("weights", "w")
+            return
+        expected = np.empty((4, 5), "f4")
+        for box, run in zip(boxes, runs):
+            part = tuple(slice(a, b) for a, b in box)
+            expected[part] = run.reshape(expected[part].shape)
+        assert np.array_equal(index.read_whole("weights", "w"), expected)
+        with h5py.File(tmp_path / "index.h5") as file:
+            assert np.array_equal(file["weights/w"][...], expected)

@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import math
+import os
+import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,7 +160,7 @@ def test_a_model_of_no_family_is_refused_with_its_fields(tmp_path):
     ("changes", "message"),
     [
         ({"model_type": "opt"}, "is a 'opt'; known are gpt2, bloom, llama"),
-        ({"hidden_act": "relu"}, "hidden_act is relu"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rotary positions are scaled"),
         ({"head_dim": 16}, r"head_dim\(16\) is not 48 / 6"),
@@ -213,3 +216,154 @@ def test_shapes_survive_the_config():
         shape = ModelShape(**SHAPE, **extra)
         assert hf_mappings.model_shape(hf_mappings.hf_config(shape, torch.float32), "x") == shape
     assert dataclasses.asdict(shape)["rotary_base"] == 5e5
+
+
+# ------------------------------------------------------------------------------------------------
+# Hostile folders, full disks
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    """A folder with `one` exported file, `several`, and a `secret` copy of the first."""
+    base = tmp_path_factory.mktemp("exported")
+    folder, _ = save(base / "run", MODELS["gpt2"])
+    command("export", "--to", "hf", folder, base / "one")
+    command("export", "--to", "hf", "--shard-gb", "0.00005", folder, base / "several")
+    shutil.copytree(base / "one", base / "secret")
+    return base
+
+
+def check_import_refused(folder: Path, *parts: str) -> None:
+    with pytest.raises(UserError) as caught:
+        command("import", "--from", "hf", folder, folder.parent / "in")
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert len(sentence) < 500
+    assert str(folder) in sentence
+    for part in parts:
+        assert part in sentence
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_import_opens_only_regular_files_of_its_folder(name, exported, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(exported / "one", folder)
+    path = folder / name
+    for target in (exported / "secret/config.json", "/dev/zero", os.path.relpath(exported, folder)):
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        check_import_refused(folder, f"{name} is a link to a file outside the folder")
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to(name)):
+        path.unlink() if path.is_symlink() or path.is_fifo() else None
+        make(path)
+        check_import_refused(folder, "it is not a regular file")
+        path.rmdir() if path.is_dir() else None
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [None, 5, [], {}, {"a": 5}, {"a": "../secret/model.safetensors"}, {"a": "/dev/zero"}]
+    + [{"a": ".."}, {"a": "x\0.safetensors"}, {"a": "model.safetensors/"}, {"a": ["b"]}],
+)
+def test_a_weight_map_names_files_of_its_folder(weight_map, exported, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(exported / "several", folder)
+    (folder / hf_export.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    check_import_refused(folder, "has no weight_map to files of this folder")
+
+
+def test_links_of_the_hubs_cache_are_followed(exported, tmp_path):
+    snapshot, blobs = tmp_path / "hub/snapshots/0123abcd", tmp_path / "hub/blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(exported / "one", blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    command("import", "--from", "hf", snapshot, tmp_path / "in")
+    command("verify", tmp_path / "in")
+    shutil.rmtree(blobs)
+    blobs.symlink_to(exported / "secret")
+    with pytest.raises(UserError, match="is a link to a file outside the folder"):
+        command("import", "--from", "hf", snapshot, tmp_path / "other")
+
+
+WRONG_FILES = {
+    "config.json": (b"", b"[]", b"3", b"[" * 10**6, b"\xff\xfe\xff", b'{"model_type": "gpt2"}'),
+    "model.safetensors": (b"", b"\xff" * 100, b"\0\0\0\0\0\0\0@{}", b"\2" + bytes(7) + b"{}"),
+}
+HUGE = 10**30
+WRONG_FIELDS = {
+    "model_type": (None, 5, ["gpt2"], "x" * 10**6, "a\nb"),
+    "n_layer": ("3", 0, -1, 10**12, [3], {}, 2.5, float("inf"), "a\nb"),
+    "n_embd": ("48", 0, -48, HUGE, 49, [0] * 10**5),
+    "n_head": ("6", 0, 5, {}),
+    "vocab_size": ("x", 0, 130, 132, HUGE),
+    "n_positions": ("x", 0, 39, HUGE),
+    "layer_norm_epsilon": ("x", []),
+    "n_inner": ("x", 0, 191),
+    "activation_function": (5, ["gelu"], "a\nb"),
+    "tie_word_embeddings": ("yes", 0, False),
+}
+
+
+def test_a_damaged_import_is_one_sentence(exported, tmp_path):
+    folder = tmp_path / "hf"
+    for name, contents in WRONG_FILES.items():
+        for content in contents:
+            shutil.copytree(exported / "one", folder)
+            (folder / name).write_bytes(content)
+            check_import_refused(folder)
+            shutil.rmtree(folder)
+    shutil.copytree(exported / "one", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name, values in WRONG_FIELDS.items():
+        for value in values:
+            (folder / "config.json").write_text(json.dumps(config | {name: value}))
+            check_import_refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.int(), "has tensors of F32, I32; floats are needed"),
+        (lambda t: t[:, :-1], "has another shape"),
+        (lambda t: t[None], "has another shape"),
+        (lambda t: torch.zeros(()), "has another shape"),
+        (lambda t: torch.zeros(0, 144), "blocks.0.attention.qkv.weight is (6, 3, 8, 0)"),
+    ],
+)
+def test_a_tensor_of_another_shape_is_not_imported(change, message, exported, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(exported / "one", folder)
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    name = "transformer.h.0.attn.c_attn.weight"
+    tensors[name] = change(tensors[name]).contiguous()
+    safetensors.save_file(tensors, folder / "model.safetensors")
+    check_import_refused(folder, message)
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(exported, tmp_path, capsys):
+    """A limit of the size of files, which fails writes as a full disk does; output is in memory."""
+    folder = exported / "run/checkpoints/step_00000001"
+    uses = [("import", "--from", "hf", exported / "one"), ("export", "--to", "hf", folder)]
+    uses.append(("export", "--to", "hf", "--shard-gb", "0.00005", folder))
+    before, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for use in uses:
+        for limit in (0, 100, 5000, 20000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            try:
+                with pytest.raises(UserError, match=r"cannot write .*/out: .*too large") as caught:
+                    command(*use, tmp_path / "out")
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (before, hard))
+            assert "\n" not in str(caught.value)
+            assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["-1", "0", "nan", "-inf"])
+def test_a_file_size_that_holds_nothing_is_refused(size, exported, tmp_path):
+    folder = exported / "run/checkpoints/step_00000001"
+    with pytest.raises(UserError, match=r"--shard-gb .*: a file needs more than 0 bytes"):
+        command("export", "--to", "hf", f"--shard-gb={size}", folder, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

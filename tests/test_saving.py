@@ -11,6 +11,7 @@ import torch
 from checkpoint_worker import build_run, make
 
 from checkpointing import file_format, folders, save, writer
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from config import validation
 from config.messages import UserError
@@ -84,7 +85,7 @@ def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
     assert checkpoints._thread.is_alive()
     go.set()
     checkpoints.close()
-    with file_format.Index(str(tmp_path / "checkpoints/step_00000001")) as index:
+    with Index(str(tmp_path / "checkpoints/step_00000001")) as index:
         for p, weight in zip(state.stages.parameters(), weights):
             whole = torch.from_numpy(index.read_whole("weights", p.spec.name))
             rows = weight.narrow(p.spec.dim or 0, 0, whole.shape[p.spec.dim or 0])
@@ -202,7 +203,7 @@ def test_a_stop_saves_beside_the_same_step_of_another_course(tmp_path):
         p.data.fill_(0.5)
     assert checkpoints.save_to_stop(Progress(5, 40))
     assert saved_steps(tmp_path / "run/checkpoints.1") == [5]
-    with file_format.Index(str(tmp_path / "run/checkpoints/step_00000005")) as index:
+    with Index(str(tmp_path / "run/checkpoints/step_00000005")) as index:
         assert (index.read_whole("weights", "blocks.0.mlp.up.weight") == 0.5).all()
 
 

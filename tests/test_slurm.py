@@ -1,16 +1,19 @@
-"""Jobs of a real Slurm: training over two nodes, and a time limit at which no step is lost."""
+"""Jobs of a real Slurm: training over two nodes, and what ends a job or brings it back."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
-from ranks import ROOT, Job, mpirun, srun_command, start
+from ranks import ROOT, Job, mpirun, none_left, srun_command, start
 
 from config import validation
 from config.command_line import parse
+from scripts import requeue
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
@@ -19,7 +22,7 @@ WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
 STEPS, PAUSE = 130, 0.45
 
 BATCH = """#!/usr/bin/env bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --time=1 --signal=B:USR1@1 --requeue
+#SBATCH --nodes=2 --ntasks-per-node=1 --time={limit} --signal=B:USR1@1 --requeue
 #SBATCH --job-name=limit --open-mode=append --output={out}/batch.txt
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
@@ -56,11 +59,7 @@ def test_srun_trains_over_two_nodes(tmp_path, slurm):
 def test_a_time_limit_loses_nothing(tmp_path, slurm):
     """On the signal the run saves and exits with 75; the job is requeued and resumes."""
     out, straight = tmp_path / "job", tmp_path / "straight"
-    out.mkdir()
-    batch = tmp_path / "limit.slurm"
-    words = shlex.join(WORDS)
-    batch.write_text(BATCH.format(out=out, pause=PAUSE, words=words, steps=STEPS))
-    subprocess.run(["sbatch", str(batch)], cwd=ROOT, check=True)
+    submit(out, limit=1)
     limit = time.monotonic() + 400
     while not list(out.glob("metrics.jsonl*")):  # two starts at the same time would be slow
         assert time.monotonic() < limit, output(out)
@@ -68,7 +67,7 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     words = [*WORDS, "--steps", str(STEPS), "--out", str(straight)]
     outcome = mpirun(2, "train.py", *words, OMP_NUM_THREADS="1")  # as in the batch file
     assert outcome.status == 0, outcome.err
-    while subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout:
+    while queue():
         assert time.monotonic() < limit, output(out)
         time.sleep(0.5)
     endings = [line for line in output(out).splitlines() if "status" in line and "start" in line]
@@ -87,6 +86,53 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     print(f"{len(endings)} starts, of {[len(rows) for rows in starts]} steps, bitwise one run")
 
 
+@pytest.mark.slow
+def test_a_lost_rank_brings_the_job_back_and_scancel_ends_it(tmp_path, slurm):
+    """Saved, not requeued, and no process of Slurm stays, which `sleep` in the batch file kept."""
+    out = tmp_path / "job"
+    job = submit(out, limit=30)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and read(out / "metrics.jsonl"), out)
+    ranks_of(out)[-1].kill()
+    wait_for(lambda: "start 0: status" in output(out), out)
+    wait_for(lambda: (out / "metrics.jsonl.1").exists() and read(out / "metrics.jsonl"), out)
+    assert "requeued: a rank was lost (dead), 1 times since the newest checkpoint" in output(out)
+    subprocess.run(["scancel", job], check=True)
+    wait_for(lambda: not queue(), out)  # without a requeue it is not in the queue any more
+    assert "start 1: status 75" in output(out)
+    assert "not requeued: the job was cancelled" in output(out)
+    assert list(out.glob("checkpoints/step_*"))
+    assert none_left(f"slurmstepd: [{job}.") == []
+    assert ranks_of(out) == []
+
+
+def submit(out, limit: int) -> str:
+    """Submit BATCH with that --time; the job's number."""
+    out.mkdir()
+    batch, words = out / "batch.slurm", shlex.join(WORDS)
+    text = BATCH.format(out=out, limit=limit, pause=PAUSE, words=words, steps=STEPS)
+    batch.write_text(text)
+    command = ["sbatch", "--parsable", str(batch)]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
+
+
+def queue() -> str:
+    return subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout
+
+
+def wait_for(what, out, seconds: float = 200) -> None:
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit, output(out)
+        time.sleep(0.2)
+
+
+def ranks_of(out) -> list[psutil.Process]:
+    """The running ranks of the job with that --out."""
+    found = [p for p in psutil.process_iter(["cmdline"]) if str(out) in (p.info["cmdline"] or [])]
+    return [p for p in found if "tests/paced_worker.py" in p.info["cmdline"][:3]]
+
+
 def read(path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -95,6 +141,86 @@ def output(out) -> str:
     """The output of the batch file and of the ranks."""
     paths = [out / "batch.txt", *sorted((out / "logs").glob("*"))]
     return "\n".join(path.read_text()[-3000:] for path in paths if path.exists())
+
+
+# ---- Without Slurm -------------------------------------------------------------------------------
+
+JOB = "JobId=7 JobName=Reason=TimeLimit\n   JobState={} Reason={} Dependency=(null)\n"
+JOB += "   Requeue=1 Restarts={} BatchFlag=1\n   PreemptEligibleTime=x PreemptTime={}\n"
+RUNNING, CANCELLED = ("RUNNING", "None", 2, "None"), ("COMPLETING", "None", 2, "None")
+LIMIT, PREEMPTED = ("COMPLETING", "TimeLimit", 2, "None"), ("COMPLETING", "None", 2, "2026-11-21")
+BY_SLURM = ("COMPLETING", "None", 3, "None")
+
+
+@pytest.mark.parametrize(
+    ("status", "job", "requeued", "reason"),
+    [
+        (0, RUNNING, False, "the run is finished"),
+        (75, RUNNING, True, "stopped early, everything is saved"),
+        (75, LIMIT, True, "stopped early"),
+        (75, PREEMPTED, True, "stopped early"),
+        (75, CANCELLED, False, "the job was cancelled (state COMPLETING, reason None)"),
+        (75, BY_SLURM, False, "Slurm requeues the job itself"),
+        (0, BY_SLURM, False, "Slurm requeues the job itself"),
+        (137, BY_SLURM, False, "Slurm requeues the job itself"),
+        (137, CANCELLED, False, "the job was cancelled"),
+        (2, RUNNING, False, "status 2, and no rank was lost"),
+        (137, RUNNING, False, "status 137, and no rank was lost"),
+    ],
+)
+def test_the_state_of_the_job_decides(status, job, requeued, reason, tmp_path):
+    decided = requeue.decide(status, 0.0, tmp_path, JOB.format(*job), 2)
+    assert decided[0] == requeued
+    assert reason in decided[1]
+
+
+def test_a_lost_rank_is_requeued_three_times_without_a_new_checkpoint(tmp_path):
+    """Cases are moved to hang.1, hang.2, ...; an earlier start's or an exception's is none."""
+    job, began = JOB.format(*RUNNING), 1000.0
+
+    def lose(number: int, kind: str = "dead") -> tuple[bool, str]:
+        if (tmp_path / "hang").exists():
+            (tmp_path / "hang").rename(tmp_path / f"hang.{number}")
+        write(tmp_path / "hang" / "case.json", json.dumps({"kind": kind}), began + number)
+        return requeue.decide(137, began, tmp_path, job, 2)
+
+    def write(path, text: str, when: float) -> None:
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+        os.utime(path, (when, when))
+
+    kinds = ["dead", "hang", "missing", "dead"]
+    decided = [lose(number, kind) for number, kind in enumerate(kinds)]
+    assert [requeued for requeued, _ in decided] == [True, True, True, False]
+    assert "(dead), 4 times since the newest checkpoint" in decided[-1][1]
+    write(tmp_path / "checkpoints" / "step_00000008" / "manifest.json", "", began + 4.5)
+    assert lose(5)[0]
+    assert not requeue.decide(137, began + 60, tmp_path, job, 2)[0]  # this start lost none
+    assert not lose(6, "failed")[0]
+    (tmp_path / "hang" / "case.json").write_text('{"kind": "de')
+    assert not requeue.decide(1, began, tmp_path, job, 2)[0]
+
+
+@pytest.mark.parametrize(("array", "calls"), [({}, 2), ({"SLURM_ARRAY_JOB_ID": "7"}, 1)])
+def test_an_element_of_an_array_is_not_requeued(array, calls, tmp_path):
+    scontrol, log = tmp_path / "scontrol", tmp_path / "calls"
+    text = JOB.format("RUNNING", "None", 0, "None")
+    scontrol.write_text(f"#!/bin/sh\necho $@ >>{log}\ncat <<'E'\n{text}E\n")
+    scontrol.chmod(0o755)
+    words = ["75", "1000", "train.py", "--tp", "2", "--out", str(tmp_path)]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **array}
+    outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
+    assert outcome.status == 0, outcome.err
+    expected = "not requeued: " if array else "requeued: "
+    assert outcome.out.startswith(f"job 7: {expected}stopped early, everything is saved")
+    assert log.read_text().splitlines() == ["show job 7", "requeue 7"][:calls]
+
+
+@pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])
+def test_a_batch_file_without_slurm_is_one_sentence(name):
+    outcome = start(["env", "-u", "SLURM_JOB_ID", "bash", f"scripts/{name}.slurm"])
+    sentence = f"error: not in a Slurm job: sbatch scripts/{name}.slurm\n"
+    assert (outcome.status, outcome.out, outcome.err) == (2, "", sentence)
 
 
 @pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])

@@ -1,10 +1,13 @@
 """Signals, limits and files that end or save a run early, under every launcher."""
 
+import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import checkpoint_worker as worker
@@ -14,6 +17,7 @@ from ranks import (
     OPENMPI_LIBRARY,
     Job,
     mpi_command,
+    none_left,
     openmpi_command,
     srun_command,
     start,
@@ -22,11 +26,13 @@ from ranks import (
 import trainer
 from checkpoint import check_files
 from checkpointing import file_format, folders, save
+from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import validation
 from config.schema import Run
-from distributed.stop_conditions import RequestedAction, StopConditions
+from distributed import stop_conditions
+from distributed.stop_conditions import RequestedAction, Signals, StopConditions
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"train.py {SHAPE} --device cpu --steps 100000 --lr-schedule constant".split()
@@ -37,6 +43,20 @@ GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 def run(launcher: list[str], out, *words: str, **environment: str) -> Job:
     command = [*launcher, sys.executable, *WORDS, "--out", str(out), *words]
     return Job(command, out, **ONE_THREAD, **environment)
+
+
+def ctrl_c(job: Job) -> None:
+    """SIGINT to the whole group, as from a terminal; the job was started with setsid."""
+    os.killpg(job.process.pid, signal.SIGINT)
+
+
+def shared_memory(job: Job) -> set[Path]:
+    """The files of MPICH's shared memory that the ranks have open, also without a name."""
+    maps = [
+        Path(f"/proc/{process.pid}/maps").read_text()
+        for process in psutil.Process(job.process.pid).children(recursive=True)
+    ]
+    return {Path(name) for text in maps for name in re.findall(r"/dev/shm/mpich_shm_\w+", text)}
 
 
 def saved_steps(out) -> list[int]:
@@ -91,10 +111,14 @@ def test_save_switch_saves_and_goes_on_and_a_signal_stops_and_the_next_run_resum
 @pytest.mark.slow
 def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_path):
     """In a step of minutes, at whose end the first signal would take effect."""
-    with run(mpi_command(2), tmp_path, "--tp", "2", "--save-every", "1") as job:
+    with run(["setsid", *mpi_command(2)], tmp_path, "--tp", "2", "--save-every", "1") as job:
         job.wait_for(lambda: "saved " in job.text)
-        job.send(signal.SIGTERM)
-        job.status()
+        files = shared_memory(job)
+        assert files
+        ctrl_c(job)
+        assert job.status() == 75
+        check_stopped(job, "SIGINT")
+        assert not any(file.exists() for file in files)
     before = saved_steps(tmp_path)
     words = ["--tp", "2", "--resume", "auto", "--global-batch-size", "65536"]
     with run(mpi_command(2), tmp_path, *words) as job:
@@ -106,7 +130,7 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
         assert job.process.poll() is None
         job.send(signal.SIGTERM)
         assert job.status() not in (0, 75)
-        assert "SIGTERM for the second time: ending at once, without a save" in job.text
+        assert "SIGTERM as the second signal: ending at once, without a save" in job.text
         assert "stopped by" not in job.text.partition("resumed from")[2]
         assert psutil.wait_procs(ranks, timeout=30)[1] == []
     assert job.rows == []  # the step did not end
@@ -155,6 +179,52 @@ def test_torchrun_saves_on_sigterm_but_exits_with_its_own_status(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_killed_torchrun_leaves_no_rank_and_no_monitor(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with Job([*torchrun, *WORDS, "--out", str(tmp_path)], tmp_path, **ONE_THREAD) as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        started = psutil.Process(job.process.pid).children(recursive=True)
+        assert len(started) == 3  # two ranks and the monitor
+        job.send(signal.SIGKILL)
+        job.status()
+        left = psutil.wait_procs(started, timeout=60)[1]
+        for process in left:
+            process.kill()
+        assert left == []
+    assert none_left(str(tmp_path)) == []
+    assert "the launcher has ended: ending at once, without a save" in job.text
+    assert not (tmp_path / "hang").exists()  # no rank is reported as the culprit
+
+
+@pytest.mark.slow
+def test_ctrl_c_before_the_first_step_and_twice(tmp_path):
+    """From the first line of train.py on; the second run is in a step of minutes."""
+    with run(["setsid"], tmp_path / "early") as job:
+        status = Path(f"/proc/{job.process.pid}/status")
+
+        def blocked() -> int:
+            return int(re.search(r"SigBlk:\s*(\w+)", status.read_text())[1], 16)
+
+        # Blocked during the first imports, for some tenths of a second; or that has passed.
+        job.wait_for(lambda: blocked() & 1 << (signal.SIGINT - 1) or job.text)
+        ctrl_c(job)
+        assert job.status() == 75
+        assert "stopped by SIGINT on rank 0" in job.text
+        assert "Traceback" not in job.text
+    with run(["setsid"], tmp_path / "twice", "--global-batch-size", "65536") as job:
+        job.wait_for(lambda: "global batch: 65536" in job.text)
+        time.sleep(1.0)
+        ctrl_c(job)
+        time.sleep(1.5)  # more than SECONDS_OF_ONE_SIGNAL
+        assert job.process.poll() is None
+        ctrl_c(job)
+        assert job.status() == 128 + signal.SIGINT
+        assert "SIGINT as the second signal: ending at once, without a save" in job.text
+        assert "Traceback" not in job.text
+        assert not (tmp_path / "twice" / "hang").exists()
+
+
+@pytest.mark.slow
 def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
     words = ["--eval-samples", "4096", "--eval-every", "3", "--save-weights-only"]
     with run([], tmp_path, *words, "--save-every", "100000") as job:
@@ -173,6 +243,25 @@ def test_plain_python_stops_after_an_evaluation_without_another_step(tmp_path):
 # ---- Without ranks -------------------------------------------------------------------------------
 
 
+def test_sigint_and_sigterm_count_as_one_kind_of_signal(monkeypatch):
+    """torchrun sends them in this order; SIGUSR1 before announces SIGTERM."""
+    monkeypatch.setattr(stop_conditions, "SECONDS_OF_ONE_SIGNAL", 0.05)
+    ended = []
+    signals = Signals(ended.append)
+    try:
+        for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
+            assert ended == []
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
+        limit = time.monotonic() + 30
+        while not ended:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        assert (signals.first, ended) == (signal.SIGUSR1, [128 + signal.SIGTERM])
+    finally:
+        signals.close()
+
+
 def checkpointer(out, said: list[str], **extra) -> Checkpointer:
     config = validation.check(worker.options({"out": str(out)} | extra), 1)
     pieces = trainer.build(config)
@@ -189,7 +278,7 @@ def test_a_stop_waits_for_the_save_under_way_and_saves_all(tmp_path, monkeypatch
     threading.Timer(0.5, released.set).start()
     assert checkpoints.save_to_stop(Progress(2, 16))
     assert saved_steps(tmp_path) == [2, 1]
-    with file_format.Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
+    with Index(str(tmp_path / "checkpoints" / "step_00000002")) as index:
         assert len(index.kinds) == 3
     # A checkpoint that exists is not written again; one that was removed is.
     count = len(said)

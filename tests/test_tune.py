@@ -233,29 +233,54 @@ def test_a_budget_stops_it_and_a_larger_one_goes_on(tmp_path):
     assert len({t["key"] for t in stored}) == 5
 
 
-def test_ctrl_c_ends_the_trial_keeps_the_others_and_writes_the_table(tmp_path):
+@pytest.mark.parametrize("numbers", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGHUP"), ("SIGHUP",)])
+def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, tmp_path):
+    """A second signal while the trial is being ended changes nothing."""
     failures = json.dumps({"hang": {"pp": 2}})
     environment = {"FAKE_FAILURES": failures, "TEST_FOLDER": str(tmp_path)}
     command = [sys.executable, "tune.py", *SHAPE.split(), *SMALL.split(), "--gpu", "cpu"]
     command += ["--ranks", "8", "--launch", FAKE, "--out", str(tmp_path), "--all"]
     environment |= {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     limit = time.monotonic() + 60
     while not any("time.sleep(600)" in line for line in processes_of(tmp_path)):
         assert process.poll() is None
         assert time.monotonic() < limit
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "stopped by Ctrl-C" in out
+    for number in numbers:
+        process.send_signal(signal.Signals[number])
+        time.sleep(0.1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.Signals[numbers[0]]
+    assert "stopped by " + {"SIGINT": "Ctrl-C"}.get(numbers[0], numbers[0]) in out
+    assert "Traceback" not in err
     stored = [json.loads(s) for s in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert stored
     assert all(t["status"] == "ok" for t in stored)
     assert (tmp_path / "report.html").exists()
     assert processes_of(tmp_path) == []
+
+
+def test_a_killed_search_leaves_no_launcher(tmp_path):
+    launcher = f"{sys.executable} -c 'import time; time.sleep(600)' {{ranks}}"
+    command = [sys.executable, "tune.py", *SHAPE.split(), *SMALL.split(), "--gpu", "cpu"]
+    command += ["--ranks", "8", "--launch", launcher, "--out", str(tmp_path)]
+    environment = {"TEST_FOLDER": str(tmp_path)}
+    with ranks.Job(command, tmp_path, **environment) as job:
+        job.wait_for(lambda: any("sleep(600) 8" in line for line in processes_of(tmp_path)))
+        job.send(signal.SIGKILL)
+        job.status()
+    limit = time.monotonic() + 30
+    while processes_of(tmp_path):
+        assert time.monotonic() < limit, processes_of(tmp_path)
+        time.sleep(0.05)
 
 
 # -- sweeps and bounds -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +34,31 @@ from tuner.trials import Runner, Trial, TrialStore
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StoppedBySignal(BaseException):
+    """Raised in the main thread by the first of the signals in STOPPING; number: which one."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+def raise_on_signals() -> None:
+    """From here on the first signal raises StoppedBySignal, and further ones have no effect.
+
+    A signal that is ignored, as by nohup, stays ignored.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        for each in STOPPING:
+            signal.signal(each, signal.SIG_IGN)
+        raise StoppedBySignal(number)
+
+    for each in STOPPING:
+        if signal.getsignal(each) is not signal.SIG_IGN:
+            signal.signal(each, stop)
 
 
 class Session:
@@ -79,18 +105,19 @@ class Session:
         return command_line.parse_request(arguments, defaults=lambda given: {"out": "runs/tune"})
 
     def run(self) -> None:
-        """Measure what is asked, then write the report, also after Ctrl-C."""
-        interrupted = False
+        """Measure what is asked, then write the report, also if StoppedBySignal is raised."""
+        stopped: StoppedBySignal | None = None
         try:
             with self.view:
                 self._measure()
-        except KeyboardInterrupt:
-            interrupted = True
-            self.ending = "stopped by Ctrl-C; run the same command again to continue"
+        except StoppedBySignal as error:
+            stopped, name = error, signal.Signals(error.number).name
+            name = "Ctrl-C" if error.number == signal.SIGINT else name
+            self.ending = f"stopped by {name}; run the same command again to continue"
         print(f"\n{self.ending}")
         print("\n".join(write_report(self.result(), self.out)))
-        if interrupted:
-            sys.exit(130)
+        if stopped:
+            raise stopped
 
     def result(self) -> SearchResult:
         """Everything that the report contains."""

@@ -9,6 +9,7 @@ left.
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -33,6 +34,7 @@ PROGRAM = str(Path(__file__).resolve().parent.parent / "train.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1  # found here: after a fork that is not safe
 RATES = ("tflops_model", "tflops_hardware", "tokens_per_second")  # of a row of metrics.jsonl
 
 # Error messages of exhausted memory: torch on GPUs and CPUs, Python, C++, the C library, launchers.
@@ -171,14 +173,16 @@ def _execute(
 ) -> tuple[int | None, str]:
     """Exit status (None: over the time limit) and the last 64 KiB of the output."""
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
+    options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
+    options |= {"start_new_session": True, "preexec_fn": _end_with_search}
+    process = None
     with open(log, "wb") as output:
-        streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-        try:  # in a session of its own: Ctrl-C reaches the search, which then ends the trial
-            process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=output, **options)
+            status = process.wait(time_limit)
         except OSError as error:
             raise UserError(f"cannot start {command[0]!r} of --launch: {error.strerror}") from None
-        try:
-            status = process.wait(time_limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
@@ -186,7 +190,12 @@ def _execute(
     return status, log.read_bytes()[-65536:].decode(errors="replace")
 
 
-def _terminate(process: subprocess.Popen, trial_id: str) -> None:
+def _end_with_search() -> None:
+    """Have the kernel send SIGTERM to the launcher when the search ends, also if it is killed."""
+    _PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _terminate(process: subprocess.Popen | None, trial_id: str) -> None:
     """End what is left of a trial: SIGTERM first, so that srun ends its ranks on other nodes.
 
     Launchers put ranks into sessions of their own, and orphans get other parents: processes are
@@ -194,13 +203,14 @@ def _terminate(process: subprocess.Popen, trial_id: str) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = processes_of(trial_id)
-        if not left and process.poll() is not None:
+        if not left and (process is None or process.poll() is not None):
             return
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.send_signal(number)
         psutil.wait_procs(left, timeout=GRACE_SECONDS)
-    process.wait()
+    if process:
+        process.wait()
 
 
 def processes_of(trial_id: str) -> list[psutil.Process]:

@@ -1,0 +1,111 @@
+"""Checks that a checkpoint is whole and sound before anything of it is used.
+
+manifest = check_files(folder)      manifest, files, tensors, attributes; UserError
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from checkpointing import folders
+from checkpointing.file_format import INDEX, Shape
+from checkpointing.index import Index
+from config import command_line, validation
+from config.messages import UserError
+from config.schema import ModelShape
+
+COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
+
+
+def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1) -> dict[str, Any]:
+    """The manifest of a complete checkpoint; UserError for anything that `--resume` or an export
+    could not use. Each of several ranks checks index.h5 and its share of the rest.
+
+    contents: whether to compare checksums, or sizes only.
+    """
+    manifest = folders.read_manifest(folder)
+    files = manifest["files"]
+    for name in {INDEX: None} | dict.fromkeys(list(files)[rank::size]):
+        problem = folders.find_problem(folder, name, files[name], contents)
+        if problem:
+            raise UserError(problem)
+    with Index(folder) as index:
+        index.check({name: entry["bytes"] for name, entry in files.items()}, rank, size)
+        model = make_model(index.attributes("model"), index.path)
+        check_shapes(index.shapes, model, index.path)
+        _check_attributes(index, manifest["step"])
+    return manifest
+
+
+def make_model(values: dict[str, Any], where: str) -> ModelShape:
+    """The model of these fields; UserError if one is unknown, of a wrong type or out of range."""
+    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
+    if unknown:
+        raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
+    try:
+        model = command_line.build(values).model
+        validation.check_shape(model)
+    except UserError as error:
+        raise UserError(f"{where}: {' '.join(str(error).split()):.300}") from None
+    return model
+
+
+def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None:
+    """UserError unless these are the names and shapes of the model's tensors."""
+    if model.layers > len(found):
+        raise UserError(f"{where} has {len(found)} tensors, too few for {model.layers} layers")
+    expected = canonical_shapes(model)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            both = f"{found.get(name, 'missing')}, its model has {expected.get(name, 'none')}"
+            raise UserError(f"{where}: {name} is {both}")
+
+
+def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
+    """The names and global shapes of a model's tensors; file_format.py has the symbols."""
+    h, g, d, f = model.hidden, model.kv_heads, model.head_size, model.ffn_hidden
+    qkv, up = (g, model.heads // g + 2, d), (2, f) if model.activation == "swiglu" else (f,)
+    linear = {"attention.qkv": (qkv, h), "attention.out": ((h,), h)}
+    linear |= {"mlp.up": (up, h), "mlp.down": ((h,), f)}
+    norms = ["head.norm"]
+    shapes: dict[str, Shape] = {"embedding.tokens.weight": (model.vocab_size, h)}
+    if model.positions == "learned":
+        shapes["embedding.positions.weight"] = (model.max_positions, h)
+    if not model.tied:
+        shapes["head.weight"] = (model.vocab_size, h)
+    if model.embedding_norm:
+        norms.append("embedding.norm")
+    for block in (f"blocks.{i}" for i in range(model.layers)):
+        norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
+        for name, (outputs, inputs) in linear.items():
+            shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
+            if model.bias:
+                shapes[f"{block}.{name}.bias"] = outputs
+    for norm in norms:
+        shapes |= {
+            f"{norm}.{n}": (h,) for n in ("weight", "bias")[: 1 + (model.norm == "layernorm")]
+        }
+    return shapes
+
+
+def _check_attributes(index: Index, step: int) -> None:
+    """UserError unless progress and the optimizer's scalars are numbers, and the rest is text."""
+    progress, optimizer, data, run = map(index.attributes, ("progress", "optimizer", "data", "run"))
+    text = {"kind": optimizer.pop("kind", None), "fingerprint": data.get("fingerprint")}
+    text["config"] = run.get("config")
+    counts = {"iteration": None} | progress
+    if len(index.kinds) > 1:
+        counts["step"] = optimizer.get("step")
+    wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
+    wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
+    numbers = (progress | optimizer).items()
+    wrong += [(k, v) for k, v in numbers if isinstance(v, str) or not 0 <= v < math.inf]
+    try:
+        dict(json.loads(str(text["config"])).get("training", {}))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        wrong.append(("config", text["config"]))
+    if wrong:
+        raise UserError(f"{index.path} has {wrong[0][0]!a} = {wrong[0][1]!a:.80}")
+    if progress["iteration"] != step:
+        raise UserError(f"{index.path} is of step {progress['iteration']}, its manifest of {step}")

@@ -1,0 +1,93 @@
+"""Requeues the Slurm job of a run that has ended, if the next start can continue it.
+
+    python scripts/requeue.py STATUS BEGAN train.py ... --out OUT       (by scripts/slurm_job.sh)
+
+STATUS: of srun; BEGAN: when srun was started, in seconds since 1970. One line says what was decided
+and why:
+
+    the job was cancelled, by scancel           not requeued, whatever STATUS is
+    Slurm requeues it itself (a node is down)   nothing to do
+    75: stopped early, everything is saved      requeued, also at the time limit or if preempted
+    a rank was lost: dead, hung or missing      requeued at most MOST_LOST times in a row without a
+                                                new checkpoint
+    any other failure                           not requeued: it would fail again
+
+The next element of a job array resumes by itself. A lost rank is known from OUT/hang, which the
+watchdog's monitor writes; a user's mistake or an exception of the code is none.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+STOPPED_EARLY = 75
+LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor
+MOST_LOST = 3
+
+
+def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tuple[bool, str]:
+    """Whether to requeue, and the reason.
+
+    job: what `scontrol show job` prints; restarts: of the job when this start began.
+    """
+    state, reason = _value("JobState", job), _value("Reason", job)
+    # Then srun's status may also be 0, when the node of the batch file is down.
+    if _value("Restarts", job) not in ("", str(restarts)):
+        return False, "Slurm requeues the job itself"
+    # Slurm shows the states CANCELLED, TIMEOUT and PREEMPTED as COMPLETING while processes run.
+    preempted = _value("PreemptTime", job) not in ("", "None")
+    if state != "RUNNING" and reason != "TimeLimit" and not preempted:
+        return False, f"the job was cancelled (state {state}, reason {reason})"
+    if status == 0:
+        return False, "the run is finished"
+    if status == STOPPED_EARLY:
+        return True, "stopped early, everything is saved"
+    newest = _lost_rank(out / "hang", began)
+    if newest is None:
+        return False, f"status {status}, and no rank was lost according to {out}/hang"
+    saved = max((path.stat().st_mtime for path in out.glob("checkpoints/step_*/*.json")), default=0)
+    count = sum(_lost_rank(folder, saved) is not None for folder in out.glob("hang*"))
+    text = f"a rank was lost ({newest}), {count} times since the newest checkpoint of {out}"
+    return count <= MOST_LOST, f"{text}; at most {MOST_LOST}"
+
+
+def _lost_rank(folder: Path, after: float) -> str | None:
+    """The kind of the case in that folder if it is a lost rank's, and written after that time."""
+    file = folder / "case.json"
+    try:
+        kind = json.loads(file.read_text())["kind"] if file.stat().st_mtime >= after else None
+    except (OSError, ValueError):  # no case, or one that could not be written to its end
+        return None
+    return kind if kind in LOST else None
+
+
+def _value(name: str, job: str) -> str:
+    """The value of NAME=VALUE, in the lines after that of the job's name, which may be anything."""
+    found = re.search(rf"\s{name}=(\S*)", job.partition("\n")[2])
+    return found[1] if found else ""
+
+
+def main() -> None:
+    """Decide, print the decision, requeue."""
+    job_id, parser = os.environ["SLURM_JOB_ID"], argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("status", type=int)
+    parser.add_argument("began", type=float)
+    parser.add_argument("--out", type=Path, default=Path("no --out given"))
+    given, _ = parser.parse_known_args()
+    shown = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    facts = given.status, given.began, given.out, shown.stdout, restarts
+    requeued, reason = decide(*facts)
+    if requeued and "SLURM_ARRAY_JOB_ID" in os.environ:
+        requeued, reason = False, f"{reason}; the next element of the array resumes"
+    print(f"job {job_id}: {'requeued' if requeued else 'not requeued'}: {reason}", flush=True)
+    if requeued:
+        sys.exit(subprocess.run(["scontrol", "requeue", job_id]).returncode)
+
+
+if __name__ == "__main__":
+    main()

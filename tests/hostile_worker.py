@@ -1,0 +1,89 @@
+"""Uses checkpoints in every way and records how each use ends.
+
+    python tests/hostile_worker.py CASES.json RESULTS.json
+
+CASES: {"name": folder}. RESULTS: {"name": {"show": sentence, ...}}, a sentence as UserError has it,
+null for a use that succeeded, "TypeError: ..." for any other exception. The uses are those of
+checkpoint.py, and loading into a run; of every fifth, the weights only.
+"""
+
+import contextlib
+import io
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import checkpoint_worker as worker
+
+import checkpoint
+import trainer
+from checkpointing.save import Checkpointer
+from config import validation
+from config.messages import UserError
+
+SHAPE = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 16, "vocab_size": 61}
+SECONDS = 60  # of one use, after which it is a hang
+
+
+class Hang(BaseException):
+    """A use that did not end."""
+
+
+def ring(number, frame) -> None:
+    raise Hang
+
+
+def result_of(use, *arguments) -> str | None:
+    """What a use raised."""
+    signal.alarm(SECONDS)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            use(*arguments)
+    except UserError as error:
+        return str(error)
+    except (Exception, Hang) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    return None
+
+
+def resume(state: trainer.TrainState, folder: str, weights_only: bool) -> None:
+    """Load a checkpoint into the run of this process."""
+    options = SHAPE | {"resume": folder, "load_weights_only": weights_only}
+    config = validation.check(worker.options(options), 1)
+    mesh, lines = state.factory.mesh, []
+    Checkpointer(config, mesh, state.optimizer, print_line=lines.append).resume()
+
+
+def uses(folder: str, state: trainer.TrainState, out: Path, all_uses: bool) -> dict:
+    """The results of all uses of one checkpoint; what an export leaves is an exception too."""
+    found = {name: result_of(checkpoint.run_command, [name, folder]) for name in ("show", "verify")}
+    export = ["export", "--to", "hf", folder, str(out / "hf")]
+    found["export"] = result_of(checkpoint.run_command, export)
+    if found["export"] is not None and list(out.iterdir()):
+        found["export"] = f"left {list(out.iterdir())}"
+    shutil.rmtree(out / "hf", ignore_errors=True)
+    found["resume"] = result_of(resume, state, folder, False)
+    if all_uses:
+        found["weights"] = result_of(resume, state, folder, True)
+    return found
+
+
+def main() -> None:
+    signal.signal(signal.SIGALRM, ring)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    state = trainer.build(validation.check(worker.options(SHAPE), 1))
+    with tempfile.TemporaryDirectory() as out:
+        numbered = enumerate(cases.items())
+        results = {
+            name: uses(folder, state, Path(out), i % 5 == 0) for i, (name, folder) in numbered
+        }
+    Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

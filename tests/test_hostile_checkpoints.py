@@ -1,0 +1,115 @@
+"""Checkpoints and weights from strangers: refused in one sentence, and nothing else is opened."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import hostile_checkpoints as hostile
+import numpy as np
+import pytest
+from ranks import ROOT, mpirun, start
+
+INTACT = Path(ROOT) / "tests/data/run_189cc1d/checkpoints" / hostile.NAME
+USES = ("show", "verify", "export", "resume")
+SEED = 20261121
+
+
+def traced(command: list[str], trace: Path) -> list[str]:
+    """The command under strace, or as it is where strace is missing or may not trace."""
+    strace = ["strace", "-f", "-y", "-e", "trace=open,openat,openat2", "-o", str(trace)]
+    try:
+        allowed = subprocess.run([*strace, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        allowed = False
+    return [*strace, *command] if allowed else command
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory) -> tuple[dict[str, str], dict, Path]:
+    """Folders and results of all cases, and the trace of the process that used them."""
+    folder = tmp_path_factory.mktemp("hostile")
+    cases = {"intact": INTACT} | hostile.make_cases(folder / "cases", INTACT, SEED)
+    cases = {name: str(path) for name, path in cases.items()}
+    listed, results, trace = folder / "cases.json", folder / "results.json", folder / "trace"
+    listed.write_text(json.dumps(cases))
+    command = [sys.executable, "tests/hostile_worker.py", str(listed), str(results)]
+    done = start(traced(command, trace), timeout=900, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err[-4000:]
+    return cases, json.loads(results.read_text()), trace
+
+
+def is_wrong(sentence: str | None, folder: str) -> bool:
+    """Whether this is not one sentence about that folder."""
+    if sentence is None or "\n" in sentence or folder not in sentence or len(sentence) > 500:
+        return True
+    return bool(re.match(r"\w*(Error|Exception|Hang|Iteration|left)\b", sentence))
+
+
+def test_every_hostile_checkpoint_is_refused_in_one_sentence(outcome):
+    cases, results, _ = outcome
+    assert set(results["intact"].values()) == {None}
+    refused = {name: found for name, found in results.items() if name != "intact"}
+    wrong = []
+    for name, found in refused.items():
+        assert found.keys() >= set(USES)
+        for use, sentence in found.items():
+            unseen = use == "show" and sentence is None and name.startswith("damage")
+            if not unseen and is_wrong(sentence, cases[name]):  # `show` compares sizes only
+                wrong.append((name, use, sentence))
+    assert wrong == []
+    assert len(refused) >= 300
+    assert sum(len(found) > len(USES) for found in refused.values()) >= 50
+    print(f"{len(refused)} checkpoints, each refused in a sentence by {', '.join(USES)}")
+
+
+def test_no_file_outside_of_a_checkpoint_is_opened(outcome):
+    cases, _, trace = outcome
+    if not trace.exists():
+        pytest.skip("strace is not installed, or may not trace here")
+    found = re.findall(r'"([^"]*)", [^=]*= (?:\d+<([^>]*)>|-1)', trace.read_text(errors="replace"))
+    opened = {path for pair in found for path in pair if path}
+    assert opened >= {str(INTACT / name) for name in hostile.FILES}
+    inside = str(Path(cases["manifest: step -1"]).parents[1])
+    names = {p.removeprefix(inside) for p in opened if p.startswith(inside + "/")}
+    form = rf"/\d+/{hostile.NAME}/({'|'.join(map(re.escape, hostile.FILES))})"
+    assert sorted(name for name in names if not re.fullmatch(form, name)) == []
+    assert len(names) > 300
+    assert sorted(path for path in opened if "secret/" in path) == []
+    assert sorted(path for path in opened if ".." in path and path.endswith(".h5")) == []
+    assert not opened & {"/dev/zero", "/etc/hostname"}
+
+
+OPTIONS = (
+    "--layers 2 --hidden 16 --heads 4 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
+    "--global-batch-size 4 --steps 5 --lr 1e-3 --device cpu --tp 2"
+)
+
+
+def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
+    """In each newer one a tensor is in no shard: one that rank 0 checks, and one of rank 1."""
+    parent = tmp_path / "checkpoints"
+    shutil.copytree(INTACT, parent / hostile.NAME)
+    for step, name in ((6, "blocks.0.attention.out.bias"), (7, "blocks.0.attention.out.weight")):
+        folder = parent / f"step_{step:08d}"
+        shutil.copytree(INTACT, folder)
+        with h5py.File(folder / "index.h5", "r+", libver="latest") as file:
+            file["progress"].attrs["iteration"] = step
+            del file[f"exp_avg/{name}"]
+            file[f"exp_avg/{name}"] = np.zeros(16, "f4")
+        hostile.sign(folder, step=step)
+    words = ["train.py", *OPTIONS.split(), "--out", str(tmp_path)]
+    done = mpirun(2, *words, "--resume", str(folder), timeout=120, OMP_NUM_THREADS="1")
+    assert done.status == 2, done.err[-4000:]
+    assert done.err.count("error: ") == 1
+    problem = f"cannot read {folder}/index.h5: exp_avg/'{name}' is not in the shards"
+    assert f"error: {problem}\n" in done.err
+    assert "Traceback" not in done.err
+    done = mpirun(2, *words, "--resume", "auto", timeout=120, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err[-4000:]
+    assert f"step_00000007 cannot be loaded: {problem}\n" in done.out
+    assert "step_00000006 cannot be loaded: cannot read " in done.out
+    assert f"resumed from {parent / hostile.NAME}: step 4" in done.out
