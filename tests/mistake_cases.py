@@ -302,14 +302,14 @@ shwo dir | COMMAND: invalid choice: 'shwo'
 show | the following arguments are required: DIR
 show nowhere | nowhere is not a complete checkpoint: it has no manifest.json
 show dir | dir is not a complete checkpoint: it has no manifest.json
-show a-file | cannot read a-file/manifest.json: Not a directory
+show a-file | a-file is not a complete checkpoint: it has no manifest.json
 show '' | no value, after 'show': is a variable not set?
 verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
 export dir new | the following arguments are required: --to
 export --to onnx dir new | --to: invalid choice: 'onnx'
 export --to hf nowhere new | nowhere is not a complete checkpoint: it has no manifest.json
 export --to hf --dtype int8 dir new | --dtype: invalid choice: 'int8'
-import --from hf nowhere new | cannot read nowhere/config.json: No such file or directory
+import --from hf nowhere new | nowhere/config.json: No such file or directory
 """,
     "prepare_data.py": """
 @/scripts/prepare_data.py
