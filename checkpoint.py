@@ -14,10 +14,13 @@ import math
 import sys
 from typing import Any
 
-from checkpointing import folders
-from checkpointing.index import GROUPS, Index
-from checkpointing.verification import check_files
-from config.messages import Parser, UserError, exit_with
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    from checkpointing import folders
+    from checkpointing.index import GROUPS, Index
+    from checkpointing.verification import check_files
+    from config.messages import Parser, UserError, exit_with
 
 
 def show(folder: str) -> str:

@@ -9,14 +9,18 @@ the same as data.
 """
 
 import json
+import math
 import sys
 from argparse import ArgumentParser
 from functools import partial
 
+from config import messages  # noqa: F401  first: it ends a Python that is too old
 from config.command_line import parse_request
 from config.messages import Parser, UserError, exit_with
 from planner import hardware, questions
 from planner.questions import QUESTIONS, Answer, Question
+
+LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,14 +43,19 @@ def ask(arguments: list[str]) -> Answer:
         raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     options, rest = _parser().parse_known_args(arguments)
     if options.question == "constants":
+        if rest:
+            raise UserError(f"unknown argument {rest[0]!r}: constants takes --json only")
         return questions.constants()
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")
     machine = hardware.load(options.gpu or "a100-80", options.calibration)
-    for name in ("nodes", "gpus", "top", "tokens", "size"):
+    for name, most in LIMITS.items():
         number = getattr(options, name)
-        if number is not None and number <= 0:
-            raise UserError(f"--{name} must be above 0, not {number:g}")
+        if number is not None and not 0 < number < most:
+            limit = f"below {most:g}" if number > 0 else "above 0"
+            raise UserError(f"--{name} must be {limit}, not {number:g}")
+    if options.nodes and options.gpus:
+        raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     request = parse_request(rest, defaults=partial(questions.defaults, options.question))
     answer, _ = QUESTIONS[options.question]
     return answer(Question(options, request.config, request.given, machine))

@@ -14,13 +14,19 @@ import sys
 if __name__ == "__main__":  # a signal during the imports waits until Signals() handles it
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
-from config.command_line import parse
-from config.messages import UserError, exit_with
-from config.validation import check
-from distributed.context import prepare
-from distributed.launch import check_launch, discover
-from distributed.stop_conditions import Signals, check_kill_switch
-from planner import memory
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    import psutil
+
+    from config.command_line import parse
+    from config.messages import UserError, exit_with
+    from config.schema import Config
+    from config.validation import check, check_paths
+    from distributed.context import prepare
+    from distributed.launch import Launch, check_launch, discover, end_job
+    from distributed.stop_conditions import Signals
+    from planner import memory
 
 
 def main(arguments: list[str]) -> None:
@@ -28,20 +34,39 @@ def main(arguments: list[str]) -> None:
 
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """
-    signals, launch = Signals(), discover()
-    signals.follow(launch)
+    signals, launch = Signals(), Launch("python")
     try:
+        launch = discover()
+        signals.follow(launch)
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
         config = check(parse(arguments, __doc__), launch.size)
-        check_kill_switch(config.run)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
+    predicted = memory.of_run(config)
+    if launch.rank == 0:
+        check_machine(config, launch, predicted)
     prepare(config.run)
-    import trainer
+    with messages.installed():
+        import trainer
+    trainer.main(config, launch, signals, predicted)
 
-    trainer.main(config, launch, signals, memory.of_run(config))
+
+def check_machine(config: Config, launch: Launch, predicted: list[dict[str, float]]) -> None:
+    """End the job if files or memory of this rank's node cannot do for the run."""
+    with messages.installed():
+        from corpora import blends, sample_order, token_files
+    try:
+        check_paths(config)
+        node = psutil.virtual_memory().total + psutil.swap_memory().total
+        memory.check_fits(predicted, config, node)
+        sample_order.split_ranges(config.data.split, 0)
+        if config.data.data != ("synthetic",):
+            for prefix in blends.parse_blend(config.data.data)[0]:
+                token_files.check_pair(prefix)
+    except UserError as mistake:
+        end_job(launch, mistake)
 
 
 if __name__ == "__main__":

@@ -16,25 +16,33 @@ results.csv and report.html.
 import argparse
 import sys
 
-from config.messages import Parser, UserError, exit_with
-from planner import hardware
-from tuner.session import Session, StoppedBySignal, raise_on_signals
-from tuner.sweeps import SWEEPS
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    from config.messages import Parser, UserError, exit_with
+    from planner import hardware
+    from tuner.session import Session, StoppedBySignal, raise_on_signals
+    from tuner.sweeps import SWEEPS
 
 
 def main(arguments: list[str]) -> None:
     """Run the search of a command line; a user's mistake is one sentence and exit status 2.
 
-    SIGINT (Ctrl-C), SIGTERM and SIGHUP end the trial under way; exit status 128 + signal number.
+    Exit status 1 if trials were run, and none of them trained. SIGINT (Ctrl-C), SIGTERM and SIGHUP
+    end the trial under way; exit status 128 + signal number.
     """
     raise_on_signals()
     try:
         options, train_arguments = parser().parse_known_args(arguments)
-        Session(options, train_arguments).run()
+        session = Session(options, train_arguments)
+        session.run()
     except UserError as error:
         exit_with(error)
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
+    trials = session.result().trials
+    if trials and not any(trial.status == "ok" for trial in trials):
+        sys.exit(1)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,13 +64,14 @@ def parser() -> argparse.ArgumentParser:
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
         help="values of tp, pp, an axis of the layout, or of what is swept")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")
-    add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--timed", type=int, default=3, help="timed steps of a trial, after 2 warm-up steps")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")
     add("--gain", type=float, default=1.0,
         help="measure a layout only if it may be faster by this many per cent")  # fmt: skip
     add("--reference-every", type=int, default=8, metavar="N",
         help="measure the first layout again every N trials, 0: never")  # fmt: skip
+    add = found.add_mutually_exclusive_group().add_argument
+    add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")
     add("--max-params", action="store_true", help="find the largest model that trains here")
     add("--min-ranks", action="store_true", help="find the fewest ranks that train the model")

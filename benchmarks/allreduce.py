@@ -13,6 +13,7 @@ Definitions: bandwidth.py. Ctrl-C stops and prints the rows so far; a second one
 
 import argparse
 import csv
+import math
 import re
 import signal
 import statistics
@@ -43,7 +44,8 @@ from worlds import HostWorld, TorchWorld, group_rows, placed
 
 from config.messages import Parser, UserError, exit_with
 from config.schema import Layout, Run
-from distributed.launch import discover
+from config.validation import check_folder
+from distributed.launch import Launch, discover
 from planner import hardware
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -302,6 +304,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("--rates measures torch's kernels: leave out --host")
     if min(given.min_bytes, given.trials, given.warm_ups, given.tp, given.pp) < 1:
         raise UserError("sizes, trials, warm-ups, tp and pp are at least 1")
+    numbers = {"seconds": given.seconds, "line-rate": given.line_rate}
+    for name, number in numbers.items():
+        if number is not None and not 0 < number < math.inf:
+            raise UserError(f"--{name} must be a number above 0, not {number}")
+    check_folder("--out", given.out)
     if given.factor < 2 or given.max_bytes < given.min_bytes:
         raise UserError(
             f"no sizes from {given.min_bytes} to {given.max_bytes} by factors of {given.factor}: "
@@ -413,8 +420,9 @@ def scan(given, world) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    launch = discover()
+    launch = Launch("python")
     try:
+        launch = discover()
         given = parse(sys.argv[1:])
         if given.host and not launch.mpi:
             raise UserError(f"--host needs mpirun or srun; this was started by {launch.launcher}")

@@ -34,6 +34,7 @@ from checkpointing.save import Checkpointer
 from config import model_stats, validation
 from config import schema as configuration
 from config.command_line import build
+from config.messages import Parser, UserError, exit_with
 from distributed.context import start
 from distributed.launch import discover
 
@@ -132,9 +133,18 @@ def fresh(folder: str) -> None:
 def main() -> None:
     """Measure on two ranks and print the tables."""
     warnings.filterwarnings("ignore")
-    context = start(discover(), configuration.Run())
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="for the checkpoints; its contents are replaced")
+    try:
+        launch = discover()
+        folder = parser.parse_args().folder
+        if launch.size != 2:
+            raise UserError(f"this measures on 2 ranks, not {launch.size}: mpirun -n 2 python ...")
+    except UserError as mistake:
+        exit_with(mistake)
+    context = start(launch, configuration.Run())
     with context.failing_loudly():
-        results, sizes, parameters = measure(context, sys.argv[1])
+        results, sizes, parameters = measure(context, folder)
         if context.rank == 0:
             report(results, sizes, parameters)
     context.stop()

@@ -22,6 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import fault_worker
 
+from config.messages import Parser, UserError, exit_with
+
 FAULTS = ("killed", "stopped", "data", "loop", "raise")
 LESS_OFTEN = ("gil", "evaluate", "write")  # every third round
 LAYOUTS = {
@@ -98,9 +100,16 @@ def check(result: dict) -> None:
 
 def main() -> None:
     """Run ROUNDS rounds, print the table, and exit with the failures if there are any."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 21
-    workers = int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    results = run(draw(rounds), workers)
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("rounds", type=int, nargs="?", default=21)
+    parser.add_argument("workers", type=int, nargs="?", default=3)
+    try:
+        given = parser.parse_args()
+        if min(given.rounds, given.workers) < 1:
+            raise UserError(f"ROUNDS({given.rounds}) and WORKERS({given.workers}) are at least 1")
+    except UserError as mistake:
+        exit_with(mistake)
+    results = run(draw(given.rounds), given.workers)
     print(table(results))
     missed = []
     for result in results:

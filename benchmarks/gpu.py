@@ -7,7 +7,6 @@ Each model is a run of train.py in a process of its own, at the largest micro-ba
 that fits; the first WARM_UP steps are left out and the median of the rest is quoted.
 """
 
-import argparse
 import json
 import platform
 import statistics
@@ -22,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+from config.messages import Parser, UserError, exit_with
 from planner import hardware
 
 WARM_UP, STEPS = 5, 20
@@ -130,12 +130,15 @@ def report(device: str, name: str, ceiling: tuple[float, int], results: list[dic
 
 def main() -> None:
     """Measure, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", help="default: benchmarks/results/gpu-<device name>.md")
-    options = parser.parse_args()
-    if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: torch sees no CUDA device; --device cpu rehearses with small shapes")
+    try:
+        options = parser.parse_args()
+        if options.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("torch sees no CUDA device; --device cpu rehearses with small shapes")
+    except UserError as mistake:
+        exit_with(mistake)
     name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     ceiling = gemm_ceiling(options.device)
     print(f"GEMM ceiling {ceiling[0] / 1e12:.2f} TFLOP/s at {ceiling[1]}", flush=True)

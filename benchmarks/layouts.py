@@ -9,7 +9,6 @@ a machine that slows down slows all of them. The first steps of a run are left o
 is the median of its runs' medians. The shape is that of other code bases' published CPU figures.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -23,6 +22,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the project's own modules
+
+from config.messages import Parser, UserError, exit_with
+
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192"
 BATCH = "--micro-batch-size 2 --global-batch-size 8"
 TOKENS, STEPS, WARM_UP = 8 * 256, 12, 4
@@ -122,10 +125,17 @@ def report(rounds: int, measured: dict[str, tuple[list[float], list[float]]], ot
 
 def main() -> None:
     """Measure in rounds, both systems in turn, and write the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of Trine")
-    given = parser.parse_args()
+    try:
+        given = parser.parse_args()
+        if given.rounds < 1:
+            raise UserError(f"--rounds must be at least 1, not {given.rounds}")
+        if given.against and not (given.against / "train.py").is_file():
+            raise UserError(f"--against {given.against} is no checkout: it has no train.py")
+    except UserError as mistake:
+        exit_with(mistake)
     rounds, root = given.rounds, given.against
     measured: dict[str, tuple[list[float], list[float]]] = {row[0]: ([], []) for row in ROWS}
     for number in range(rounds):

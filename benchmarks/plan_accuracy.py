@@ -10,7 +10,6 @@ that are not among the published ones are never fitted on. Duplicates and rows t
 invalid in the file are left out; all others count.
 """
 
-import argparse
 import csv
 import math
 import platform
@@ -24,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import published_cases
 import published_rows
 
-from config.messages import UserError, exit_with
+from config.messages import Parser, UserError, exit_with
 from planner import hardware, memory, step_time
 from planner.job import Job
 
@@ -374,7 +373,7 @@ def constants_table(values: dict[str, float]) -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Parse, compute, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", default=str(DATA / "measured_rows.csv"), help="measured rows")
     parser.add_argument("--tables", help="decision tables; default: the published ones")
     parser.add_argument("--machine", help="predict every row on this machine")

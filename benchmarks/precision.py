@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the project's own modules
+
+from config.messages import Parser, UserError, exit_with
+from config.validation import check_folder
+
 MODEL = "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --positions rotary"
 TRAINING = "--global-batch-size 4 --steps 200 --lr 3e-3 --min-lr 3e-4 --lr-warmup-samples 80"
 DATA = "--split 95,5,0 --eval-samples 64 --log-every 50"
@@ -35,7 +40,13 @@ def run(folder: Path, ranks: int, precision: str) -> tuple[float, float, int, fl
 
 def main() -> None:
     """Prepare the corpus if it is not there, run everything, print the table."""
-    folder = Path(sys.argv[1])
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="gets corpus and runs")
+    try:
+        folder = parser.parse_args().folder
+        check_folder("FOLDER", str(folder))
+    except UserError as mistake:
+        exit_with(mistake)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "corpus.idx").exists():
         prepare = [sys.executable, "scripts/prepare_data.py", "--stdlib", "--vocab-size", "512"]

@@ -60,6 +60,8 @@ def read_tables(path: str) -> dict[str, list[str]]:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except KeyError as error:
         raise UserError(f"{path} lacks the column {error.args[0]}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is not a CSV file: {error}") from None
     return found
 
 

@@ -148,6 +148,8 @@ def main(arguments: list[str]) -> None:
     """Print Markdown; a user's mistake is one sentence and exit status 2."""
     try:
         options = parser().parse_args(arguments)
+        if not 0 <= options.gain < 1000:
+            raise UserError(f"--gain must be at least 0 and below 1000, not {options.gain}")
         if options.rows:
             lines = replay_file(options.rows, options.tables, options.gain / 100)
         elif options.tables:

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from config.messages import UserError
 
+LARGEST = 2**20  # samples of a step: a schedule lists the actions of every micro-batch
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -107,8 +108,9 @@ def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     for word in words:
         tokens, _, size = str(word).partition(":")
         number = _tokens(tokens)
-        if number is None or not size.isdecimal() or int(size) < 1:
-            raise UserError(f"--batch-schedule takes TOKENS:SIZE such as 5B:1024, not {word!r}")
+        if number is None or not size.isdecimal() or not 0 < float(size) <= LARGEST:
+            wanted = f"TOKENS:SIZE such as 5B:1024, not {word!r} (SIZE: at most {LARGEST})"
+            raise UserError(f"--batch-schedule takes {wanted}")
         steps.append((number, int(size)))
     if steps[0][0] != 0:
         raise UserError(f"--batch-schedule {text}: the first size is for 0 tokens, as in 0:192")

@@ -2,12 +2,15 @@
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
-Types, choices and minima are checked here; config/validation.py checks what depends on several
+Types, choices and limits are checked here; config/validation.py checks what depends on several
 options. Models by name are in config/presets.toml.
 """
 
 import argparse
 import dataclasses
+import math
+import operator
+import re
 import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection
@@ -30,6 +33,14 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
 
 
 PRESETS, ALIASES = _load_presets()
+KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")  # without control characters, UTF-8
+LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "minimum": (operator.ge, "at least"),
+    "maximum": (operator.le, "at most"),
+    "above": (operator.gt, "above"),
+    "below": (operator.lt, "below"),
+}
 
 
 def preset(name: str) -> ModelShape:
@@ -75,17 +86,16 @@ def parse_request(
         names = ["--" + name.replace("_", "-") for name in [*_options(), "config", "model"]]
         raise UserError(f"unknown argument {unknown[0]!r}{nearest(unknown[0], names)}")
     file = values.pop("config", None)
-    given = (_read_toml(file) if file else {}) | values
+    given = (_options_of_file(file) if file else {}) | values
     return Request(build(defaults(frozenset(given)) | given), frozenset(given))
 
 
 def build(values: dict[str, Any]) -> Config:
     """A Config from flat option names; `model`, if given, names the preset to start from."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    base = preset(values.pop("model")) if "model" in values else None
-    options = _options()
     for name, value in values.items():
-        _check_value(name, value, options[name])
+        check_option(name, value)
+    base = preset(values.pop("model")) if "model" in values else None
     groups: dict[str, Any] = {}
     for group, cls in GROUPS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
@@ -132,40 +142,75 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
     section.add_argument(name, type=kind, nargs=meta["nargs"], metavar=metavar, **keywords)
 
 
-def _read_toml(path: str) -> dict[str, Any]:
-    """Flat option values of a TOML file; tables such as [layout] only group keys for the reader."""
+def read_toml(path: str | Path, name: str) -> dict[str, Any]:
+    """The contents of a TOML file, which messages call `name`; UserError if it is none."""
     try:
-        with open(path, "rb") as file:
-            tree = tomllib.load(file)
+        text = Path(path).read_bytes()
+        return tomllib.loads(text.decode())
     except OSError as error:
-        raise UserError(f"cannot read --config {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"--config {path} is not TOML: {error}") from None
+        raise UserError(f"cannot read {name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{name} is not TOML: line {line} is not UTF-8") from None
+    except (ValueError, RecursionError) as error:  # also a number of 5,000 digits, 5,000 brackets
+        raise UserError(f"{name} is not TOML: {error}") from None
+
+
+def _options_of_file(path: str) -> dict[str, Any]:
+    """Flat option values of a TOML file; tables such as [layout] only group keys for the reader."""
     flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= value if isinstance(value, dict) else {key: value}
-    flat = {key.replace("-", "_"): value for key, value in flat.items()}
-    known = [*_options(), "model"]
-    for key in flat:
-        if key not in known:
-            raise UserError(f"--config {path} has an unknown key {key!r}{nearest(key, known)}")
+    tables: dict[str, str] = {}
+    known, tree = [*_options(), "model"], read_toml(path, f"--config {path}")
+    top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
+    groups = {f"in [{key}]": value for key, value in tree.items() if isinstance(value, dict)}
+    for table, values in ({"at the top": top} | groups).items():
+        for key, value in values.items():
+            name = key.replace("-", "_")
+            if name not in known:
+                raise UserError(f"--config {path} has an unknown key {key!r}{nearest(name, known)}")
+            if name in flat:
+                where = f"{tables[name]} and {table}"
+                raise UserError(f"--config {path} gives {key!r} twice: {where}")
+            flat[name], tables[name] = tuple(value) if isinstance(value, list) else value, table
+            try:
+                check_option(name, flat[name])
+            except UserError as error:
+                raise UserError(f"--config {path}: {error}") from None
     return flat
 
 
-def _check_value(name: str, value: Any, f: dataclasses.Field[Any]) -> None:
-    """Check type, choices and minimum of one option, from a flag or from the file."""
-    meta, flag = f.metadata, "--" + name.replace("_", "-")
-    kind: Any = f.type
-    accepted: Any = (int, float) if kind is float else kind
-    if not isinstance(value, accepted):
-        raise UserError(f"{flag} takes a {kind.__name__}, not {value!r}")
-    if isinstance(meta["nargs"], int):
-        wrong = [each for each in value if not isinstance(each, meta["item"])]
-        if wrong or len(value) != meta["nargs"]:
-            words = " ".join(map(str, value))
-            raise UserError(f"{flag} takes {meta['nargs']} {meta['item'].__name__}s, not {words}")
+def check_option(name: str, value: Any) -> None:
+    """UserError if that option, of a flag or a file, has another type, or is out of its limits."""
+    flag = "--" + name.replace("_", "-")
+    if name == "model":
+        return _checked(flag, str, value)
+    meta, kind = _options()[name].metadata, _options()[name].type
+    if meta["nargs"]:
+        count = meta["nargs"] if isinstance(meta["nargs"], int) else None
+        if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):
+            shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
+            raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
+        for each in value:
+            if meta["item"] is int or isinstance(each, str):  # a file may give a weight as a number
+                _checked(flag, meta["item"], each)
+        return None
+    _checked(flag, kind, value)
     if meta["choices"] and value not in meta["choices"]:
         choices = ", ".join(map(str, meta["choices"]))
         raise UserError(f"{flag} is one of {choices}, not {value!r}")
-    if meta["minimum"] is not None and not value >= meta["minimum"]:
-        raise UserError(f"{flag} must be at least {meta['minimum']}, not {value}")
+    for limit, (holds, words) in LIMITS.items():
+        if meta[limit] is not None and not holds(value, meta[limit]):
+            raise UserError(f"{flag} must be {words} {meta[limit]}, not {value}")
+
+
+def _checked(flag: str, kind: Any, value: Any) -> None:
+    """UserError unless the value is of that type and can be stored."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise UserError(f"{flag} must be below 2^63, not a number of {value.bit_length()} bits")
+    accepted: Any = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise UserError(f"{flag} takes {KINDS[kind]}, not {value!r}")
+    if isinstance(value, str) and not TEXT.fullmatch(value):
+        raise UserError(f"{flag} is empty or has control characters: {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{flag} must be a finite number, not {value}")

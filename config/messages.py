@@ -2,16 +2,26 @@
 
 Everything that reads input of the user (flags, files, data) raises `UserError`; the entry points
 print it with `exit_with`. Every program reads its command line with `Parser`, which has --version.
+
+Programs import this module first: it ends a Python that is too old for the others. Until there it
+uses nothing that Python 3.6 lacks.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # as in pyproject.toml
+SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    is_old = f"error: Trine needs Python 3.11 or newer, and {sys.executable} is"
+    sys.stderr.write(f"{is_old} {sys.version.split()[0]}: {SET_UP}\n")
+    sys.exit(2)
 
 
 class UserError(Exception):
@@ -30,6 +40,23 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(message)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's, but an empty text, such as --resume "$UNSET", is a UserError."""
+        words = sys.argv[1:] if args is None else list(args)
+        for before, word in zip(["", *words], words):
+            if not word or (word.startswith("--") and word.find("=") == len(word) - 1):
+                raise UserError(f"no value, after {word or before!r}: is a variable not set?")
+        return super().parse_known_args(words, namespace)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Around imports: a package that is not installed is one sentence and exit status 2."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {SET_UP}"))
 
 
 def nearest(name: str, known: list[str]) -> str:

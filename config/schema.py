@@ -24,16 +24,21 @@ def option(
     *,
     choices: tuple = (),
     minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
     nargs: int | str | None = None,
     item: type = str,
 ) -> Any:
     """A dataclass field that is also a command-line flag and a TOML key of the same name.
 
-    Its annotation is its type. nargs: number of a tuple's values, as in argparse; item: the type
-    of these values.
+    Its annotation is its type. A number is finite, and a whole one is below 2^63. minimum and
+    maximum are allowed, `above` and `below` are not. nargs: number of a tuple's values, as in
+    argparse; item: the type of these values.
     """
-    facts = {"help": help, "choices": choices, "minimum": minimum, "nargs": nargs, "item": item}
-    return field(default=default, metadata=facts)
+    facts = {"help": help, "choices": choices, "nargs": nargs, "item": item}
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return field(default=default, metadata=facts | limits)
 
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
@@ -52,7 +57,7 @@ class ModelShape:
     Fields left at None are derived from the others, so no field of a finished shape is None.
     """
 
-    layers: int = option(None, "transformer blocks", minimum=1)
+    layers: int = option(None, "transformer blocks", minimum=1, maximum=10_000)
     hidden: int = option(None, "width of the residual stream", minimum=1)
     heads: int = option(None, "attention heads", minimum=1)
     kv_heads: int = option(None, "key/value heads, default: heads", minimum=1)
@@ -66,8 +71,8 @@ class ModelShape:
     bias: bool = option(True, "biases in the linear layers")
     embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
     tied: bool = option(True, "the output head shares the embedding's weights")
-    norm_eps: float = option(1e-5, "epsilon of the normalisation")
-    rotary_base: float = option(10000.0, "base of the rotary frequencies")
+    norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
+    rotary_base: float = option(10000.0, "base of the rotary frequencies", above=0.0)
 
     def __post_init__(self) -> None:
         missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
@@ -178,7 +183,10 @@ class Training:
     """What is optimised, in which precision, for how long."""
 
     global_batch_size: int = option(
-        None, "samples per step, default: 8, or the last size of --batch-schedule", minimum=1
+        None,
+        "samples per step, default: 8, or the last size of --batch-schedule",
+        minimum=1,
+        maximum=batches.LARGEST,
     )
     rampup_batch_size: tuple = option(
         None,
@@ -211,19 +219,19 @@ class Training:
         None, "samples of the decay at the end of wsd, default: a tenth", minimum=1
     )
     weight_decay: float = option(0.1, "decoupled weight decay of matrices", minimum=0.0)
-    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0)
-    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0)
+    adam_beta1: float = option(0.9, "Adam's first-moment decay", minimum=0.0, below=1.0)
+    adam_beta2: float = option(0.95, "Adam's second-moment decay", minimum=0.0, below=1.0)
     adam_eps: float = option(1e-8, "Adam's epsilon", minimum=0.0)
-    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0)
+    sgd_momentum: float = option(0.9, "momentum of --optimizer sgd", minimum=0.0, below=1.0)
     initial_loss_scale_power: int = option(
-        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0
+        16, "fp16: the dynamic loss scale begins at 2 to this power", minimum=0, maximum=127
     )
     loss_scale: float = option(0.0, "fp16: a fixed loss scale, 0: dynamic", minimum=0.0)
     loss_scale_window: int = option(
         1000, "fp16: steps without overflow after which the scale doubles", minimum=1
     )
     loss_scale_hysteresis: int = option(2, "fp16: overflows until the scale is halved", minimum=1)
-    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", minimum=0.0)
+    min_loss_scale: float = option(1.0, "fp16: smallest dynamic loss scale", above=0.0)
     max_overflows: int = option(
         5, "fp16: overflows in a row at the smallest scale that end the run", minimum=1
     )

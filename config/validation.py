@@ -5,7 +5,10 @@
 Every message shows both sides of what does not fit, with their numbers.
 """
 
+import contextlib
 import dataclasses
+import os
+import tempfile
 
 from config.messages import UserError
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Run, Training, batch_schedule
@@ -186,3 +189,34 @@ def _check_run(run: Run, steps: int) -> None:
     step = run.profile_step
     if step is not None and step > steps:
         raise UserError(f"--profile-step {step} is never reached: the run has {steps} steps")
+
+
+# ---- Files, as one rank sees them ----------------------------------------------------------------
+
+
+def check_paths(config: Config) -> None:
+    """UserError if files that the run reads are missing, or those that it writes cannot be made."""
+    run = config.run
+    check_folder("--out", run.out)
+    for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
+        if path and os.path.isdir(path):
+            raise UserError(f"{flag} {path} is a folder, not a file that may appear")
+    if run.kill_switch and os.path.exists(run.kill_switch):
+        raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
+    if run.resume not in (None, "auto") and not os.path.isdir(run.resume):
+        raise UserError(f"--resume {run.resume}: there is no such folder")
+
+
+def check_folder(flag: str, path: str) -> None:
+    """UserError if that folder does not exist and cannot be made, or no file can be made in it.
+
+    Nothing is left behind: the file has no name, and it is in the last part that exists.
+    """
+    found = os.path.abspath(path)
+    while not os.path.lexists(found):
+        found = os.path.dirname(found)
+    try:
+        with tempfile.TemporaryFile(dir=found), contextlib.suppress(FileNotFoundError):
+            os.stat(path)  # an error for a name that is too long
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot write in {found}: {error.strerror}") from None

@@ -142,6 +142,12 @@ def _map(path: str) -> np.ndarray:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
+def check_pair(prefix: str) -> None:
+    """UserError if the pair does not exist or cannot be read; its contents are not looked at."""
+    for suffix in (".idx", ".bin"):
+        _map(prefix + suffix)
+
+
 class IndexedDatasetWriter:
     """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, as a stream.
 

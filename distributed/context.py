@@ -28,7 +28,7 @@ import psutil
 from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed.job_store import host_address
-from distributed.launch import Launch, job_nodes
+from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
 from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
@@ -38,7 +38,6 @@ from watchdog.heartbeat import Watchdog, start_monitor
 if TYPE_CHECKING:
     from distributed.collectives import Group
 
-SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
 SECONDS_FOR_MONITOR_TO_END = 5.0
 # Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
 # under mpirun it ends them, and they wait for that at most so long.

@@ -12,12 +12,17 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 import contextlib
 import os
 import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from config.messages import UserError
-from distributed.placement import allowed_cores
+from config.messages import UserError, exit_with
+from distributed.placement import allowed_cores, threads_asked_for
+
+SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
 
 
 @dataclass(frozen=True)
@@ -38,28 +43,52 @@ class Launch:
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process, its rank and the number of ranks."""
+    """The launcher that started this process, its rank, the number of ranks; raises UserError."""
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
-        return Launch("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
+        return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
     if "OMPI_COMM_WORLD_SIZE" in env:
-        rank, size = int(env["OMPI_COMM_WORLD_RANK"]), int(env["OMPI_COMM_WORLD_SIZE"])
-        return Launch("mpirun of Open MPI", rank, size, mpi=True)
+        place = _rank_and_size(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+        return Launch("mpirun of Open MPI", *place, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
     # In a Slurm job MPICH's mpirun starts its helper processes with srun: that step is not ours.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
-        return Launch("mpirun", int(env["PMI_RANK"]), int(env["PMI_SIZE"]), mpi=True)
+        return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
-        return Launch("srun", int(env["SLURM_PROCID"]), _slurm_tasks(env), mpi=True)
+        return Launch("srun", _number(env, "SLURM_PROCID"), _slurm_tasks(env), mpi=True)
     return Launch("python")
+
+
+def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
+    """A whole number in an environment variable, less than that in `below`; else UserError."""
+    text = env.get(name)
+    if text is None:
+        raise UserError(f"the launcher has set some of its variables, but not {name}")
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UserError(f"the environment variable {name} is {text!r}, not a whole number")
+    if below and int(text) >= _number(env, below):
+        raise UserError(f"{name} is {text}, which is not below {below}, {env[below]}")
+    return int(text)
+
+
+def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int]:
+    return _number(env, rank, below=size), _number(env, size)
 
 
 def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
     """A warning about how this process was started, or None; UserError if it cannot work."""
     env = os.environ if environment is None else environment
     tasks = _slurm_tasks(env)
+    for read in (threads_asked_for, job_nodes, cores_asked_for):
+        read()  # a UserError is better now than later
     if launch.launcher == "torchrun":
-        outer = max(int(env.get(n, 1)) for n in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+        _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
+        if launch.size > 1:
+            _number(env, "MASTER_PORT")
+            if not env.get("MASTER_ADDR"):
+                raise UserError("torchrun's MASTER_ADDR is not set, where the ranks meet")
+        sizes = [name for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE") if name in env]
+        outer = max((_number(env, name) for name in sizes), default=1)
         outer = max(outer, tasks if "SLURM_STEP_ID" in env else 1)
         if outer > 1 and env.get("GROUP_WORLD_SIZE") == "1":
             raise UserError(
@@ -77,7 +106,24 @@ def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -
 
 
 def _slurm_tasks(env: Mapping[str, str]) -> int:
-    return int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+    names = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in env]
+    return _number(env, names[0]) if names else 1
+
+
+def end_job(launch: Launch, mistake: UserError) -> NoReturn:
+    """Print a mistake that only this rank looked for, and end all ranks with status 2.
+
+    MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: meet them.
+    """
+    print(f"error: {mistake}", file=sys.stderr, flush=True)
+    if launch.mpi and launch.size > 1:
+        _local_by_mpi(launch)
+        from mpi4py import MPI
+
+        time.sleep(SECONDS_TO_FLUSH)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide MPI_Abort's message
+        MPI.COMM_WORLD.Abort(2)
+    exit_with(mistake, prints=False, delay=0.0)
 
 
 # ---- On its node ---------------------------------------------------------------------------------
@@ -102,13 +148,14 @@ def node_name() -> str:
 def job_nodes() -> int | None:
     """The number of nodes of the Slurm job, if this process is in one."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
-    return int(nodes) if nodes else None
+    return _number(os.environ, "SLURM_JOB_NUM_NODES") if nodes else None
 
 
 def cores_asked_for() -> int | None:
     """--cpus-per-task of the Slurm job, if this process is in a step of one."""
     asked = os.environ.get("SLURM_CPUS_PER_TASK")
-    return int(asked) if asked and "SLURM_STEP_ID" in os.environ else None
+    in_step = "SLURM_STEP_ID" in os.environ
+    return _number(os.environ, "SLURM_CPUS_PER_TASK") if asked and in_step else None
 
 
 def find_local(launch: Launch) -> Local:
@@ -116,7 +163,7 @@ def find_local(launch: Launch) -> Local:
     if launch.mpi:
         return _local_by_mpi(launch)
     if launch.launcher == "torchrun":
-        rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        rank, size = _rank_and_size(os.environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return Local(rank, size, launch.size == size, size, rank)
     return Local(0, 1, True, 1, 0)
 

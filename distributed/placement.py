@@ -49,6 +49,18 @@ def allowed_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0)))
 
 
+def threads_asked_for() -> int | None:
+    """OMP_NUM_THREADS, if set: of a list, its first number, which is OpenMP's outermost level.
+
+    UserError unless it is a list of whole numbers above 0, as OpenMP has it.
+    """
+    text = os.environ.get("OMP_NUM_THREADS", "").strip()
+    parts = [part.strip() for part in text.split(",")]
+    if text and not all(part.isdecimal() and 0 < float(part) < 2**20 for part in parts):
+        raise UserError(f"OMP_NUM_THREADS is {text!r}, not a number of threads above 0, or a list")
+    return int(parts[0]) if text else None
+
+
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
     """For each core, in the machine's order, those of the logical CPUs that are its threads."""
     groups: dict[int, list[int]] = {}

@@ -116,8 +116,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     if share is not None and run.bind_cores and local.sharing > 1:
         os.sched_setaffinity(0, share)  # of this thread, and of those that it starts later
         cores = share
-    requested = os.environ.get("OMP_NUM_THREADS")
-    threads = int(requested) if requested else max(1, len(physical) // local.sharing)
+    threads = placement.threads_asked_for() or max(1, len(physical) // local.sharing)
     torch.set_num_threads(threads)
     return cores, threads
 

@@ -28,7 +28,6 @@ from collections.abc import Callable
 
 import psutil
 
-from config.messages import UserError
 from config.schema import Run
 from distributed.launch import Launch
 
@@ -105,12 +104,6 @@ class Signals:
         with contextlib.suppress(OSError):  # nobody reads it any more
             print(f"{why}: ending at once, without a save", file=sys.stderr, flush=True)
         self.end(status)
-
-
-def check_kill_switch(run: Run) -> None:
-    """UserError if the file of --kill-switch exists before the run begins."""
-    if run.kill_switch and os.path.exists(run.kill_switch):
-        raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
 
 
 class StopConditions:

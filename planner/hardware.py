@@ -8,11 +8,12 @@ numbers have their source there. A name in place of a number is a constant fitte
 `hardware/fitted.toml` has its value, unit, meaning and those rows.
 """
 
-import tomllib
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from config.command_line import read_toml
 from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
@@ -101,7 +102,8 @@ def names() -> list[str]:
 
 def constants() -> list[Constant]:
     """Every fitted constant, as listed by `plan.py constants`."""
-    return [Constant(name, **entry) for name, entry in _read(FOLDER / f"{FITTED}.toml").items()]
+    entries = read_toml(FOLDER / f"{FITTED}.toml", FITTED)
+    return [Constant(name, **entry) for name, entry in entries.items()]
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
@@ -120,7 +122,7 @@ def _merged(name: str) -> dict[str, Any]:
     if name not in names():
         hint = nearest(name, names()) or f"; there are {', '.join(names())}"
         raise UserError(f"no machine is called {name!r}{hint}")
-    own = _read(FOLDER / f"{name}.toml")
+    own = read_toml(FOLDER / f"{name}.toml", name)
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
@@ -137,16 +139,6 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
         entries[link] = Link(**entries[link])
     entries["software"] = Software(**entries.get("software", {}))
     return Machine(name=name, **entries)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise UserError(f"cannot read {path.name}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path.name} is not TOML: {error}") from None
 
 
 # ---- Calibration ---------------------------------------------------------------------------------
@@ -167,7 +159,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
                                    2 (n-1) alpha + 2 (n-1)/n bytes / beta
         [network] alpha, beta      the same between nodes, bytes/s of one node
     """
-    entries, file = _read(Path(path)), f"the calibration {path}"
+    entries, file = read_toml(path, path), f"the calibration {path}"
     device = str(entries.pop("device", ""))
     if machine.device.lower() not in device.lower():
         where = f"{device or 'no stated device'!r}, but {machine.name} has {machine.device!r}"
@@ -176,7 +168,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
             changes[key] = _calibrated_link(file, key, entry, machine)
-        elif key in CALIBRATED and isinstance(entry, (int, float)) and entry >= 0:
+        elif key in CALIBRATED and _is_rate(entry, zero=key not in RATES):
             changes[key] = int(entry) if key == "node" else float(entry)
         else:
             known = ", ".join((*CALIBRATED, "nvlink", "network"))
@@ -187,11 +179,17 @@ def calibrate(machine: Machine, path: str) -> Machine:
     return replace(machine, **changes)
 
 
+def _is_rate(entry: Any, zero: bool = False) -> bool:
+    """Whether it is a finite number above 0, or 0 itself if that is allowed."""
+    number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
+    return number and (0 < entry < math.inf or (zero and entry == 0))
+
+
 def _calibrated_link(file: str, key: str, entry: Any, machine: Machine) -> Link:
     if not isinstance(entry, dict) or set(entry) != {"alpha", "beta"}:
         raise UserError(f"{file} needs alpha and beta in [{key}], not {entry!r}")
     alpha, beta = entry["alpha"], entry["beta"]
-    if not all(isinstance(v, (int, float)) for v in (alpha, beta)) or alpha < 0 or beta <= 0:
+    if not _is_rate(alpha, zero=True) or not _is_rate(beta):
         raise UserError(f"{file} has [{key}] alpha = {alpha}, beta = {beta}")
     bandwidth = getattr(machine, key).bandwidth
     return Link(float(alpha), bandwidth, beta / bandwidth)

@@ -11,6 +11,7 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from config.messages import UserError
 from config.model_stats import block_parameters, norm_parameters
 from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
@@ -26,6 +27,7 @@ SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor":
 LOGIT_BYTES = 2 + 4 + 4 + 4
 FUSED_LOGIT_BYTES = 2 + 4 + 4
 # The parts that follow from model and layout alone, without the allocator and the libraries.
+LARGEST_GPU = 1e12  # bytes, above those of any
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
 
 
@@ -83,6 +85,22 @@ def of_run(config: Config) -> list[dict[str, float]]:
     training = replace(config.training, global_batch_size=batch)
     table = stages(Job(config.model, config.layout, training, machine))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
+
+
+def check_fits(table: list[dict[str, float]], config: Config, node: float) -> None:
+    """UserError if a rank certainly needs more memory than its node of `node` bytes, or any GPU.
+
+    table: that of `of_run`. Weights, gradients and optimizer state alone must fit, and half of all
+    parts, whose formulas are less exact.
+    """
+    room, what = node, f"this node has {node / 1e9:,.1f} GB of memory and swap"
+    if config.run.device != "cpu" and node < LARGEST_GPU:
+        room, what = LARGEST_GPU, f"no GPU has {LARGEST_GPU / 1e9:,.0f} GB"
+    for stage, parts in enumerate(table):
+        states = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
+        if max(states, sum(parts.values()) / 2) > room:
+            shown = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in parts.items())
+            raise UserError(f"a rank of stage {stage} needs, in GB, {shown}; {what}")
 
 
 # ---- One stage -----------------------------------------------------------------------------------

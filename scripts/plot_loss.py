@@ -3,38 +3,79 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-import matplotlib
+# Python puts this script's folder on the path; the modules that it uses are in its parent.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-matplotlib.use("Agg")  # no display needed
-import matplotlib.pyplot as plt
-import numpy as np
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    import numpy as np
+
+    from config.messages import Parser, UserError, exit_with
+    from config.validation import check_folder
 
 
-def read(folder: Path) -> tuple[list[dict], list[dict]]:
-    """Rows of steps and rows of evaluations."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in rows if "loss" in r], [r for r in rows if "validation_loss" in r]
+def read(folder: Path) -> tuple[list[dict], list[dict], dict]:
+    """Rows of steps, rows of evaluations and the configuration; UserError if they are none."""
+    lines = _text(folder / "metrics.jsonl").split("\n")[:-1]  # after it: an incomplete line
+    rows = [_table(line, f"{folder}/metrics.jsonl, line {n},") for n, line in enumerate(lines, 1)]
+    config = _table(_text(folder / "run.json"), f"{folder}/run.json").get("config")
+    steps = [row for row in rows if "loss" in row]
+    if not steps or not isinstance(config, dict):
+        missing = "rows of steps" if not steps else "configuration"
+        raise UserError(f"{folder} has no {missing}: it is not the --out of a run of train.py")
+    return steps, [row for row in rows if "validation_loss" in row], config
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text: byte {error.start} is not UTF-8") from None
+
+
+def _table(text: str, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is not a JSON object")
+    return value
 
 
 def draw(folder: Path) -> Path:
-    """Training loss, its running mean and the evaluations, over tokens."""
-    steps, evaluations = read(folder)
-    config = json.loads((folder / "run.json").read_text())["config"]
-    layout, seq_length = config["layout"], config["model"]["seq_length"]
-    tokens = np.array([row["consumed_tokens"] for row in steps])
-    losses = np.array([row["loss"] for row in steps])
+    """Training loss, its running mean and the evaluations, over tokens; UserError."""
+    steps, evaluations, config = read(folder)
+    try:
+        layout, seq_length = config["layout"], config["model"]["seq_length"]
+        tokens = np.array([row["consumed_tokens"] for row in steps], float)
+        losses = np.array([row["loss"] for row in steps], float)
+        places = [row["consumed_samples"] * seq_length for row in evaluations]
+        title = "tp {tp} x pp {pp} x dp {dp}, zero {zero}".format(**layout)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{folder} is not the --out of a run of train.py: {error!r}") from None
+    check_folder("FOLDER", str(folder))
+    with messages.installed():
+        import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
     width = max(1, len(losses) // 25)
     mean = np.convolve(losses, np.ones(width) / width, mode="valid")
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(tokens, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="each step")
     axes.plot(tokens[width - 1 :], mean, color="tab:blue", label=f"mean of {width} steps")
-    places = [row["consumed_samples"] * seq_length for row in evaluations]
     values = [row["validation_loss"] for row in evaluations]
     axes.plot(places, values, "o", color="tab:orange", label="validation")
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss, nats per token")
-    axes.set_title("tp {tp} x pp {pp} x dp {dp}, zero {zero}".format(**layout))
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
     path = folder / "loss.png"
@@ -42,7 +83,15 @@ def draw(folder: Path) -> Path:
     return path
 
 
+def main() -> None:
+    """Draw the loss of the run that the command line names; a mistake is exit status 2."""
+    parser = Parser(description="Draw the loss of a run.")
+    parser.add_argument("folder", type=Path, help="the --out of a run of train.py")
+    try:
+        print(f"loss curve: {draw(parser.parse_args().folder)}")
+    except UserError as mistake:
+        exit_with(mistake)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.jsonl").exists():
-        sys.exit("usage: python scripts/plot_loss.py FOLDER, a run's folder with metrics.jsonl")
-    print(f"loss curve: {draw(Path(sys.argv[1]))}")
+    main()

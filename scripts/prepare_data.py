@@ -21,17 +21,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-from rich.progress import Progress
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.messages import Parser, UserError, exit_with
-from corpora.token_files import IndexedDatasetWriter
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    import numpy as np
+    from rich.progress import Progress
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from config.messages import Parser, UserError, exit_with
+    from config.validation import check_folder
+    from corpora.token_files import IndexedDatasetWriter
 
 SUFFIXES = (".py", ".txt", ".md", ".jsonl")
+MOST_IDS = 2**22  # of a new tokenizer: more than any text needs, and its trainer allocates them all
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 BATCH_BYTES = 1 << 22  # text encoded at a time: enough for all cores
 
@@ -220,11 +225,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.paths and not options.stdlib:
         raise UserError("nothing to prepare: name files or folders, or give --stdlib")
-    if options.tokenizer and options.vocab_size:
+    if options.tokenizer and options.vocab_size is not None:
         raise UserError("--vocab-size is for a new tokenizer; --tokenizer has its own")
-    options.vocab_size = options.vocab_size or 8192
+    if options.vocab_size is None:
+        options.vocab_size = 8192
     if options.vocab_size < 257:
         raise UserError(f"--vocab-size({options.vocab_size}) must hold 256 bytes and the end token")
+    if options.vocab_size > MOST_IDS:
+        raise UserError(f"--vocab-size({options.vocab_size}) must be at most {MOST_IDS}")
+    if not 0 < options.tokenizer_mb < 1e9:
+        raise UserError(f"--tokenizer-mb({options.tokenizer_mb}) must be above 0 and below 1e9")
+    if not os.path.basename(options.out):
+        raise UserError(f"--out {options.out} is a folder: name a prefix in it, as data/books")
+    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
     if not 0 <= options.shuffle_seed < 2**32:
         raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
     return options

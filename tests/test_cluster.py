@@ -142,6 +142,7 @@ def test_mpi4py_without_an_mpi_library():
 
 def test_torchruns_without_a_common_rendezvous():
     env = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
+    env |= {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
     launch = discover(env)
     assert check_launch(launch, env) is None
     for outer in (

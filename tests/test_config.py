@@ -95,7 +95,7 @@ def test_flags_win_over_the_file(tmp_path):
     ("text", "sentence"),
     [
         ("laers = 3\n", "unknown key 'laers'; did you mean 'layers'?"),
-        ("layers = 'many'\n", "--layers takes a int, not 'many'"),
+        ("layers = 'many'\n", "--layers takes a whole number, not 'many'"),
         ("layers = \n", "is not TOML"),
     ],
 )

@@ -184,7 +184,7 @@ def test_the_key_of_json_lines(tmp_path):
         (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
         (["a.txt", "--tokenizer", "missing.json"], r"cannot read --tokenizer missing\.json"),
         (["a.txt", "--tokenizer", "a.txt"], r"--tokenizer a\.txt is not a tokenizer"),
-        (["a.txt", "--out", "a.txt/c"], r"cannot write a\.txt/c\.bin"),
+        (["a.txt", "--out", "a.txt/c"], r"folder of --out, a\.txt: cannot write in"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, arguments, message):

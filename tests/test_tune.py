@@ -173,6 +173,28 @@ def test_a_third_fails_and_the_rest_is_ranked(tmp_path):
         assert reason in table
 
 
+def test_a_search_without_a_run_that_trains_fails(tmp_path):
+    words = [*SMALL.split(), "--recompute", "none", "--budget", "2"]
+    done, stored = tuned(tmp_path, *words, FAKE_FAILURES=json.dumps({"crash": {}}))
+    assert done.status == 1, done.err
+    assert [trial["status"] for trial in stored] == ["crash", "crash"]
+    assert "crash: status 1" in (tmp_path / "table.md").read_text()
+    assert "Traceback" not in done.err
+    again, stored = tuned(tmp_path, *words, "--try", "zero=1,2")  # one that trains is enough
+    assert again.status == 0, again.err
+    assert {"crash", "ok"} == {trial["status"] for trial in stored}
+
+
+def test_a_file_of_trials_is_changed_only_if_it_is_one(tmp_path):
+    path = tmp_path / "trials.jsonl"
+    path.write_text("notes of my own\nand more")
+    with pytest.raises(UserError, match="line 1, is no trial"):
+        trials.TrialStore(path)
+    assert path.read_text() == "notes of my own\nand more"
+    trials.TrialStore(tmp_path / "new" / "trials.jsonl")
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
 def test_out_of_memory_spares_what_needs_more(tmp_path):
     tuner = new_session(tmp_path)
     lean, small, large = (
@@ -444,9 +466,9 @@ def test_replay_of_own_results(finished):
         (["--ranks", "8"], "give --launch"),
         (["--launch", "mpirun -n {ranks}"], "give --ranks"),
         (["--launch", "mpirun", "--ranks", "8"], r"has no \{ranks\}"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--budget", "soon"], "--budget is trials"),
+        (["--launch", "x {ranks}", "--ranks", "8", "--budget", "soon"], "--budget is a number"),
         (["--launch", "x {ranks}", "--ranks", "8", "--try", "shoes=2"], "--try takes AXIS"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--try", "zero=9"], "is not one of"),
+        (["--launch", "x {ranks}", "--ranks", "8", "--try", "zero=9"], "is one of"),
         (["--launch", "x {ranks}", "--ranks", "8", "--gpu", "a100"], "no machine is called"),
     ],
 )

@@ -27,8 +27,11 @@ class Budget:
                 self.minutes = float(text[:-1])
             elif text:
                 self.trials = int(text)
+            if text and not 0 < min(self.minutes, self.trials) < math.inf:
+                raise ValueError
         except ValueError:
-            raise UserError(f"--budget is trials or minutes, as 12 or 90m, not {text!r}") from None
+            wanted = "a number of trials or minutes above 0, as 12 or 90m"
+            raise UserError(f"--budget is {wanted}, not {text!r}") from None
         self.ending = f"the budget of {text} is spent; run again with a larger one to continue"
 
     def spent(self, stored: list[Trial]) -> bool:

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import math
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from config import command_line
 from config.messages import UserError
 from config.schema import Config
+from config.validation import check_folder
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
@@ -30,6 +32,7 @@ from tuner.search_space import Candidate
 from tuner.trials import Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
+MOST = 1e18  # of the numbers on the command line
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,15 +67,20 @@ class Session:
     def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
         """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
         for name in ("launch", "ranks"):
-            if not getattr(options, name):
+            if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
-        if options.ranks < 1 or options.timed < 1 or options.time_limit <= 0:
-            raise UserError("--ranks, --timed and --time-limit must be above 0")
+        for name in ("ranks", "timed", "time_limit", "tokens", "gain", "reference_every"):
+            value, least = getattr(options, name), name in ("gain", "reference_every")
+            if value is not None and not (0 < value < MOST or (least and value == 0)):
+                limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
+                raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+        if options.models and (options.sweep or options.max_params or options.min_ranks):
+            raise UserError("--models are searched: leave out --sweep, --max-params, --min-ranks")
         self.options, self.train_arguments = options, train_arguments
         request = self._request()
         self.config = request.config
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
-        self.tried = sweeps.tried_values(options.tried)
+        self.tried = sweeps.tried_values(options.tried, options.sweep)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
         axes = request.given.intersection(search_space.AXES)
         self.held = {name: [getattr(self.config.layout, name)] for name in axes}
@@ -80,9 +88,12 @@ class Session:
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
-        self.runner.launch_command(options.ranks)  # a UserError if it has no {ranks}
+        launcher = self.runner.launch_command(options.ranks)[0]
+        check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
+        if not shutil.which(launcher):
+            raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
         self.subject, self.ending = "the fastest layout", "every layout has been measured"

@@ -9,13 +9,13 @@ A sweep changes one option and keeps the others: the layout is the given one, or
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from config.command_line import reshape
+from config.command_line import check_option, reshape
 from config.messages import UserError
 from config.model_stats import parameters
-from config.schema import Config, Layout
+from config.schema import Config
 from config.validation import check_any_length
 from planner import layouts
 from planner.hardware import Machine
@@ -42,28 +42,32 @@ LARGEST_STEP = 64  # of the sizes that `largest_model` tries: some 5000 times th
 Bound = tuple[Candidate | None, Candidate | None]
 
 
-def tried_values(texts: list[str]) -> dict[str, list]:
-    """The values of each --try AXIS=V,V by axis; UserError for an unknown axis or value."""
-    known = [*search_space.AXES, *(name.replace("-", "_") for name in SWEEPS)]
+def tried_values(texts: list[str], swept: str | None = None) -> dict[str, list]:
+    """The values of each --try AXIS=V,V by axis; UserError for an unknown axis or value.
+
+    swept: what --sweep names; of other sweeps no values can be tried.
+    """
+    options = {name: name for name in search_space.AXES}
+    if swept and SWEEPS[swept][1]:
+        options[swept.replace("-", "_")] = SWEEPS[swept][1]
     found: dict[str, list] = {}
     for text in texts:
         name, _, values = text.partition("=")
         name = name.replace("-", "_")
-        if name not in known or not values:
-            axes = ", ".join(search_space.AXES)
-            raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, not {text!r}")
-        found[name] = [_tried_value(name, value) for value in values.split(",")]
+        if name not in options or not values or name in found:
+            axes = ", ".join(axis.replace("_", "-") for axis in options)
+            raise UserError(f"--try takes AXIS=V,V with AXIS one of {axes}, once, not {text!r}")
+        try:
+            found[name] = [_tried_value(options[name], value) for value in values.split(",")]
+        except UserError as error:
+            raise UserError(f"--try {text}: {error}") from None
     return found
 
 
-def _tried_value(name: str, text: str) -> bool | int | str:
-    """One value of an axis, in the type of its option."""
-    if text in ("true", "false"):
-        return text == "true"
-    value = int(text) if text.isdigit() else text
-    choices = {f.name: f.metadata["choices"] for f in fields(Layout)}.get(name)
-    if choices and value not in choices:
-        raise UserError(f"--try {name}: {text} is not one of {', '.join(map(str, choices))}")
+def _tried_value(option: str, text: str) -> bool | int | str:
+    """One value of an option, in its type; UserError if it cannot have that value."""
+    value = {"true": True, "false": False}.get(text, int(text) if text.isdecimal() else text)
+    check_option(option, value)
     return value
 
 

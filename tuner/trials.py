@@ -95,7 +95,10 @@ class Runner:
         if "{ranks}" not in self.launch:
             text = f"--launch {self.launch!r} has no {{ranks}}, as in 'mpirun -n {{ranks}}'"
             raise UserError(text)
-        words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
+        try:
+            words = shlex.split(self.launch.replace("{ranks}", str(ranks)))
+        except ValueError as error:  # a quotation mark without a second one
+            raise UserError(f"--launch {self.launch!r} is not a command: {error}") from None
         # torchrun and forkrun.py start Python for the program themselves.
         if not any(Path(word).name == "torchrun" or word.endswith(".py") for word in words):
             words.append(sys.executable)
@@ -266,19 +269,22 @@ class TrialStore:
     def __init__(self, path: Path):
         """Read the trials of an existing file; raises UserError if it is not a file of trials."""
         self.path, self.trials = path, []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        *lines, rest = path.read_text().split("\n") if path.exists() else [""]
-        if rest:  # interrupted in the middle of a line: remove it before appending
-            path.write_text("".join(line + "\n" for line in lines))
+        try:
+            *lines, rest = path.read_text().split("\n") if path.exists() else [""]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the trials in {path}: {error}") from None
         for number, line in enumerate(lines, start=1):
             try:
                 self.trials.append(Trial(**json.loads(line)))
-            except (json.JSONDecodeError, TypeError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}, line {number}, is no trial: {error}") from None
+        if rest:  # interrupted in the middle of a line: remove it before appending
+            path.write_text("".join(line + "\n" for line in lines))
 
     def add(self, trial: Trial) -> None:
         """Append one trial and wait until it is on the disk."""
         self.trials.append(trial)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a") as file:
             file.write(json.dumps(asdict(trial)) + "\n")
             file.flush()

@@ -1,0 +1,109 @@
+"""Mistakes over all programs: one sentence, status 2, nothing created, before torch is imported."""
+
+import ast
+import sys
+from dataclasses import replace
+
+import mistake_cases
+import pytest
+import ranks
+from mistake_cases import CASES
+from ranks import ROOT
+
+from config import command_line, validation
+from config.messages import UserError
+from distributed.launch import check_launch, discover
+from distributed.placement import threads_asked_for
+from planner import memory
+
+ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py")
+SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
+MOST_PROCESSOR_SECONDS = 3.0
+
+
+def test_every_mistake_is_one_sentence_and_creates_nothing(tmp_path):
+    assert len({str((case.command, case.environment)) for case in CASES}) == len(CASES) >= 300
+    folder = mistake_cases.prepare(tmp_path)
+    before = mistake_cases.contents(folder)
+    wrong = {}
+    for case, outcome in zip(CASES, mistake_cases.run_all(folder, CASES)):
+        one_line = len(outcome.err) == 1 and outcome.err[0].startswith("error: ")
+        silent = outcome.out == "" or "see the reasons above" in case.sentence
+        quick = case.after_torch or outcome.processor < MOST_PROCESSOR_SECONDS
+        early = case.after_torch or "torch" not in outcome.imported
+        said = one_line and case.sentence in outcome.err[0]
+        if not (outcome.status == 2 and said and silent and quick and early):
+            wrong[f"{case.program} {case.words}"] = (outcome.status, outcome.err[-3:], outcome.out)
+    assert wrong == {}
+    assert mistake_cases.contents(folder) == before
+
+
+# ---- An environment that cannot work -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS])
+def test_an_old_python_and_a_missing_package_are_sentences(program):
+    start = f"import runpy; runpy.run_path({program!r}, run_name='__main__')"
+    old = "import sys; sys.version_info = (3, 10, 13, 'final', 0); " + start
+    done = ranks.start([sys.executable, "-c", old, "--help"], 60)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: Trine needs Python 3.11 or newer, and ")
+    assert done.err.count("\n") == 1
+    if program != "plan.py":  # it needs none
+        packages = "('psutil', 'h5py', 'numpy', 'matplotlib')"
+        without = f"import sys; sys.modules |= dict.fromkeys({packages}); {start}"
+        done = ranks.start([sys.executable, "-c", without, "--no-such-flag"], 60)
+        assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
+        assert " has no package '" in done.err
+        assert "scripts/setup.sh" in done.err
+
+
+@pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "config/messages.py"])
+def test_an_old_python_reads_as_far_as_the_sentence(program):
+    ast.parse((ROOT / program).read_text(), feature_version=(3, 7))
+
+
+# ---- What processes do not show ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "threads"), [(" 4, 2", 4), ("3", 3), ("", None)])
+def test_the_first_of_a_list_of_threads_counts(monkeypatch, text, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert threads_asked_for() == threads
+
+
+def test_what_launchers_set_is_accepted():
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    assert discover(torchrun).rank == 1
+    slurm = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+    assert (discover(slurm).rank, discover(slurm).size) == (3, 4)
+    assert check_launch(discover(torchrun), torchrun) is None
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
+    validation.check_folder("--out", str(tmp_path))
+    validation.check_folder("--out", str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match=r"cannot write in .*: File name too long"):
+        validation.check_folder("--out", str(tmp_path / ("x" * 300)))
+    (tmp_path / "link").symlink_to(tmp_path / "link")
+    with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
+        validation.check_folder("--out", str(tmp_path / "link" / "run"))
+
+
+def test_only_what_certainly_does_not_fit_is_refused():
+    words = "--layers 4 --hidden 64 --heads 4 --vocab-size 1000 --steps 1 --device cpu"
+    config = validation.check(command_line.parse(words.split()), 1)
+    table = memory.of_run(config)
+    states = sum(table[0][part] for part in ("weights", "gradients", "optimizer"))
+    least = max(states, sum(table[0].values()) / 2)
+    memory.check_fits(table, config, least)
+    with pytest.raises(UserError, match=r"needs, in GB, .*this node has 0\.0 GB"):
+        memory.check_fits(table, config, least - 1)
+    on_gpu = replace(config, run=replace(config.run, device="auto"))
+    memory.check_fits(table, on_gpu, 1.0)  # the model may be on a GPU
+    huge = [dict.fromkeys(memory.OF_RUN, 1000000000000.0)]
+    with pytest.raises(UserError, match="no GPU has 1,000 GB"):
+        memory.check_fits([huge[0] | {"weights": 1.1e12}], on_gpu, 1.0)
+    memory.check_fits([huge[0] | {"weights": 1.1e12}], on_gpu, 1e13)
