@@ -93,6 +93,24 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
     return local_rank % visible
 
 
+# A switch for tests alone: with it set, ranks share a GPU over NCCL (tests/test_nccl.py).
+SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
+
+
+def share_gpu_for_tests(rank: int) -> bool:
+    """Whether SHARE_FOR_TESTS is set; if so, have NCCL take each rank for a node of its own.
+
+    NCCL refuses two ranks on one GPU of one host, which it knows by NCCL_HOSTID. Messages go over
+    the loopback device: milliseconds each. Call it before the first process group.
+    """
+    if not os.environ.get(SHARE_FOR_TESTS):
+        return False
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    return True
+
+
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
     for gpu, several in ranks_by(place.gpu for place in places).items():
@@ -117,7 +135,7 @@ def placement_warnings(
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
     found = [*_uneven_nodes(places, job_nodes), *_split_tensor_group(places, layout)]
-    return found + _cores_not_inherited(places)
+    return found + _cores_not_inherited(places) + _shared_gpus(places)
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
@@ -153,6 +171,15 @@ def _cores_not_inherited(places: list[Place]) -> list[str]:
         f"{places[rank].asked_cores}: since Slurm 22.05 srun does not inherit it; give it to srun "
         f"as well"
         for rank in short[:1]
+    ]
+
+
+def _shared_gpus(places: list[Place]) -> list[str]:
+    shared = [(g, r) for g, r in ranks_by(p.gpu for p in places).items() if g and len(r) > 1]
+    return [
+        f"ranks {number_ranges(ranks)} share one GPU ({gpu}) and each takes its turn: for tests "
+        f"(over nccl only {SHARE_FOR_TESTS} allows it), not for training"
+        for gpu, ranks in shared
     ]
 
 
