@@ -74,7 +74,8 @@ def start_ranks(count: int, *words: str, timeout: float = 300, **environment: st
     """
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}
     common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-    common |= {"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": ROOT, **environment}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # carried packages stay
+    common |= {"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": os.pathsep.join(paths), **environment}
 
     def start_one(rank: int, folder: Path) -> subprocess.Popen:
         own = {key: str(v) for key, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
