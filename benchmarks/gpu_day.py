@@ -33,8 +33,8 @@ LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
 class Part:
     """One part: its time limit in seconds, and its command.
 
-    A command that ends with None is given `--section FILE` there, for what it finds; of another
-    one, pytest's, the log says what came out. why_not: a reason not to start it, or None.
+    A command that ends with None is given `--section FILE` there, for what it finds. Of pytest the
+    counts are shown, of another one the end of its output. why_not: a reason not to start it.
     """
 
     name: str
@@ -91,7 +91,9 @@ def no_emulator() -> str | None:
         return "not there: this version has no rehearse.py"
     command = [sys.executable, str(program), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
-    return None if "--on" in done.stdout else "not there: this rehearse.py has no --on"
+    if re.search(r"--on\s", done.stdout):
+        return None
+    return "not there: this rehearse.py has no --on"
 
 
 # ---- Running -------------------------------------------------------------------------------------
@@ -138,10 +140,10 @@ def run(outcome: Outcome, out: Path, limit: float) -> None:
         if finds and section.exists():
             found = json.loads(section.read_text())
             outcome.lines, outcome.data = found["lines"], found["data"]
-        elif not finds:
+        elif "pytest" in part.command:
             outcome.lines, outcome.data = told_by_log(text)
-    if outcome.status != "done":
-        outcome.lines += ["", "```", *text.splitlines()[-25:], "```"]
+    if outcome.status != "done" or not outcome.lines:
+        outcome.lines += ["", "```", *text.splitlines()[-40:], "```"]
 
 
 def ended(command: list[str], log: Any, until: float, limit: float) -> str:

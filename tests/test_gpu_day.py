@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_nccl
 from ranks import ROOT, none_left, start
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -37,7 +38,7 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
         Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')", None)),
         Part("slow", "Too slow", 6, ("-c", SLOW, word, None)),
         Part("absent", "Absent", 60, ("-c", "", None), lambda: "not there: planted"),
-        Part("looks", "Looks", 60, ("-c", look, None)),
+        Part("looks", "Looks", 60, ("-c", look)),
     ]
     gpu_day.run_all(parts, tmp_path, 200, "planted parts")
     text, found = read(tmp_path)
@@ -52,8 +53,8 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     assert "found before" in text
     assert "ValueError: planted" in text
     assert "Not done: bad, slow, absent." in text
-    log = (tmp_path / "gpu-day.log").read_text()
-    assert '"status": "running"' in log  # what a kill in the middle would leave
+    assert '"status": "running"' in text  # what the last part read: a kill would leave that
+    assert (tmp_path / "gpu-day.log").read_text().count("====") == 3
     assert none_left(word) == []
 
 
@@ -78,6 +79,16 @@ def test_the_rehearsal_of_two_parts(tmp_path):
     wrong = start([*script, "--parts", "fact"], timeout=60)
     assert wrong.status == 2
     assert "there is no part 'fact'" in wrong.err
+
+
+@pytest.mark.slow
+def test_the_nccl_tests_run_on_the_cpu():
+    """The layouts on two ranks, so that they are right when they first meet a GPU."""
+    tests = ["-m", "pytest", "tests/test_nccl.py", "--rehearse-cuda", "-p", "no:cacheprovider"]
+    outcome = start([sys.executable, *tests, "-vv", "-k", "two-ranks"], OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.out[-4000:]
+    _, data = gpu_day.told_by_log(outcome.out)
+    assert data == {"passed": len(test_nccl.CASES[2]), "failed": [], "skipped": 0}
 
 
 def test_lines_of_pytest_are_counted_also_when_it_was_killed():

@@ -76,7 +76,8 @@ def name(options: dict) -> str:
 
 
 NUMBERED = [(ranks, number) for ranks, cases in CASES.items() for number in range(len(cases))]
-NAMES = [f"{ranks} ranks: {name(CASES[ranks][number])}" for ranks, number in NUMBERED]
+WORDS = {2: "two-ranks", 4: "four-ranks"}
+NAMES = [f"{WORDS[ranks]}: {name(CASES[ranks][number])}" for ranks, number in NUMBERED]
 
 
 @pytest.fixture(scope="module")
