@@ -97,13 +97,13 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
 SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
 
 
-def share_gpu_for_tests(rank: int) -> bool:
-    """Whether SHARE_FOR_TESTS is set; if so, have NCCL take each rank for a node of its own.
+def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
+    """Whether ranks share GPUs and SHARE_FOR_TESTS is set; NCCL then takes each for a node.
 
     NCCL refuses two ranks on one GPU of one host, which it knows by NCCL_HOSTID. Messages go over
     the loopback device: milliseconds each. Call it before the first process group.
     """
-    if not os.environ.get(SHARE_FOR_TESTS):
+    if not os.environ.get(SHARE_FOR_TESTS) or not _shared_gpus(places):
         return False
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -113,15 +113,20 @@ def share_gpu_for_tests(rank: int) -> bool:
 
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
-    for gpu, several in ranks_by(place.gpu for place in places).items():
-        if gpu is not None and len(several) > 1:
-            place = places[several[0]]
-            on_node = sum(other.node == place.node for other in places)
-            raise UserError(
-                f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
-                f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
-                f"--gpus-per-task=1), or share GPUs with --backend gloo"
-            )
+    for gpu, several in _shared_gpus(places).items():
+        place = places[several[0]]
+        on_node = sum(other.node == place.node for other in places)
+        raise UserError(
+            f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
+            f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
+            f"--gpus-per-task=1), or share GPUs with --backend gloo"
+        )
+
+
+def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
+    """The ranks of each GPU that several have."""
+    ranks = ranks_by(place.gpu for place in places)
+    return {gpu: several for gpu, several in ranks.items() if gpu and len(several) > 1}
 
 
 # ---- Warnings and the table at the start ---------------------------------------------------------
@@ -135,7 +140,7 @@ def placement_warnings(
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
     found = [*_uneven_nodes(places, job_nodes), *_split_tensor_group(places, layout)]
-    return found + _cores_not_inherited(places) + _shared_gpus(places)
+    return found + _cores_not_inherited(places) + _sharing(places)
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
@@ -174,12 +179,11 @@ def _cores_not_inherited(places: list[Place]) -> list[str]:
     ]
 
 
-def _shared_gpus(places: list[Place]) -> list[str]:
-    shared = [(g, r) for g, r in ranks_by(p.gpu for p in places).items() if g and len(r) > 1]
+def _sharing(places: list[Place]) -> list[str]:
     return [
         f"ranks {number_ranges(ranks)} share one GPU ({gpu}) and each takes its turn: for tests "
         f"(over nccl only {SHARE_FOR_TESTS} allows it), not for training"
-        for gpu, ranks in shared
+        for gpu, ranks in _shared_gpus(places).items()
     ]
 
 

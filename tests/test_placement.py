@@ -59,15 +59,17 @@ def test_two_ranks_on_one_gpu():
 
 
 def test_the_switch_of_the_nccl_tests(monkeypatch):
-    """Each rank is a host of its own to NCCL; without the switch nothing is set."""
+    """Each rank is a host of its own to NCCL; nothing is set without it, or if none share a GPU."""
     names = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
     for name in (placement.SHARE_FOR_TESTS, *names):
         monkeypatch.setenv(name, "")  # so that what the code sets is undone
         monkeypatch.delenv(name)
-    assert not placement.share_gpu_for_tests(3)
-    assert not any(name in os.environ for name in names)
+    shared, apart = places("aabb", gpus="wxyy"), places("aabb", gpus="wxyz")
+    assert not placement.share_gpu_for_tests(shared, 3)
     monkeypatch.setenv(placement.SHARE_FOR_TESTS, "1")
-    assert placement.share_gpu_for_tests(3)
+    assert not placement.share_gpu_for_tests(apart, 3)
+    assert not any(name in os.environ for name in names)
+    assert placement.share_gpu_for_tests(shared, 3)
     assert [os.environ[name] for name in names] == ["rank3", "lo", "1"]
 
 
