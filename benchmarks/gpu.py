@@ -1,52 +1,71 @@
-"""Speed and memory of one GPU: the measured GEMM ceiling, then steady training steps.
+"""What one GPU and its software are and can do: facts, ceilings, a calibration for the planner.
 
-    python benchmarks/gpu.py                 writes benchmarks/results/gpu-<device>.md
-    python benchmarks/gpu.py --device cpu --out FILE     the same path on a CPU, small shapes
+    python benchmarks/gpu.py facts --section FILE        driver, torch, NCCL, clocks, packages
+    python benchmarks/gpu.py ceilings --section FILE     GEMMs, attention kernels, copies
+    python benchmarks/gpu.py calibration --section FILE --calibration FILE.toml
 
-Each model is a run of train.py in a process of its own, at the largest micro-batch of the list
-that fits; the first WARM_UP steps are left out and the median of the rest is quoted.
+Each is a part of scripts/gpu_day.sh. FILE becomes {"lines": Markdown, "data": {...}}, written anew
+with every finding. --device cpu tries the same with small shapes.
 """
 
+import argparse
+import importlib.util
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-from config.messages import Parser, UserError, exit_with
+import allreduce
+import bandwidth
+import psutil
+
+from config.command_line import parse as parse_options
+from config.schema import Config
 from planner import hardware
 
-WARM_UP, STEPS = 5, 20
+# (options of train.py, micro-batch): the models of all parts, the most important first.
 MODELS = {
-    "cuda": [("gpt2-124m", (64, 32, 16, 8, 4)), ("1b3", (16, 8, 4, 2, 1))],
-    "cpu": [("gpt2-124m --layers 2 --hidden 128 --heads 4 --seq-length 128", (4,))],
+    "cuda": [("--model 1b3", 4), ("--model gpt2-124m", 16)],
+    "cpu": [("--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512", 2)],
 }
+REPEATS = {"cuda": 20, "cpu": 3}
+SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceiling
+COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
+PACKAGES = ("mpi4py", "h5py", "numpy", "psutil", "rich", "matplotlib", "tokenizers", "tensorboard")
+PACKAGES += ("safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
+SMI = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
+SMI += ",power.limit,temperature.gpu,compute_mode,mig.mode.current"
 
 
-def gemm_ceiling(device: str) -> tuple[float, int]:
-    """FLOP/s of the fastest square bf16 product on random data, and its size."""
-    best = (0.0, 0)
-    for size in (4096, 8192, 12288) if device == "cuda" else (512,):
-        a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-        for _ in range(3):
-            a @ b
-        seconds = []
-        for _ in range(10):
-            synchronise(device)
-            began = time.perf_counter()
-            a @ b
-            synchronise(device)
-            seconds.append(time.perf_counter() - began)
-        best = max(best, (2 * size**3 / statistics.median(seconds), size))
-    return best
+class Section:
+    """The findings of a part, in a file that is whole after each of them: a kill loses nothing."""
+
+    def __init__(self, path: str):
+        self.path, self.lines, self.data = Path(path), [], {}
+
+    def add(self, *lines: str, **data: Any) -> None:
+        """Add Markdown lines, which are printed too, and values."""
+        self.lines += lines
+        self.data |= data
+        print(*lines, sep="\n", flush=True)
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps({"lines": self.lines, "data": self.data}))
+        draft.replace(self.path)
 
 
 def synchronise(device: str) -> None:
@@ -55,102 +74,251 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def train(model: str, micro_batches: tuple[int, ...], device: str) -> dict:
-    """Steady figures of one model at the largest micro-batch that fits; raises if none does."""
-    errors = ""
-    for micro_batch in micro_batches:
-        with tempfile.TemporaryDirectory() as out:
-            words = f"--model {model} --precision bf16 --device {device} --steps {STEPS}"
-            words += f" --micro-batch-size {micro_batch} --global-batch-size {2 * micro_batch}"
-            command = [sys.executable, "train.py", *words.split(), "--out", out]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            if done.returncode == 0:
-                lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
-                rows = [json.loads(line) for line in lines][WARM_UP:]
-                facts = json.loads((Path(out) / "run.json").read_text())
-                return figures(model, micro_batch, rows, facts)
-            errors = done.stderr
-            if "out of memory" not in errors.lower():
-                break
-    raise RuntimeError(f"{model} did not run:\n{errors}")
+def seconds_of(once: Callable[[], Any], device: str) -> float:
+    """Median seconds of a call, after three that warm up."""
+    seconds = []
+    for number in range(3 + REPEATS[device]):
+        synchronise(device)
+        began = time.perf_counter()
+        once()
+        synchronise(device)
+        if number >= 3:
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
-def figures(model: str, micro_batch: int, rows: list[dict], facts: dict) -> dict:
-    """What the report says of one run, from its metrics without the warm-up, and run.json."""
-    tokens = sorted(row["tokens_per_second"] for row in rows)
-    return {
-        "model": model,
-        "micro_batch": micro_batch,
-        "tokens": statistics.median(tokens),
-        "slowest": tokens[0],
-        "fastest": tokens[-1],
-        "tflops": statistics.median(row["tflops_model"] for row in rows),
-        "memory": max(row["peak_memory_bytes"] for row in rows),
-        "formula": facts["flops_formula"],
-        "attention": facts["kernels"]["attention"],
-        "optimizer": facts["kernels"]["optimizer"],
+def device_name(device: str) -> str:
+    """The GPU's name as the driver has it; of a CPU, its cores."""
+    return torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores"
+
+
+def machine_of(name: str, memory: float = 0.0) -> hardware.Machine | None:
+    """The planner's machine for a device of that name: of several, the one nearest in memory."""
+    every = [hardware.load(each) for each in hardware.names()]
+    fitting = [each for each in every if each.device in name]
+    return min(fitting, key=lambda m: (abs(m.memory - memory), len(m.name)), default=None)
+
+
+def this_machine(device: str) -> hardware.Machine | None:
+    """The planner's machine for the device that is here."""
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0.0
+    return machine_of(device_name(device), memory)
+
+
+def model_of(words: str) -> Config:
+    """The configuration of a row of MODELS."""
+    return parse_options(words.split())
+
+
+# ---- Facts ---------------------------------------------------------------------------------------
+
+
+def facts(device: str, section: Section) -> None:
+    """What the machine is, and which packages it has."""
+    for name, value in nvidia_smi().items():
+        section.add(f"* {name}: {value}")
+    nccl = torch.cuda.nccl.version() if device == "cuda" else None
+    found = {
+        "device": device_name(device),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA of torch": torch.version.cuda,
+        "cuDNN": torch.backends.cudnn.version(),
+        "NCCL": ".".join(map(str, nccl)) if nccl else None,
+        "kernel": platform.release(),
+        "CPU cores": os.cpu_count(),
+        "host memory, GB": round(psutil.virtual_memory().total / 1e9, 1),
+        "mpirun": shutil.which("mpirun"),
+        "missing packages": [n for n in PACKAGES if importlib.util.find_spec(n) is None],
     }
+    section.add(*(f"* {name}: {value}" for name, value in found.items()), **found)
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        section.add(f"* GPU memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
 
 
-def peak_of(name: str) -> float | None:
-    """Dense half-precision peak in FLOP/s of the GPU of that name, if hardware/ knows it."""
-    machines = map(hardware.load, hardware.names())
-    return next((m.peak for m in machines if m.device != "CPU" and m.device in name), None)
+def nvidia_smi() -> dict[str, str]:
+    """What nvidia-smi says of the first GPU; empty without it."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader", "--id=0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"nvidia-smi": f"not there ({type(error).__name__})"}
+    if done.returncode:
+        return {"nvidia-smi": f"status {done.returncode}: {done.stderr.strip()}"}
+    return dict(zip(SMI.split(","), done.stdout.strip().split(", ")))
 
 
-def report(device: str, name: str, ceiling: tuple[float, int], results: list[dict]) -> str:
-    """The results file: the ceiling, then a row for each model."""
-    peak = peak_of(name)
-    share = f"{ceiling[0] / peak:.1%} of {peak / 1e12:.0f}" if peak else "peak unknown"
-    lines = [
-        f"# One {name}",
+# ---- Ceilings ------------------------------------------------------------------------------------
+
+
+def ceilings(device: str, section: Section) -> None:
+    """The rates that no model can exceed here, at the models' own shapes; bf16, random data."""
+    square = gemm_rate(*[SQUARE[device]] * 3, device)
+    copied = copy_rate(device)
+    section.add(
+        f"GEMM of {SQUARE[device]}^3: {square / 1e12:.4g} TFLOP/s. Copy of "
+        f"{COPIED[device] / 1e9:.2f} GB: {copied / 1e12:.3g} TB/s, bytes read and written.",
         "",
-        f"`python benchmarks/gpu.py --device {device}`, {time.strftime('%Y-%m-%d')}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}",
+        gemm=square,
+        copy=copied,
+    )
+    section.data |= {"gemms": {}, "attention": {}}
+    for words, micro_batch in MODELS[device]:
+        attention_table(words, micro_batch, device, section)
+    for words, micro_batch in MODELS[device]:
+        gemm_table(words, micro_batch, device, section)
+
+
+def gemm_rate(m: int, n: int, k: int, device: str) -> float:
+    """FLOP/s of a (m, k) x (k, n) product, the second one transposed, as F.linear has it."""
+    a, b = random(m, k, device=device), random(n, k, device=device)
+    return 2.0 * m * n * k / seconds_of(lambda: a @ b.t(), device)
+
+
+def random(*shape: int, device: str) -> torch.Tensor:
+    """Normal bf16 values: zeros would let the GPU clock higher."""
+    return torch.randn(*shape, device=device).bfloat16()
+
+
+def copy_rate(device: str) -> float:
+    """Bytes per second of a copy on the device, read and written."""
+    source = torch.zeros(COPIED[device] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
+
+
+def gemm_table(words: str, micro_batch: int, device: str, section: Section) -> None:
+    """TFLOP/s of a model's matrices: forward, and the two products of the backward."""
+    config = model_of(words)
+    shape, rows = config.model, micro_batch * config.model.seq_length
+    h, vocabulary = shape.hidden, shape.padded_vocab(config.layout)
+    matrices = {"qkv": (shape.qkv_width, h), "out": (h, shape.attention_width)}
+    matrices |= {"up": (shape.up_width, h), "down": (h, shape.ffn_hidden), "head": (vocabulary, h)}
+    section.add(
+        f"GEMMs of {words}, {rows} tokens; TFLOP/s",
         "",
-        f"GEMM ceiling: {ceiling[0] / 1e12:.1f} TFLOP/s, bf16, {ceiling[1]}^3, random data, "
-        f"median of 10 ({share}).",
+        "| matrix | out x in | forward | input gradient | weight gradient |",
+        "| --- | --- | --: | --: | --: |",
+    )
+    for name, (n, k) in matrices.items():
+        x, weight, grad = (random(*s, device=device) for s in ((rows, k), (n, k), (rows, n)))
+        calls = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)  # noqa: B023
+        rates = [2.0 * rows * n * k / seconds_of(call, device) for call in calls]
+        cells = " | ".join(f"{rate / 1e12:.4g}" for rate in rates)
+        section.data["gemms"][f"{words} {name}"] = rates
+        section.add(f"| {name} | {n} x {k} | {cells} |")
+    section.add("")
+
+
+def attention_table(words: str, micro_batch: int, device: str, section: Section) -> None:
+    """Milliseconds and TFLOP/s of every attention kernel that takes the model's shape."""
+    shape = model_of(words).model
+    size = (micro_batch, shape.heads, shape.seq_length, shape.head_size)
+    section.add(
+        f"Causal attention of {words}: (b, heads, s, d) = {size}; FLOPs of the causal half, "
+        f"3.5 times the forward's with the backward",
         "",
-        f"Training, bf16 with fp32 masters and gradients, median of steps {WARM_UP + 1} to {STEPS}"
-        f" (slowest to fastest); model FLOPs by formula {results[0]['formula']}; "
-        f"{results[0]['attention']}; {results[0]['optimizer']}.",
-        "",
-        "| model | micro-batch | tokens/s | model TFLOP/s | MFU | of the ceiling | peak memory |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
-    ]
-    for r in results:
-        mfu = f"{r['tflops'] * 1e12 / peak:.1%}" if peak else "unknown"
-        lines.append(
-            f"| {r['model']} | {r['micro_batch']} | {r['tokens']:,.0f} "
-            f"({r['slowest']:,.0f} to {r['fastest']:,.0f}) | {r['tflops']:.2f} | {mfu} | "
-            f"{r['tflops'] * 1e12 / ceiling[0]:.1%} | {r['memory'] / 2**30:.2f} GiB |"
+        "| kernel | forward ms | TFLOP/s | with backward ms | TFLOP/s |",
+        "| --- | --: | --: | --: | --: |",
+    )
+    for name, (forward, both) in attention_seconds(size, device).items():
+        flops = 2.0 * micro_batch * shape.heads * shape.seq_length**2 * shape.head_size
+        rates = flops / forward / 1e12, 3.5 * flops / both / 1e12
+        section.data["attention"][f"{words} {name}"] = {"forward": forward, "with backward": both}
+        section.add(
+            f"| {name} | {1e3 * forward:.3f} | {rates[0]:.4g} | {1e3 * both:.3f} | {rates[1]:.4g} |"
         )
-    return "\n".join(lines) + "\n"
+    section.add("")
+
+
+def attention_seconds(size: tuple, device: str) -> dict[str, tuple[float, float]]:
+    """Seconds of the forward alone and with the backward, by kernel; those that refuse are out."""
+    q, k, v = (random(*size, device=device).requires_grad_() for _ in range(3))
+    grad, found = random(*size, device=device), {}
+    kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+    def forward() -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    for kind in kinds:
+        try:
+            with sdpa_kernel(getattr(SDPBackend, kind)):
+                seconds = seconds_of(forward, device)
+                both = seconds_of(lambda: torch.autograd.grad(forward(), (q, k, v), grad), device)
+            found[kind.lower()] = (seconds, both)
+        except RuntimeError as error:  # what torch raises for a kernel that does not take the shape
+            print(f"{kind} does not run: {str(error).splitlines()[0]}", flush=True)
+    return found
+
+
+# ---- Calibration ---------------------------------------------------------------------------------
+
+
+def calibration(device: str, section: Section, path: str) -> None:
+    """Measured rates as the file that plan.py and tune.py take; checked by reading it again."""
+    name, machine = device_name(device), this_machine(device)
+    if machine is None:
+        section.add(f"hardware/ has no machine for {name!r}: no fraction of its peak can be said.")
+    taken = context_bytes() if device == "cuda" else None
+    entries = allreduce.rates(alone(device), machine)
+    if machine and device == "cuda":
+        words, micro_batch = MODELS[device][0]
+        shape = model_of(words).model
+        size = (micro_batch, shape.heads, shape.seq_length, shape.head_size)
+        best = min(both for _, both in attention_seconds(size, device).values())
+        flops = 7.0 * micro_batch * shape.heads * shape.seq_length**2 * shape.head_size
+        entries |= {"flash_fraction": flops / best / machine.peak, "context": taken}
+    Path(path).write_text(bandwidth.calibration_text(name, entries))
+    if machine is None:
+        return
+    measured = hardware.load(machine.name, path)
+    section.add("| rate | hardware/ | measured |", "| --- | --: | --: |")
+    for key in entries:
+        section.add(f"| {key} | {getattr(machine, key):.4g} | {getattr(measured, key):.4g} |")
+    section.add(
+        "",
+        f"For `python plan.py ... --gpu {machine.name} --calibration {Path(path).name}`; links are "
+        f"not in it: one GPU has none.",
+        machine=machine.name,
+        **entries,
+    )
+
+
+def context_bytes() -> float:
+    """Bytes of GPU memory in use that no tensor takes: this process's context, if it is alone."""
+    torch.zeros(1, device="cuda") @ torch.zeros(1, device="cuda")  # loads cuBLAS
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free - torch.cuda.memory_reserved())
+
+
+def alone(device: str) -> SimpleNamespace:
+    """This process as a world of one, as `allreduce.rates` takes it."""
+    return SimpleNamespace(
+        torch=torch,
+        device=torch.device(device),
+        size=1,
+        gather=lambda numbers: [numbers],
+        synchronize=lambda: synchronise(device),
+        context=SimpleNamespace(local=SimpleNamespace(size=1)),
+    )
 
 
 def main() -> None:
-    """Measure, and write the results file."""
-    parser = Parser(description=__doc__.splitlines()[0])
+    """One part, into its section's file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=("facts", "ceilings", "calibration"))
+    parser.add_argument("--section", required=True, help="file for the findings")
+    parser.add_argument("--calibration", help="TOML file to write")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", help="default: benchmarks/results/gpu-<device name>.md")
-    try:
-        options = parser.parse_args()
-        if options.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("torch sees no CUDA device; --device cpu rehearses with small shapes")
-    except UserError as mistake:
-        exit_with(mistake)
-    name = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    ceiling = gemm_ceiling(options.device)
-    print(f"GEMM ceiling {ceiling[0] / 1e12:.2f} TFLOP/s at {ceiling[1]}", flush=True)
-    results = []
-    for model, micro_batches in MODELS[options.device]:
-        results.append(train(model, micro_batches, options.device))
-        print(f"{model}: {results[-1]['tokens']:,.0f} tokens/s", flush=True)
-    text = report(options.device, name, ceiling, results)
-    slug = name.lower().replace(" ", "-")
-    path = Path(options.out) if options.out else ROOT / "benchmarks" / "results" / f"gpu-{slug}.md"
-    path.write_text(text)
-    print(text + f"written to {path}")
+    o = parser.parse_args()
+    if o.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(f"error: torch {torch.__version__} finds no CUDA device; --device cpu rehearses")
+    section = Section(o.section)
+    if o.part == "calibration":
+        calibration(o.device, section, o.calibration or "calibration.toml")
+    else:
+        {"facts": facts, "ceilings": ceilings}[o.part](o.device, section)
 
 
 if __name__ == "__main__":

@@ -105,17 +105,40 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
     return local_rank % visible
 
 
+# A switch for tests alone: with it set, ranks share a GPU over NCCL (tests/test_nccl.py).
+SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
+
+
+def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
+    """Whether ranks share GPUs and SHARE_FOR_TESTS is set; NCCL then takes each for a node.
+
+    NCCL refuses two ranks on one GPU of one host, which it knows by NCCL_HOSTID. Messages go over
+    the loopback device: milliseconds each. Call it before the first process group.
+    """
+    if not os.environ.get(SHARE_FOR_TESTS) or not _shared_gpus(places):
+        return False
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    return True
+
+
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
-    for gpu, several in ranks_by(place.gpu for place in places).items():
-        if gpu is not None and len(several) > 1:
-            place = places[several[0]]
-            on_node = sum(other.node == place.node for other in places)
-            raise UserError(
-                f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
-                f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
-                f"--gpus-per-task=1), or share GPUs with --backend gloo"
-            )
+    for gpu, several in _shared_gpus(places).items():
+        place = places[several[0]]
+        on_node = sum(other.node == place.node for other in places)
+        raise UserError(
+            f"ranks {', '.join(map(str, several))} on node {place.node} have the same GPU "
+            f"({gpu}), of {on_node} ranks there: give srun --gpus-per-node={on_node} (or "
+            f"--gpus-per-task=1), or share GPUs with --backend gloo"
+        )
+
+
+def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
+    """The ranks of each GPU that several have."""
+    ranks = ranks_by(place.gpu for place in places)
+    return {gpu: several for gpu, several in ranks.items() if gpu and len(several) > 1}
 
 
 # ---- Warnings and the table at the start ---------------------------------------------------------
@@ -129,7 +152,7 @@ def placement_warnings(
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
     found = [*_uneven_nodes(places, job_nodes), *_split_tensor_group(places, layout)]
-    return found + _cores_not_inherited(places)
+    return found + _cores_not_inherited(places) + _sharing(places)
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
@@ -165,6 +188,14 @@ def _cores_not_inherited(places: list[Place]) -> list[str]:
         f"{places[rank].asked_cores}: since Slurm 22.05 srun does not inherit it; give it to srun "
         f"as well"
         for rank in short[:1]
+    ]
+
+
+def _sharing(places: list[Place]) -> list[str]:
+    return [
+        f"ranks {number_ranges(ranks)} share one GPU ({gpu}) and each takes its turn: for tests "
+        f"(over nccl only {SHARE_FOR_TESTS} allows it), not for training"
+        for gpu, ranks in _shared_gpus(places).items()
     ]
 
 

@@ -108,7 +108,9 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     check_versions(peers.gather("start", versions(config)), peers)
     peers.gather("clocks, begin", True)  # then all read their clocks within milliseconds
     apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
-    device = peers.gather("device", try_device(context.device))
+    own = context.places[context.rank]
+    sharing = sum(other.gpu == own.gpu for other in context.places)
+    device = peers.gather("device", try_device(context.device, sharing))
     speeds = check_devices(device, context.device.type, peers, say)
     check_groups(config, peers)
     say(
@@ -163,12 +165,16 @@ def check_clocks(clocks: list[float], peers: Peers, say: Say) -> float:
 # ---- Devices -------------------------------------------------------------------------------------
 
 
-def try_device(device: torch.device) -> dict[str, Any]:
-    """Allocate and multiply: {"flops": per second} or {"error": what went wrong}."""
+def try_device(device: torch.device, sharing: int = 1) -> dict[str, Any]:
+    """Allocate and multiply: {"flops": per second} or {"error": what went wrong}.
+
+    sharing: the ranks that allocate on this GPU at the same time.
+    """
     try:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
-            torch.empty(int(free * SHARE_TO_ALLOCATE), dtype=torch.uint8, device=device)
+            share = SHARE_TO_ALLOCATE / sharing
+            torch.empty(int(free * share), dtype=torch.uint8, device=device)
             torch.cuda.empty_cache()
         return {"flops": multiply(device)}
     except RuntimeError as error:  # what torch raises for a device that does not work

@@ -15,6 +15,23 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail, and do not skip, where tests that start ranks with srun find no Slurm",
     )
+    parser.addoption(
+        "--rehearse-cuda",
+        action="store_true",
+        help="run the tests marked cuda on the CPU, over gloo, as far as they can",
+    )
+
+
+@pytest.fixture(scope="session")
+def cuda_device(request) -> str:
+    """The device of a test marked cuda: cuda, or cpu with --rehearse-cuda; skipped without."""
+    import torch  # with --help and a mistake it is not needed
+
+    if request.config.getoption("--rehearse-cuda"):
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip(f"torch {torch.__version__} finds no CUDA device; --rehearse-cuda tries on CPU")
+    return "cuda"
 
 
 @pytest.fixture(scope="session")

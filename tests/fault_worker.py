@@ -114,7 +114,7 @@ def be_rank(rank: int, port: int, folder: Path, job: dict) -> None:
 def do_job(launch: Launch, folder: Path, job: dict) -> None:
     """A rank of train.py, with the fault if it is the culprit."""
     words = [*SHAPE.split(), *job["layout"].split(), "--out", str(folder)]
-    words += ["--hang-timeout", str(TIMEOUT)]
+    words += ["--hang-timeout", str(job.get("timeout", TIMEOUT))]
     if job["fault"] == "evaluate":
         words += ["--eval-samples", "8", "--eval-every", str(FAULT_STEP)]
     if job["fault"] == "write":

@@ -11,10 +11,11 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
+
+from ranks import free_port
 
 import trainer
 from checkpointing import folders
@@ -39,18 +40,6 @@ def launch(folder: Path, words: list[str], ranks: int = RANKS) -> list[int]:
             be_rank(rank, ranks, port, folder, words)
         ids.append(child)
     return ids
-
-
-def free_port() -> int:
-    """A port below the ephemeral range, so that no outgoing connection takes it before its use."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:  # in use
-                continue
-        return port
 
 
 def set_torchrun_variables(rank: int, ranks: int, port: int) -> None:

@@ -32,10 +32,10 @@ def plant(fault: str, context) -> None:
     if context.rank == CULPRIT and fault == "torch":
         preflight.versions = lambda config: OWN["versions"](config) | {"torch": "1.13.1"}
     if context.rank == CULPRIT and fault == "broken":
-        preflight.try_device = lambda device: {"error": "CUDA error: uncorrectable ECC error"}
+        preflight.try_device = lambda *device: {"error": "CUDA error: uncorrectable ECC error"}
     if fault == "slow":
         slow = context.rank == CULPRIT
-        preflight.try_device = lambda device: {"flops": 1e12 if slow else 5e12}
+        preflight.try_device = lambda *device: {"flops": 1e12 if slow else 5e12}
     if fault == "clock":
         apart = [0.0, 0.1, 100.0, 0.0]
         preflight.check_clocks = lambda clocks, *rest: OWN["check_clocks"](apart, *rest)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +63,60 @@ def why_no_slurm() -> str | None:
     if asked.stdout.split() != ["here", "2"]:
         return f"no Slurm of two nodes that is this machine's alone; {advice}"
     return None
+
+
+def start_ranks(count: int, *words: str, timeout: float = 300, **environment: str) -> Outcome:
+    """Run `python WORDS` on that many ranks of this machine without a launcher.
+
+    Each is a process with torchrun's variables, so it needs neither MPI nor a host name that
+    resolves. The status is the first rank's that is not 0; out is rank 0's, err that of all.
+    TimeoutExpired, after all were killed.
+    """
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}
+    common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # carried packages stay
+    common |= {"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": os.pathsep.join(paths), **environment}
+
+    def start_one(rank: int, folder: Path) -> subprocess.Popen:
+        own = {key: str(v) for key, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
+            return subprocess.Popen(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, until = Path(name), time.monotonic() + timeout
+        processes = [start_one(rank, folder) for rank in range(count)]
+        try:
+            statuses = [p.wait(max(0.0, until - time.monotonic())) for p in processes]
+        except subprocess.TimeoutExpired as expired:
+            expired.stderr = "".join(map(Path.read_text, sorted(folder.glob("*.err"))))
+            raise
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    _kill_all(process.pid)
+                    process.wait()
+        err = "".join(map(Path.read_text, sorted(folder.glob("*.err"))))
+        out = (folder / "0.out").read_text()
+    return Outcome(next((status for status in statuses if status), 0), out, err)
+
+
+def free_port() -> int:
+    """A port below the ephemeral range, so that no outgoing connection takes it before its use."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:  # in use
+                continue
+        return port
 
 
 class Job:

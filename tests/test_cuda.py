@@ -1,15 +1,20 @@
-"""The same results on a GPU as on the CPU; skipped where there is none (scripts/gpu_check.sh)."""
+"""The same results on a GPU as on the CPU; skipped where there is none (scripts/gpu_day.sh).
+
+With --rehearse-cuda the tests themselves run, the CPU in the place of the GPU.
+"""
 
 import functools
-import json
 import pickle
-import sys
+
+import pytest
+
+pytest.importorskip("h5py", reason="Trine's checkpoints need h5py, which is not installed here")
 
 import golden_worker
-import pytest
 import torch
 from compare import assert_close
-from ranks import start
+from layout_runs import LayoutRuns
+from ranks import start_ranks
 
 import data
 import trainer
@@ -19,10 +24,7 @@ from distributed.launch import Launch
 from parallel import draw_normal
 from watchdog.flight_recorder import FlightRecorder
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
+pytestmark = pytest.mark.cuda
 KINDS = [
     {"positions": "learned"},
     {"positions": "alibi", "embedding_norm": True},
@@ -36,7 +38,14 @@ KINDS = [
 ]
 
 
-LAYOUTS = ["--tp 2", "--tp 2 --sequence-parallel", "--pp 2", "--zero 1", "--zero 2"]
+SMALL = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 5"
+LAYOUTS = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2},
+    {"zero": 1},
+    {"zero": 2},
+]
 
 
 def losses(options: dict, device: str) -> list[float]:
@@ -54,66 +63,65 @@ def losses(options: dict, device: str) -> list[float]:
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)]
 )
-def test_the_gpu_computes_what_the_cpu_does(kind, precision, tolerance):
+def test_the_gpu_computes_what_the_cpu_does(cuda_device, kind, precision, tolerance):
     """16 bits on the GPU are compared with fp32 on the CPU."""
     exact = "fp32" if precision in ("bf16", "fp16") else precision
-    ours = losses(kind | {"precision": precision}, "cuda")
+    ours = losses(kind | {"precision": precision}, cuda_device)
     theirs = losses(kind | {"precision": exact}, "cpu")
     assert_close(ours, theirs, tolerance, kind)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_on_the_gpu(recompute):
-    plain = losses({"precision": "bf16"}, "cuda")
-    assert_close(losses({"precision": "bf16", "recompute": recompute}, "cuda"), plain, 1e-6)
+def test_recompute_on_the_gpu(cuda_device, recompute):
+    plain = losses({"precision": "bf16"}, cuda_device)
+    again = losses({"precision": "bf16", "recompute": recompute}, cuda_device)
+    assert_close(again, plain, 1e-6)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw8bit", "adafactor", "muon", "sgd"])
-def test_the_other_update_rules_on_the_gpu(optimizer):
+def test_the_other_update_rules_on_the_gpu(cuda_device, optimizer):
     if optimizer == "adamw8bit":
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     options = {"optimizer": optimizer, "hidden": 256}
-    assert_close(losses(options, "cuda"), losses(options, "cpu"), 1e-2)
+    assert_close(losses(options, cuda_device), losses(options, "cpu"), 1e-2)
 
 
-def test_weights_do_not_depend_on_the_device():
-    ours, theirs = (
-        torch.empty(64, 48, dtype=torch.float64, device=device) for device in ("cuda", "cpu")
-    )
+def test_weights_do_not_depend_on_the_device(cuda_device):
+    devices = (cuda_device, "cpu")
+    ours, theirs = (torch.empty(64, 48, dtype=torch.float64, device=d) for d in devices)
     for out in (ours, theirs):
         draw_normal(out, "w", (64, 48), 0, 0, 1.0, 7)
     assert_close(ours.cpu(), theirs, 1e-12, scale=1.0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_share_one_gpu_over_gloo(tmp_path, layout):
-    words = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 5"
-    rows = {}
-    for name, launcher, more in (
-        ("one", [], ""),
-        ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], layout),
-    ):
-        command = [sys.executable, *launcher, "train.py", *words.split(), *more.split()]
-        device = ["--device", "cuda", "--backend", "gloo", "--out", str(tmp_path / name)]
-        outcome = start([*command, *device], timeout=120)
-        assert outcome.status == 0, outcome.err
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        rows[name] = [json.loads(line)["loss"] for line in lines]
-    assert_close(rows["two"], rows["one"], 1e-4, layout)
+@pytest.fixture(scope="module")
+def gloo(cuda_device, tmp_path_factory) -> LayoutRuns:
+    return LayoutRuns(cuda_device, "gloo", tmp_path_factory.mktemp("gloo"))
 
 
-def test_a_memory_snapshot_and_the_table_of_stages(tmp_path):
-    words = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --vocab-size 256 --steps 3"
-    command = [sys.executable, "train.py", *words.split(), "--device", "cuda"]
-    outcome = start([*command, "--memory-snapshot", "--out", str(tmp_path)], timeout=120)
+@pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=map(str, LAYOUTS))
+def test_two_ranks_share_one_gpu_over_gloo(gloo, number):
+    result, expected = gloo.results(2, LAYOUTS)[number], gloo.reference(LAYOUTS[number])
+    assert "error" not in result, result["error"]
+    assert_close(result["losses"], expected["losses"], 1e-4, LAYOUTS[number])
+    assert_close(result["norms"], expected["norms"], 1e-4, LAYOUTS[number])
+
+
+def test_a_memory_snapshot_and_the_table_of_stages(cuda_device, tmp_path):
+    words = f"{SMALL} --device {cuda_device} --memory-snapshot --out {tmp_path}"
+    if cuda_device != "cuda":
+        pytest.skip("a rehearsal on the CPU: it has no allocator to record")
+    outcome = start_ranks(1, "train.py", *words.split(), timeout=120)
     assert outcome.status == 0, outcome.err
     with open(tmp_path / "memory_00000.pickle", "rb") as file:
         assert pickle.load(file)["device_traces"]
     assert "peak memory of a rank, MB (allocated); predicted by memory.py" in outcome.out
 
 
-def test_waits_of_a_stream_are_timed_and_seen():
+def test_waits_of_a_stream_are_timed_and_seen(cuda_device):
     """The host continues while the stream waits; the recorder knows that the device still waits."""
+    if cuda_device != "cuda":
+        pytest.skip("a rehearsal on the CPU: it has no streams")
     recorder = FlightRecorder(functools.partial(torch.cuda.Event, enable_timing=True))
     torch.cuda.synchronize()
 

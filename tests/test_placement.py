@@ -1,5 +1,7 @@
 """Cores and GPUs of the ranks of a node, and warnings about how ranks were placed."""
 
+import os
+
 import pytest
 
 from config.messages import UserError, number_ranges
@@ -54,6 +56,28 @@ def test_two_ranks_on_one_gpu():
     placement.check_gpus(places("aabb", gpus="wxyz"))
     with pytest.raises(UserError, match=r"ranks 2, 3 on node b have the same GPU \(y\), of 2"):
         placement.check_gpus(places("aabb", gpus="wxyy"))
+
+
+def test_the_switch_of_the_nccl_tests(monkeypatch):
+    """Each rank is a host of its own to NCCL; nothing is set without it, or if none share a GPU."""
+    names = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+    for name in (placement.SHARE_FOR_TESTS, *names):
+        monkeypatch.setenv(name, "")  # so that what the code sets is undone
+        monkeypatch.delenv(name)
+    shared, apart = places("aabb", gpus="wxyy"), places("aabb", gpus="wxyz")
+    assert not placement.share_gpu_for_tests(shared, 3)
+    monkeypatch.setenv(placement.SHARE_FOR_TESTS, "1")
+    assert not placement.share_gpu_for_tests(apart, 3)
+    assert not any(name in os.environ for name in names)
+    assert placement.share_gpu_for_tests(shared, 3)
+    assert [os.environ[name] for name in names] == ["rank3", "lo", "1"]
+
+
+def test_ranks_that_share_a_gpu_are_told_so():
+    sentences = placement.placement_warnings(places("aabb", gpus="xxyz"), Layout(dp=4))
+    assert len(sentences) == 1
+    assert sentences[0].startswith("ranks 0-1 share one GPU (x)")
+    assert placement.SHARE_FOR_TESTS in sentences[0]
 
 
 @pytest.mark.parametrize(

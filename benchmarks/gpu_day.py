@@ -1,0 +1,272 @@
+"""All that a borrowed GPU should be used for, in order of worth; `scripts/gpu_day.sh` starts it.
+
+    python benchmarks/gpu_day.py --out DIR [--rehearse] [--seconds 540] [--parts facts,nccl]
+
+Every part is a process with a time limit of its own; one that fails or is ended stops no other.
+DIR/gpu-day.md and gpu-day.json are written anew when a part begins and when it ends: a kill loses
+nothing. DIR/gpu-day.log has all output, DIR/calibration.toml the rates for plan.py and tune.py.
+--rehearse does the same on a CPU with small shapes.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the project's own modules
+
+from config.messages import Parser, UserError, exit_with
+
+SECONDS = 540  # of all parts together
+LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part: its time limit in seconds, and its command.
+
+    A command that ends with None is given `--section FILE` there, for what it finds. Of pytest the
+    counts are shown, of another one the end of its output. why_not: a reason not to start it.
+    """
+
+    name: str
+    title: str
+    limit: float
+    command: tuple
+    why_not: Callable[[], str | None] = lambda: None
+
+
+@dataclass
+class Outcome:
+    """What became of a part."""
+
+    part: Part
+    status: str = "not reached"
+    seconds: float = 0.0
+    lines: list[str] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def all_parts(out: Path, rehearse: bool) -> list[Part]:
+    """The parts in the order of their worth."""
+    device = ("--device", "cpu" if rehearse else "cuda")
+    tests = ("-m", "pytest", "-vv", "-rfEs", "-m", "cuda", "-p", "no:cacheprovider")
+    tests += ("--durations=5",) + ("--rehearse-cuda",) * rehearse
+    calibration = ("--calibration", str(out / "calibration.toml"))
+    return [
+        Part("facts", "The machine", 30, ("benchmarks/gpu.py", "facts", *device, None)),
+        Part("cuda", "CUDA tests", 120, (*tests, "tests/test_cuda.py")),
+        Part("nccl", "NCCL tests on one GPU", 220, (*tests, "tests/test_nccl.py")),
+        Part("models", "Models", 180, ("benchmarks/gpu_models.py", *device, None)),
+        Part("ceilings", "Ceilings", 45, ("benchmarks/gpu.py", "ceilings", *device, None)),
+        Part("emulator", "Emulator and plan", 60, emulator_command(device[1]), no_emulator),
+        Part("profile", "Profile of a step", 50, ("benchmarks/gpu_profile.py", *device, None)),
+        Part(
+            "calibration",
+            "Calibration",
+            30,
+            ("benchmarks/gpu.py", "calibration", *device, *calibration, None),
+        ),
+    ]
+
+
+def emulator_command(device: str) -> tuple:
+    """rehearse.py on the device: one rank of each kind of a world of eight."""
+    shape = ("--model", "1b3", "--precision", "bf16", "--global-batch-size", "32")
+    return ("rehearse.py", *shape, "--tp", "2", "--pp", "2", "--world", "8", "--on", device)
+
+
+def no_emulator() -> str | None:
+    """Why the emulator cannot be asked, or None."""
+    program = ROOT / "rehearse.py"
+    if not program.exists():
+        return "not there: this version has no rehearse.py"
+    command = [sys.executable, str(program), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    if re.search(r"--on\s", done.stdout):
+        return None
+    return "not there: this rehearse.py has no --on"
+
+
+# ---- Running -------------------------------------------------------------------------------------
+
+
+def run_all(parts: list[Part], out: Path, seconds: float, title: str) -> list[Outcome]:
+    """Run the parts one after the other within `seconds`; the files in `out` are always whole."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu-day.log").write_text("")
+    outcomes, until = [Outcome(part) for part in parts], time.monotonic() + seconds
+    for outcome in outcomes:
+        left = until - time.monotonic()
+        if left < LEAST_SECONDS:
+            outcome.status = f"not reached: {max(left, 0):.0f} of {seconds:.0f} s left"
+            continue
+        outcome.status = "running"
+        write(outcomes, out, title)
+        run(outcome, out, min(outcome.part.limit, left))
+        print(f"{outcome.part.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
+        write(outcomes, out, title)
+    write(outcomes, out, title)
+    return outcomes
+
+
+def run(outcome: Outcome, out: Path, limit: float) -> None:
+    """Run one part; its status, seconds, lines and data go into the outcome."""
+    part, began = outcome.part, time.monotonic()
+    reason = part.why_not()
+    if reason:
+        outcome.status = reason
+        return
+    with tempfile.TemporaryDirectory() as folder, open(out / "gpu-day.log", "a+") as log:
+        section = Path(folder, "section.json")
+        command = [sys.executable, *(word for word in part.command if word is not None)]
+        finds = part.command[-1] is None
+        command += ["--section", str(section)] if finds else []
+        log.write(f"\n==== {part.name}: {' '.join(command[1:])}\n")
+        log.flush()
+        start = log.tell()
+        outcome.status = ended(command, log, began + limit, limit)
+        outcome.seconds = time.monotonic() - began
+        log.seek(start)
+        text = log.read()
+        if finds and section.exists():
+            found = json.loads(section.read_text())
+            outcome.lines, outcome.data = found["lines"], found["data"]
+        elif "pytest" in part.command:
+            outcome.lines, outcome.data = told_by_log(text)
+    if outcome.status != "done" or not outcome.lines:
+        outcome.lines += ["", "```", *text.splitlines()[-40:], "```"]
+
+
+def ended(command: list[str], log: Any, until: float, limit: float) -> str:
+    """Start a command, and return how it ended; at its limit all that it started is killed."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        status = process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        kill_all(process.pid)
+        process.wait()
+        return f"over its limit of {limit:.0f} s, killed"
+    return "done" if status == 0 else f"failed with status {status}"
+
+
+def kill_all(pid: int) -> None:
+    """Kill a process and all that it started, sessions of their own included."""
+    try:
+        parent = psutil.Process(pid)
+        processes = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def told_by_log(text: str) -> tuple[list[str], dict[str, Any]]:
+    """What pytest's lines say, also of a run that was killed: counts, failures, reasons."""
+    ends = re.findall(r"^(tests/\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
+    counts = {kind: sum(found == kind for _, found in ends) for kind in ("PASSED", "SKIPPED")}
+    bad = [name for name, found in ends if found in ("FAILED", "ERROR")]
+    summary = re.findall(r"^((?:FAILED|ERROR|SKIPPED) .*)$", text, re.MULTILINE)
+    slow = re.findall(r"^(\d+\.\d+s (?:call|setup) .*)$", text, re.MULTILINE)
+    lines = [
+        f"{counts['PASSED']} passed, {len(bad)} failed, {counts['SKIPPED']} skipped.",
+        *(f"* FAILED {name}" for name in bad),
+        *(f"* {line[:400]}" for line in summary if line.startswith(("SKIPPED", "ERROR"))),
+        *(f"* {line}" for line in slow),
+    ]
+    return lines, {"passed": counts["PASSED"], "failed": bad, "skipped": counts["SKIPPED"]}
+
+
+# ---- The results ---------------------------------------------------------------------------------
+
+
+def write(outcomes: list[Outcome], out: Path, title: str) -> None:
+    """Write both results files; each is replaced at once, so that none is ever half written."""
+    lines = [f"# {title}", "", "| part | outcome | seconds | limit |", "| --- | --- | --: | --: |"]
+    lines += [
+        f"| {o.part.title} | {o.status} | {o.seconds:.0f} | {o.part.limit:.0f} |" for o in outcomes
+    ]
+    missed = [o.part.name for o in outcomes if o.status != "done"]
+    lines += ["", f"Not done: {', '.join(missed) or 'nothing'}.", ""]
+    for outcome in outcomes:
+        if outcome.lines:
+            lines += [f"## {outcome.part.title}", "", *outcome.lines, ""]
+    parts = [
+        {"name": o.part.name, "status": o.status, "seconds": round(o.seconds, 1), "data": o.data}
+        for o in outcomes
+    ]
+    replace(out / "gpu-day.json", json.dumps({"title": title, "parts": parts}, indent=1) + "\n")
+    replace(out / "gpu-day.md", "\n".join(lines))
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file under another name first."""
+    draft = path.with_suffix(path.suffix + ".draft")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def commit() -> str:
+    """The commit that is measured, or that it is not known: a copy without .git."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "unknown commit"
+    return f"commit {done.stdout.strip()}" if done.returncode == 0 else "unknown commit"
+
+
+def main() -> None:
+    """Run the parts asked for; the status is 0 if every part was begun, whatever it found."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="folder for the results")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small shapes")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
+    parser.add_argument("--parts", help="names of parts, with commas; default: all")
+    o = parser.parse_args()
+    out = Path(o.out).resolve()
+    parts = all_parts(out, o.rehearse)
+    names = [part.name for part in parts]
+    chosen = o.parts.split(",") if o.parts else names
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise UserError(f"there is no part {unknown[0]!r}: {', '.join(names)}")
+    if o.rehearse:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and other programs share the cores
+    kind = "Rehearsal of the GPU day on a CPU: no figure of it is a result" if o.rehearse else ""
+    title = f"{kind or 'GPU day'}, {time.strftime('%Y-%m-%d %H:%M')}, {commit()}"
+    chosen_parts = [part for part in parts if part.name in chosen]
+    outcomes = run_all(chosen_parts, out, o.seconds, title)
+    print(f"written: {out}/gpu-day.md, gpu-day.json, gpu-day.log", flush=True)
+    sys.exit(any(outcome.status.startswith("not reached") for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as mistake:
+        exit_with(mistake)

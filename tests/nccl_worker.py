@@ -1,0 +1,61 @@
+"""Trains layouts one after the other in one start of ranks; a line of JSON for each that ended.
+
+    ranks.start_ranks(2, "tests/nccl_worker.py", "CASES.json", "RESULTS.jsonl", "cuda", "nccl")
+
+A case is a dictionary of option names, as in golden_worker.py. A case that takes longer than
+SECONDS is a hang: every rank prints its stacks and exits with status 1. A case that fails on every
+rank alike is a line with `error`, and the next one follows.
+"""
+
+import faulthandler
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import golden_worker
+
+from config import schema, validation
+from distributed.context import Context, start
+from distributed.launch import discover
+from distributed.placement import placement_warnings
+
+# Of one case. On a GPU that ranks share each message takes 10 to 50 ms, and a case has hundreds.
+SECONDS = 40.0
+SECONDS_OF_THE_FIRST = 70.0  # connections are made, and libraries loaded
+
+
+def outcome(case: dict, context: Context) -> dict:
+    """What golden_worker.run gives for a case, with its seconds; or {"error": a traceback}."""
+    began = time.perf_counter()
+    try:
+        config = validation.check(golden_worker.options(case), context.size)
+        result = golden_worker.run(config, context)
+    except Exception:
+        result = {"error": traceback.format_exc()}
+    return result | {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def main() -> None:
+    """Run the cases of a file; rank 0 writes."""
+    source, target, device, backend = sys.argv[1:5]
+    cases = json.loads(Path(source).read_text())
+    run = schema.Run(device=device, backend=backend, watchdog=False)  # the timer below ends a hang
+    context = start(discover(), run)
+    for sentence in placement_warnings(context.places, schema.Layout(dp=context.size)):
+        print(f"note: {sentence}", flush=True)
+    with open(target, "a") as file, context.failing_loudly():
+        for number, case in enumerate(cases):
+            limit = SECONDS if number else SECONDS_OF_THE_FIRST
+            faulthandler.dump_traceback_later(limit, exit=True)
+            result = outcome(case, context)
+            if context.rank == 0:
+                file.write(json.dumps(result) + "\n")
+                file.flush()
+            faulthandler.cancel_dump_traceback_later()
+    context.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Layouts over real NCCL, on ranks that share one GPU, against the single rank on that GPU.
+
+    python -m pytest tests/test_nccl.py                      on a machine with a GPU
+    python -m pytest tests/test_nccl.py --rehearse-cuda      the same code on CPUs over gloo
+
+Ranks are plain processes: no MPI is needed. Many layouts share a start of ranks, which takes 10 to
+20 s on a GPU; where one hangs or ends the ranks, the layouts after it get another start.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("h5py", reason="Trine's checkpoints need h5py, which is not installed here")
+
+import fault_worker
+from compare import relative_difference
+from layout_runs import LayoutRuns
+from ranks import Outcome, start_ranks
+from test_golden import weight_difference
+
+pytestmark = pytest.mark.cuda
+STEPS = 3
+# In fp64 no rounding hides an error. bf16 runs the kernels and the fp32 sums of real training; its
+# roundings differ by layout, and Adam makes whole steps of those of small gradients.
+TOLERANCES = {
+    "fp64": {"losses": 1e-9, "norms": 1e-9, "weights": 1e-9},
+    "bf16": {"losses": 5e-3, "norms": 3e-2, "weights": 1e-1},
+}
+
+WIDE = {"hidden": 128, "heads": 4, "seq_length": 64, "precision": "bf16"}
+SEQUENCE = {"tp": 2, "sequence_parallel": True}
+ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+# The last ones are those that a deadlock is most likely in.
+CASES = {
+    2: [
+        {"tp": 2},
+        {"tp": 2, "tied": False, "positions": "alibi", "embedding_norm": True},
+        SEQUENCE,
+        SEQUENCE | ROTARY | {"kv_heads": 4, "recompute": "full"},
+        SEQUENCE | WIDE,
+        {"zero": 0},
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 1, "overlap_param_gather": True},
+        {"zero": 2, "overlap_param_gather": True} | WIDE,
+        {"pp": 2},
+        {"pp": 2, "schedule": "gpipe", "tied": False},
+        {"pp": 2} | WIDE,
+        {"zero": 3},
+        {"zero": 3} | WIDE,
+        {"pp": 2, "micro_batch_size": 4},  # one micro-batch: a receive is posted before any send
+    ],
+    4: [
+        {"tp": 2, "pp": 2},
+        SEQUENCE | {"pp": 2, "tied": False},
+        SEQUENCE | {"zero": 2},
+        {"pp": 2, "zero": 1, "overlap_param_gather": True},
+        SEQUENCE | {"pp": 2} | WIDE,
+        {"tp": 2, "zero": 3},
+    ],
+}
+
+
+def case(ranks: int, options: dict) -> dict:
+    """All options of a case: fp64 unless it says otherwise; few steps of two micro-batches."""
+    replicas = ranks // (options.get("tp", 1) * options.get("pp", 1))
+    length = {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2 // replicas}
+    return {"precision": "fp64", "lr": 1e-2} | length | options
+
+
+def name(options: dict) -> str:
+    return " ".join(f"{k}={v}" for k, v in options.items()).replace("True", "on") or "plain"
+
+
+NUMBERED = [(ranks, number) for ranks, cases in CASES.items() for number in range(len(cases))]
+WORDS = {2: "two-ranks", 4: "four-ranks"}
+NAMES = [f"{WORDS[ranks]}: {name(CASES[ranks][number])}" for ranks, number in NUMBERED]
+
+
+@pytest.fixture(scope="module")
+def machine(cuda_device, tmp_path_factory) -> LayoutRuns:
+    backend = "nccl" if cuda_device == "cuda" else "gloo"
+    return LayoutRuns(cuda_device, backend, tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.mark.parametrize(("ranks", "number"), NUMBERED, ids=NAMES)
+def test_a_layout_equals_the_single_rank(machine, ranks, number):
+    """Losses, gradient norms, weights; and copies of a weight are equal to the bit."""
+    cases = [case(ranks, options) for options in CASES[ranks]]
+    options = cases[number]
+    result, expected = machine.results(ranks, cases)[number], machine.reference(options)
+    assert "error" not in result, result["error"]
+    assert len(result["losses"]) == STEPS
+    assert result["unequal"] == []
+    off = {what: relative_difference(result[what], expected[what]) for what in ("losses", "norms")}
+    off["weights"] = weight_difference(result["weights"], expected["weights"])
+    print(f"{result['seconds']} s, largest relative differences {off}")
+    for what, tolerance in TOLERANCES[options["precision"]].items():
+        assert off[what] <= tolerance, (off, result[what], expected[what])
+
+
+SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --global-batch-size 4 "
+SHAPE += "--pad-vocab-multiple 4 --lr 1e-2 --lr-schedule constant --precision fp64 --steps 4 "
+SHAPE += "--micro-batch-size 2"
+
+
+def test_save_resume_under_another_layout_check_and_profile(machine):
+    """Two whole runs of train.py, preflight included; from step 3 on the second repeats the first.
+
+    A replica check after every second step; a trace of step 4 with both ranks in it.
+    """
+    first, second = machine.folder / "first", machine.folder / "second"
+    both = f"{SHAPE} --device {machine.device} --backend {machine.backend} --preflight "
+    both += "--hang-timeout 20 --check-replicas-every 2 --profile-step 4"
+    words = f"{both} --tp 2 --sequence-parallel --save-every 2 --out {first}"
+    outcome = machine.start(2, "train.py", *words.split(), timeout=90)
+    assert outcome.status == 0, outcome.err[-4000:]
+    assert "all groups reduce" in outcome.out
+    shared = "ranks 0-1 share one GPU" in outcome.out
+    assert shared == (machine.device == "cuda")
+    words = f"{both} --pp 2 --out {second} --resume {first}/checkpoints/step_00000002"
+    outcome = machine.start(2, "train.py", *words.split(), timeout=90)
+    assert outcome.status == 0, outcome.err[-4000:]
+    rows, again = (read_rows(folder) for folder in (first, second))
+    assert [row["iteration"] for row in again] == [3, 4]
+    for what in ("loss", "grad_norm"):
+        values, expected = ([row[what] for row in some] for some in (again, rows[2:]))
+        assert relative_difference(values, expected) <= TOLERANCES["fp64"]["losses"], what
+    events = json.loads((second / "step_4.trace.json").read_text())
+    events = events["traceEvents"] if isinstance(events, dict) else events
+    assert {e["pid"] for e in events if e.get("cat") == "action"} == {0, 1}
+
+
+def read_rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_hang_on_each_axis_is_named(machine):
+    """Rank 1 sleeps in its data loader; rank 0 waits for it in tp, in the pipeline, in dp.
+
+    The three jobs run at once: most of the time they wait. A step is short, so that it stays
+    within the limit where six processes take turns on one GPU.
+    """
+    layouts = {"tp": "--tp 2", "pp": "--pp 2", "dp": ""}
+    limit = {"cuda": 10.0, "cpu": fault_worker.TIMEOUT}[machine.device]
+
+    def hang(axis: str) -> tuple[str, Outcome]:
+        out, job = machine.folder / axis, machine.folder / f"{axis}.json"
+        layout = f"{layouts[axis]} --device {machine.device} --backend {machine.backend}"
+        layout += " --global-batch-size 2"
+        fault = {"layout": layout, "fault": "data", "culprit": 1, "timeout": limit}
+        job.write_text(json.dumps(fault))
+        words = ("tests/fault_worker.py", str(out), str(job), "rank")
+        return axis, machine.start(2, *words, timeout=120)
+
+    with ThreadPoolExecutor(len(layouts)) as pool:
+        outcomes = dict(pool.map(hang, layouts))
+    for axis, outcome in outcomes.items():
+        path = machine.folder / axis / "hang" / "case.json"
+        assert path.exists(), (axis, outcome.status, outcome.err[-4000:])
+        found = json.loads(path.read_text())
+        assert (found["kind"], found["culprits"]) == ("hang", [1]), (axis, outcome.err[-4000:])
+        assert found["limit"] == limit
+        assert outcome.status not in (0, 124), axis
+        assert "CULPRIT: rank 1 (" in outcome.err, axis
+
+
+def test_the_switch_alone_lets_ranks_share_a_gpu(machine):
+    """Without it, two ranks on one GPU are refused in one sentence."""
+    if machine.device != "cuda":
+        pytest.skip("a rehearsal on CPUs has no GPU to share")
+    words = f"{SHAPE} --device cuda --backend nccl --out {machine.folder / 'refused'}"
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "TRINE_TEST_SHARE_GPU": ""}
+    outcome = start_ranks(2, "train.py", *words.split(), timeout=60, **environment)
+    assert outcome.status == 2
+    assert "ranks 0, 1 on node" in outcome.err
+    assert "Traceback" not in outcome.err
