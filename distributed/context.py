@@ -29,7 +29,7 @@ from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed.job_store import host_address
 from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
-from distributed.rendezvous import COLLECTIVE_TIMEOUT, MEETING_TIMEOUT, Meeting, meet
+from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
@@ -38,6 +38,7 @@ from watchdog.heartbeat import Watchdog, start_monitor
 if TYPE_CHECKING:
     from distributed.collectives import Group
 
+COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
 SECONDS_FOR_MONITOR_TO_END = 5.0
 # Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
 # under mpirun it ends them, and they wait for that at most so long.
@@ -154,8 +155,9 @@ class Context(Meeting):
         kill's. So under srun only rank 0 exits with ours, after the others. MPICH's mpirun reports
         exactly the status that MPI_Abort is given.
         """
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for output in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+                output.flush()
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
@@ -217,7 +219,28 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
         torch.backends.cudnn.benchmark = False
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
+    if context.size > 1:
+        with context.failing_loudly():
+            _start_process_groups(context)
     return context
+
+
+def _start_process_groups(context: Context) -> None:
+    """Start torch.distributed, under the watchdog; collective.
+
+    torch sets NCCL's algorithms for --deterministic here. The world's group has no bound device:
+    see `Context.group`.
+    """
+    import torch.distributed as dist
+
+    context.recorder.enter("connect")
+    dist.init_process_group(
+        context.backend,
+        store=context.group_store,
+        rank=context.rank,
+        world_size=context.size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
 
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:

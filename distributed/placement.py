@@ -123,6 +123,19 @@ def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
     return True
 
 
+def check_devices(places: list[Place]) -> None:
+    """UserError if some ranks have a GPU and others have none: they could not communicate."""
+    without = [rank for rank, place in enumerate(places) if place.device == "cpu"]
+    if not without or len(without) == len(places):
+        return
+    nodes = ", ".join(sorted({places[rank].node for rank in without}))
+    raise UserError(
+        f"torch sees a CUDA device on {len(places) - len(without)} of {len(places)} ranks, and "
+        f"none on ranks {number_ranges(without)} (node {nodes}): leave that node out, mend its "
+        f"driver, or give --device cpu"
+    )
+
+
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
     for gpu, several in _shared_gpus(places).items():

@@ -15,12 +15,11 @@ from typing import Any
 from config.messages import UserError, exit_with
 from config.schema import Run
 from distributed import placement
-from distributed.job_store import JobStore, open_store
+from distributed.job_store import open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
 from distributed.placement import Place
 from distributed.store import StoreExchange
 
-COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
 MEETING_TIMEOUT = timedelta(minutes=30)  # until all have met: the watchdog does not run yet
 
 
@@ -39,6 +38,7 @@ class Meeting:
     threads: int
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
     second_store: Any  # the same over another connection, for a thread that must not wait
+    group_store: Any  # the part in which process groups meet
     monitor_key: str = field(repr=False)  # by which the ranks and the monitor know one another
 
 
@@ -66,14 +66,13 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         gathered = exchange.gather("place", dataclasses.asdict(own))
         places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
         faulthandler.cancel_dump_traceback_later()
+        placement.check_devices(places)
         if backend == "nccl" and not placement.share_gpu_for_tests(places, launch.rank):
             placement.check_gpus(places)
     except UserError as mistake:
         exit_with(mistake, index == 0, launch.exit_delay)
-    if launch.size > 1:
-        _start_process_groups(opened, launch, device, backend)
     rank, size = launch.rank, launch.size
-    parts = store, opened.part("values", second=True), opened.key("monitor")
+    parts = store, opened.part("values", second=True), opened.part("groups"), opened.key("monitor")
     return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)
 
 
@@ -119,20 +118,3 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     threads = placement.threads_asked_for() or max(1, len(physical) // local.sharing)
     torch.set_num_threads(threads)
     return cores, threads
-
-
-# ---- Process groups ------------------------------------------------------------------------------
-
-
-def _start_process_groups(opened: JobStore, launch: Launch, device, backend: str) -> None:
-    """Start torch.distributed in a part of the store; collective."""
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        backend,
-        store=opened.part("groups"),
-        rank=launch.rank,
-        world_size=launch.size,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if backend == "nccl" else None,
-    )

@@ -39,7 +39,8 @@ from zero import StepResult
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Of an output that is a file on a full disk, or a pipe whose reader Ctrl-C has ended too.
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 
 
 class Log:
@@ -148,8 +149,8 @@ class Log:
             return
         try:
             print(line, flush=True)
-        except OSError as error:  # the output is a file; its buffer is tried again with the next
-            if error.errno not in DISK_FULL:
+        except OSError as error:  # the output's buffer is tried again with the next line
+            if error.errno not in NOT_WRITTEN:
                 raise
 
     def summarize(self) -> None:

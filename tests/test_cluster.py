@@ -1,5 +1,6 @@
 """How a job starts under each launcher, wrong launches, and how it ends when one rank fails."""
 
+import json
 import re
 import shutil
 import socket
@@ -276,3 +277,16 @@ def test_a_mistake_is_printed_once_before_torch_is_imported(tmp_path):
         1, "train.py", *words.replace("3", "1").split(), PYTHONPATH=f"{tmp_path}:{ROOT}"
     )
     assert "torch was imported" in planted.err  # a run without a mistake does import it
+
+
+def test_process_groups_start_under_the_watchdog():
+    """With the algorithms for --deterministic chosen, and no group split from the world's."""
+    outcome = mpirun(2, "tests/startup_worker.py")
+    assert outcome.status == 0, outcome.err[-2000:]
+    assert json.loads(outcome.out) == {
+        "watched": True,
+        "deterministic": True,
+        "device_id": "None",
+        "world is torch's": True,
+        "groups": 2,  # the world's and that of the data replicas
+    }

@@ -112,3 +112,13 @@ def test_table():
 
 def test_number_ranges():
     assert number_ranges((0, 1, 2, 3, 8, 10, 11)) == "0-3,8,10-11"
+
+
+def test_a_node_without_its_gpus_is_named():
+    """Its ranks would choose gloo, the others NCCL, and all would wait for ever."""
+    places = [Place("a", 0, "cuda:0", "g0", (0,)), Place("b", 0, "cpu", None, (0,))]
+    places += [Place("b", 1, "cpu", None, (0,)), Place("c", 0, "cuda:0", "g1", (0,))]
+    with pytest.raises(UserError, match=r"on 2 of 4 ranks, and none on ranks 1-2 \(node b\)"):
+        placement.check_devices(places)
+    placement.check_devices(places[:1])
+    placement.check_devices(places[1:3])

@@ -265,8 +265,8 @@ def test_a_last_save_that_fails_twice_is_one_error_on_two_ranks(tmp_path):
     assert not (tmp_path / ".lock").exists()
 
 
-def test_output_on_a_full_disk_does_not_end_the_run(monkeypatch):
-    """A pipe that nobody reads does."""
+def test_output_that_cannot_be_written_does_not_end_the_run(monkeypatch):
+    """A full disk, or a pipe whose reader Ctrl-C has ended as well; another error does."""
     quiet = object.__new__(Log)
     quiet.is_writer, quiet.progress = True, None
 
@@ -275,10 +275,10 @@ def test_output_on_a_full_disk_does_not_end_the_run(monkeypatch):
             raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(sys, "stdout", Full())
-    number = errno.ENOSPC
-    quiet.note("a line")
-    number = errno.EPIPE
-    with pytest.raises(BrokenPipeError):
+    for number in (errno.ENOSPC, errno.EPIPE):
+        quiet.note("a line")
+    number = errno.EIO
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         quiet.note("a line")
 
 

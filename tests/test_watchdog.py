@@ -106,8 +106,9 @@ class Event:
         return 1e3 * (other.at - self.at)
 
 
-def test_waits_of_a_stream_are_seen_by_events():
+def test_waits_of_a_stream_are_seen_by_events(monkeypatch):
     """On nccl the host goes on: the device waits for the first operation it has not passed."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
     recorder = FlightRecorder(Event)
     group_log = recorder.group_log("tp", (0, 1))
     operations = [group_log.enter("all_reduce", 4) for _ in range(3)]
@@ -124,6 +125,28 @@ def test_waits_of_a_stream_are_seen_by_events():
     Event.passed = 6
     assert recorder.take_waited() == 2.0
     assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
+
+
+def test_the_driver_is_asked_only_when_progress_stands(monkeypatch):
+    """It may wait for a lock of the driver, and the rank would look silent to the monitor."""
+    clock = SimpleNamespace(monotonic=lambda: Work.now)
+    monkeypatch.setattr(flight_recorder, "time", clock)
+    recorder = FlightRecorder(Event)
+    Event.passed = 10**6
+    for _ in range(3):
+        recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
+    assert len(recorder._on_stream) == 0, "the rank itself forgets what has been passed"
+    Event.passed = 0
+    recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
+    asked = []
+    monkeypatch.setattr(Event, "query", lambda self: asked.append(self) or False)
+    assert recorder.snapshot(0)["device"] is None
+    Work.now += flight_recorder.SECONDS_TO_ASK - 0.1
+    assert recorder.snapshot(0)["device"] is None
+    assert asked == []
+    Work.now += 0.2
+    assert recorder.snapshot(0)["device"]["number"] == 4
+    assert len(asked) == 1
 
 
 # ---- The wait graph ------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
 RING = 256  # records kept
 STEPS = 101  # step durations kept, for their median
 DEVICE_WAITS = 4096  # waits on a GPU's stream kept until they are timed
+SECONDS_TO_ASK = 3.0  # without progress; only then the watchdog's thread asks the GPU's driver
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,8 @@ class Operation:
         self.handle = None
         self.ended = now = time.monotonic()
         recorder.waiting = None
-        recorder.waited += now - began
+        if recorder.new_event is None:
+            recorder.waited += now - began
         recorder.progress += 1
         if recorder.spans is not None:
             side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
@@ -138,6 +140,7 @@ class FlightRecorder:
         self.new_event = new_event
         self._events: list[Any] = []  # to be used again
         self._on_stream: deque[tuple[Operation, Any, Any]] = deque(maxlen=DEVICE_WAITS)
+        self._seen = -1, 0.0  # progress that a snapshot had first, and when
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
         """The log of a group; groups of the same ranks and role share one."""
@@ -198,13 +201,17 @@ class FlightRecorder:
         A stream's wait counts when the stream has passed it: call this after the step's last
         `values`, which waits for the device.
         """
-        waited = self.waited if self.new_event is None else 0.0
-        self.waited = 0.0
+        if self.new_event is not None:
+            self._count_passed()
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def _count_passed(self) -> None:
+        """Count the waits that the device's stream has passed, and use their events again."""
         while self._on_stream and self._on_stream[0][2].query():
             _, first, last = self._on_stream.popleft()
-            waited += first.elapsed_time(last) / 1e3
+            self.waited += first.elapsed_time(last) / 1e3
             self._events += [first, last]
-        return waited
 
     def wait_for(self, operation: Operation) -> None:
         """Wait for the handle; on nccl between two events: the stream waits, the host goes on."""
@@ -216,9 +223,13 @@ class FlightRecorder:
         operation.handle.wait()
         last.record()
         self._on_stream.append((operation, first, last))
+        self._count_passed()
 
     def device_waits_for(self) -> Operation | None:
-        """The first operation that the device's stream has not passed yet."""
+        """The first operation that the device's stream has not passed yet.
+
+        Asks the driver, which may wait for a lock that another thread holds.
+        """
         waits = list(self._on_stream)  # passed: when the second event has been
         return next((operation for operation, _, last in waits if not last.query()), None)
 
@@ -226,14 +237,18 @@ class FlightRecorder:
 
     def snapshot(self, records: int) -> dict[str, Any]:
         """What the rank does now and its last `records` records, as plain values."""
-        now = time.monotonic()
-        waiting, device, other = self.waiting, self.device_waits_for(), self.other_wait
+        now, progress = time.monotonic(), self.progress + self.background_progress
+        if progress != self._seen[0]:
+            self._seen = progress, now
+        stands = now - self._seen[1] >= SECONDS_TO_ASK
+        device = self.device_waits_for() if stands else None
+        waiting, other = self.waiting, self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
             waiting = device  # the host may be at any later place, its launch queue full
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
             "since": _seconds_before(now, self.since),
-            "progress": self.progress + self.background_progress,
+            "progress": progress,
             "steps_done": self.steps_done,
             "median_step": statistics.median(self.steps) if self.steps else 0.0,
             "wait": waiting.to_dict(now) if waiting else _wait_to_dict(other, now),
