@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from distributed.collectives import Group
 from distributed.mesh import Mesh
@@ -222,9 +223,11 @@ class DeferredGradients:
         """Leave a computation: `gradients()` gives one tensor for each of the weights."""
         self._left.append((weights, gradients))
 
-    def backward(self, outputs: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+    def backward(
+        self, output: Tensor | GradientEdge, gradient: Tensor | None
+    ) -> Callable[[], None]:
         """The backward pass for inputs alone; what is returned does the rest when it is called."""
-        torch.autograd.backward(outputs, gradient)
+        torch.autograd.backward(output, gradient)
         left, self._left = self._left, []
 
         def compute_weight_gradients() -> None:
