@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
         check_kill_switch(config.run)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    prepare(config.run)
+    prepare(config.run, config.layout.pp)
     import trainer
 
     trainer.main(config, launch, signals, memory.of_run(config))

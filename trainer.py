@@ -151,10 +151,10 @@ def main(
         splits = data.build(config)
         check_precision(config.training.precision, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
-        state = build(config, context)
+        state, micro_batch = build(config, context), config.layout.micro_batch_size
         kernels = {
             "optimizer": state.optimizer.kernel,
-            "attention": attention_kernel(config.model, state.factory),
+            "attention": attention_kernel(config.model, state.factory, micro_batch),
         }
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
