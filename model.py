@@ -122,8 +122,8 @@ def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
-    tensors, options = _attention_arguments(q, k, v, bias)
-    return F.scaled_dot_product_attention(*tensors, **options).permute(2, 0, 1, 3).flatten(2)
+    (q, k, v), options = _attention_arguments(q, k, v, bias)
+    return F.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3).flatten(2)
 
 
 def _attention_arguments(
