@@ -298,10 +298,12 @@ class Stage(nn.Module):
         self.embedding = Embedding(factory, model, padded) if spec.embedding else None
         blocks = range(spec.first, spec.last)
         again = layout.recomputed_blocks(len(blocks))
-        self.blocks = nn.ModuleList(
-            Block(factory, i, model, layout.recompute if n < again else "none")
-            for n, i in enumerate(blocks)
-        )
+        self.blocks = nn.ModuleList()
+        for n, i in enumerate(blocks):
+            recompute = layout.recompute if n < again else "none"
+            self.blocks.append(Block(factory, i, model, recompute))
+            if factory.shard is not None:
+                factory.shard(self.blocks[-1])
         self.head = Head(factory, model, padded, self.embedding) if spec.head else None
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.bias = alibi_bias(model, factory) if alibi else None

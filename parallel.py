@@ -63,7 +63,8 @@ class ParamFactory:
 
     `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
     that as the master copy and turns the parameters themselves to `dtype`. deferred: where linear
-    layers leave weight gradients if the schedule splits the backward, else None.
+    layers leave weight gradients if the schedule splits the backward, else None. shard: at --zero 3
+    is called with each block that has been drawn.
     """
 
     mesh: Mesh
@@ -73,6 +74,7 @@ class ParamFactory:
     std: float = 0.02
     sequence_parallel: bool = False
     deferred: "DeferredGradients | None" = None
+    shard: Callable[[nn.Module], None] | None = None
 
     def parameter(
         self,
@@ -230,6 +232,7 @@ class DeferredGradients:
         torch.autograd.backward(output, gradient)
         left, self._left = self._left, []
 
+        @torch.no_grad()
         def compute_weight_gradients() -> None:
             while left:
                 left.pop(0)()
@@ -290,7 +293,6 @@ def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, 
     return rows.t() @ x.flatten(0, -2), rows.sum(0) if has_bias else None
 
 
-@torch.no_grad()
 def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
     """Add a product's weight gradients to the parameters' own, and report them as autograd does."""
     if not hasattr(weight, "main_grad"):

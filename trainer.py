@@ -10,7 +10,7 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from model import Stage, attention_kernel
+from optim.fsdp import block_sharder
 from parallel import CPU, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
@@ -71,6 +72,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     dtype, device = DTYPES[training.precision], context.device if context else CPU
     seed, std = training.seed, training.init_std
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel)
+    if layout.zero == 3 and mesh.replicas.size > 1:
+        factory = replace(factory, shard=block_sharder(factory, training))
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)
     own = [spec for spec in specs if spec.index == mesh.pp.rank]

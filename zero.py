@@ -68,7 +68,7 @@ class Optimizer:
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
         self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
-        self.fully_sharded = layout.zero == 3 and self.state_sharded
+        self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
         if self.fully_sharded:
             self.groups = shard_fully(stages[0], factory, training)
