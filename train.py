@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
     prepare(config.run, config.layout.pp)
     import trainer
 
-    trainer.main(config, launch, signals, memory.of_run(config))
+    trainer.main(config, launch, signals, memory.of_run)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,30 +139,36 @@ def main(
     config: Config,
     launch: Launch,
     signals: Signals | None = None,
-    predicted_memory: list[dict[str, float]] | None = None,
+    predict_memory: Callable[[Config], list[dict[str, float]]] | None = None,
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predicted_memory: bytes by part for every stage, to be
-    shown with what is measured.
+    signals: if they are handled already. predict_memory: gives bytes by part for every stage, to
+    be shown with what is measured.
     """
     listening = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)
     signals.end = context.end_all_ranks
     with context.failing_loudly(), memory_report.snapshot(config.run, context):
+        on_gpu = context.device.type == "cuda"
+        layout = config.layout.automatic(config.model.seq_length, on_gpu)
+        config = replace(config, layout=layout)
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config.training.precision, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
-        state, micro_batch = build(config, context), config.layout.micro_batch_size
+        state, micro_batch = build(config, context), layout.micro_batch_size
         kernels = {
             "optimizer": state.optimizer.kernel,
             "attention": attention_kernel(config.model, state.factory, micro_batch),
         }
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
-        log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
+        predicted = predict_memory(config) if predict_memory else None
+        log = Log(config, context, state.stage_specs, kernels, before, predicted)
+        if config.run.blocking and layout.pp > 1 and on_gpu:
+            log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)

@@ -143,7 +143,10 @@ class Layout:
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
     pp: int = option(1, "pipeline stages", minimum=1)
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp)", minimum=1)
-    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over tp")
+    sequence_parallel: bool = option(
+        None,
+        "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
+    )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     partition: str = option(
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
@@ -158,13 +161,29 @@ class Layout:
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
-    overlap_param_gather: bool = option(False, "gather new weights during the next forward pass")
+    overlap_param_gather: bool = option(
+        None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
+    )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along every axis of the mesh; dp must be filled in. cp is 1: it has no option."""
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
+
+    def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
+        """With the options that are left to the machine decided; dp must be filled in."""
+        overlaps = self.overlap_param_gather
+        if overlaps is None:
+            overlaps = on_gpu and self.zero in (1, 2) and self.dp > 1
+        splits = self.splits_sequence(seq_length, on_gpu)
+        return dataclasses.replace(self, sequence_parallel=splits, overlap_param_gather=overlaps)
+
+    def splits_sequence(self, seq_length: int, on_gpu: bool) -> bool:
+        """Whether it runs with sequence parallelism."""
+        if self.sequence_parallel is not None:
+            return self.sequence_parallel
+        return on_gpu and self.tp > 1 and seq_length % self.tp == 0
 
     def recomputed_blocks(self, blocks: int) -> int:
         """How many of a stage's blocks, its first ones, are recomputed."""
