@@ -90,7 +90,8 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     config, factory = state.config, state.factory
     size = config.batches.batch(consumed)
     micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
-    batches = data.batches(samples, consumed, config.layout, factory.mesh.dp.rank, factory.device)
+    place = config.layout, factory.mesh.dp.rank, factory.device
+    batches = data.batches(samples, consumed, *place, micro_batches)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     loss_sum = state.pipeline.train(batches, micro_batches, loss_weight)
     return state.optimizer.step(lr, loss_sum)
@@ -102,7 +103,8 @@ def evaluate(state: TrainState, samples: data.Samples) -> float:
     count = config.data.eval_samples
     mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
-    batches = data.batches(samples, 0, layout, mesh.dp.rank, state.factory.device)
+    device = state.factory.device
+    batches = data.batches(samples, 0, layout, mesh.dp.rank, device, micro_batches)
     loss_sum = state.pipeline.evaluate(batches, micro_batches).view(1)
     mesh.world.all_reduce(loss_sum).wait()
     (total,) = mesh.world.values(loss_sum)
