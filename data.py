@@ -131,21 +131,16 @@ def _build_split(
 
 
 def batches(
-    samples: Samples,
-    first_sample: int,
-    layout: Layout,
-    dp_rank: int,
-    device: torch.device,
-    count: int = 0,
+    samples: Samples, first: int, layout: Layout, dp_rank: int, device: torch.device, count: int = 0
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
     """The function that gives a replica's micro-batches, by index, of the global batch that starts
-    at `first_sample`: tokens and labels as `micro_batch` makes them, on the device.
+    at sample `first`: tokens and labels as `micro_batch` makes them, on the device.
 
     For a GPU a thread reads the next of `count` while this one is computed.
     """
 
     def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return micro_batch(samples, first_sample, index, layout, dp_rank)
+        return micro_batch(samples, first, index, layout, dp_rank)
 
     if device.type != "cuda":
         return read

@@ -8,6 +8,7 @@ GPT-2: normal, the two matrices that write into the residual stream smaller by s
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,17 +123,15 @@ def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
-    (q, k, v), options = _attention_arguments(q, k, v, bias)
-    return F.scaled_dot_product_attention(q, k, v, **options).permute(2, 0, 1, 3).flatten(2)
+    mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
+    return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
-def _attention_arguments(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
-) -> tuple[list[Tensor], dict[str, Any]]:
-    """What torch's attention takes, on which its choice of a kernel depends."""
-    options = {"attn_mask": bias, "is_causal": bias is None}
+def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
+    """Call torch's attention, or what says which kernel it chooses for these arguments."""
     grouped = q.shape[2] != k.shape[2]
-    return [t.permute(1, 2, 0, 3) for t in (q, k, v)], options | {"enable_gqa": grouped}
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+    return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
 
 
 class MLP(nn.Module):
@@ -331,8 +330,7 @@ def attention_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int)
     q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
     alibi = model.positions == "alibi"
     bias = torch.empty(1, model.heads // tp, s, s, dtype=of[0], device=of[1]) if alibi else None
-    (q, k, v), options = _attention_arguments(q, k, v, bias)
-    choice = torch._fused_sdp_choice(q, k, v, **options)
+    choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 

@@ -225,11 +225,9 @@ class DeferredGradients:
         """Leave a computation, which adds the gradients of some weights."""
         self._left.append(compute)
 
-    def backward(
-        self, output: Tensor | GradientEdge, gradient: Tensor | None
-    ) -> Callable[[], None]:
+    def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
         """The backward pass for inputs alone; what is returned does the rest when it is called."""
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(output, grad)
         left, self._left = self._left, []
 
         @torch.no_grad()
@@ -351,10 +349,9 @@ def column_linear(
 
     shared: as in `linear`.
     """
-    tp, deferred = factory.mesh.tp, factory.deferred
-    if tp.size == 1:
-        return linear(x, weight, bias, deferred, shared=shared)
-    return linear(x, weight, bias, deferred, tp, factory.sequence_parallel, shared)
+    tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
+    gathered = tp is not None and factory.sequence_parallel
+    return linear(x, weight, bias, factory.deferred, tp, gathered, shared)
 
 
 # ---- Layers --------------------------------------------------------------------------------------

@@ -172,18 +172,12 @@ class Layout:
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
-        """With the options that are left to the machine decided; dp must be filled in."""
-        overlaps = self.overlap_param_gather
-        if overlaps is None:
-            overlaps = on_gpu and self.zero in (1, 2) and self.dp > 1
-        splits = self.splits_sequence(seq_length, on_gpu)
-        return dataclasses.replace(self, sequence_parallel=splits, overlap_param_gather=overlaps)
-
-    def splits_sequence(self, seq_length: int, on_gpu: bool) -> bool:
-        """Whether it runs with sequence parallelism."""
-        if self.sequence_parallel is not None:
-            return self.sequence_parallel
-        return on_gpu and self.tp > 1 and seq_length % self.tp == 0
+        """With the options that are left to the machine decided, when dp is filled in."""
+        fits = {"sequence_parallel": self.tp > 1 and seq_length % self.tp == 0}
+        fits["overlap_param_gather"] = self.zero in (1, 2) and self.dp != 1
+        left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
+        left = {name: on for name, on in left.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **left)
 
     def recomputed_blocks(self, blocks: int) -> int:
         """How many of a stage's blocks, its first ones, are recomputed."""

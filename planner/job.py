@@ -27,7 +27,8 @@ class Job(NamedTuple):
     @property
     def sequence_parallel(self) -> bool:
         """Whether norms and residuals are split over tp: as given, else as on such a machine."""
-        return self.layout.splits_sequence(self.model.seq_length, self.machine.device != "CPU")
+        on_gpu = self.machine.device != "CPU"
+        return self.layout.automatic(self.model.seq_length, on_gpu).sequence_parallel
 
     @property
     def tokens(self) -> int:
