@@ -100,6 +100,8 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     facts = json.loads((tmp_path / "four" / "run.json").read_text())
     assert facts["cluster"]["launcher"] == "mpirun"
     assert facts["config"]["layout"]["dp"] == 1
+    layout = facts["config"]["layout"]  # what was left to the machine is decided
+    assert (layout["sequence_parallel"], layout["overlap_param_gather"]) == (False, False)
     assert facts["flops_formula"] == "megatron-2025"
     assert facts["version"] == VERSION
 
