@@ -13,7 +13,9 @@ step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that 
 import math
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from corpora.blends import Blend, blend_order, normalise, parse_blend
 from corpora.sample_order import SPLITS, GPTSamples, TextSpan, split_ranges, tokens_per_epoch
 from corpora.token_files import IndexedDataset
 
+Result = TypeVar("Result")
 # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
 SURPLUS = 0.005
 
@@ -128,17 +131,44 @@ def _build_split(
 
 
 def batches(
-    samples: Samples, first_sample: int, layout: Layout, dp_rank: int, device: torch.device
+    samples: Samples, first: int, layout: Layout, dp_rank: int, device: torch.device, count: int = 0
 ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
     """The function that gives a replica's micro-batches, by index, of the global batch that starts
-    at `first_sample`: tokens and labels as `micro_batch` makes them, on the device.
+    at sample `first`: tokens and labels as `micro_batch` makes them, on the device.
+
+    For a GPU a thread reads the next of `count` while this one is computed.
     """
 
+    def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return micro_batch(samples, first, index, layout, dp_rank)
+
+    if device.type != "cuda":
+        return read
+    take = read_ahead(read, count)
+
     def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, labels = micro_batch(samples, first_sample, index, layout, dp_rank)
-        return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        # torch gives pinned memory away again only when the copy from it has ended.
+        tokens, labels = (t.pin_memory().to(device, non_blocking=True) for t in take(index))
+        return tokens, labels
 
     return batch
+
+
+def read_ahead(read: Callable[[int], Result], count: int) -> Callable[[int], Result]:
+    """`read`, which begins to read index + 1 in a thread when index is asked for, below `count`.
+
+    An error of what was read ahead is raised when that is asked for.
+    """
+    thread = ThreadPoolExecutor(1)
+    ahead: dict[int, Future[Result]] = {}
+
+    def take(index: int) -> Result:
+        found = ahead.pop(index, None) or thread.submit(read, index)
+        if index + 1 < count and index + 1 not in ahead:
+            ahead[index + 1] = thread.submit(read, index + 1)
+        return found.result()
+
+    return take
 
 
 def micro_batch(

@@ -8,6 +8,8 @@ GPT-2: normal, the two matrices that write into the residual stream smaller by s
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,9 +104,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
-        qkv = self.qkv(x).unflatten(-1, (-1, self.queries + 2, self.d))  # s b g a/g+2 d
-        q, k, v = qkv.split((self.queries, 1, 1), -2)  # one split: slices add up in the backward
-        q, k, v = (t.flatten(2, 3) for t in (q, k, v))  # s b a d, s b g d, s b g d
+        q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.recompute and torch.is_grad_enabled():
@@ -114,14 +114,24 @@ class Attention(nn.Module):
         return self.out(mixed)
 
 
+def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
+    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output."""
+    qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
+    parts = qkv.split((queries, 1, 1), -2)  # one split: slices add up in the backward
+    return [t.flatten(2, 3) for t in parts]
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
+    mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
+    return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
+    """Call torch's attention, or what says which kernel it chooses for these arguments."""
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-    mixed = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped
-    )
-    return mixed.permute(2, 0, 1, 3).flatten(2)
+    return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
 
 
 class MLP(nn.Module):
@@ -287,10 +297,12 @@ class Stage(nn.Module):
         self.embedding = Embedding(factory, model, padded) if spec.embedding else None
         blocks = range(spec.first, spec.last)
         again = layout.recomputed_blocks(len(blocks))
-        self.blocks = nn.ModuleList(
-            Block(factory, i, model, layout.recompute if n < again else "none")
-            for n, i in enumerate(blocks)
-        )
+        self.blocks = nn.ModuleList()
+        for n, i in enumerate(blocks):
+            recompute = layout.recompute if n < again else "none"
+            self.blocks.append(Block(factory, i, model, recompute))
+            if factory.shard is not None:
+                factory.shard(self.blocks[-1])
         self.head = Head(factory, model, padded, self.embedding) if spec.head else None
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.bias = alibi_bias(model, factory) if alibi else None
@@ -310,13 +322,15 @@ class Stage(nn.Module):
         return x
 
 
-def attention_kernel(model: ModelShape, factory: ParamFactory) -> str:
-    """Which of torch's attention kernels will run for this model's shapes on this device."""
-    heads = model.heads // factory.mesh.tp.size
-    shape = (1, heads, model.seq_length, model.head_size)
-    q = torch.empty(shape, dtype=factory.dtype, device=factory.device)
-    bias = alibi_bias(model, factory) if model.positions == "alibi" else None
-    choice = torch._fused_sdp_choice(q, q, q, attn_mask=bias, is_causal=bias is None)
+def attention_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) -> str:
+    """Which of torch's attention kernels runs in training, for micro-batches of that size."""
+    tp, s, of = factory.mesh.tp.size, model.seq_length, (factory.dtype, factory.device)
+    qkv = torch.empty(s, micro_batch, model.qkv_width // tp, dtype=of[0], device=of[1])
+    queries = model.heads // model.kv_heads
+    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
+    alibi = model.positions == "alibi"
+    bias = torch.empty(1, model.heads // tp, s, s, dtype=of[0], device=of[1]) if alibi else None
+    choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 

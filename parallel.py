@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from distributed.collectives import Group
 from distributed.mesh import Mesh
@@ -62,7 +63,8 @@ class ParamFactory:
 
     `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
     that as the master copy and turns the parameters themselves to `dtype`. deferred: where linear
-    layers leave weight gradients if the schedule splits the backward, else None.
+    layers leave weight gradients if the schedule splits the backward, else None. shard: at --zero 3
+    is called with each block that has been drawn.
     """
 
     mesh: Mesh
@@ -72,6 +74,7 @@ class ParamFactory:
     std: float = 0.02
     sequence_parallel: bool = False
     deferred: "DeferredGradients | None" = None
+    shard: Callable[[nn.Module], None] | None = None
 
     def parameter(
         self,
@@ -216,21 +219,21 @@ class DeferredGradients:
     """
 
     def __init__(self) -> None:
-        self._left: list[tuple[list[Tensor], Callable[[], list[Tensor]]]] = []
+        self._left: list[Callable[[], None]] = []
 
-    def add(self, weights: list[Tensor], gradients: Callable[[], list[Tensor]]) -> None:
-        """Leave a computation: `gradients()` gives one tensor for each of the weights."""
-        self._left.append((weights, gradients))
+    def add(self, compute: Callable[[], None]) -> None:
+        """Leave a computation, which adds the gradients of some weights."""
+        self._left.append(compute)
 
-    def backward(self, outputs: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+    def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
         """The backward pass for inputs alone; what is returned does the rest when it is called."""
-        torch.autograd.backward(outputs, gradient)
+        torch.autograd.backward(output, grad)
         left, self._left = self._left, []
 
+        @torch.no_grad()
         def compute_weight_gradients() -> None:
             while left:
-                weights, gradients = left.pop(0)
-                torch.autograd.backward(weights, gradients())  # adds to .grad, and runs hooks
+                left.pop(0)()
 
         return compute_weight_gradients
 
@@ -243,20 +246,22 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tp, gathered, defer):
+    def forward(ctx, x, weight, bias, tp, gathered, add, deferred):
         """tp: over which the input's gradient is summed, or None; gathered: x is (s/tp, b, in);
-        defer: takes the computation of the weights' gradients, or None.
+        add: takes x and the product's gradient and adds the weights' gradients, None: autograd
+        adds what `backward` returns; deferred: where that is left for later, or None.
         """
-        ctx.save_for_backward(x, weight, bias)
-        ctx.tp, ctx.gathered, ctx.defer = tp, gathered, defer
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.gathered, ctx.has_bias = tp, gathered, bias is not None
+        ctx.add, ctx.deferred = add, deferred
         return F.linear(_gather(x, tp if gathered else None), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         """Gradients of x, weight and bias, in their shapes, by the product's."""
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         tp, whole, gathering, summing = ctx.tp, x, None, None
-        if ctx.gathered and ctx.defer is None:
+        if ctx.gathered and ctx.deferred is None:
             whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gathering = tp.all_gather(whole, x)
         dx = grad @ weight
@@ -267,23 +272,48 @@ class _Linear(torch.autograd.Function):
             summing, dx = tp.reduce_scatter(summed, dx), summed
         elif tp is not None:
             summing = tp.all_reduce(dx)
-        if ctx.defer is None:
-            gradients = _weight_gradients(whole, grad, bias is not None)
+        gradients: tuple = (None, None)
+        if ctx.deferred is not None:
+            add, gathered = ctx.add, tp if ctx.gathered else None
+            ctx.deferred.add(lambda: add(_gather(x, gathered), grad))
+        elif ctx.add is not None:
+            ctx.add(whole, grad)
         else:
-            gathered, has_bias = tp if ctx.gathered else None, bias is not None
-            ctx.defer(lambda: _weight_gradients(_gather(x, gathered), grad, has_bias))
-            gradients = [None]
+            gradients = _weight_gradients(whole, grad, ctx.has_bias)
         if summing is not None:
             summing.wait()
-        dweight, dbias = (*gradients, None)[:2]
-        return dx, dweight, dbias, None, None, None
+        return dx, *gradients, None, None, None, None
 
 
-def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> list[Tensor]:
-    """The gradients of the weight, and of the bias if there is one."""
+def _weight_gradients(x: Tensor, grad: Tensor, has_bias: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradients of the weight, (out, in), and of the bias if there is one."""
     rows = grad.flatten(0, -2)
-    gradients = [rows.t() @ x.flatten(0, -2)]
-    return [*gradients, rows.sum(0)] if has_bias else gradients
+    return rows.t() @ x.flatten(0, -2), rows.sum(0) if has_bias else None
+
+
+def _add_gradients(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
+    """Add a product's weight gradients to the parameters' own, and report them as autograd does."""
+    if not hasattr(weight, "main_grad"):
+        for p, g in zip((weight, bias), _weight_gradients(x, grad, bias is not None)):
+            if p is not None and g is not None:
+                torch.autograd.backward(p, g.view(p.shape))  # adds to .grad, and runs hooks
+        return
+    rows = grad.flatten(0, -2)
+    _add_product(weight.main_grad.flatten(0, -2), rows.t(), x.flatten(0, -2))
+    weight.gradient_added(weight)
+    if bias is not None:
+        bias.main_grad.add_(rows.sum(0, dtype=bias.main_grad.dtype).view(bias.shape))
+        bias.gradient_added(bias)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, by the matrix product itself where the device has one that sums in fp32."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cpu":
+        total.add_(a @ b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def linear(
@@ -293,32 +323,35 @@ def linear(
     deferred: DeferredGradients | None = None,
     tp: Group | None = None,
     gathered: bool = False,
+    shared: bool = False,
 ) -> Tensor:
-    """x W^T + b for a local W, whose gradient may be deferred.
+    """x W^T + b for a local W (out ..., in) and b (out ...), whose gradients may be deferred.
 
     tp: over which the input's gradient is summed. gathered: x is this rank's part of the sequence.
+    shared: another layer uses W too, so autograd must add the two gradients; they are not deferred.
+    A W that has `main_grad` gets its gradient there, and then its `gradient_added` is called.
     """
-    if deferred is None:
+    if shared or (deferred is None and not hasattr(weight, "main_grad")):
+        weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
         if tp is None:
             return F.linear(x, weight, bias)
-        return _Linear.apply(x, weight, bias, tp, gathered, None)
+        return _Linear.apply(x, weight, bias, tp, gathered, None, None)
     # Detached, so that the pass for inputs does not reach the weights, nor run their hooks.
-    detached = [None if w is None else w.detach() for w in (weight, bias)]
-    kept = [weight] if bias is None else [weight, bias]
-    return _Linear.apply(x, *detached, tp, gathered, functools.partial(deferred.add, kept))
+    local = weight.detach().flatten(0, -2), None if bias is None else bias.detach().flatten()
+    add = functools.partial(_add_gradients, weight, bias)
+    return _Linear.apply(x, *local, tp, gathered, add, deferred)
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, factory: ParamFactory, shared: bool = False
 ) -> Tensor:
-    """x W^T + b for a local part (out/tp, in) of W; x is (s, b, in), or (s/tp, b, in).
+    """x W^T + b for a local part (out/tp ..., in) of W; x is (s, b, in), or (s/tp, b, in).
 
-    shared: another layer of the stage uses the same weight, so its gradient is not deferred.
+    shared: as in `linear`.
     """
-    tp, deferred = factory.mesh.tp, None if shared else factory.deferred
-    if tp.size == 1:
-        return linear(x, weight, bias, deferred)
-    return linear(x, weight, bias, deferred, tp, factory.sequence_parallel)
+    tp = factory.mesh.tp if factory.mesh.tp.size > 1 else None
+    gathered = tp is not None and factory.sequence_parallel
+    return linear(x, weight, bias, factory.deferred, tp, gathered, shared)
 
 
 # ---- Layers --------------------------------------------------------------------------------------
@@ -348,9 +381,7 @@ class ColumnLinear(nn.Module):
         self.bias = factory.parameter(f"{name}.bias", shape, dim=dim) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.flatten(0, -2)
-        bias = None if self.bias is None else self.bias.flatten()
-        return column_linear(x, weight, bias, self.factory)
+        return column_linear(x, self.weight, self.bias, self.factory)
 
 
 class RowLinear(nn.Module):

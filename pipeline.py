@@ -8,9 +8,11 @@ of one rank nothing is sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from config.schema import Config
 from distributed.collectives import Group, Handle
@@ -36,6 +38,7 @@ class Pipeline:
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
         self._name, self._schedules = layout.schedule, dict[int, Schedule]()
+        self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""
@@ -58,10 +61,29 @@ class Pipeline:
 
     def run(self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0) -> Tensor:
         """Do all of this rank's actions in order; the loss sum as `train` returns it."""
+        if schedule.rank_of not in self._connected:
+            self._connect(schedule.rank_of)
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
             pass
         return execution.loss if self.mesh.tp.rank == 0 else torch.zeros_like(execution.loss)
+
+    def _connect(self, rank_of: tuple[int, ...]) -> None:
+        """Send one number between every two ranks that will send activations or gradients.
+
+        NCCL connects two ranks at their first message, and blocks both hosts until then. Inside a
+        schedule two neighbours could wait for each other in different groups for ever. Here all
+        ranks take the pairs in one order, so of those that are left the first can be connected.
+        """
+        self._connected.add(rank_of)
+        pairs = sorted({(a, b) for a, b in pairwise(rank_of) if a != b})
+        message, rank = torch.zeros(1, dtype=self.dtype, device=self.device), self.mesh.pp.rank
+        for a, b in pairs:
+            for group, sender, receiver in ((self.mesh.forward, a, b), (self.mesh.backward, b, a)):
+                if rank == sender:
+                    group.send(message, receiver).wait()
+                elif rank == receiver:
+                    group.receive(message, sender).wait()
 
 
 class Execution:
@@ -84,7 +106,9 @@ class Execution:
         needed = {action: schedule.input_of(action) for action in self.actions}
         self.sources = {a: (of, schedule.rank_of[of.stage]) for a, of in needed.items() if of}
         self.batches, self.loss_weight = batches, loss_weight
-        self.held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input, output of forwards
+        # Of forwards whose backward is to come: the input, and the node that made the output. The
+        # output itself is freed when it has been sent.
+        self.held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
@@ -111,7 +135,7 @@ class Execution:
         else:
             self._pass_on(self.mesh.forward, y.detach(), action, action.stage + 1)
         if torch.is_grad_enabled():
-            self.held[action.stage, action.micro_batch] = (x, y)
+            self.held[action.stage, action.micro_batch] = (x, get_gradient_edge(y))
 
     def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Tensor | None]:
         """What the stage's forward takes: only the first and the last stage read the batch."""
@@ -128,13 +152,13 @@ class Execution:
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or where the schedule splits it that for inputs."""
         self.mesh.recorder.at("B", action.micro_batch)
-        x, y = self.held.pop((action.stage, action.micro_batch))
+        x, output = self.held.pop((action.stage, action.micro_batch))
         gradient = None if self._is_last(action) else self._take_input(action)
         deferred = self.pipeline.deferred
         if deferred is None:
-            torch.autograd.backward(y, gradient)
+            torch.autograd.backward(output, gradient)
         else:
-            self.left[action.stage, action.micro_batch] = deferred.backward(y, gradient)
+            self.left[action.stage, action.micro_batch] = deferred.backward(output, gradient)
         if action.stage > 0:
             dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
             self._pass_on(self.mesh.backward, dx, action, action.stage - 1)

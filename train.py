@@ -44,23 +44,22 @@ def main(arguments: list[str]) -> None:
         config = check(parse(arguments, __doc__), launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
-    predicted = memory.of_run(config)
     if launch.rank == 0:
-        check_machine(config, launch, predicted)
-    prepare(config.run)
+        check_machine(config, launch)
+    prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
-    trainer.main(config, launch, signals, predicted)
+    trainer.main(config, launch, signals, memory.of_run)
 
 
-def check_machine(config: Config, launch: Launch, predicted: list[dict[str, float]]) -> None:
+def check_machine(config: Config, launch: Launch) -> None:
     """End the job if files or memory of this rank's node cannot do for the run."""
     with messages.installed():
         from corpora import blends, sample_order, token_files
     try:
         check_paths(config)
         node = psutil.virtual_memory().total + psutil.swap_memory().total
-        memory.check_fits(predicted, config, node)
+        memory.check_fits(memory.of_run(config), config, node)
         sample_order.split_ranges(config.data.split, 0)
         if config.data.data != ("synthetic",):
             for prefix in blends.parse_blend(config.data.data)[0]:

@@ -10,8 +10,9 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from model import Stage, attention_kernel
+from optim.fsdp import block_sharder
 from parallel import CPU, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
@@ -72,6 +74,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     dtype, device = DTYPES[training.precision], context.device if context else CPU
     seed, std = training.seed, training.init_std
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel)
+    if layout.zero == 3 and mesh.replicas.size > 1:
+        factory = replace(factory, shard=block_sharder(factory, training))
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)
     own = [spec for spec in specs if spec.index == mesh.pp.rank]
@@ -87,7 +91,8 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     config, factory = state.config, state.factory
     size = config.batches.batch(consumed)
     micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
-    batches = data.batches(samples, consumed, config.layout, factory.mesh.dp.rank, factory.device)
+    place = config.layout, factory.mesh.dp.rank, factory.device
+    batches = data.batches(samples, consumed, *place, micro_batches)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     loss_sum = state.pipeline.train(batches, micro_batches, loss_weight)
     return state.optimizer.step(lr, loss_sum)
@@ -99,7 +104,8 @@ def evaluate(state: TrainState, samples: data.Samples) -> float:
     count = config.data.eval_samples
     mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
-    batches = data.batches(samples, 0, layout, mesh.dp.rank, state.factory.device)
+    device = state.factory.device
+    batches = data.batches(samples, 0, layout, mesh.dp.rank, device, micro_batches)
     loss_sum = state.pipeline.evaluate(batches, micro_batches).view(1)
     mesh.world.all_reduce(loss_sum).wait()
     (total,) = mesh.world.values(loss_sum)
@@ -136,12 +142,12 @@ def main(
     config: Config,
     launch: Launch,
     signals: Signals | None = None,
-    predicted_memory: list[dict[str, float]] | None = None,
+    predict_memory: Callable[[Config], list[dict[str, float]]] | None = None,
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predicted_memory: bytes by part for every stage, to be
-    shown with what is measured.
+    signals: if they are handled already. predict_memory: gives bytes by part for every stage, to
+    be shown with what is measured.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -149,19 +155,25 @@ def main(
     signals.end = context.end_all_ranks
     with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
+        on_gpu = context.device.type == "cuda"
+        layout = config.layout.automatic(config.model.seq_length, on_gpu)
+        config = replace(config, layout=layout)
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config.training.precision, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
-        state = build(config, context)
+        state, micro_batch = build(config, context), layout.micro_batch_size
         kernels = {
             "optimizer": state.optimizer.kernel,
-            "attention": attention_kernel(config.model, state.factory),
+            "attention": attention_kernel(config.model, state.factory, micro_batch),
         }
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
-        log = Log(config, context, state.stage_specs, kernels, before, predicted_memory)
+        predicted = predict_memory(config) if predict_memory else None
+        log = Log(config, context, state.stage_specs, kernels, before, predicted)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
+        if config.run.blocking and layout.pp > 1 and on_gpu:
+            log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)

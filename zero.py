@@ -68,7 +68,7 @@ class Optimizer:
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
         self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
-        self.fully_sharded = layout.zero == 3 and self.state_sharded
+        self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
         if self.fully_sharded:
             self.groups = shard_fully(stages[0], factory, training)
@@ -93,6 +93,7 @@ class Optimizer:
         here = weakref.proxy(self)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: here._add_gradient(p))
+            p.gradient_added = lambda p: here._gradient_added(p)
         if self._overlap:
             self._wait_in_forward(stages)
         return self.buckets
@@ -113,12 +114,16 @@ class Optimizer:
         return self.scale.value / targets
 
     def _add_gradient(self, p: nn.Parameter) -> None:
-        """A backward pass has added to a parameter's gradient."""
+        """Autograd has added to p.grad."""
         bucket = self._bucket_of[p]
         if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
             p.main_grad.add_(p.grad)  # 16 bits are added to the exact sum
             p.grad = None
-        bucket.missing -= 1
+        self._gradient_added(p)
+
+    def _gradient_added(self, p: nn.Parameter) -> None:
+        """A parameter's gradient of a micro-batch is in its bucket, or in p.grad at --zero 2."""
+        self._bucket_of[p].missing -= 1
         self._reduce_ready_buckets()
 
     def _reduce_ready_buckets(self) -> None:

@@ -148,7 +148,10 @@ class Layout:
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
     pp: int = option(1, "pipeline stages", minimum=1)
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp)", minimum=1)
-    sequence_parallel: bool = option(False, "split norms and residuals along the sequence over tp")
+    sequence_parallel: bool = option(
+        None,
+        "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
+    )
     schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
     partition: str = option(
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
@@ -163,13 +166,23 @@ class Layout:
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
-    overlap_param_gather: bool = option(False, "gather new weights during the next forward pass")
+    overlap_param_gather: bool = option(
+        None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
+    )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 
     @property
     def axes(self) -> dict[str, int]:
         """Ranks along every axis of the mesh; dp must be filled in. cp is 1: it has no option."""
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
+
+    def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
+        """With the options that are left to the machine decided, when dp is filled in."""
+        fits = {"sequence_parallel": self.tp > 1 and seq_length % self.tp == 0}
+        fits["overlap_param_gather"] = self.zero in (1, 2) and self.dp != 1
+        left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
+        left = {name: on for name, on in left.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **left)
 
     def recomputed_blocks(self, blocks: int) -> int:
         """How many of a stage's blocks, its first ones, are recomputed."""

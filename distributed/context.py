@@ -46,10 +46,19 @@ SECONDS_AFTER_OTHERS = 1.0
 SECONDS_TO_BE_ENDED = 30.0
 
 
-def prepare(run: Run) -> None:
-    """Set the variables that CUDA, cuBLAS and NCCL read when loaded, before torch is imported."""
+def prepare(run: Run, pp: int = 1) -> None:
+    """Set the variables that torch, CUDA, cuBLAS and NCCL read when loaded, before torch is.
+
+    pp: pipeline stages. A blocking launch returns when the message has arrived, so two stages that
+    each send before they receive would wait for each other: with several, launches do not block.
+    """
     if run.blocking:
-        os.environ |= {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    if run.blocking and pp == 1:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    # Segments that grow leave no gaps between tensors of many sizes.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

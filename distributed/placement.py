@@ -136,6 +136,25 @@ def check_devices(places: list[Place]) -> None:
     )
 
 
+def check_kernels(name: str, capability: tuple[int, int], built: list[str], version: str) -> None:
+    """UserError if a torch of that version was not built for a GPU of that compute capability.
+
+    built: as torch.cuda.get_arch_list() has it. sm_XY runs on GPUs of the same X and at least that
+    Y, sm_XYa on that one only, and compute_XY is compiled for any newer GPU when it is loaded.
+    """
+    for each in built:
+        kind, _, number = each.partition("_")
+        of = divmod(int(number.rstrip("af")), 10)
+        same = of == capability or (of[0] == capability[0] and not number.endswith("a"))
+        if of <= capability and (same or kind == "compute"):
+            return
+    wanted = f"{capability[0]}.{capability[1]} (sm_{capability[0]}{capability[1]})"
+    raise UserError(
+        f"{name} has compute capability {wanted}, but torch {version} has kernels for "
+        f"{', '.join(built) or 'no GPU'}: install a build of torch for it (docs/clusters.md)"
+    )
+
+
 def check_gpus(places: list[Place]) -> None:
     """UserError if two ranks have the same GPU."""
     for gpu, several in _shared_gpus(places).items():

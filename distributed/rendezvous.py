@@ -99,6 +99,8 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     gpu = placement.choose_gpu(local.rank, local.size, visible, node, sharing)
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
+    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
+    placement.check_kernels(name, capability, torch.cuda.get_arch_list(), torch.__version__)
     return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}", backend
 
 

@@ -25,6 +25,12 @@ class Job(NamedTuple):
         return self.layout.tp * self.layout.pp * self.layout.dp
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and residuals are split over tp: as given, else as on such a machine."""
+        on_gpu = self.machine.device != "CPU"
+        return self.layout.automatic(self.model.seq_length, on_gpu).sequence_parallel
+
+    @property
     def tokens(self) -> int:
         """Tokens of one micro-batch, which are the rows of its activations."""
         return self.model.seq_length * self.layout.micro_batch_size

@@ -180,7 +180,7 @@ def _gradients(held: float, job: Job) -> float:
 def kept_bytes(job: Job) -> float:
     """Bytes one block keeps of one micro-batch until its backward."""
     if job.layout.recompute == "full":
-        return job.activation_bytes / (job.layout.tp if job.layout.sequence_parallel else 1)
+        return job.activation_bytes / (job.layout.tp if job.sequence_parallel else 1)
     return block_activations(job, job.layout.recompute == "none")
 
 
@@ -192,7 +192,7 @@ def block_activations(job: Job, scores: bool) -> float:
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
     outside = (10.0 if software.dropout else 8.0) * model.hidden
-    if job.layout.sequence_parallel:
+    if job.sequence_parallel:
         outside /= t
     inside = 2.0 * (model.qkv_width + model.hidden + model.up_width + model.ffn_hidden) / t
     size = job.tokens * (outside + inside)

@@ -94,7 +94,7 @@ def block_pass(job: Job) -> Pass:
     forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + host / 4
     backward = sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + host * 3 / 4
     backward += op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
-    if layout.sequence_parallel:  # the gathered inputs are not kept: gathered once more
+    if job.sequence_parallel:  # the gathered inputs are not kept: gathered once more
         backward += exposed / 2
     if layout.recompute == "full":
         backward += forward
@@ -111,7 +111,7 @@ def _elementwise(job: Job) -> tuple[float, float]:
     """
     model, t, h, f = job.model, job.layout.tp, job.model.hidden, job.model.ffn_hidden
     size, masks = job.number_bytes, 1.0 if job.machine.software.dropout else 0.0
-    shared = t if job.layout.sequence_parallel else 1
+    shared = t if job.sequence_parallel else 1
     width = model.up_width + f
     forward = (10 * size + 2 * masks) * h / shared + size * width / t
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t

@@ -278,6 +278,8 @@ class Log:
             options += f" of the first {layout.recompute_layers} blocks of a stage"
         if layout.sequence_parallel:
             options += ", sequence parallel"
+        if layout.overlap_param_gather:
+            options += ", weights gathered in the forward pass"
         return (
             f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
             f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "

@@ -150,3 +150,32 @@ def test_every_program_prints_the_version(program):
     command = [sys.executable, program, "--version"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"trine {VERSION}\n", "")
+
+
+SHARDED = {"sequence_parallel": True, "overlap_param_gather": True}
+NEITHER = {"sequence_parallel": False, "overlap_param_gather": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "on_gpu"),
+    [
+        ("--tp 2", 8, SHARDED),
+        ("--tp 2 --zero 2", 8, SHARDED),
+        ("--tp 1", 8, SHARDED | {"sequence_parallel": False}),
+        ("--tp 4 --seq-length 30", 8, SHARDED | {"sequence_parallel": False}),
+        ("--tp 2 --zero 0", 8, SHARDED | {"overlap_param_gather": False}),
+        ("--tp 1 --zero 3", 8, NEITHER),
+        ("--tp 8", 8, SHARDED | {"overlap_param_gather": False}),
+        ("--tp 2 --no-sequence-parallel --no-overlap-param-gather", 8, NEITHER),
+    ],
+)
+def test_what_is_left_to_the_machine_is_on_where_it_is_right(words, ranks, on_gpu):
+    """On a GPU, where the layout and the shape allow it; what a flag says stays."""
+    shape = "--layers 1 --hidden 64 --heads 8 --steps 1 --seq-length 32 --global-batch-size 8"
+    config = check(parse(f"{shape} {words}".split()), ranks)
+    for gpu, expected in ((True, on_gpu), (False, NEITHER)):
+        layout = config.layout.automatic(config.model.seq_length, gpu)
+        assert {name: getattr(layout, name) for name in expected} == expected
+    given = parse(f"{shape} --sequence-parallel --overlap-param-gather --dp 2 --tp 2".split())
+    layout = given.layout.automatic(32, on_gpu=False)
+    assert {name: getattr(layout, name) for name in SHARDED} == SHARDED

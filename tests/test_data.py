@@ -1,6 +1,7 @@
 """Samples and batches: bit for bit those of megatron-core, and the same in every layout."""
 
 import tempfile
+import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
@@ -462,3 +463,48 @@ def test_build_reads_what_the_run_needs(tmp_path):
     assert len({str(s.sample(0)) for s in vars(splits).values()}) == 3
     assert data.build(config_of(["synthetic"])).validation is None
     assert data.build(config_of(["synthetic"], seed=7)).train.seed == 7
+
+
+def test_the_next_micro_batch_is_read_while_this_one_is_computed():
+    """In order, none twice, none beyond the count; an error is raised where it belongs."""
+    started, seen = [threading.Event() for _ in range(4)], []
+
+    def read(index):
+        seen.append(index)
+        started[index].set()
+        if index == 2:
+            raise UserError("the samples end")
+        return index * 10
+
+    take = data.read_ahead(read, 4)
+    assert take(0) == 0
+    assert started[1].wait(60), "it is read before it is asked for"
+    assert take(1) == 10
+    with pytest.raises(UserError, match="the samples end"):
+        take(2)
+    assert take(3) == 30
+    assert take(0) == 0, "another stage of the rank asks again"
+    assert started[1].wait(60)
+    take(1)
+    assert seen[:5] == [0, 1, 2, 3, 0]
+    assert max(seen) == 3
+    assert [data.read_ahead(lambda i: i, 0)(index) for index in (3, 1, 2)] == [3, 1, 2]
+
+
+def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypatch):
+    samples, layout, moved = Synthetic(VOCAB, 16, 3), Layout(dp=2, micro_batch_size=2), []
+
+    def to(self, device, non_blocking):
+        moved.append((self.data_ptr() in pinned, device.type, non_blocking))
+        return self
+
+    pinned = {}
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self: pinned.setdefault(self.data_ptr(), self)
+    )
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    batch = data.batches(samples, 8, layout, 1, torch.device("cuda"), 3)
+    for index in range(3):
+        expected = micro_batch(samples, 8, index, layout, 1)
+        assert all(torch.equal(a, b) for a, b in zip(batch(index), expected, strict=True))
+    assert moved == 6 * [(True, "cuda", True)]

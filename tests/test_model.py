@@ -9,7 +9,7 @@ from config import model_stats
 from config import schema as configuration
 from config.command_line import PRESETS, preset
 from distributed.mesh import Mesh
-from model import Stage, alibi_slopes
+from model import Stage, alibi_slopes, attention_kernel
 from parallel import ParamFactory
 from schedules import partition
 
@@ -146,3 +146,38 @@ def test_presets_have_the_parameters_of_transformers(name):
 def test_an_exported_gpt2_keeps_all_its_learned_positions():
     shape = configuration.ModelShape(1, 8, 2, seq_length=16, max_positions=32, vocab_size=20)
     assert hf_config(shape, torch.float32)["n_positions"] == 32
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("positions", ["learned", "alibi"])
+def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
+    kv_heads, positions, monkeypatch
+):
+    """torch chooses by these facts. It was asked for a batch of one, no gradient, equal heads."""
+    asked = []
+
+    def facts(q, k, v, attn_mask, is_causal, enable_gqa):
+        of_mask = None if attn_mask is None else (attn_mask.shape, attn_mask.stride())
+        of = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (q, k, v)]
+        asked.append((of, of_mask, is_causal, enable_gqa))
+
+    real, choose = torch.nn.functional.scaled_dot_product_attention, torch._fused_sdp_choice
+    for module, name, run in (
+        (torch.nn.functional, "scaled_dot_product_attention", real),
+        (torch, "_fused_sdp_choice", choose),
+    ):
+        monkeypatch.setattr(
+            module, name, lambda *qkv, run=run, **o: (facts(*qkv, **o), run(*qkv, **o))[1]
+        )
+    model = configuration.ModelShape(
+        1, 32, 4, kv_heads=kv_heads, seq_length=16, vocab_size=V, positions=positions
+    )
+    factory, layout = ParamFactory(Mesh()), configuration.Layout(micro_batch_size=3)
+    (spec,) = partition.stage_specs(model, layout, partition.part_costs(model, "cpu"))
+    tokens = torch.zeros(3, 16, dtype=torch.int64)
+    Stage(factory, model, layout, spec)(tokens, tokens).backward()
+    kernel = attention_kernel(model, factory, 3)
+    assert len(asked) == 2
+    assert asked[0] == asked[1]
+    assert asked[0][0][0][3], "a gradient is asked for"
+    assert kernel == f"torch scaled_dot_product_attention, {kernel.split()[-1]}"

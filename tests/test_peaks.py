@@ -2,13 +2,20 @@
 
 import weakref
 
+import golden_worker
 import torch
+import torch.distributed as dist
+from fake_context import FakeContext
 from test_zero import build
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from config import schema
+import trainer
+from config import schema, validation
 from config.schema import BUCKET_ELEMENTS
+from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim.buckets import make_buckets
 from parallel import DRAWN_AT_ONCE, ParamFactory, draw_normal
@@ -27,7 +34,8 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
-            if isinstance(tensor, torch.Tensor):
+            # A DTensor's storage has the whole tensor's size and no memory: its part is counted.
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 self._count(tensor.untyped_storage())
         return result
 
@@ -76,6 +84,34 @@ def test_buckets_replace_what_was_drawn_one_by_one():
     assert len(buckets) == count
     elements = count * rows * 1024
     assert 10 * elements <= bytes_held.peak <= (10 + 4.01 / count) * elements
+
+
+class FakeGroups(FakeContext):
+    """With groups of torch's fake backend, in which nothing is sent."""
+
+    def group(self, rows, role):
+        made = super().group(rows, role)
+        return Group(made.ranks, made.rank, dist.group.WORLD if made.size == self.size else None)
+
+
+def test_zero_3_shards_each_block_when_it_is_drawn():
+    """All of the stage was drawn in fp32 on each GPU before any of it was sharded."""
+    dp, layers, block = 4, 12, 12 * 256**2
+    options = {"layers": layers, "hidden": 256, "heads": 4, "vocab_size": 64, "zero": 3, "dp": dp}
+    config = validation.check(golden_worker.options(options), dp)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=dp)
+    try:
+        with PeakBytes() as bytes_held:
+            state = trainer.build(config, FakeGroups(dp))
+    finally:
+        dist.destroy_process_group()
+    assert state.optimizer.fully_sharded
+    assert len(state.optimizer.owned()) == len(list(state.stages.parameters()))
+    drawn, shards = 4 * layers * block, 4 * layers * block / dp
+    # Beside the shards: a block and its shard, embedding and norms, and what drawing takes.
+    drawing = 100 * 4 * 256**2
+    assert shards + drawing / 2 < bytes_held.peak < shards + 1.5 * 4 * block + drawing
+    assert shards + 1.5 * 4 * block < drawn / 2
 
 
 def test_the_bytes_of_a_run_are_counted():

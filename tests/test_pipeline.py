@@ -9,6 +9,8 @@ import torch
 from compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nccl_rules import Passing, RecordedMesh, blocked_hosts
+from test_peaks import PeakBytes
 
 from parallel import DeferredGradients, linear
 from pipeline import Execution, Pipeline
@@ -199,3 +201,61 @@ def test_layers_that_defer_and_the_schedule_must_agree(split):
         Execution(pipeline, order, lambda m: (None, None), 1.0)
     with torch.no_grad():
         Execution(pipeline, order, lambda m: (None, None), 1.0)  # an evaluation defers nothing
+
+
+def recording_pipeline(order, rank: int, shape: tuple[int, ...]) -> Pipeline:
+    """A rank's pipeline of stages without matrices, over groups that only write messages down."""
+    pipeline = Pipeline.__new__(Pipeline)
+    pipeline.mesh = RecordedMesh(rank, len(order.ranks), FlightRecorder())
+    pipeline.deferred, pipeline._connected = None, set()
+    pipeline.stages = {s: Passing(s == order.stages - 1) for s in order.stages_on(rank)}
+    pipeline.shape, pipeline.dtype, pipeline.device = shape, torch.float32, "cpu"
+    return pipeline
+
+
+def test_an_output_is_freed_when_it_has_been_sent():
+    """Only its place in the graph is needed for the backward pass, not its data."""
+    count, size = 8, 2**16
+    order = make("gpipe", 2, count)
+    inputs = torch.ones(size)
+    with PeakBytes() as bytes_held:
+        recording_pipeline(order, 0, (size,)).run(order, lambda m: (inputs, None))
+    assert 4 * size <= bytes_held.peak <= 4 * size * 4 < 4 * size * count
+
+
+# ---- Under NCCL's rules --------------------------------------------------------------------------
+
+
+def recorded(order, run) -> list[list]:
+    """The messages of every rank, in the order in which `run(pipeline, batches)` starts them."""
+    traces, ones = [], torch.ones(1, WIDTH)
+    for rank in range(len(order.ranks)):
+        pipeline = recording_pipeline(order, rank, (1, WIDTH))
+        run(pipeline, lambda m: (ones.clone().requires_grad_(), ones))
+        traces.append(pipeline.mesh.trace)
+    return traces
+
+
+@pytest.mark.parametrize("name", [*NAMES, "forward"])
+def test_no_host_waits_for_ever_for_a_first_message(name):
+    """NCCL connects at the first message of two ranks and blocks both hosts until then."""
+    for ranks in (2, 3, 4, 5, 8, 12):
+        for micro_batches in (1, 2, 3, 8, 16):
+            order = make(name, ranks, micro_batches)
+            with torch.set_grad_enabled(name != "forward"):
+                traces = recorded(order, lambda one, batches: one.run(order, batches))  # noqa: B023
+            assert blocked_hosts(traces) == [], (ranks, micro_batches)
+            sent = sum(message.sends for trace in traces for message in trace)
+            assert 2 * sent == sum(len(trace) for trace in traces) > 0
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [2, 3, 12])
+def test_one_micro_batch_alone_would_block(name, ranks):
+    """Why the ranks connect first: receives are posted ahead, in a group where none has sent."""
+    order = make(name, ranks, 1)
+    traces = recorded(order, lambda one, batches: list(Execution(one, order, batches, 1.0)))
+    assert len(blocked_hosts(traces)) == ranks
+    traces = recorded(order, lambda one, batches: [one.run(order, batches) for _ in range(2)])
+    assert blocked_hosts(traces) == []
+    assert sum(map(len, traces)) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps

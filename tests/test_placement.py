@@ -1,12 +1,14 @@
 """Cores and GPUs of the ranks of a node, and warnings about how ranks were placed."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from config.messages import UserError, number_ranges
-from config.schema import Layout
-from distributed import placement
+from config.schema import Layout, Run
+from distributed import placement, rendezvous
 from distributed.placement import Place
 
 
@@ -78,6 +80,43 @@ def test_ranks_that_share_a_gpu_are_told_so():
     assert len(sentences) == 1
     assert sentences[0].startswith("ranks 0-1 share one GPU (x)")
     assert placement.SHARE_FOR_TESTS in sentences[0]
+
+
+CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        ((7, 0), CUDA_13, False),  # a V100, with the default wheel of torch 2.13
+        ((7, 0), ["sm_70", *CUDA_13], True),
+        ((8, 9), CUDA_13, True),  # code of a lower minor version runs
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a", "sm_90"], False),  # only on the very one
+        ((13, 0), CUDA_13, True),  # compiled when it is loaded
+        ((9, 0), [], False),
+    ],
+)
+def test_a_gpu_that_torch_has_no_kernels_for_is_refused(capability, built, runs, monkeypatch):
+    facts = {"is_available": True, "device_count": 1, "get_device_name": "Tesla V100-SXM2-32GB"}
+    facts |= {"get_device_capability": capability, "get_arch_list": built, "set_device": None}
+    facts["get_device_properties"] = SimpleNamespace(uuid="x")
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    local, launch = SimpleNamespace(rank=0, size=1), SimpleNamespace(size=1)
+
+    def choose():
+        return rendezvous._choose_device(Run(device="cuda"), launch, local, "n1")
+
+    if runs:
+        assert choose() == (torch.device("cuda", 0), "GPU-x", "none")
+        return
+    sm = "sm_{}{}".format(*capability)
+    sentence = rf"V100-SXM2-32GB has compute capability {capability[0]}.{capability[1]} \({sm}\)"
+    found = ", ".join(built) or "no GPU"
+    with pytest.raises(UserError, match=f"{sentence}, but torch .* has kernels for {found}:"):
+        choose()
 
 
 @pytest.mark.parametrize(

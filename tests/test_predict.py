@@ -249,7 +249,7 @@ def test_bubble_and_parts_add_up():
 
 
 def test_recomputation_costs_and_sequence_parallelism_saves():
-    model, base = preset("181b"), Layout(tp=8, pp=12, dp=4)
+    model, base = preset("181b"), Layout(tp=8, pp=12, dp=4, sequence_parallel=False)
     machine = hardware.load("selene-2022")
 
     def seconds(**change):
@@ -259,6 +259,9 @@ def test_recomputation_costs_and_sequence_parallelism_saves():
     assert seconds(recompute="full") > 1.2 * seconds()
     assert seconds() < seconds(recompute="selective") < 1.1 * seconds()
     assert seconds(sequence_parallel=True) < seconds()
+    assert seconds(sequence_parallel=None) == seconds(sequence_parallel=True), "on by default"
+    on_cores = Job(model, base, training(2048), hardware.load("cpu"))
+    assert not on_cores._replace(layout=Layout(tp=8, dp=4)).sequence_parallel
 
 
 def test_outside_the_fitted_range_a_prediction_says_so():
@@ -304,7 +307,8 @@ def test_rows_that_were_never_fitted(layers, hidden, heads, pp, chunks, micro, b
 def test_bloom_as_it_ran():
     """Chronicles, 2022-03-18: 105.22 s; bf16, a month after the rows that were fitted."""
     layout = Layout(
-        tp=4, pp=12, dp=8, micro_batch_size=2, recompute="full", partition="blocks"
+        tp=4, pp=12, dp=8, micro_batch_size=2, recompute="full", partition="blocks",
+        sequence_parallel=False,
     )  # fmt: skip
     machine = hardware.load("jean-zay-a100-bf16")
     found = step_time.predict(
@@ -371,7 +375,10 @@ def test_recomputing_some_blocks_lies_between_all_and_none():
 
 def test_seed_004_reads_22_and_18_gb():
     """18 bytes per parameter, the context of 1,271 MiB, and one checkpoint per block in flight."""
-    model, layout = preset("104b"), Layout(tp=4, pp=32, dp=1, recompute="full", partition="layers")
+    layout = Layout(
+        tp=4, pp=32, dp=1, recompute="full", partition="layers", sequence_parallel=False
+    )  # fmt: skip
+    model = preset("104b")
     kept = memory.kept_bytes(Job(model, layout, training(2048), A100))
     assert kept == 2 * 2048 * 11600
     context = 1271 * 2**20
@@ -444,7 +451,7 @@ def test_recomputation_keeps_less():
     model = preset("181b")
 
     def kept(recompute, machine):
-        layout = Layout(tp=8, pp=12, dp=4, recompute=recompute)
+        layout = Layout(tp=8, pp=12, dp=4, recompute=recompute, sequence_parallel=False)
         return memory.kept_bytes(Job(model, layout, training(2048), machine))
 
     assert kept("full", JEAN_ZAY) < kept("selective", JEAN_ZAY) < kept("none", JEAN_ZAY)

@@ -9,13 +9,17 @@ import pytest
 import torch
 from compare import assert_close
 from fake_context import FakeContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 import data
+import parallel
 import trainer
 import zero
 from config import schema as configuration
 from config import validation
 from distributed.mesh import Mesh
+from model import Stage
 from optim import buckets
 from parallel import ParamFactory
 from telemetry import replica_check
@@ -118,6 +122,56 @@ def test_gradients_of_micro_batches_are_summed(precision):
         run = build(precision=precision, global_batch_size=4, micro_batch_size=size)
         norms.append(trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
     assert_close(norms[0], norms[1], 1e-5 if precision == "fp32" else 2e-2)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations that run, with the elements of their largest result."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        largest = max((t.numel() for t in tree_iter(result) if torch.is_tensor(t)), default=0)
+        self.seen.append((str(function.overloadpacket), largest))
+        return result
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_products_add_weight_gradients_by_themselves(positions):
+    """No temporary of a linear layer's weight, and no kernel that adds it, but one for the matrix
+    that embedding and head share; the sums are autograd's.
+    """
+    run = build(precision="fp64", positions=positions, layers=3)
+    config = run.config
+    theirs = Stage(run.factory, config.model, config.layout, run.stage_specs[0])  # no main_grad
+    weights = [p.numel() for p in run.stages[0].blocks.parameters() if p.spec.decay]
+    batches = data.batches(data.Synthetic(61, 16, 1), 0, config.layout, 0, run.factory.device)
+    with Operations() as operations:
+        run.pipeline.train(batches, 2, run.optimizer.begin_step(100, 2))
+    for index in range(2):
+        (theirs(*batches(index)) * 0.01).backward()
+    products = [size for name, size in operations.seen if name == "aten.addmm_"]
+    assert sorted(products) == sorted(2 * weights)
+    added = [s for name, s in operations.seen if name == "aten.add_" and s in weights]
+    assert added == []
+    assert all(bucket.missing == 0 for bucket in run.optimizer.buckets), "each was reported"
+    for p, q in zip(run.stages.parameters(), theirs.parameters()):
+        largest = q.grad.abs().max().item()
+        assert_close(p.main_grad, q.grad, 1e-12, p.spec.name, scale=largest)
+
+
+def test_sums_in_fp32_of_products_in_16_bits_are_asked_of_the_product():
+    """Only GPUs have that product; shapes and types are checked on tensors without memory."""
+    a, b = (torch.empty(*s, dtype=torch.bfloat16, device="meta") for s in ((3, 5), (5, 4)))
+    total = torch.empty(3, 4, device="meta")
+    with Operations() as operations:
+        parallel._add_product(total, a, b)
+    assert operations.seen == [("aten.addmm", 12)]
+    exact = torch.ones(3, 4)
+    parallel._add_product(exact, torch.ones(3, 5).bfloat16(), torch.ones(5, 4).bfloat16())
+    assert torch.equal(exact, torch.full((3, 4), 6.0))
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])

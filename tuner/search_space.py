@@ -63,7 +63,7 @@ class Candidate:
         parts = [f"tp{layout.tp} pp{layout.pp} dp{layout.dp} mbs{layout.micro_batch_size}"]
         parts += [layout.recompute] * (layout.recompute != "none")
         parts += [f"zero{layout.zero}"] * (layout.dp > 1)
-        parts += ["sp"] * layout.sequence_parallel
+        parts += ["sp"] * bool(layout.sequence_parallel)
         parts += [layout.schedule] * (layout.pp > 1 and layout.schedule != "1f1b")
         parts += [layout.partition] * (layout.pp > 1 and layout.partition != "balanced")
         return " ".join(parts)
