@@ -1,0 +1,287 @@
+"""Runs the trainer of the ranks of a world on fake devices: build, two steps, save and the checks.
+
+    run = rehearse(config, world=384, nodes=48, machine=hardware.load("a100-80"))
+    run.world                       # what matching.py and nccl_rules.py judge
+    run.records                     # memory, kernels and stops of the ranks that were run
+
+The trainer is the real one. What is replaced: elements (there are none), the other ranks, the disk,
+the store, and the tokens. Numbers that the host reads are ones.
+
+A step has as many micro-batches as the run's, but with 1f1b no more than pp + 2: then every stage
+has reached its steady state, and more of them would repeat it and hold no more memory.
+"""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import data
+import trainer
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from checkpointing.writer import PendingSave, count_elements, saved_types
+from config.schema import AXES, Config, coordinates
+from distributed.placement import allowed_cores
+from emulator.fake_devices import fake_devices, replaced
+from emulator.matching import World
+from emulator.meter import Meter, Peak
+from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
+from planner.hardware import Machine
+from telemetry import step_stats
+
+STEPS = 2
+STEADY = ("forward", "backward", "optimizer")  # phases of a step
+PLENTY = shutil._ntuple_diskusage(2**60, 0, 2**60)  # of a disk
+
+
+@dataclass
+class RankRecord:
+    """What one rank did. peaks: by phase; those of a step are the second one's. kernels: launched
+    in that step by phase. stops: of the host in it, by kind, what and line. saved: bytes.
+    """
+
+    rank: int
+    stage: int
+    events: list[Event] = field(default_factory=list)
+    rows: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
+    stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    after_build: int = 0
+    saved: int = 0
+    seconds: float = 0.0
+
+    @property
+    def step_peak(self) -> int:
+        """The most bytes in the second step."""
+        return max(self.peaks[phase].bytes for phase in STEADY if phase in self.peaks)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of any phase."""
+        return max(peak.bytes for peak in self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A world that was rehearsed. micro_batches: of the steps; of_run: of the run's own."""
+
+    config: Config
+    world: World
+    records: list[RankRecord]
+    micro_batches: int
+    of_run: int
+    seconds: float
+
+
+def rehearse(
+    config: Config, world: int, nodes: int, machine: Machine, all_ranks: bool = False
+) -> Rehearsal:
+    """Run the distinct ranks of a world, or all, each once, on this machine's cores.
+
+    `config` must be checked. Raises what the trainer raises, such as UserError.
+    """
+    began = time.monotonic()
+    most = max(level.batch for level in config.batches.levels())
+    of_run = config.micro_batches(most)
+    short = shortened(config)
+    ranks = list(range(world)) if all_ranks else distinct_ranks(config)
+    jobs = [(short, rank, world, nodes, machine.device) for rank in ranks]
+    records = list(_in_processes(jobs))
+    of_rank = {record.rank: record for record in records}
+    traces = [of_rank[stand_in(rank, config, of_rank)].events for rank in range(world)]
+    everyone = World(records[0].rows, traces)
+    micro_batches = short.micro_batches(short.training.global_batch_size)
+    return Rehearsal(config, everyone, records, micro_batches, of_run, time.monotonic() - began)
+
+
+def _in_processes(jobs: list[tuple]) -> Iterator[RankRecord]:
+    """The records of all jobs, in their order; this process if there is one job or core."""
+    workers = min(len(jobs), len(allowed_cores()))
+    if workers == 1:
+        yield from (run_rank(*job) for job in jobs)
+        return
+    torch.set_num_threads(1)  # threads do not survive a fork
+    forked = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, forked, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield from pool.map(run_rank, *zip(*jobs, strict=True))
+
+
+def shortened(config: Config) -> Config:
+    """The configuration of a run of two steps with the fewest micro-batches that show it all."""
+    layout, training = config.layout, config.training
+    most = config.micro_batches(max(level.batch for level in config.batches.levels()))
+    enough = most if layout.schedule == "gpipe" else min(most, layout.pp + 2)
+    share = layout.micro_batch_size * layout.dp
+    fixed = {"rampup_batch_size": None, "batch_schedule": None, "train_samples": None}
+    length = {"steps": STEPS, "global_batch_size": enough * share}
+    training = dataclasses.replace(training, **fixed, **length)
+    few = min(config.data.eval_samples, 2 * share)
+    evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
+    run = dataclasses.replace(config.run, resume=None)
+    return dataclasses.replace(config, training=training, data=evaluated, run=run)
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """Ranks that may differ: the first of every stage; of the first and last stage also the ranks
+    at the ends of tp and dp, which may hold padding, or other parts of the parameters.
+    """
+    axes, found = config.layout.axes, []
+    for rank in range(axes["pp"] * axes["dp"] * axes["cp"] * axes["tp"]):
+        at = coordinates(rank, axes)
+        others = [at[axis] for axis in AXES if axis != "pp"]
+        ends = all(at[axis] == axes[axis] - 1 for axis in AXES if axis != "pp")
+        if not any(others) or ends and at["pp"] in (0, axes["pp"] - 1):
+            found.append(rank)
+    return found
+
+
+def stand_in(rank: int, config: Config, of_rank: dict[int, RankRecord]) -> int:
+    """The rank that was run in place of a rank: itself, or the first of its stage."""
+    if rank in of_rank:
+        return rank
+    axes = config.layout.axes
+    return coordinates(rank, axes)["pp"] * axes["dp"] * axes["cp"] * axes["tp"]
+
+
+# ---- One rank ------------------------------------------------------------------------------------
+
+
+def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> RankRecord:
+    """Run one rank; `config` is `shortened`."""
+    began = time.monotonic()
+    context = recording_context(world, rank, nodes)
+    context.blocking = config.run.blocking
+    record = RankRecord(rank, coordinates(rank, config.layout.axes)["pp"])
+    with contextlib.ExitStack() as stack:
+        if config.layout.zero == 3 and world > 1:
+            stack.enter_context(_fake_process_groups(context))
+        meter = stack.enter_context(fake_devices(context, gpu))
+        state = trainer.build(config, context)
+        record.after_build = meter.now
+        _classify(state, meter, built=False)
+        samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
+        for step in range(1, STEPS + 1):
+            record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
+            meter.start()
+            context.recorder.begin_step(step)
+            trainer.step(state, samples, 0, config.training.lr)
+            _classify(state, meter, built=True)
+            _exchange(state)
+        record.kernels = dict(meter.kernels)
+        _after_steps(config, state, samples, context, record)
+        record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
+    record.events, record.rows = context.trace.events, context.rows
+    steady = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
+    stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
+    record.stops, record.seconds = dict(stops), time.monotonic() - began
+    return record
+
+
+def _exchange(state: trainer.TrainState) -> None:
+    """What ranks tell one another after a step, as the trainer does it."""
+    device, mesh = state.factory.device, state.factory.mesh
+    step_stats.seconds_since(0.0, device, mesh.recorder)
+    mesh.recorder.at("statistics")
+    step_stats.exchange(step_stats.measure(device, 0.0), mesh.world, device)
+
+
+def _after_steps(
+    config: Config,
+    state: trainer.TrainState,
+    samples: data.Samples,
+    context: RecordingContext,
+    record: RankRecord,
+) -> None:
+    """Evaluate, check the replicas and save, as at the end of a run."""
+    recorder = context.recorder
+    if config.data.eval_samples:
+        trainer.evaluate(state, samples)
+    if config.run.check_replicas_every:
+        recorder.enter("check replicas")
+        trainer.check_replicas(state, STEPS)
+    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: PLENTY):
+        run = dataclasses.replace(config.run, out=out)
+        config = dataclasses.replace(config, run=run)
+        quiet = {"print_line": lambda _: None}
+        checkpoints = Checkpointer(config, state.factory.mesh, state.optimizer, **quiet)
+        checkpoints.writer = _NoWriter(checkpoints.parent)
+        checkpoints.save(Progress(STEPS, 0))
+        checkpoints.close()
+        record.saved = checkpoints.writer.bytes
+
+
+class _NoWriter:
+    """Takes what a rank saves and writes nothing. bytes: of what it took."""
+
+    def __init__(self, parent: str):
+        self.parent, self.bytes = parent, 0
+
+    def write(self, save: PendingSave, runs: dict[str, Any]) -> None:
+        """Count what would be written."""
+        if save.shards:
+            types = saved_types(save.shards[0], save.kinds)
+            self.bytes = count_elements(save.shards) * sum(t.itemsize for t in types.values())
+        save.seconds = 1.0
+
+    def folder_of(self, progress: Progress) -> str:
+        """Where it would be."""
+        return self.parent
+
+
+@contextlib.contextmanager
+def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
+    """torch's own process groups, which move nothing, for code that takes them."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=context.rank, world_size=context.size)
+    context.process_groups = True
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- What holds the bytes ------------------------------------------------------------------------
+
+
+def _classify(state: trainer.TrainState, meter: Meter, built: bool) -> None:
+    """Tell the meter which tensors are weights, gradients and optimizer state."""
+    optimizer = state.optimizer
+    meter.classify((p.detach() for p in state.stages.parameters()), "weights")
+    meter.classify((bucket.gradients for bucket in optimizer.buckets), "gradients")
+    meter.classify((m for group in optimizer.groups for m in group.masters), "optimizer")
+    if built:  # reading the state before the first step would make it
+        kinds = [(s, kind) for s in optimizer.owned() for kind in optimizer.state_kinds]
+        meter.classify((s.read(kind, s.start, s.start + 1) for s, kind in kinds), "optimizer")
+
+
+def _named(peak: Peak) -> Peak:
+    """The same, with what held it by the names of the report.
+
+    Activations are what forward passes left, temporaries what the action that ran allocated.
+    """
+    current = peak.tensor.rpartition("(")[2].rstrip(")").rpartition(", ")[2]
+    held = Counter[str]()
+    for kind, size in peak.held:
+        name = "temporaries"
+        if kind.startswith("="):
+            name = kind[1:]
+        elif kind == "start":
+            name = "buffers"
+        elif kind.split()[0] in ("F", "data", "evaluate") and kind != current:
+            name = "activations"
+        held[name] += size
+    return peak._replace(held=tuple((name, size) for name, size in held.items() if size))
