@@ -61,7 +61,7 @@ def _header(about: dict[str, Any]) -> str:
     text = f"{ranks} ranks, tp {about['tp']} x pp {about['pp']} x dp {about['dp']}: {count} were run"
     if count < ranks:
         text += ", the others are taken to do as the first of their stage (--all-ranks runs all)"
-    text += f"; two steps of {about['micro_batches']} micro-batches"
+    text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
         text += f" in place of {about['micro_batches_of_run']}: pp + 2 reach the steady state"
     return f"{text}; {about['seconds']:.1f} s"

@@ -21,6 +21,8 @@ import parallel
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
+from telemetry import replica_check
+from telemetry.replica_check import HASHED_AT_ONCE
 
 
 @contextlib.contextmanager
@@ -90,6 +92,7 @@ def _replacements(
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield parallel, "draw_normal", _draw_start(parallel.draw_normal)
+    yield replica_check, "bit_hash", _hash_start(replica_check.bit_hash)
 
 
 class _Stream:
@@ -169,3 +172,12 @@ def _draw_start(draw_normal: Callable) -> Callable:
             draw_normal(out[:rows], *rest)
 
     return draw
+
+
+def _hash_start(bit_hash: Callable) -> Callable:
+    """The hash of the first chunks only: the others take no more memory."""
+
+    def hash_start(flat: Tensor, start: int = 0) -> Tensor:
+        return bit_hash(flat[: 2 * HASHED_AT_ONCE], start)
+
+    return hash_start

@@ -7,8 +7,9 @@
 The trainer is the real one. What is replaced: elements (there are none), the other ranks, the disk,
 the store, and the tokens. Numbers that the host reads are ones.
 
-A step has as many micro-batches as the run's, but with 1f1b no more than pp + 2: then every stage
-has reached its steady state, and more of them would repeat it and hold no more memory.
+The second step has as many micro-batches as the run's, but with 1f1b no more than pp + 2: then
+every stage has reached its steady state; more would repeat it and hold no more memory. The first
+step has two of them at most: it makes the optimizer's state.
 """
 
 import contextlib
@@ -123,14 +124,19 @@ def shortened(config: Config) -> Config:
     layout, training = config.layout, config.training
     most = config.micro_batches(max(level.batch for level in config.batches.levels()))
     enough = most if layout.schedule == "gpipe" else min(most, layout.pp + 2)
-    share = layout.micro_batch_size * layout.dp
     fixed = {"rampup_batch_size": None, "batch_schedule": None, "train_samples": None}
-    length = {"steps": STEPS, "global_batch_size": enough * share}
-    training = dataclasses.replace(training, **fixed, **length)
-    few = min(config.data.eval_samples, 2 * share)
+    training = dataclasses.replace(training, **fixed, steps=STEPS)
+    few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
     evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
     run = dataclasses.replace(config.run, resume=None)
-    return dataclasses.replace(config, training=training, data=evaluated, run=run)
+    config = dataclasses.replace(config, training=training, data=evaluated, run=run)
+    return _with_micro_batches(config, enough)
+
+
+def _with_micro_batches(config: Config, count: int) -> Config:
+    size = count * config.layout.micro_batch_size * config.layout.dp
+    training = dataclasses.replace(config.training, global_batch_size=size)
+    return dataclasses.replace(config, training=training)
 
 
 def distinct_ranks(config: Config) -> list[int]:
@@ -176,6 +182,8 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
             record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
             meter.start()
             context.recorder.begin_step(step)
+            full = config.micro_batches(config.training.global_batch_size)
+            state.config = _with_micro_batches(config, full if step > 1 else min(2, full))
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
             _exchange(state)
