@@ -41,7 +41,8 @@ def _rehearse(arguments: list[str]) -> int:
     device_guard.load()
     from emulator import answers, rehearsal
 
-    run = rehearsal.rehearse(config, options.world, nodes, machine, options.all_ranks)
+    case = rehearsal.Case(config, options.world, nodes, machine.device, options.all_ranks)
+    (run,) = rehearsal.rehearse([case])
     answer = answers.of(run, machine)
     print(answer.text)
     if options.json:

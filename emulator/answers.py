@@ -64,7 +64,7 @@ def _header(about: dict[str, Any]) -> str:
     text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
         text += f" in place of {about['micro_batches_of_run']}: pp + 2 reach the steady state"
-    return f"{text}; {about['seconds']:.1f} s"
+    return f"{text}; {about['seconds']:.0f} s of a core"
 
 
 # ---- Will every collective meet? -----------------------------------------------------------------

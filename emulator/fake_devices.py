@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 import parallel
 from emulator.meter import Meter
@@ -28,7 +30,7 @@ from telemetry.replica_check import HASHED_AT_ONCE
 @contextlib.contextmanager
 def fake_devices(context: RecordingContext, gpu: str) -> Iterator[Meter]:
     """Make torch see GPUs of that name, all of them fake, and meter what happens on them."""
-    meter = Meter(context.trace)
+    meter = Meter(context.trace, {} if context.roles is None else context.roles)
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements(context, meter, gpu):
             stack.enter_context(replaced(owner, name, value))
@@ -46,7 +48,8 @@ class _Mode(FakeTensorMode):
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """An attribute of a module or class is another inside of the `with`."""
-    own, before = name in owner.__dict__, getattr(owner, name)
+    own = name in owner.__dict__
+    before = owner.__dict__[name] if own else None  # as it is there: it may be a staticmethod
     setattr(owner, name, value)
     try:
         yield
@@ -89,6 +92,8 @@ def _replacements(
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
     yield Tensor, "numpy", lambda tensor, **_: np.broadcast_to(np.float32(0), tensor.shape)
     yield Tensor, "record_stream", lambda tensor, stream: None
+    yield torch.UntypedStorage, "resize_", _resize(meter)
+    yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield parallel, "draw_normal", _draw_start(parallel.draw_normal)
@@ -161,6 +166,28 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=Non
 def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None):
     """One kernel, as on GPUs; a CPU build of torch would take many."""
     return torch.ops.aten._fused_rms_norm(x, list(shape), weight, eps)[0]
+
+
+def _resize(meter: Meter) -> Callable:
+    """The resizing of storages, by which --zero 3 frees what it gathered."""
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        meter.resized(storage)
+        return result
+
+    return counted
+
+
+def _real_mesh(from_group: Callable) -> Callable:
+    """torch's meshes of ranks, which it computes with tensors: these have elements."""
+
+    def real(*args: Any, **options: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return from_group(*args, **options)
+
+    return real
 
 
 def _draw_start(draw_normal: Callable) -> Callable:

@@ -47,9 +47,10 @@ class Meter(TorchDispatchMode):
     peaks: by phase. kernels: launched, by phase; since `start`. Stops of the host go to the trace.
     """
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Trace, roles: dict[str, str]):
+        """roles: of torch's process groups by name, where it has some."""
         super().__init__()
-        self.trace, self.recorder = trace, trace.recorder
+        self.trace, self.recorder, self.roles = trace, trace.recorder, roles
         self.now, self.peaks = 0, defaultdict[str, Peak](Peak)
         self.kernels = Counter[str]()
         self.pinned = weakref.WeakSet[Any]()  # storages
@@ -81,6 +82,9 @@ class Meter(TorchDispatchMode):
             return self._pin(ATEN.clone.default(args[0]))
         pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, _CPU)
         result = function(*args, **kwargs)
+        if function.namespace == "c10d":
+            self._collective(function, args)
+            return result
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
@@ -101,6 +105,13 @@ class Meter(TorchDispatchMode):
         facts = _Function(bool(views) and all(views), launches)
         self._functions[function] = facts
         return facts
+
+    def _collective(self, function: Any, args: tuple) -> None:
+        """A collective of torch's own code (--zero 3). Its wait is taken to follow at once."""
+        group = torch.distributed.ProcessGroup.unbox(args[2]).group_name
+        gathers = "allgather" in str(function)
+        kind, whole = ("all_gather", args[0]) if gathers else ("reduce_scatter", args[1])
+        self.trace.operation(kind, self.roles[group], whole, "" if gathers else "SUM").wait()
 
     # -- bytes and kernels ------------------------------------------------------------------
 
@@ -130,8 +141,14 @@ class Meter(TorchDispatchMode):
             self.peaks[phase] = Peak(self.now, "", tuple(self._held.items()))
             self.peaks[phase] = self.peaks[phase]._replace(tensor=self._describe(function, size))
 
+    def resized(self, storage: Any) -> None:
+        """A storage has another size: it is freed, and allocated anew unless that is 0."""
+        if storage._cdata in self._live:
+            self._free(storage._cdata)
+            self._allocate(storage, "resize_")
+
     def _free(self, key: int) -> None:
-        _, size, kind = self._live.pop(key)
+        _, size, kind = self._live.pop(key, (None, 0, ""))
         self.now -= size
         self._held[kind] -= size
 

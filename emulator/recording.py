@@ -164,15 +164,16 @@ class RecordingContext(Context):
 
     trace: Trace
     rows: dict[str, list[tuple[int, ...]]]
-    process_groups = False  # whether groups have one of torch's fake ones, as --zero 3 needs
+    roles: dict[str, str] | None = None  # of torch's fake process groups by name, if there are any
 
     def group(self, rows, role: str) -> Group:
         """This rank's group, which records."""
         self.rows[role] = list(rows)
         own = next((row for row in rows if self.rank in row), (self.rank,))
         handle = None
-        if self.process_groups and len(own) > 1:
+        if self.roles is not None and len(own) > 1:
             handle = torch.distributed.new_group(list(own))
+            self.roles[handle.group_name] = role
         return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)
 
 

@@ -1,6 +1,6 @@
 """Runs the trainer of the ranks of a world on fake devices: build, two steps, save and the checks.
 
-    run = rehearse(config, world=384, nodes=48, machine=hardware.load("a100-80"))
+    (run,) = rehearse([Case(config, world=384, nodes=48, gpu="A100")])
     run.world                       # what matching.py and nccl_rules.py judge
     run.records                     # memory, kernels and stops of the ranks that were run
 
@@ -15,15 +15,14 @@ step has two of them at most: it makes the optimizer's state.
 import contextlib
 import dataclasses
 import multiprocessing
-import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +37,6 @@ from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
 from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
-from planner.hardware import Machine
 from telemetry import step_stats
 
 STEPS = 2
@@ -76,7 +74,9 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A world that was rehearsed. micro_batches: of the steps; of_run: of the run's own."""
+    """A world that was rehearsed. micro_batches: of the second step, of_run: of the run's own;
+    seconds: of all ranks that were run, one after the other.
+    """
 
     config: Config
     world: World
@@ -86,37 +86,50 @@ class Rehearsal:
     seconds: float
 
 
-def rehearse(
-    config: Config, world: int, nodes: int, machine: Machine, all_ranks: bool = False
-) -> Rehearsal:
-    """Run the distinct ranks of a world, or all, each once, on this machine's cores.
+class Case(NamedTuple):
+    """What to rehearse: a checked configuration, its ranks and nodes, and the driver's GPU name."""
 
-    `config` must be checked. Raises what the trainer raises, such as UserError.
+    config: Config
+    world: int
+    nodes: int
+    gpu: str
+    all_ranks: bool = False
+
+
+def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
+    """Run the distinct ranks of each case, or all, each once, on this machine's cores.
+
+    Raises what the trainer raises, such as UserError.
     """
-    began = time.monotonic()
-    most = max(level.batch for level in config.batches.levels())
-    of_run = config.micro_batches(most)
-    short = shortened(config)
-    ranks = list(range(world)) if all_ranks else distinct_ranks(config)
-    jobs = [(short, rank, world, nodes, machine.device) for rank in ranks]
-    records = list(_in_processes(jobs))
-    of_rank = {record.rank: record for record in records}
-    traces = [of_rank[stand_in(rank, config, of_rank)].events for rank in range(world)]
-    everyone = World(records[0].rows, traces)
-    micro_batches = short.micro_batches(short.training.global_batch_size)
-    return Rehearsal(config, everyone, records, micro_batches, of_run, time.monotonic() - began)
-
-
-def _in_processes(jobs: list[tuple]) -> Iterator[RankRecord]:
-    """The records of all jobs, in their order; this process if there is one job or core."""
-    workers = min(len(jobs), len(allowed_cores()))
-    if workers == 1:
-        yield from (run_rank(*job) for job in jobs)
-        return
-    torch.set_num_threads(1)  # threads do not survive a fork
+    short = [shortened(case.config) for case in cases]
+    ranks = [range(c.world) if c.all_ranks else distinct_ranks(c.config) for c in cases]
+    jobs = [
+        (few, rank, case.world, case.nodes, case.gpu)
+        for few, case, own in zip(short, cases, ranks)
+        for rank in own
+    ]
+    # Each in a forked process, also if there is one: autograd's threads do not survive a fork.
     forked = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(workers, forked, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(run_rank, *zip(*jobs, strict=True))
+    workers = min(len(jobs), len(allowed_cores()))
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(workers, forked) as pool:
+        records = pool.map(run_rank, *zip(*jobs))
+        return [
+            _assembled(case, few, [next(records) for _ in own])
+            for case, few, own in zip(cases, short, ranks)
+        ]
+
+
+def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
+    """The world whose distinct ranks these are."""
+    config = case.config
+    of_rank = {record.rank: record for record in records}
+    traces = [of_rank[stand_in(r, config, of_rank)].events for r in range(case.world)]
+    world = World(records[0].rows, traces)
+    most = max(level.batch for level in config.batches.levels())
+    counts = [few.micro_batches(few.training.global_batch_size), config.micro_batches(most)]
+    seconds = sum(record.seconds for record in records)
+    return Rehearsal(config, world, records, *counts, seconds)
 
 
 def shortened(config: Config) -> Config:
@@ -255,7 +268,7 @@ def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=context.rank, world_size=context.size)
-    context.process_groups = True
+    context.roles = {}
     try:
         yield
     finally:
