@@ -30,7 +30,7 @@ import data
 import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from checkpointing.writer import PendingSave, count_elements, saved_types
+from checkpointing.writer import PendingSave, count_elements, saved_types, shards_to_write
 from config.schema import AXES, Config, coordinates
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
@@ -240,20 +240,20 @@ def _after_steps(
         checkpoints.writer = _NoWriter(checkpoints.parent)
         checkpoints.save(Progress(STEPS, 0))
         checkpoints.close()
-        record.saved = checkpoints.writer.bytes
+    shards = shards_to_write(state.optimizer)
+    if shards:
+        types = saved_types(shards[0], checkpoints.kinds)
+        record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
 
 
 class _NoWriter:
-    """Takes what a rank saves and writes nothing. bytes: of what it took."""
+    """Takes what a rank saves and writes nothing."""
 
     def __init__(self, parent: str):
-        self.parent, self.bytes = parent, 0
+        self.parent = parent
 
     def write(self, save: PendingSave, runs: dict[str, Any]) -> None:
-        """Count what would be written."""
-        if save.shards:
-            types = saved_types(save.shards[0], save.kinds)
-            self.bytes = count_elements(save.shards) * sum(t.itemsize for t in types.values())
+        """Say that it took a second."""
         save.seconds = 1.0
 
     def folder_of(self, progress: Progress) -> str:
