@@ -1,9 +1,9 @@
 """The answers of a rehearsal, in words and as data: do all meet, does it fit, what stops the host.
 
-    answer = answers.of(run, machine)
-    print(answer.text)
-    answer.data            # the same for programs
-    answer.good            # no finding
+answer = answers.of(run, machine)
+print(answer.text)
+answer.data            # the same for programs
+answer.good            # no finding
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +58,9 @@ def _about(run: Rehearsal) -> dict[str, Any]:
 
 def _header(about: dict[str, Any]) -> str:
     count, ranks = len(about["ranks_run"]), about["ranks"]
-    text = f"{ranks} ranks, tp {about['tp']} x pp {about['pp']} x dp {about['dp']}: {count} were run"
+    text = (
+        f"{ranks} ranks, tp {about['tp']} x pp {about['pp']} x dp {about['dp']}: {count} were run"
+    )
     if count < ranks:
         text += ", the others are taken to do as the first of their stage (--all-ranks runs all)"
     text += f"; a step of {about['micro_batches']} micro-batches"
@@ -71,7 +73,9 @@ def _header(about: dict[str, Any]) -> str:
 
 
 def _meeting_text(run: Rehearsal, found: list[str]) -> str:
-    operations = {id(t): sum(e.number > 0 and e.kind != "wait" for e in t) for t in run.world.traces}
+    operations = {
+        id(t): sum(e.number > 0 and e.kind != "wait" for e in t) for t in run.world.traces
+    }
     total = sum(operations[id(trace)] for trace in run.world.traces)
     if found:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
@@ -127,14 +131,18 @@ def _memory_text(stages: list[dict], full: list[dict], machine: Machine) -> str:
     lines += _table("stage", PHASES, [(s["stage"], s["peaks"]) for s in stages])
     lines.append("What held them at the peak of the step, and plan.py's prediction, GB:")
     columns = (*KINDS, "peak", "plan")
-    rows = [(s["stage"], s["held"] | {"peak": s["step_peak"], "plan": s["predicted"]}) for s in stages]
+    rows = [
+        (s["stage"], s["held"] | {"peak": s["step_peak"], "plan": s["predicted"]}) for s in stages
+    ]
     lines += _table("stage", columns, rows)
     for stage in stages:
         lines.append(f"  stage {stage['stage']}: {stage['largest']}, {stage['tensor']}")
     for stage in stages:
         if abs(stage["difference"]) > SHARE_OF_DIFFERENCE:
             share = f"{stage['difference']:+.1%} of plan.py's"
-            lines.append(f"note: stage {stage['stage']} takes {share} {stage['predicted']:.3g} bytes")
+            lines.append(
+                f"note: stage {stage['stage']} takes {share} {stage['predicted']:.3g} bytes"
+            )
     return "\n".join(lines)
 
 
@@ -158,7 +166,9 @@ def _stops(records: list[RankRecord]) -> list[dict[str, Any]]:
             most[stop] = max(most.get(stop, (0, 0)), (count, record.rank))
     return [
         {"waits": kind != COPY, "what": what, "line": line, "count": count, "rank": rank}
-        for (kind, what, line), (count, rank) in sorted(most.items(), key=lambda entry: -entry[1][0])
+        for (kind, what, line), (count, rank) in sorted(
+            most.items(), key=lambda entry: -entry[1][0]
+        )
     ]
 
 
@@ -169,10 +179,11 @@ def _stops_text(run: Rehearsal, stops: list[dict]) -> str:
         lines.append(f"  {stop['what']} at {stop['line']}, {where}")
     lines += ["  nothing"] if not stops else []
     busiest = max(run.records, key=lambda record: sum(record.kernels.values()))
-    passes = (busiest.kernels.get("forward", 0) + busiest.kernels.get("backward", 0))
+    passes = busiest.kernels.get("forward", 0) + busiest.kernels.get("backward", 0)
     each = passes / run.micro_batches
     once = busiest.kernels.get("optimizer", 0)
     lines.append(
-        f"Kernels launched by rank {busiest.rank}: {each:.0f} per micro-batch, {once} per step beside"
+        f"Kernels launched by rank {busiest.rank}: {each:.0f} per micro-batch, "
+        f"{once} per step beside"
     )
     return "\n".join(lines)

@@ -40,7 +40,7 @@ def fake_devices(context: RecordingContext, gpu: str) -> Iterator[Meter]:
 
 
 class _Mode(FakeTensorMode):
-    """Never asks a driver for a device, although torch.cuda.is_available() says that there is one."""
+    """Never asks a driver for a device, although torch.cuda.is_available() is true."""
 
     avoid_device_init = True
 
@@ -146,7 +146,9 @@ class _Event:
 # ---- What CUDA builds do inside of one operation -------------------------------------------------
 
 
-def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     """The kernel that torch would take on a GPU: flash; with a mask or in fp32, the efficient one.
 
     The latter has no grouped queries, nor any kernel fp64: torch then writes the scores.

@@ -1,7 +1,7 @@
 """Whether the operations of all ranks of a world meet: in every group the same ones in one order.
 
-    world = World(rows, traces)
-    sentences = mismatches(world)      # empty: every operation of every group is the same everywhere
+world = World(rows, traces)
+sentences = mismatches(world)      # empty: every operation of every group is the same everywhere
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,8 @@ def mismatches(world: World) -> list[str]:
     """A sentence for each group whose members do not do the same, or not in one order: both ranks,
     the operation, both versions and source lines. At most MOST_SENTENCES.
     """
-    found, compared = [], set()
+    found: list[str] = []
+    compared = set()
     for role, rows in world.rows.items():
         for row in rows:
             alike = (role, *(id(world.traces[rank]) for rank in row))
@@ -83,7 +84,9 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
         for number in range(max(map(len, pair))):
             one, two = (events[number] if number < len(events) else None for events in pair)
             if one is None or two is None or one != two:
-                yield _differ(f"operation {number + 1} of {_group(role, row)}", first, one, other, two)
+                yield _differ(
+                    f"operation {number + 1} of {_group(role, row)}", first, one, other, two
+                )
                 break
 
 
@@ -122,7 +125,7 @@ def _version(event: Event | None) -> str:
 
 
 def describe(event: Event) -> str:
-    """An operation in words: `all_reduce SUM of 512 bytes float32 at model.py:246 (step 1, F 0)`."""
+    """An operation in words: `all_reduce SUM of 512 bytes float32 at model.py:246 (step 1, F 0)`"""
     kind = f"{event.kind} {event.op}".strip()
     size = f"{event.bytes:,} bytes {event.dtype}"
     return f"{kind} of {size} at {event.line} ({event.place})"

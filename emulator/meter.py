@@ -6,7 +6,7 @@ torch.cuda.max_memory_allocated would say, without the workspaces that kernels t
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +88,7 @@ class Meter(TorchDispatchMode):
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
-        if facts.view or not facts.launches and not isinstance(result, Tensor):
+        if facts.view or (not facts.launches and not isinstance(result, Tensor)):
             return result
         if function in COPIES:
             self._copy(result, args, kwargs)
@@ -131,7 +131,7 @@ class Meter(TorchDispatchMode):
 
     def _allocate(self, storage: Any, function: Any) -> None:
         key, size = storage._cdata, -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO
-        phase, step, action, micro_batch = self.recorder.place
+        phase, _, action, micro_batch = self.recorder.place
         kind = phase if phase != "train" else f"{action} {micro_batch}"
         self._live[key] = (weakref.ref(storage, lambda _: self._free(key)), size, kind)
         self.now += size
@@ -192,7 +192,7 @@ class Meter(TorchDispatchMode):
         source = args[0] if result is not args[0] else args[1]
         if not isinstance(source, Tensor) or source.is_cuda == result.is_cuda:
             return
-        asynchronous = kwargs.get("non_blocking") or len(args) > 2 and args[2]
+        asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         host = result if source.is_cuda else source
         pinned = host.untyped_storage() in self.pinned
         if source.is_cuda and not (asynchronous and pinned):

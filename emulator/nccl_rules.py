@@ -1,4 +1,4 @@
-"""Runs all ranks' traces by the rules of NCCL and CUDA, without time: do all of them come to an end?
+"""Runs all ranks' traces by the rules of NCCL and CUDA, without time: do all come to an end?
 
     operation   goes to the stream of its group's communicator, which runs one after the other; it
                 begins after what the compute stream had to wait for before, and ends on all members
@@ -199,7 +199,9 @@ def kinds(world: World) -> list[int]:
         for role, rows in world.rows.items():
             for row in rows:
                 members = [kind_of[rank] for rank in row]
-                of_row[role, row] = tuple(members if role in with_messages else sorted(set(members)))
+                of_row[role, row] = tuple(
+                    members if role in with_messages else sorted(set(members))
+                )
         numbers, refined = {}, []
         for rank, kind in enumerate(kind_of):
             about: list = [kind]

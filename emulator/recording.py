@@ -74,8 +74,7 @@ class Trace:
     def wait(self, index: int) -> None:
         """Record that the stream waits for the operation at that index."""
         role = self.events[index].role
-        about = {"line": calling_line(), "place": self.place()}
-        self.events.append(Event("wait", role, index, **about))
+        self.events.append(Event("wait", role, index, line=calling_line(), place=self.place()))
 
     def stop(self, what: str, line: str, kind: str = READ) -> None:
         """Record that the host waits: for the device, or for a copy."""
@@ -97,9 +96,9 @@ def calling_line(depth: int = 2) -> str:
     frame: Any = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(str(ROOT)) and "site-packages" not in name:
-            if not name.startswith(NEVER_NAMED):
-                return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+        own = name.startswith(str(ROOT)) and "site-packages" not in name
+        if own and not name.startswith(NEVER_NAMED):
+            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -30,7 +31,7 @@ import data
 import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from checkpointing.writer import PendingSave, count_elements, saved_types, shards_to_write
+from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
 from config.schema import AXES, Config, coordinates
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
@@ -41,7 +42,6 @@ from telemetry import step_stats
 
 STEPS = 2
 STEADY = ("forward", "backward", "optimizer")  # phases of a step
-PLENTY = shutil._ntuple_diskusage(2**60, 0, 2**60)  # of a disk
 
 
 @dataclass
@@ -112,6 +112,8 @@ def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
     forked = multiprocessing.get_context("fork")
     workers = min(len(jobs), len(allowed_cores()))
     torch.set_num_threads(1)
+    with fake_devices(recording_context(1, 0, 1), cases[0].gpu):
+        torch.zeros(1, device="cuda").add_(1)  # imports what fake tensors need, once for all
     with ProcessPoolExecutor(workers, forked) as pool:
         records = pool.map(run_rank, *zip(*jobs))
         return [
@@ -127,9 +129,9 @@ def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     traces = [of_rank[stand_in(r, config, of_rank)].events for r in range(case.world)]
     world = World(records[0].rows, traces)
     most = max(level.batch for level in config.batches.levels())
-    counts = [few.micro_batches(few.training.global_batch_size), config.micro_batches(most)]
+    count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
-    return Rehearsal(config, world, records, *counts, seconds)
+    return Rehearsal(config, world, records, count, of_run, seconds)
 
 
 def shortened(config: Config) -> Config:
@@ -137,12 +139,11 @@ def shortened(config: Config) -> Config:
     layout, training = config.layout, config.training
     most = config.micro_batches(max(level.batch for level in config.batches.levels()))
     enough = most if layout.schedule == "gpipe" else min(most, layout.pp + 2)
-    fixed = {"rampup_batch_size": None, "batch_schedule": None, "train_samples": None}
+    fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
     evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
-    run = dataclasses.replace(config.run, resume=None)
-    config = dataclasses.replace(config, training=training, data=evaluated, run=run)
+    config = dataclasses.replace(config, training=training, data=evaluated)
     return _with_micro_batches(config, enough)
 
 
@@ -161,7 +162,7 @@ def distinct_ranks(config: Config) -> list[int]:
         at = coordinates(rank, axes)
         others = [at[axis] for axis in AXES if axis != "pp"]
         ends = all(at[axis] == axes[axis] - 1 for axis in AXES if axis != "pp")
-        if not any(others) or ends and at["pp"] in (0, axes["pp"] - 1):
+        if not any(others) or (ends and at["pp"] in (0, axes["pp"] - 1)):
             found.append(rank)
     return found
 
@@ -232,18 +233,23 @@ def _after_steps(
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)
-    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: PLENTY):
+    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", _empty_disk):
         run = dataclasses.replace(config.run, out=out)
         config = dataclasses.replace(config, run=run)
-        quiet = {"print_line": lambda _: None}
-        checkpoints = Checkpointer(config, state.factory.mesh, state.optimizer, **quiet)
-        checkpoints.writer = _NoWriter(checkpoints.parent)
+        mesh, optimizer = state.factory.mesh, state.optimizer
+        checkpoints = Checkpointer(config, mesh, optimizer, print_line=lambda _: None)
+        checkpoints.writer = cast(Writer, _NoWriter(checkpoints.parent))
         checkpoints.save(Progress(STEPS, 0))
         checkpoints.close()
     shards = shards_to_write(state.optimizer)
     if shards:
         types = saved_types(shards[0], checkpoints.kinds)
         record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
+
+
+def _empty_disk(path: str) -> SimpleNamespace:
+    """What shutil.disk_usage says of a disk on which there is room for any checkpoint."""
+    return SimpleNamespace(total=2**60, used=0, free=2**60)
 
 
 class _NoWriter:

@@ -29,16 +29,16 @@ def plant(world: World, kind: str, seed: int) -> tuple[World, int, str, str]:
     chance = random.Random(seed)
     rank = chance.randrange(len(world.traces))
     events = _link(world.traces[rank])
-    wanted = MESSAGES if "message" in kind else None
+    sends = "message" in kind
     places = [
         i
-        for i, (event, _) in enumerate(events)
-        if (event.kind in MESSAGES if wanted else event.kind not in NOT_COLLECTIVE)
+        for i, (entry, _) in enumerate(events)
+        if (entry[0].kind in MESSAGES if sends else entry[0].kind not in NOT_COLLECTIVE)
     ]
     if not places:
         raise Cannot(kind)
     at = chance.choice(places)
-    event = events[at][0]
+    event = events[at][0][0]
     _change(events, at, kind, places, chance)
     traces = list(world.traces)
     traces[rank] = _number(events)
@@ -47,42 +47,40 @@ def plant(world: World, kind: str, seed: int) -> tuple[World, int, str, str]:
 
 
 def _change(events: list, at: int, kind: str, places: list[int], chance: random.Random) -> None:
-    event = events[at][0]
+    entry = events[at][0]
+    event = entry[0]
     if kind.endswith("left out"):
         _drop(events, at)
     elif kind == "doubled":
-        events.insert(at, (event, None))
+        events.insert(at, ([event], None))
     elif kind == "another order":
-        others = [i for i in places if events[i][0].role == event.role]
-        others = [i for i in others if _facts(events[i][0]) != _facts(event)]
+        others = [events[i][0] for i in places if events[i][0][0].role == event.role]
+        others = [other for other in others if _facts(other[0]) != _facts(event)]
         if not others:
             raise Cannot(kind)
-        other = min(others, key=lambda i: abs(i - at))
-        one, two = events[at][0], events[other][0]
-        _replace(events, at, two)
-        _replace(events, other, one)
+        other = chance.choice(others)
+        entry[0], other[0] = other[0], entry[0]
     elif kind == "another type":
-        _replace(events, at, event._replace(dtype="float16"))
+        entry[0] = event._replace(dtype="float16")
     elif kind.endswith("another size"):
-        _replace(events, at, event._replace(bytes=event.bytes + 512))
+        entry[0] = event._replace(bytes=event.bytes + 512)
     elif kind == "another group":
-        roles = {e.role for e, _ in events if e.role} - {event.role}
+        roles = {e[0].role for e, _ in events if e[0].role} - {event.role}
         if not roles:
             raise Cannot(kind)
-        _replace(events, at, event._replace(role=chance.choice(sorted(roles))))
+        entry[0] = event._replace(role=chance.choice(sorted(roles)))
     elif kind == "another operation":
-        _replace(events, at, event._replace(kind="all_to_all"))
+        entry[0] = event._replace(kind="all_to_all")
     elif kind == "messages crossed":
-        same = (event.kind, event.role, event.peer)
-        waits = [w for w, (e, of) in enumerate(events) if of and _same(of[0]) == same]
-        waits = [w for w in waits if events[w][0].place != events[at][0].place]
+        waits = [w for w, (_, of) in enumerate(events) if of and _same(of[0]) == _same(event)]
         if event.kind != "receive" or len(waits) < 2:
             raise Cannot(kind)
-        one, two = chance.sample(waits, 2)
-        events[one], events[two] = (
-            (events[one][0], events[two][1]),
-            (events[two][0], events[one][1]),
-        )
+        one, two = sorted(chance.sample(waits, 2))
+        operations = [of for _, of in events]
+        if events.index((operations[two], None)) > one:
+            raise Cannot(kind)  # it is posted after the first wait
+        events[one] = (events[one][0], operations[two])
+        events[two] = (events[two][0], operations[one])
 
 
 def _same(event: Event) -> tuple:
@@ -93,40 +91,27 @@ def _facts(event: Event) -> tuple:
     return event.kind, event.bytes, event.dtype, event.op, event.line, event.place
 
 
-# A trace as a list of [event, the entry of the operation that a wait is for].
+# While a trace is changed its entries are lists of one event, and waits know the entry of their
+# operation: a list of (entry, that entry or None).
 
 
 def _link(trace: list[Event]) -> list:
-    holders = [[event] for event in trace]
-    linked = []
-    for event, holder in zip(trace, holders):
-        linked.append((event, holders[event.number] if event.kind == "wait" else None))
-    for entry, holder in zip(linked, holders):
-        holder.append(entry)
-    return linked
-
-
-def _replace(events: list, at: int, event: Event) -> None:
-    old = events[at]
-    events[at] = (event, None)
-    for _, of in events:
-        if of is not None and of[1] is old:
-            of[1] = events[at]
+    entries = [[event] for event in trace]
+    return [(e, entries[e[0].number] if e[0].kind == "wait" else None) for e in entries]
 
 
 def _drop(events: list, at: int) -> None:
-    dropped = events.pop(at)
-    events[:] = [entry for entry in events if entry[1] is None or entry[1][1] is not dropped]
+    dropped = events.pop(at)[0]
+    events[:] = [(entry, of) for entry, of in events if of is not dropped]
 
 
 def _number(events: list) -> list[Event]:
     """The events with the numbers that a recording would give."""
-    counts, found, index = Counter(), [], {}
-    for position, entry in enumerate(events):
-        event, of = entry
-        index[id(entry)] = position
+    counts, found, places = Counter(), [], {}
+    for position, (entry, of) in enumerate(events):
+        event, places[id(entry)] = entry[0], position
         if of is not None:
-            event = event._replace(number=index[id(of[1])])
+            event = event._replace(number=places[id(of)])
         elif event.number:
             key = (event.role, event.kind, event.peer) if event.kind in MESSAGES else event.role
             counts[key] += 1

@@ -1,4 +1,4 @@
-"""Forty right configurations: presets, layouts and features. The first ten are rehearsed by tests."""
+"""Forty right configurations: presets, layouts, features; tests rehearse the first ten."""
 
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
@@ -47,12 +47,15 @@ CASES: dict[str, tuple[int, str]] = {
     "SGD": (2, SMALL + "--optimizer sgd"),
     "Adafactor": (2, SMALL + "--optimizer adafactor --zero 0"),
     "overlap, pp 2": (8, SMALL + "--pp 2 --overlap-param-gather"),
-    "gpt2-124m": (8, "--model gpt2-124m --precision bf16 --micro-batch-size 4 --global-batch-size 64"),
-    "gpt2-xl, tp 2": (
+    "gpt2-124m": (
         8,
-        "--model gpt2-1b5 --tp 2 --precision bf16 --global-batch-size 64",
+        "--model gpt2-124m --precision bf16 --micro-batch-size 4 --global-batch-size 64",
     ),
-    "1b3, pp 2": (16, "--model bloom-1b3 --pp 2 --precision fp16 --global-batch-size 512"),
+    "gpt2-1.5b, tp 5": (
+        10,
+        "--model gpt2-1.5b --tp 5 --precision bf16 --global-batch-size 64",
+    ),
+    "1b3, pp 2": (16, "--model 1b3 --pp 2 --precision fp16 --global-batch-size 512"),
     "104b": (
         128,
         "--model 104b --tp 4 --pp 8 --precision bf16 --recompute full --global-batch-size 512",

@@ -20,7 +20,6 @@ from planner import hardware
 device_guard.load()
 from emulator import rehearsal
 
-
 if __name__ == "__main__":
     words = json.loads(Path(sys.argv[1]).read_text())
     machine, cases = hardware.load("a100-80"), []
