@@ -181,3 +181,15 @@ def test_mistakes_are_one_sentence(words, sentence):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_planner_has_its_first_layouts_rehearsed():
+    words = "plan.py layouts --model gpt2-124m --gpus 2 --global-batch-size 8 --pp 2 --rehearse 1"
+    command = [sys.executable, *words.split(), "--top", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.partition("rehearsed:\n")[2]
+    assert line.count("\n") == 1
+    assert "pp 2" in line
+    assert "every operation meets, fits with" in line
