@@ -32,7 +32,8 @@ class Answers(NamedTuple):
 def of(run: Rehearsal, machine: Machine) -> Answers:
     """The three answers of a rehearsal, for a GPU of that machine."""
     meeting = mismatches(run.world)
-    if not meeting and (stuck := deadlock(run.world, run.config.run.blocking)):
+    blocking = run.config.run.blocking and run.config.layout.pp == 1  # as context.prepare sets it
+    if not meeting and (stuck := deadlock(run.world, blocking)):
         meeting = [stuck]
     stages = [_stage(run, stage, machine) for stage in range(run.config.layout.pp)]
     full = [stage for stage in stages if stage["needed"] > machine.memory]

@@ -7,7 +7,8 @@
     host read   the host waits for the compute stream
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
-    blocking    with --blocking the host waits for every operation where it starts
+    --blocking  without stages the host waits for every operation where it starts; that it waits where
+                the stream does changes nothing: what follows a wait comes after it on the stream too
 
 Ranks that do the same among the same neighbours are simulated once.
 """
@@ -44,7 +45,7 @@ class _Rank:
 def deadlock(world: World, blocking: bool = False) -> str | None:
     """Which ranks wait for one another, where, if the world does not come to an end; else None.
 
-    The world's operations must match.
+    blocking: launches block the host. The world's operations must match.
     """
     return _Simulation(world, blocking).run()
 

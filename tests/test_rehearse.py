@@ -128,6 +128,17 @@ def test_a_read_by_the_host_and_blocking_launches():
     assert deadlock(World(ROWS, [one, two])) is not None, "connections"
 
 
+def test_launches_that_block_the_host():
+    """Connected, both send before they receive: stuck only where a launch blocks."""
+    one = [message("send", "forward", 1, 1), wait(0), message("receive", "backward", 1, 1)]
+    two = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
+    one += [wait(2), message("send", "forward", 2, 1), message("receive", "backward", 2, 1)]
+    two += [wait(2), message("send", "backward", 2, 0), message("receive", "forward", 2, 0)]
+    world = World(ROWS, [one, two])
+    assert deadlock(world) is None
+    assert "rank 1 waits for send 2 of backward" in deadlock(world, blocking=True)
+
+
 def test_ranks_are_simulated_once_where_they_and_their_neighbours_are_alike():
     one, two = [reduction("tp", 1)], [reduction("tp", 1)]
     rows = {"tp": [(0, 1), (2, 3), (4, 5)]}
