@@ -7,8 +7,8 @@
     host read   the host waits for the compute stream
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
-    --blocking  without stages the host waits for every operation where it starts; that it waits where
-                the stream does changes nothing: what follows a wait comes after it on the stream too
+    --blocking  without stages the host waits for every operation where it starts; that it waits
+                where the stream does changes nothing: what follows is behind that on the stream
 
 Ranks that do the same among the same neighbours are simulated once.
 """

@@ -99,18 +99,11 @@ def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
-    if layout.recompute == "full":  # all that the block keeps whose backward runs
-        working = block_activations(job, True)
-    working = max(working, _bucket_bytes(held, job))
-    if spec.embedding and software.attention == "flash":  # its gradient, before it is summed
-        working = max(working, float(job.number_bytes) * job.vocab_columns * job.model.hidden)
-    if spec.head:
-        working = max(working, _logit_bytes(in_flight, job))
     again = layout.recomputed_blocks(spec.blocks)
     # What is kept is allocated between what is not, which leaves gaps.
     kept = again * kept_bytes(job) * job.machine.activation_overhead
     kept += (spec.blocks - again) * block_activations(job, True)
+    working = _working(spec, held, in_flight, kept, job)
     parts = {
         "weights": _weights(held, spec, job),
         "gradients": _gradients(held, job) + held * software.workspace_bytes,
@@ -154,11 +147,30 @@ def _gradients(held: float, job: Job) -> float:
     return held * 4.0 / layout.dp if sharded else held * _gradient_bytes(job)
 
 
-def _bucket_bytes(held: float, job: Job) -> float:
-    """Bytes of the two buckets that are being reduced at --zero 2, while activations are freed."""
-    if job.layout.zero < 2 or job.layout.dp == 1:
-        return 0.0
-    return min(held, BUCKET_ELEMENTS) * (2 * _gradient_bytes(job) + job.number_bytes)
+def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: Job) -> float:
+    """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
+    of gradients at the end of a backward, when the `kept` bytes of its micro-batch are free.
+    """
+    layout, flash = job.layout, job.machine.software.attention == "flash"
+    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
+    if flash:  # the gradients of a block's output and input; others take the place of what is freed
+        working = 2.0 * job.activation_bytes / (layout.tp if layout.sequence_parallel else 1)
+    if layout.recompute == "full":  # all that the block keeps whose backward runs
+        working = block_activations(job, True)
+    matrix = float(job.vocab_columns * job.model.hidden)
+    if spec.embedding and flash:  # its gradient, before it is summed
+        working = max(working, matrix * job.number_bytes - kept)
+    if spec.head:
+        working = max(working, _logit_bytes(in_flight, job))
+    if layout.zero != 2 or layout.dp == 1:
+        return working
+    # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
+    # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
+    reduced = _gradient_bytes(job) + 4.0 / layout.dp
+    buckets = min(held, BUCKET_ELEMENTS) * (2 * reduced + job.number_bytes)
+    working = max(working, buckets - kept)
+    tied = job.model.tied and layout.pp > 1 and (spec.embedding or spec.head)
+    return working + (matrix * reduced if tied else 0.0)
 
 
 def _logit_bytes(in_flight: float, job: Job) -> float:

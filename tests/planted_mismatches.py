@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 from emulator.matching import NOT_COLLECTIVE, World
 from emulator.recording import MESSAGES, Event
@@ -73,12 +74,12 @@ def _change(events: list, at: int, kind: str, places: list[int], chance: random.
         entry[0] = event._replace(kind="all_to_all")
     elif kind == "messages crossed":
         waits = [w for w, (_, of) in enumerate(events) if of and _same(of[0]) == _same(event)]
-        if event.kind != "receive" or len(waits) < 2:
-            raise Cannot(kind)
-        one, two = sorted(chance.sample(waits, 2))
         operations = [of for _, of in events]
-        if events.index((operations[two], None)) > one:
-            raise Cannot(kind)  # it is posted after the first wait
+        # Of two neighbours the second must be posted before the wait for the first.
+        pairs = [(a, b) for a, b in pairwise(waits) if events.index((operations[b], None)) < a]
+        if event.kind != "receive" or not pairs:
+            raise Cannot(kind)
+        one, two = chance.choice(pairs)
         events[one] = (events[one][0], operations[two])
         events[two] = (events[two][0], operations[one])
 

@@ -2,8 +2,6 @@
 
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
-TINY = "--layers 24 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4"
-TINY += " --precision bf16 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
 BLOOM = "--positions alibi --embedding-norm "
 
@@ -12,7 +10,7 @@ CASES: dict[str, tuple[int, str]] = {
     "one rank": (1, SMALL),
     "tp 2 pp 2 dp 2": (8, SMALL + "--tp 2 --pp 2"),
     "sequence parallel": (4, SMALL + "--tp 4 --sequence-parallel"),
-    "384 ranks": (384, TINY + "--tp 4 --pp 12 --global-batch-size 1024"),
+    "384 ranks": (384, SMALL + "--layers 24 --tp 4 --pp 12 --global-batch-size 1024"),
     "ZeRO 2, pp 2": (4, SMALL + "--pp 2 --zero 2"),
     "ZeRO 3": (4, SMALL + "--zero 3"),
     "Llama's features": (4, SMALL + LLAMA + "--tp 2"),
