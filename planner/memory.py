@@ -158,8 +158,9 @@ def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: J
     if layout.recompute == "full":  # all that the block keeps whose backward runs
         working = block_activations(job, True)
     matrix = float(job.vocab_columns * job.model.hidden)
-    if spec.embedding and flash:  # its gradient, before it is summed
-        working = max(working, matrix * job.number_bytes - kept)
+    if spec.embedding and flash:  # its gradient, and its output's, before and after the mask
+        outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
+        working = max(working, matrix * job.number_bytes + outputs - kept)
     if spec.head:
         working = max(working, _logit_bytes(in_flight, job))
     if layout.zero != 2 or layout.dp == 1:
