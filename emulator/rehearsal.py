@@ -143,7 +143,8 @@ def shortened(config: Config) -> Config:
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
     evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
-    config = dataclasses.replace(config, training=training, data=evaluated)
+    layout = layout.automatic(config.model.seq_length, on_gpu=True)
+    config = dataclasses.replace(config, training=training, data=evaluated, layout=layout)
     return _with_micro_batches(config, enough)
 
 

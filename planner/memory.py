@@ -154,7 +154,7 @@ def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: J
     layout, flash = job.layout, job.machine.software.attention == "flash"
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
-        working = 2.0 * job.activation_bytes / (layout.tp if layout.sequence_parallel else 1)
+        working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
     if layout.recompute == "full":  # all that the block keeps whose backward runs
         working = block_activations(job, True)
     matrix = float(job.vocab_columns * job.model.hidden)
