@@ -5,18 +5,24 @@
 
 Options that describe the model, the layout and the training are those of train.py, as flags or in
 a --config FILE; a layout option that is given is held fixed, the others are tried. `--json` prints
-the same as data.
+the same as data. `layouts --rehearse N` has rehearse.py, as a process, confirm the first N layouts.
 """
 
 import json
 import math
+import subprocess
 import sys
-from argparse import ArgumentParser
+import tempfile
+from argparse import ArgumentParser, Namespace
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 from config import messages  # noqa: F401  first: it ends a Python that is too old
 from config.command_line import parse_request
 from config.messages import Parser, UserError, exit_with
+from config.schema import Layout
 from planner import hardware, questions
 from planner.questions import QUESTIONS, Answer, Question
 
@@ -58,7 +64,43 @@ def ask(arguments: list[str]) -> Answer:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     request = parse_request(rest, defaults=partial(questions.defaults, options.question))
     answer, _ = QUESTIONS[options.question]
-    return answer(Question(options, request.config, request.given, machine))
+    found = answer(Question(options, request.config, request.given, machine))
+    if not options.rehearse:
+        return found
+    if options.question != "layouts":
+        raise UserError(f"--rehearse goes with layouts, not {options.question}")
+    training, data = request.config.training, cast(dict[str, Any], found.data)
+    rest += ["--precision", training.precision]
+    rest += ["--global-batch-size", str(training.global_batch_size)]
+    rows = data["ranked"][: options.rehearse]
+    heard = [_rehearse(row, rest, options, data["gpus"]) for row in rows]
+    text = "\n".join([found.text, "rehearsed:", *(f"  {sentence}" for sentence in heard)])
+    return Answer(text, data | {"rehearsed": heard})
+
+
+def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: int) -> str:
+    """What a rehearsal says about a layout of the table, in a line."""
+    words = list(rest)
+    for field in fields(Layout):
+        value, flag = row[field.name], field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    name = "tp {tp} pp {pp} dp {dp} micro-batch {micro_batch_size} {recompute}".format(**row)
+    program = str(Path(__file__).with_name("rehearse.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answers.json"
+        words += ["--world", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
+        done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True)
+        if not out.exists():
+            return f"{name}: not rehearsed: {(done.stderr.splitlines() or ['no answer'])[-1]}"
+        answers = json.loads(out.read_text())
+    if answers["mismatches"]:
+        return f"{name}: rejected: {answers['mismatches'][0]}"
+    most = max(stage["needed"] for stage in answers["stages"]) / 1e9
+    fits = f"fits with {most:.1f} GB" if answers["fits"] else f"rejected: needs {most:.1f} GB"
+    return f"{name}: every operation meets, {fits}"
 
 
 def _parser() -> ArgumentParser:
@@ -81,6 +123,7 @@ def _parser() -> ArgumentParser:
     add("--rejected", action="store_true", help="print every rejected layout")
     add("--tokens", type=float, help="tokens to train on")
     add("--size", type=float, help="parameters wanted")
+    add("--rehearse", type=int, default=0, metavar="N", help="rehearse the first N layouts")
     add("--trace", metavar="FILE", help="write a Chrome trace")
     for name, (_, text) in QUESTIONS.items():
         commands.add_parser(name, help=text, parents=[common], allow_abbrev=False)

@@ -23,9 +23,9 @@ from schedules.partition import StageSpec, stage_specs
 # and two scales for 256 weights, one moment, or two factors of a matrix.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
-# loss keeps them; the second sum is of a loss that works in place where it can.
+# loss keeps them. A loss that works in place has the logits and an FP32 copy, and keeps that one.
 LOGIT_BYTES = 2 + 4 + 4 + 4
-FUSED_LOGIT_BYTES = 2 + 4 + 4
+KEPT_LOGIT_BYTES = 4
 # The parts that follow from model and layout alone, without the allocator and the libraries.
 LARGEST_GPU = 1e12  # bytes, above those of any
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
@@ -117,16 +117,11 @@ def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
-    if layout.recompute == "full":  # all that the block keeps whose backward runs
-        working = block_activations(job, True)
-    if spec.head:
-        size = LOGIT_BYTES if software.attention == "fused" else FUSED_LOGIT_BYTES
-        working = max(working, float(size) * job.tokens * job.vocab_columns)
     again = layout.recomputed_blocks(spec.blocks)
     # What is kept is allocated between what is not, which leaves gaps.
     kept = again * kept_bytes(job) * job.machine.activation_overhead
     kept += (spec.blocks - again) * block_activations(job, True)
+    working = _working(spec, held, in_flight, kept, job)
     parts = {
         "weights": _weights(held, spec, job),
         "gradients": _gradients(held, job) + held * software.workspace_bytes,
@@ -164,14 +159,51 @@ def _weights(held: float, spec: StageSpec, job: Job) -> float:
 
 
 def _gradients(held: float, job: Job) -> float:
-    """Bytes of the gradients; from --zero 2 on a sum of 1/dp, and two buckets being reduced."""
-    number, layout = job.number_bytes, job.layout
-    size = job.machine.software.gradient_bytes if number == 2 else 4.0
-    if job.training.grad_dtype == "bf16":
-        size -= 2.0
-    if layout.zero < 2 or layout.dp == 1:
-        return held * size
-    return held * 4.0 / layout.dp + min(held, BUCKET_ELEMENTS) * (2 * size + number)
+    """Bytes of the gradients; from --zero 2 on a sum of 1/dp."""
+    layout = job.layout
+    sharded = layout.zero >= 2 and layout.dp > 1
+    return held * 4.0 / layout.dp if sharded else held * _gradient_bytes(job)
+
+
+def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: Job) -> float:
+    """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
+    of gradients at the end of a backward, when the `kept` bytes of its micro-batch are free.
+    """
+    layout, flash = job.layout, job.machine.software.attention == "flash"
+    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
+    if flash:  # the gradients of a block's output and input; others take the place of what is freed
+        working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
+    if layout.recompute == "full":  # all that the block keeps whose backward runs
+        working = block_activations(job, True)
+    matrix = float(job.vocab_columns * job.model.hidden)
+    if spec.embedding and flash:  # its gradient, and its output's, before and after the mask
+        outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
+        working = max(working, matrix * job.number_bytes + outputs - kept)
+    if spec.head:
+        working = max(working, _logit_bytes(in_flight, job))
+    if layout.zero != 2 or layout.dp == 1:
+        return working
+    # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
+    # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
+    reduced = _gradient_bytes(job) + 4.0 / layout.dp
+    buckets = min(held, BUCKET_ELEMENTS) * (2 * reduced + job.number_bytes)
+    working = max(working, buckets - kept)
+    tied = job.model.tied and layout.pp > 1 and (spec.embedding or spec.head)
+    return working + (matrix * reduced if tied else 0.0)
+
+
+def _logit_bytes(in_flight: float, job: Job) -> float:
+    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight."""
+    logits = float(job.tokens) * job.vocab_columns
+    if job.machine.software.attention == "fused":
+        return LOGIT_BYTES * logits
+    return (job.number_bytes + in_flight * KEPT_LOGIT_BYTES) * logits
+
+
+def _gradient_bytes(job: Job) -> float:
+    """Bytes of one gradient of the sum, before it is sharded."""
+    size = job.machine.software.gradient_bytes if job.number_bytes == 2 else 4.0
+    return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
 
 # ---- Activations ---------------------------------------------------------------------------------
@@ -194,8 +226,12 @@ def block_activations(job: Job, scores: bool) -> float:
     outside = (10.0 if software.dropout else 8.0) * model.hidden
     if job.sequence_parallel:
         outside /= t
-    inside = 2.0 * (model.qkv_width + model.hidden + model.up_width + model.ffn_hidden) / t
-    size = job.tokens * (outside + inside)
+    widths = model.qkv_width + model.hidden + model.up_width + model.ffn_hidden
+    if software.attention == "flash":  # what differs where the kernels are torch's own
+        widths += model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU of the gate
+        # Attention's result with samples before the sequence, and as the next product takes it.
+        widths += model.attention_width if job.layout.micro_batch_size > 1 else 0
+    size = job.tokens * (outside + 2.0 * widths / t)
     if scores and software.attention == "fused":
         each = 5.0 if software.dropout else 2.0
         size += each * model.heads / t * model.seq_length * job.tokens

@@ -29,7 +29,7 @@ def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> lis
     optimizer.finish_gathering()
     weights: Hashes = {}
     if not optimizer.fully_sharded:
-        weights = {(p.spec, "weight"): _bit_hash(p.detach().flatten()) for p in stages.parameters()}
+        weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
     both = weights | _state_hashes(optimizer)
     found = _compare("dp", mesh.replicas, weights if optimizer.state_sharded else both)
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
@@ -47,7 +47,7 @@ def _state_hashes(optimizer: Optimizer) -> Hashes:
     for shard in optimizer.owned():
         for kind, name in names.items():
             values = shard.read(kind, shard.start, shard.stop)
-            hashes[shard.spec, name] += _bit_hash(values.detach(), shard.start)
+            hashes[shard.spec, name] += bit_hash(values.detach(), shard.start)
     return hashes
 
 
@@ -74,7 +74,7 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
     return found
 
 
-def _bit_hash(flat: Tensor, start: int = 0) -> Tensor:
+def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

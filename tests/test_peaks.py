@@ -61,12 +61,12 @@ def test_the_replica_check_takes_little_beside_the_weights():
     """It took 42 bytes an element of the largest parameter."""
     weights = torch.randn(8 * HASHED_AT_ONCE).bfloat16()
     with PeakBytes() as bytes_held:
-        whole = replica_check._bit_hash(weights, 5)
+        whole = replica_check.bit_hash(weights, 5)
     assert 8 * HASHED_AT_ONCE < bytes_held.peak <= 60 * HASHED_AT_ONCE
     cut = 3 * HASHED_AT_ONCE + 7
     parts = (
-        replica_check._bit_hash(weights[:cut], 5),
-        replica_check._bit_hash(weights[cut:], 5 + cut),
+        replica_check.bit_hash(weights[:cut], 5),
+        replica_check.bit_hash(weights[cut:], 5 + cut),
     )
     assert whole == sum(parts), "a hash of parts in any cut is the hash of the whole"
 

@@ -132,7 +132,7 @@ def test_384_gpus_take_at_most_1_5_seconds_of_processor_time():
 
     before = used()
     line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
-    assert "89 layouts fit on 384 GPUs" in command(line).stdout
+    assert "88 layouts fit on 384 GPUs" in command(line).stdout
     assert used() - before <= 1.5
 
 

@@ -347,9 +347,8 @@ def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
     one, two, three = (
         memory.stages(Job(model, Layout(dp=8, zero=zero), options, A100))[0] for zero in (1, 2, 3)
     )
-    buckets = 2**24 * (2 * 4 + 2)
     assert one.gradients == 4 * one.parameters
-    assert two.gradients == pytest.approx(one.gradients / 8 + buckets)
+    assert two.gradients == pytest.approx(one.gradients / 8)
     assert one.optimizer == two.optimizer == three.optimizer
     assert three.weights < one.weights / 4
     slower = [

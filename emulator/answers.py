@@ -1,0 +1,190 @@
+"""The answers of a rehearsal, in words and as data: do all meet, does it fit, what stops the host.
+
+answer = answers.of(run, machine)
+print(answer.text)
+answer.data            # the same for programs
+answer.good            # no finding
+"""
+
+from typing import Any, NamedTuple
+
+from config.schema import Config
+from emulator.matching import mismatches
+from emulator.nccl_rules import deadlock
+from emulator.recording import COPY
+from emulator.rehearsal import STEADY, RankRecord, Rehearsal
+from planner import memory
+from planner.hardware import Machine
+
+GIGABYTE = 1e9
+# Planned and rehearsed memory of a stage that differ by more are shown with a sentence.
+SHARE_OF_DIFFERENCE = 0.04
+
+
+class Answers(NamedTuple):
+    """What a rehearsal says."""
+
+    good: bool
+    text: str
+    data: dict[str, Any]
+
+
+def of(run: Rehearsal, machine: Machine) -> Answers:
+    """The three answers of a rehearsal, for a GPU of that machine."""
+    meeting = mismatches(run.world)
+    blocking = run.config.run.blocking and run.config.layout.pp == 1  # as context.prepare sets it
+    if not meeting and (stuck := deadlock(run.world, blocking)):
+        meeting = [stuck]
+    stages = [_stage(run, stage, machine) for stage in range(run.config.layout.pp)]
+    full = [stage for stage in stages if stage["needed"] > machine.memory]
+    good = not meeting and not full
+    about = _about(run)
+    data = {"good": good, **about, "mismatches": meeting, "fits": not full, "stages": stages}
+    data["stops"] = stops = _stops(run.records)
+    parts = [_header(about), _meeting_text(run, meeting), _memory_text(stages, full, machine)]
+    return Answers(good, "\n\n".join([*parts, _stops_text(run, stops)]), data)
+
+
+def _about(run: Rehearsal) -> dict[str, Any]:
+    layout = run.config.layout
+    names = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    return names | {
+        "ranks": len(run.world.traces),
+        "ranks_run": [record.rank for record in run.records],
+        "micro_batches": run.micro_batches,
+        "micro_batches_of_run": run.of_run,
+        "seconds": round(run.seconds, 1),
+    }
+
+
+def _header(about: dict[str, Any]) -> str:
+    count, ranks = len(about["ranks_run"]), about["ranks"]
+    text = (
+        f"{ranks} ranks, tp {about['tp']} x pp {about['pp']} x dp {about['dp']}: {count} were run"
+    )
+    if count < ranks:
+        text += ", the others are taken to do as the first of their stage (--all-ranks runs all)"
+    text += f"; a step of {about['micro_batches']} micro-batches"
+    if about["micro_batches"] < about["micro_batches_of_run"]:
+        text += f" in place of {about['micro_batches_of_run']}: pp + 2 reach the steady state"
+    return f"{text}; {about['seconds']:.0f} s of a core"
+
+
+# ---- Will every collective meet? -----------------------------------------------------------------
+
+
+def _meeting_text(run: Rehearsal, found: list[str]) -> str:
+    operations = {
+        id(t): sum(e.number > 0 and e.kind != "wait" for e in t) for t in run.world.traces
+    }
+    total = sum(operations[id(trace)] for trace in run.world.traces)
+    if found:
+        return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
+    return f"Will every collective meet? Yes: {total:,} operations of all ranks, no deadlock."
+
+
+# ---- Will it fit? --------------------------------------------------------------------------------
+
+
+def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
+    """Memory of the fullest rank of a stage that was run, in bytes."""
+    fullest = max((r for r in run.records if r.stage == stage), key=lambda r: r.peak)
+    phase = max(fullest.peaks, key=lambda name: fullest.peaks[name].bytes)
+    peak = max((fullest.peaks[p] for p in STEADY if p in fullest.peaks), key=lambda p: p.bytes)
+    predicted = sum(planned(run.config)[stage].values())
+    return {
+        "stage": stage,
+        "rank": fullest.rank,
+        "peaks": {name: peak.bytes for name, peak in fullest.peaks.items()},
+        "largest": phase,
+        "step_peak": fullest.step_peak,
+        "predicted": predicted,
+        "difference": fullest.step_peak / predicted - 1,
+        "held": dict(peak.held),
+        "tensor": fullest.peaks[phase].tensor,
+        "needed": fullest.peak + machine.context + machine.software.buffers,
+        "saved": fullest.saved,
+        "kernels": fullest.kernels,
+    }
+
+
+def planned(config: Config) -> list[dict[str, float]]:
+    """What the planner says of each stage, in bytes by part."""
+    return memory.of_run(config)
+
+
+PHASES = ("build", *STEADY, "evaluation", "check", "save")
+KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries", "buffers")
+
+
+def _memory_text(stages: list[dict], full: list[dict], machine: Machine) -> str:
+    reserved = (machine.context + machine.software.buffers) / GIGABYTE
+    room = f"{machine.memory / GIGABYTE:.1f} GB of {machine.name}"
+    where = f"with {reserved:.1f} GB for context and communication"
+    if full:
+        worst = max(full, key=lambda stage: stage["needed"])
+        need = f"rank {worst['rank']} of stage {worst['stage']} needs"
+        text = f"No: {need} {worst['needed'] / GIGABYTE:.1f} GB {where}, against {room}."
+    else:
+        most = max(stage["needed"] for stage in stages) / GIGABYTE
+        text = f"Yes: at most {most:.1f} GB {where}, of {room}."
+    lines = [f"Will it fit? {text}", "Largest bytes of tensors of a rank in each phase, GB:"]
+    lines += _table("stage", PHASES, [(s["stage"], s["peaks"]) for s in stages])
+    lines.append("What held them at the peak of the step, and plan.py's prediction, GB:")
+    columns = (*KINDS, "peak", "plan")
+    rows = [
+        (s["stage"], s["held"] | {"peak": s["step_peak"], "plan": s["predicted"]}) for s in stages
+    ]
+    lines += _table("stage", columns, rows)
+    for stage in stages:
+        lines.append(f"  stage {stage['stage']}: {stage['largest']}, {stage['tensor']}")
+    for stage in stages:
+        if abs(stage["difference"]) > SHARE_OF_DIFFERENCE:
+            share = f"{stage['difference']:+.1%} of plan.py's"
+            lines.append(
+                f"note: stage {stage['stage']} takes {share} {stage['predicted']:.3g} bytes"
+            )
+    return "\n".join(lines)
+
+
+def _table(head: str, columns: tuple[str, ...], rows: list[tuple[Any, dict]]) -> list[str]:
+    shown = [name for name in columns if any(values.get(name) for _, values in rows)]
+    lines = [f"  {head:>6}" + "".join(f"{name:>13}" for name in shown)]
+    for label, values in rows:
+        cells = "".join(f"{values.get(name, 0) / GIGABYTE:13.3f}" for name in shown)
+        lines.append(f"  {label:>6}{cells}")
+    return lines
+
+
+# ---- What stops the host? ------------------------------------------------------------------------
+
+
+def _stops(records: list[RankRecord]) -> list[dict[str, Any]]:
+    """Each stop of the host in the second step, with the rank that has most of them."""
+    most: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for record in records:
+        for stop, count in record.stops.items():
+            most[stop] = max(most.get(stop, (0, 0)), (count, record.rank))
+    return [
+        {"waits": kind != COPY, "what": what, "line": line, "count": count, "rank": rank}
+        for (kind, what, line), (count, rank) in sorted(
+            most.items(), key=lambda entry: -entry[1][0]
+        )
+    ]
+
+
+def _stops_text(run: Rehearsal, stops: list[dict]) -> str:
+    lines = [f"What stops the host? In the second step, of {run.micro_batches} micro-batches:"]
+    for stop in stops:
+        where = f"{stop['count']} times on rank {stop['rank']}"
+        lines.append(f"  {stop['what']} at {stop['line']}, {where}")
+    lines += ["  nothing"] if not stops else []
+    busiest = max(run.records, key=lambda record: sum(record.kernels.values()))
+    passes = busiest.kernels.get("forward", 0) + busiest.kernels.get("backward", 0)
+    each = passes / run.micro_batches
+    once = busiest.kernels.get("optimizer", 0)
+    lines.append(
+        f"Kernels launched by rank {busiest.rank}: {each:.0f} per micro-batch, "
+        f"{once} per step beside"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,226 @@
+"""GPUs that are not there: torch runs on fake tensors of device cuda, which have no elements.
+
+    device_guard.load()                        # before torch is imported
+    with fake_devices(context, "NVIDIA H100", 80e9) as meter:
+        state = trainer.build(config, context)
+
+Everything that is replaced in torch is replaced inside of the `with` only.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+import parallel
+from emulator.meter import Meter
+from emulator.recording import RecordingContext
+from parallel import DRAWN_AT_ONCE
+from telemetry import replica_check
+from telemetry.replica_check import HASHED_AT_ONCE
+
+
+@contextlib.contextmanager
+def fake_devices(context: RecordingContext, gpu: str) -> Iterator[Meter]:
+    """Make torch see GPUs of that name, all of them fake, and meter what happens on them."""
+    meter = Meter(context.trace, {} if context.roles is None else context.roles)
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _replacements(context, meter, gpu):
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_Mode(allow_non_fake_inputs=True))
+        stack.enter_context(meter)
+        yield meter
+
+
+class _Mode(FakeTensorMode):
+    """Never asks a driver for a device, although torch.cuda.is_available() is true."""
+
+    avoid_device_init = True
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of a module or class is another inside of the `with`."""
+    own = name in owner.__dict__
+    before = owner.__dict__[name] if own else None  # as it is there: it may be a staticmethod
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+def _replacements(
+    context: RecordingContext, meter: Meter, gpu: str
+) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, value) of everything that is replaced."""
+    cuda, device = torch.cuda, context.device
+
+    def peak(*_) -> int:
+        return max((peak.bytes for peak in meter.peaks.values()), default=0)
+
+    stream = _Stream(meter)
+    cuda_parts = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: context.local.size,
+        "current_device": lambda: device.index,
+        "set_device": lambda _: None,
+        "get_device_name": lambda *_: gpu,
+        "is_bf16_supported": lambda *_, **__: True,
+        "max_memory_allocated": peak,
+        "memory_reserved": peak,
+        "memory_allocated": lambda *_: meter.now,
+        "empty_cache": lambda: None,
+        "synchronize": lambda *_: meter.stop("synchronize"),
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "stream": lambda _: contextlib.nullcontext(),
+        "Stream": lambda *_, **__: stream,
+        "Event": lambda *_, **__: _Event(meter),
+    }
+    yield from ((cuda, name, value) for name, value in cuda_parts.items())
+    yield Tensor, "numpy", lambda tensor, **_: np.broadcast_to(np.float32(0), tensor.shape)
+    yield Tensor, "record_stream", lambda tensor, stream: None
+    yield torch.UntypedStorage, "resize_", _resize(meter)
+    yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
+    yield F, "scaled_dot_product_attention", attention
+    yield F, "rms_norm", rms_norm
+    yield parallel, "draw_normal", _draw_start(parallel.draw_normal)
+    yield replica_check, "bit_hash", _hash_start(replica_check.bit_hash)
+
+
+class _Stream:
+    """The device's only stream."""
+
+    stream_id, device_type = 0, 1
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def synchronize(self) -> None:
+        self.meter.stop("synchronize")
+
+    def wait_stream(self, other: Any) -> None:
+        """There is no other."""
+
+    def wait_event(self, event: Any) -> None:
+        """It is of the same stream."""
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return event or _Event(self.meter)
+
+
+class _Event:
+    """An event of that stream, which has happened as soon as it is recorded."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to do."""
+
+    def wait(self, stream: Any = None) -> None:
+        """It is of the same stream."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "_Event") -> float:
+        return 0.0
+
+    def synchronize(self) -> None:
+        self.meter.stop("synchronize")
+
+
+# ---- What CUDA builds do inside of one operation -------------------------------------------------
+
+
+def attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """The kernel that torch would take on a GPU: flash; with a mask or in fp32, the efficient one.
+
+    The latter has no grouped queries, nor any kernel fp64: torch then writes the scores.
+    """
+    if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+    if q.dtype == torch.float64 or enable_gqa:
+        options = (attn_mask, dropout_p, is_causal)
+        more = {"scale": scale, "enable_gqa": enable_gqa}
+        return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, *options, **more)[0]
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel each way, as on GPUs, by what they allocate; a CPU build of torch takes many."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.zeros_like(x), torch.zeros_like(weight)
+
+
+def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    """torch's, on a GPU."""
+    return _RMSNorm.apply(x, weight)
+
+
+def _resize(meter: Meter) -> Callable:
+    """The resizing of storages, by which --zero 3 frees what it gathered."""
+    resize = torch.UntypedStorage.resize_
+
+    def counted(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        meter.resized(storage)
+        return result
+
+    return counted
+
+
+def _real_mesh(from_group: Callable) -> Callable:
+    """torch's meshes of ranks, which it computes with tensors: these have elements."""
+
+    def real(*args: Any, **options: Any) -> DeviceMesh:
+        with _disable_current_modes():
+            return from_group(*args, **options)
+
+    return real
+
+
+def _draw_start(draw_normal: Callable) -> Callable:
+    """The drawing of weights, of its first chunk only: the others take no more memory."""
+
+    def draw(out: Tensor, *rest: Any) -> None:
+        rows = -(-DRAWN_AT_ONCE * len(out) // max(1, out.numel()))
+        if len(out):
+            draw_normal(out[:rows], *rest)
+
+    return draw
+
+
+def _hash_start(bit_hash: Callable) -> Callable:
+    """The hash of the first chunks only: the others take no more memory."""
+
+    def hash_start(flat: Tensor, start: int = 0) -> Tensor:
+        return bit_hash(flat[: 2 * HASHED_AT_ONCE], start)
+
+    return hash_start

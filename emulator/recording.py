@@ -1,0 +1,191 @@
+"""Records what one rank of a world does with other ranks, and stands for these ranks.
+
+    trace = Trace(recorder)
+    context = recording_context(world, rank=5, nodes=2, gpu="NVIDIA H100", trace=trace)
+    trainer.build(config, context)        # its groups write to the trace
+    trace.events                          # every operation, wait and host read, in the host's order
+
+A trace has roles and positions in place of ranks, so ranks that do the same have equal traces.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distributed.collectives import SUM, Group, Handle
+from distributed.context import Context
+from distributed.launch import Launch, Local
+from distributed.placement import Place
+from watchdog.flight_recorder import FlightRecorder
+
+ROOT = Path(__file__).resolve().parent.parent
+# The lines that are named are those that call these, not lines of theirs.
+NEVER_NAMED = (str(ROOT / "emulator"), str(ROOT / "distributed"))
+MESSAGES = ("send", "receive")
+READ = "host read"  # the host waits for the device's stream
+COPY = "copy"  # out of host memory that is not pinned: the host waits for the copy alone
+
+
+class Event(NamedTuple):
+    """An operation of a group, the wait for one, or a stop of the host.
+
+    kind: all_reduce, reduce_scatter, all_gather, all_to_all, send, receive, wait, READ or COPY.
+    number: of the group's collectives, or of the messages to or from that peer, from 1; of a wait,
+    the index of its operation in the trace. op: of a reduction; of a stop, what was done. peer:
+    position in the group. line: of the code that called; place: step, action and micro-batch.
+    """
+
+    kind: str
+    role: str = ""
+    number: int = 0
+    bytes: int = 0
+    dtype: str = ""
+    op: str = ""
+    peer: int = -1
+    line: str = ""
+    place: str = ""
+
+
+class Trace:
+    """The events of one rank, in the order of its host."""
+
+    def __init__(self, recorder: FlightRecorder):
+        self.recorder, self.events = recorder, list[Event]()
+        self._counts: dict[tuple, int] = {}
+
+    def place(self) -> str:
+        """Where the rank is now: `step 2, F 3`."""
+        phase, step, action, micro_batch = self.recorder.place
+        where = f"step {step}, " if phase == "train" else f"{phase}, " if phase != action else ""
+        return where + (action if micro_batch is None else f"{action} {micro_batch}")
+
+    def operation(self, kind: str, role: str, tensor: Tensor, op: str, peer: int = -1) -> "Handle":
+        """Record that an operation starts on so many bytes of that type."""
+        key = (role, kind, peer) if peer >= 0 else (role,)
+        self._counts[key] = number = self._counts.get(key, 0) + 1
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        about = (kind, role, number, tensor.nbytes, dtype, op, peer)
+        self.events.append(Event(*about, calling_line(), self.place()))
+        return _RecordedHandle(self, len(self.events) - 1)
+
+    def wait(self, index: int) -> None:
+        """Record that the stream waits for the operation at that index."""
+        role = self.events[index].role
+        self.events.append(Event("wait", role, index, line=calling_line(), place=self.place()))
+
+    def stop(self, what: str, line: str, kind: str = READ) -> None:
+        """Record that the host waits: for the device, or for a copy."""
+        self.events.append(Event(kind, op=what, line=line, place=self.place()))
+
+
+class _RecordedHandle:
+    def __init__(self, trace: Trace, index: int):
+        self.trace, self.index, self.waited = trace, index, False
+
+    def wait(self) -> None:
+        if not self.waited:
+            self.trace.wait(self.index)
+        self.waited = True
+
+
+def calling_line(depth: int = 2) -> str:
+    """The innermost line of this project on the stack, `model.py:12`; empty if there is none."""
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        own = name.startswith(str(ROOT)) and "site-packages" not in name
+        if own and not name.startswith(NEVER_NAMED):
+            return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class RecordingGroup(Group):
+    """A group that records its operations and transfers nothing."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
+        super().__init__(ranks, rank)
+        self.handle, self.role, self.trace = handle, role, trace
+
+    def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
+        if self.size == 1:
+            return super().all_reduce(tensor, op)
+        return self._record("all_reduce", tensor, str(op).removeprefix("RedOpType."))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
+        if self.size == 1:
+            return super().reduce_scatter(output, source)
+        self._check(output, source)
+        return self._record("reduce_scatter", source, "SUM")
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Handle:
+        if self.size == 1:
+            return super().all_gather(output, source)
+        self._check(source, output)
+        return self._record("all_gather", output)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+        if self.size == 1:
+            return super().all_to_all(output, source)
+        return self._record("all_to_all", source)
+
+    def send(self, tensor: Tensor, to: int) -> Handle:
+        return self._record("send", tensor, peer=to)
+
+    def receive(self, tensor: Tensor, source: int) -> Handle:
+        return self._record("receive", tensor, peer=source)
+
+    def values(self, tensor: Tensor) -> Any:
+        """Ones, in the tensor's shape: finite, and true."""
+        self.trace.stop("values of the device", calling_line())
+        return _ones(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 1)
+
+    def _record(self, kind: str, tensor: Tensor, op: str = "", peer: int = -1) -> Handle:
+        if not tensor.is_contiguous():
+            raise ValueError(f"{kind} of a tensor that is not contiguous, at {calling_line()}")
+        return self.trace.operation(kind, self.role, tensor, op, peer)
+
+    def _check(self, part: Tensor, whole: Tensor) -> None:
+        if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
+            sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
+            raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
+
+
+def _ones(shape: tuple[int, ...], one: float) -> Any:
+    return [_ones(shape[1:], one) for _ in range(shape[0])] if shape else one
+
+
+class RecordingContext(Context):
+    """A rank of a world that is not there; `rows` has the ranks of every group by its role."""
+
+    trace: Trace
+    rows: dict[str, list[tuple[int, ...]]]
+    roles: dict[str, str] | None = None  # of torch's fake process groups by name, if there are any
+
+    def group(self, rows, role: str) -> Group:
+        """This rank's group, which records."""
+        self.rows[role] = list(rows)
+        own = next((row for row in rows if self.rank in row), (self.rank,))
+        handle = None
+        if self.roles is not None and len(own) > 1:
+            handle = torch.distributed.new_group(list(own))
+            self.roles[handle.group_name] = role
+        return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)
+
+
+def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
+    """The context of a rank of `world` on so many nodes, which divide it, with a GPU for each."""
+    per_node = world // nodes
+    places = [
+        Place(f"node{r // per_node}", r % per_node, f"cuda:{r % per_node}", f"GPU-{r}", (0,))
+        for r in range(world)
+    ]
+    device = torch.device("cuda", rank % per_node)
+    local = Local(rank % per_node, per_node, nodes == 1, 1, 0)
+    where = (Launch("srun", rank, world), rank, world, places[rank].node, local, places)
+    context = RecordingContext(*where, device, "nccl" if world > 1 else "none", 1, None)
+    context.trace, context.rows = Trace(context.recorder), {}
+    return context

@@ -1,0 +1,315 @@
+"""Runs the trainer of the ranks of a world on fake devices: build, two steps, save and the checks.
+
+    (run,) = rehearse([Case(config, world=384, nodes=48, gpu="A100")])
+    run.world                       # what matching.py and nccl_rules.py judge
+    run.records                     # memory, kernels and stops of the ranks that were run
+
+The trainer is the real one. What is replaced: elements (there are none), the other ranks, the disk,
+the store, and the tokens. Numbers that the host reads are ones.
+
+The second step has as many micro-batches as the run's, but with 1f1b no more than pp + 2: then
+every stage has reached its steady state; more would repeat it and hold no more memory. The first
+step has two of them at most: it makes the optimizer's state.
+"""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+
+import data
+import trainer
+from checkpointing.load import Progress
+from checkpointing.save import Checkpointer
+from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
+from config.schema import AXES, Config, coordinates
+from distributed.placement import allowed_cores
+from emulator.fake_devices import fake_devices, replaced
+from emulator.matching import World
+from emulator.meter import Meter, Peak
+from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
+from telemetry import step_stats
+
+STEPS = 2
+STEADY = ("forward", "backward", "optimizer")  # phases of a step
+
+
+@dataclass
+class RankRecord:
+    """What one rank did. peaks: by phase; those of a step are the second one's. kernels: launched
+    in that step by phase. stops: of the host in it, by kind, what and line. saved: bytes.
+    """
+
+    rank: int
+    stage: int
+    events: list[Event] = field(default_factory=list)
+    rows: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
+    stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    after_build: int = 0
+    saved: int = 0
+    seconds: float = 0.0
+
+    @property
+    def step_peak(self) -> int:
+        """The most bytes in the second step."""
+        return max(self.peaks[phase].bytes for phase in STEADY if phase in self.peaks)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of any phase."""
+        return max(peak.bytes for peak in self.peaks.values())
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A world that was rehearsed. micro_batches: of the second step, of_run: of the run's own;
+    seconds: of all ranks that were run, one after the other.
+    """
+
+    config: Config
+    world: World
+    records: list[RankRecord]
+    micro_batches: int
+    of_run: int
+    seconds: float
+
+
+class Case(NamedTuple):
+    """What to rehearse: a checked configuration, its ranks and nodes, and the driver's GPU name."""
+
+    config: Config
+    world: int
+    nodes: int
+    gpu: str
+    all_ranks: bool = False
+
+
+def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
+    """Run the distinct ranks of each case, or all, each once, on this machine's cores.
+
+    Raises what the trainer raises, such as UserError.
+    """
+    short = [shortened(case.config) for case in cases]
+    ranks = [range(c.world) if c.all_ranks else distinct_ranks(c.config) for c in cases]
+    jobs = [
+        (few, rank, case.world, case.nodes, case.gpu)
+        for few, case, own in zip(short, cases, ranks)
+        for rank in own
+    ]
+    # Each in a forked process, also if there is one: autograd's threads do not survive a fork.
+    forked = multiprocessing.get_context("fork")
+    workers = min(len(jobs), len(allowed_cores()))
+    torch.set_num_threads(1)
+    with fake_devices(recording_context(1, 0, 1), cases[0].gpu):
+        torch.zeros(1, device="cuda").add_(1)  # imports what fake tensors need, once for all
+    with ProcessPoolExecutor(workers, forked) as pool:
+        records = pool.map(run_rank, *zip(*jobs))
+        return [
+            _assembled(case, few, [next(records) for _ in own])
+            for case, few, own in zip(cases, short, ranks)
+        ]
+
+
+def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
+    """The world whose distinct ranks these are."""
+    config = case.config
+    of_rank = {record.rank: record for record in records}
+    traces = [of_rank[stand_in(r, config, of_rank)].events for r in range(case.world)]
+    world = World(records[0].rows, traces)
+    most = max(level.batch for level in config.batches.levels())
+    count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
+    seconds = sum(record.seconds for record in records)
+    return Rehearsal(config, world, records, count, of_run, seconds)
+
+
+def shortened(config: Config) -> Config:
+    """The configuration of a run of two steps with the fewest micro-batches that show it all."""
+    layout, training = config.layout, config.training
+    most = config.micro_batches(max(level.batch for level in config.batches.levels()))
+    enough = most if layout.schedule == "gpipe" else min(most, layout.pp + 2)
+    fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
+    training = dataclasses.replace(training, **fixed, steps=STEPS)
+    few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
+    evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
+    layout = layout.automatic(config.model.seq_length, on_gpu=True)
+    config = dataclasses.replace(config, training=training, data=evaluated, layout=layout)
+    return _with_micro_batches(config, enough)
+
+
+def _with_micro_batches(config: Config, count: int) -> Config:
+    size = count * config.layout.micro_batch_size * config.layout.dp
+    training = dataclasses.replace(config.training, global_batch_size=size)
+    return dataclasses.replace(config, training=training)
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """Ranks that may differ: the first of every stage; of the first and last stage also the ranks
+    at the ends of tp and dp, which may hold padding, or other parts of the parameters.
+    """
+    axes, found = config.layout.axes, []
+    for rank in range(axes["pp"] * axes["dp"] * axes["cp"] * axes["tp"]):
+        at = coordinates(rank, axes)
+        others = [at[axis] for axis in AXES if axis != "pp"]
+        ends = all(at[axis] == axes[axis] - 1 for axis in AXES if axis != "pp")
+        if not any(others) or (ends and at["pp"] in (0, axes["pp"] - 1)):
+            found.append(rank)
+    return found
+
+
+def stand_in(rank: int, config: Config, of_rank: dict[int, RankRecord]) -> int:
+    """The rank that was run in place of a rank: itself, or the first of its stage."""
+    if rank in of_rank:
+        return rank
+    axes = config.layout.axes
+    return coordinates(rank, axes)["pp"] * axes["dp"] * axes["cp"] * axes["tp"]
+
+
+# ---- One rank ------------------------------------------------------------------------------------
+
+
+def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> RankRecord:
+    """Run one rank; `config` is `shortened`."""
+    began = time.monotonic()
+    context = recording_context(world, rank, nodes)
+    context.blocking = config.run.blocking
+    record = RankRecord(rank, coordinates(rank, config.layout.axes)["pp"])
+    with contextlib.ExitStack() as stack:
+        if config.layout.zero == 3 and world > 1:
+            stack.enter_context(_fake_process_groups(context))
+        meter = stack.enter_context(fake_devices(context, gpu))
+        state = trainer.build(config, context)
+        record.after_build = meter.now
+        _classify(state, meter, built=False)
+        samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
+        for step in range(1, STEPS + 1):
+            record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
+            meter.start()
+            context.recorder.begin_step(step)
+            full = config.micro_batches(config.training.global_batch_size)
+            state.config = _with_micro_batches(config, full if step > 1 else min(2, full))
+            trainer.step(state, samples, 0, config.training.lr)
+            _classify(state, meter, built=True)
+            _exchange(state)
+        record.kernels = dict(meter.kernels)
+        _after_steps(config, state, samples, context, record)
+        record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
+    record.events, record.rows = context.trace.events, context.rows
+    steady = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
+    stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
+    record.stops, record.seconds = dict(stops), time.monotonic() - began
+    return record
+
+
+def _exchange(state: trainer.TrainState) -> None:
+    """What ranks tell one another after a step, as the trainer does it."""
+    device, mesh = state.factory.device, state.factory.mesh
+    step_stats.seconds_since(0.0, device, mesh.recorder)
+    mesh.recorder.at("statistics")
+    step_stats.exchange(step_stats.measure(device, 0.0), mesh.world, device)
+
+
+def _after_steps(
+    config: Config,
+    state: trainer.TrainState,
+    samples: data.Samples,
+    context: RecordingContext,
+    record: RankRecord,
+) -> None:
+    """Evaluate, check the replicas and save, as at the end of a run."""
+    recorder = context.recorder
+    if config.data.eval_samples:
+        trainer.evaluate(state, samples)
+    if config.run.check_replicas_every:
+        recorder.enter("check replicas")
+        trainer.check_replicas(state, STEPS)
+    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", _empty_disk):
+        run = dataclasses.replace(config.run, out=out)
+        config = dataclasses.replace(config, run=run)
+        mesh, optimizer = state.factory.mesh, state.optimizer
+        checkpoints = Checkpointer(config, mesh, optimizer, print_line=lambda _: None)
+        checkpoints.writer = cast(Writer, _NoWriter(checkpoints.parent))
+        checkpoints.save(Progress(STEPS, 0))
+        checkpoints.close()
+    shards = shards_to_write(state.optimizer)
+    if shards:
+        types = saved_types(shards[0], checkpoints.kinds)
+        record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
+
+
+def _empty_disk(path: str) -> SimpleNamespace:
+    """What shutil.disk_usage says of a disk on which there is room for any checkpoint."""
+    return SimpleNamespace(total=2**60, used=0, free=2**60)
+
+
+class _NoWriter:
+    """Takes what a rank saves and writes nothing."""
+
+    def __init__(self, parent: str):
+        self.parent = parent
+
+    def write(self, save: PendingSave, runs: dict[str, Any]) -> None:
+        """Say that it took a second."""
+        save.seconds = 1.0
+
+    def folder_of(self, progress: Progress) -> str:
+        """Where it would be."""
+        return self.parent
+
+
+@contextlib.contextmanager
+def _fake_process_groups(context: RecordingContext) -> Iterator[None]:
+    """torch's own process groups, which move nothing, for code that takes them."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=context.rank, world_size=context.size)
+    context.roles = {}
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- What holds the bytes ------------------------------------------------------------------------
+
+
+def _classify(state: trainer.TrainState, meter: Meter, built: bool) -> None:
+    """Tell the meter which tensors are weights, gradients and optimizer state."""
+    optimizer = state.optimizer
+    meter.classify((p.detach() for p in state.stages.parameters()), "weights")
+    meter.classify((bucket.gradients for bucket in optimizer.buckets), "gradients")
+    meter.classify((m for group in optimizer.groups for m in group.masters), "optimizer")
+    if built:  # reading the state before the first step would make it
+        kinds = [(s, kind) for s in optimizer.owned() for kind in optimizer.state_kinds]
+        meter.classify((s.read(kind, s.start, s.start + 1) for s, kind in kinds), "optimizer")
+
+
+def _named(peak: Peak) -> Peak:
+    """The same, with what held it by the names of the report.
+
+    Activations are what forward passes left, temporaries what the action that ran allocated.
+    """
+    current = peak.tensor.rpartition("(")[2].rstrip(")").rpartition(", ")[2]
+    held = Counter[str]()
+    for kind, size in peak.held:
+        name = "temporaries"
+        if kind.startswith("="):
+            name = kind[1:]
+        elif kind == "start":
+            name = "buffers"
+        elif kind.split()[0] in ("F", "data", "evaluate") and kind != current:
+            name = "activations"
+        held[name] += size
+    return peak._replace(held=tuple((name, size) for name, size in held.items() if size))

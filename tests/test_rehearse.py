@@ -1,0 +1,221 @@
+"""The rehearsal: right configurations raise no alarm, planted mismatches are found and named."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+from planted_mismatches import KINDS, Cannot, plant
+from ranks import ROOT
+from rehearsal_cases import CASES, IN_SUITE
+
+from emulator.matching import World, mismatches
+from emulator.nccl_rules import deadlock, kinds
+from emulator.recording import READ, Event
+from planner import memory
+
+SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
+SHAPE += "--precision bf16 --global-batch-size 8 "
+# Memory differs from the planner's by more than 4 %: small stages, and outputs held of every stage.
+NOT_WITHIN = ("384 ranks", "ALiBi, full recomputation")
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory):
+    """The ten configurations of the suite, rehearsed by one process and its children."""
+    folder = tmp_path_factory.mktemp("rehearsals")
+    cases, out = folder / "cases.json", folder / "out.pickle"
+    cases.write_text(json.dumps({name: CASES[name] for name in IN_SUITE}))
+    command = [sys.executable, "tests/rehearsal_worker.py", str(cases), str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return pickle.loads(out.read_bytes())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_SUITE)
+def test_right_configurations_raise_no_alarm(rehearsals, name):
+    run = rehearsals[name]
+    assert mismatches(run.world) == []
+    assert deadlock(run.world) is None
+    assert len(run.world.traces) == CASES[name][0]
+    operations = [e for e in run.world.traces[0] if e.number > 0 and e.kind != "wait"]
+    assert operations or name == "one rank"
+    for record in run.records:
+        assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
+        assert record.peak >= record.step_peak > 0
+        assert record.kernels["backward"] > 0
+        assert record.kernels["forward"] > 0
+    assert sum(r.saved for r in run.records) > 0, "what is saved is counted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in IN_SUITE if name not in NOT_WITHIN])
+def test_memory_is_what_the_planner_says(rehearsals, name):
+    run = rehearsals[name]
+    for stage, parts in enumerate(memory.of_run(run.config)):
+        peak = max(record.step_peak for record in run.records if record.stage == stage)
+        assert peak == pytest.approx(sum(parts.values()), rel=0.04), stage
+
+
+@pytest.mark.slow
+def test_planted_mismatches_are_found_and_named(rehearsals):
+    """In worlds of 4 to 384 ranks; a rank's whole name and the group's are in a sentence."""
+    missed, planted, kinds_planted = [], 0, set()
+    for name in ("tp 2 pp 2 dp 2", "384 ranks", "ZeRO 2, pp 2", "ZeRO 3", "sequence parallel"):
+        for seed, kind in enumerate(KINDS * 4):
+            try:
+                world, rank, role, about = plant(rehearsals[name].world, kind, seed)
+            except Cannot:
+                continue
+            planted += 1
+            found = mismatches(world)
+            if not any(re.search(rf"\brank {rank}\b", s) and f"of {role}" in s for s in found):
+                missed.append((name, about, found[:2]))
+            kinds_planted.add(kind)
+    assert planted >= 100
+    assert kinds_planted == set(KINDS)
+    assert missed == []
+
+
+@pytest.mark.slow
+def test_stops_of_the_host_have_their_lines(rehearsals):
+    """The read of the norm and the loss, and the copy of each micro-batch's tokens."""
+    stops = rehearsals["one rank"].records[0].stops
+    assert any(line.startswith("zero.py:") for kind, _, line in stops if kind == READ)
+
+
+# ---- The rules of NCCL, by hand-made traces ------------------------------------------------------
+
+
+def message(kind: str, role: str, number: int, peer: int) -> Event:
+    return Event(kind, role, number, 4, "float32", "", peer, "pipeline.py:1", "step 1, F 0")
+
+
+def reduction(role: str, number: int) -> Event:
+    return Event("all_reduce", role, number, 4, "float32", "SUM", -1, "zero.py:1", "step 1, F 0")
+
+
+def wait(index: int) -> Event:
+    return Event("wait", "", index, place="step 1, F 0", line="zero.py:2")
+
+
+ROWS = {"forward": [(0, 1)], "backward": [(0, 1)], "world": [(0, 1)]}
+HOST_READS = Event(READ, line="zero.py:3", place="step 1, reduce")
+
+
+def test_lazy_connections_of_two_groups_that_wait_for_each_other():
+    """One micro-batch: stage 0 receives a gradient before it sends the activation."""
+    first = [message("receive", "backward", 1, 1), message("send", "forward", 1, 1)]
+    last = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
+    found = deadlock(World(ROWS, [first, last]))
+    assert "rank 0 waits for receive 1 of backward with rank 1" in found
+    assert "rank 1 waits for receive 1 of forward with rank 0" in found
+    assert "pipeline.py:1" in found
+    assert deadlock(World(ROWS, [first[::-1], last])) is None
+
+
+def test_streams_that_cross():
+    """Each rank's compute stream waits for what the other starts after its own wait."""
+    one = [reduction("forward", 1), wait(0), reduction("backward", 1), wait(2)]
+    two = [reduction("backward", 1), wait(0), reduction("forward", 1), wait(2)]
+    found = deadlock(World(ROWS, [one, two]))
+    assert "rank 0" in found
+    assert "rank 1" in found
+    free = [reduction("forward", 1), reduction("backward", 1), wait(0), wait(1)]
+    assert deadlock(World(ROWS, [free, two])) is None, "no wait before the second: streams run"
+
+
+def test_a_read_by_the_host_and_blocking_launches():
+    """Both send before they receive: only a host that waits for its send is stuck."""
+    one = [message("send", "forward", 1, 1), message("receive", "backward", 1, 1)]
+    two = [message("send", "backward", 1, 0), message("receive", "forward", 1, 0)]
+    connected = [message("send", "forward", 1, 1), message("receive", "backward", 1, 1)]
+    connected += [message("receive", "forward", 1, 0)]
+    ranks = [[reduction("world", 1), HOST_READS], [HOST_READS, reduction("world", 1)]]
+    assert deadlock(World(ROWS, ranks)) is None
+    ranks = [[reduction("forward", 1), wait(0), HOST_READS, reduction("world", 1)]]
+    ranks += [[reduction("world", 1), wait(0), HOST_READS, reduction("forward", 1)]]
+    found = deadlock(World(ROWS, ranks))
+    assert "its host at zero.py:3" in found
+    assert deadlock(World(ROWS, [one, two])) is not None, "connections"
+
+
+def test_launches_that_block_the_host():
+    """Connected, both send before they receive: stuck only where a launch blocks."""
+    one = [message("send", "forward", 1, 1), wait(0), message("receive", "backward", 1, 1)]
+    two = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
+    one += [wait(2), message("send", "forward", 2, 1), message("receive", "backward", 2, 1)]
+    two += [wait(2), message("send", "backward", 2, 0), message("receive", "forward", 2, 0)]
+    world = World(ROWS, [one, two])
+    assert deadlock(world) is None
+    assert "rank 1 waits for send 2 of backward" in deadlock(world, blocking=True)
+
+
+def test_ranks_are_simulated_once_where_they_and_their_neighbours_are_alike():
+    one, two = [reduction("tp", 1)], [reduction("tp", 1)]
+    rows = {"tp": [(0, 1), (2, 3), (4, 5)]}
+    assert kinds(World(rows, [one] * 6)) == [0] * 6
+    refined = kinds(World(rows, [one, one, one, two, one, one]))
+    assert refined[0] == refined[1] == refined[4] != refined[2] != refined[3]
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+
+def run(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "rehearse.py", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_the_command_answers_in_words_and_as_data(tmp_path):
+    out = tmp_path / "answers.json"
+    done = run("--world", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks")
+    assert done.returncode == 0, done.stderr
+    for question in ("Will every collective meet? Yes", "Will it fit? Yes", "What stops the host?"):
+        assert question in done.stdout
+    answers = json.loads(out.read_text())
+    assert answers["good"] is True
+    assert answers["ranks_run"] == [0, 1, 2, 3]
+    stage = answers["stages"][0]
+    assert stage["step_peak"] == sum(stage["held"].values())
+    assert "(step 2" in stage["tensor"] or "check" in stage["tensor"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_a_finding():
+    words = ["--hidden", "8192", "--heads", "64", "--layers", "24", "--precision", "bf16"]
+    done = run("--world", "1", "--gpu", "v100-16", *words, "--global-batch-size", "1")
+    assert done.returncode == 1, done.stderr
+    assert "Will it fit? No: rank 0 of stage 0 needs" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--world", "6", "--tp", "4"], "tp(4) * pp(1) * dp(?) does not divide 6 ranks"),
+        (["--world", "8", "--nodes", "3"], "nodes(3) does not divide world(8)"),
+        (["--world", "0"], "--world must be at least 1, not 0"),
+        (["--gpu", "h10"], "no machine is called 'h10'"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, sentence):
+    done = run(*SHAPE.split(), *words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_planner_has_its_first_layouts_rehearsed():
+    words = "plan.py layouts --model gpt2-124m --gpus 2 --global-batch-size 8 --pp 2 --rehearse 1"
+    command = [sys.executable, *words.split(), "--top", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.partition("rehearsed:\n")[2]
+    assert line.count("\n") == 1
+    assert "pp 2" in line
+    assert "every operation meets, fits with" in line
