@@ -11,15 +11,24 @@ All of train.py's options are taken, and these:
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
 
+With --on a real device stands for each pipeline stage in turn, and says how long a step takes:
+
+    --on cpu|cuda       run on this device; the other ranks' part is priced by the link model
+    --calibration FILE  rates of --gpu (default then: cpu) as benchmarks/allreduce.py writes them
+    --links FILE        its allreduce.csv in place of alpha and beta: operations by size
+    --write FILE        write a calibration for plan.py and tune.py, fitted to what was measured
+
 Exit status: 0 if all is well; 1 if operations do not meet, or memory does not suffice; 2 a mistake.
 """
 
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 
 from config.command_line import parse
 from config.messages import Parser, UserError, exit_with
+from config.schema import Config
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
@@ -35,9 +44,14 @@ def main(arguments: list[str]) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    machine = hardware.load(options.gpu)
+    machine = hardware.load(options.gpu or _usual_machine(options), options.calibration)
     nodes = _nodes(options, machine.node)
     config = check_any_length(parse(rest, __doc__), options.world)
+    if options.on:
+        return _emulate(options, config, replace(machine, node=options.world // nodes))
+    for name in ("calibration", "links", "write"):
+        if getattr(options, name):
+            raise UserError(f"--{name} needs --on cpu or --on cuda: it is about seconds")
     device_guard.load()
     from emulator import answers, rehearsal
 
@@ -46,21 +60,59 @@ def _rehearse(arguments: list[str]) -> int:
     answer = answers.of(run, machine)
     print(answer.text)
     if options.json:
-        try:
-            with open(options.json, "w") as file:
-                json.dump(answer.data, file, indent=1)
-        except OSError as error:
-            raise UserError(f"cannot write --json {options.json}: {error.strerror}") from None
+        _write("--json", options.json, json.dumps(answer.data, indent=1))
     return 0 if answer.good else 1
+
+
+def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
+    """Measure each stage on the device, print the step of the world, write what was asked for."""
+    if config.layout.zero == 3 and options.world > 1:
+        raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
+    import torch
+
+    from emulator import emulation, emulation_report, links
+
+    if options.on == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("--on cuda: torch sees no CUDA device here")
+        if machine.device.lower() not in (name := torch.cuda.get_device_name()).lower():
+            raise UserError(f"--gpu {machine.name} is {machine.device!r}, and here is {name!r}")
+    of_machine = links.MachineLinks(machine, config.layout, bool(options.calibration))
+    crossing: links.Links = of_machine
+    if options.links:
+        crossing = links.MeasuredLinks(options.world, options.links)
+    stages = emulation.measured(config, options.world, machine.node, options.on)
+    answer = emulation_report.report(config, options.world, machine, stages, crossing)
+    print(answer.text)
+    if options.json:
+        _write("--json", options.json, json.dumps(answer.data, indent=1))
+    if options.write:
+        _write("--write", options.write, answer.calibration)
+    return 0
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        with open(path, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
+
+
+def _usual_machine(options: Namespace) -> str:
+    return "cpu" if options.on == "cpu" else "a100-80"
 
 
 def _parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--nodes", type=int)
-    parser.add_argument("--gpu", default="a100-80")
+    parser.add_argument("--gpu")
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--json")
+    parser.add_argument("--on", choices=("cpu", "cuda"))
+    for name in ("--calibration", "--links", "--write"):
+        parser.add_argument(name, metavar="FILE")
     return parser
 
 
