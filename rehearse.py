@@ -7,15 +7,16 @@ All of train.py's options are taken, and these:
 
     --world N       ranks of the run, default 1
     --nodes N       on so many nodes, default: as few as the GPUs of a node allow
-    --gpu NAME      a machine of hardware/, default a100-80
+    --gpu NAME      a machine of hardware/, default a100-80; with --on cpu: cpu
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
 
-With --on a real device stands for each pipeline stage in turn, and says how long a step takes:
+How long does a step take? One real device stands for each stage in turn (docs/planning.md):
 
-    --on cpu|cuda       run on this device; the other ranks' part is priced by the link model
-    --calibration FILE  rates of --gpu (default then: cpu) as benchmarks/allreduce.py writes them
-    --links FILE        its allreduce.csv in place of alpha and beta: operations by size
+    --on cpu|cuda       run there; the links of --gpu say what the other ranks' part takes
+    --calibration FILE  rates of --gpu that were measured, as for plan.py
+    --links FILE        allreduce.csv of benchmarks/allreduce.py: operations by size, not the links
+    --together N        N processes at once, default 1: cores that share what cores of the run do
     --write FILE        write a calibration for plan.py and tune.py, fitted to what was measured
 
 Exit status: 0 if all is well; 1 if operations do not meet, or memory does not suffice; 2 a mistake.
@@ -44,14 +45,14 @@ def main(arguments: list[str]) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    machine = hardware.load(options.gpu or _usual_machine(options), options.calibration)
+    usual = "cpu" if options.on == "cpu" else "a100-80"
+    machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
     config = check_any_length(parse(rest, __doc__), options.world)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
-    for name in ("calibration", "links", "write"):
-        if getattr(options, name):
-            raise UserError(f"--{name} needs --on cpu or --on cuda: it is about seconds")
+    if options.calibration or options.links or options.write:
+        raise UserError("--calibration, --links and --write are about seconds: give --on cpu|cuda")
     device_guard.load()
     from emulator import answers, rehearsal
 
@@ -59,48 +60,49 @@ def _rehearse(arguments: list[str]) -> int:
     (run,) = rehearsal.rehearse([case])
     answer = answers.of(run, machine)
     print(answer.text)
-    if options.json:
-        _write("--json", options.json, json.dumps(answer.data, indent=1))
+    _write("--json", options.json, json.dumps(answer.data, indent=1))
     return 0 if answer.good else 1
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
-    """Measure each stage on the device, print the step of the world, write what was asked for."""
+    """Measure each stage on the device, and print and write the step of the world."""
+    if options.together < 1:
+        raise UserError(f"--together must be at least 1, not {options.together}")
     if config.layout.zero == 3 and options.world > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
     import torch
 
     from emulator import emulation, emulation_report, links
 
-    if options.on == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("--on cuda: torch sees no CUDA device here")
-        if machine.device.lower() not in (name := torch.cuda.get_device_name()).lower():
-            raise UserError(f"--gpu {machine.name} is {machine.device!r}, and here is {name!r}")
-    of_machine = links.MachineLinks(machine, config.layout, bool(options.calibration))
-    crossing: links.Links = of_machine
-    if options.links:
-        crossing = links.MeasuredLinks(options.world, options.links)
-    stages = emulation.measured(config, options.world, machine.node, options.on)
-    answer = emulation_report.report(config, options.world, machine, stages, crossing)
+    if options.on == "cuda" and not torch.cuda.is_available():
+        raise UserError("--on cuda: torch sees no CUDA device here")
+    here = "CPU" if options.on == "cpu" else torch.cuda.get_device_name()
+    if machine.device.lower() not in here.lower():
+        raise UserError(f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}")
+    link = links.MachineLinks(machine, config.layout)
+    price = links.MeasuredLinks(options.world, options.links) if options.links else link
+    world = options.world, machine.node, options.on, options.together
+    stages = emulation.measured(config, *world)
+    answer = emulation_report.report(config, options.world, machine, stages, price.seconds)
     print(answer.text)
-    if options.json:
-        _write("--json", options.json, json.dumps(answer.data, indent=1))
-    if options.write:
-        _write("--write", options.write, answer.calibration)
+    _write("--json", options.json, json.dumps(answer.data, indent=1))
+    rates = [f"{name} = {json.dumps(value)}" for name, value in answer.rates.items()]
+    for name in ("nvlink", "network") if options.calibration else ():
+        of = getattr(machine, name)
+        rates += ["", f"[{name}]", f"alpha = {of.latency}", f"beta = {of.speed}"]
+    _write("--write", options.write, "\n".join(rates) + "\n")
     return 0
 
 
-def _write(option: str, path: str, text: str) -> None:
+def _write(option: str, path: str | None, text: str) -> None:
+    """Write a file that was asked for; UserError if it cannot be written."""
+    if path is None:
+        return
     try:
         with open(path, "w") as file:
             file.write(text)
     except OSError as error:
         raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
-
-
-def _usual_machine(options: Namespace) -> str:
-    return "cpu" if options.on == "cpu" else "a100-80"
 
 
 def _parser() -> Parser:
@@ -111,6 +113,7 @@ def _parser() -> Parser:
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--on", choices=("cpu", "cuda"))
+    parser.add_argument("--together", type=int, default=1)
     for name in ("--calibration", "--links", "--write"):
         parser.add_argument(name, metavar="FILE")
     return parser

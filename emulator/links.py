@@ -1,14 +1,15 @@
-"""Seconds of what crosses ranks: by a machine's links, or by operations that were measured.
+"""Seconds of what crosses ranks, by a machine's links or by operations that were measured.
 
-    links = MachineLinks(machine, layout)               # alpha and beta, as plan.py prices them
-    links = MeasuredLinks(world, "allreduce.csv")       # of benchmarks/allreduce.py, interpolated
-    links.seconds(operation)                            # of a stand_ins.Operation
+links = MachineLinks(machine, layout)           # alpha and beta, as plan.py prices them
+links = MeasuredLinks(world, "allreduce.csv")   # of benchmarks/allreduce.py, interpolated
+links.seconds(operation)                        # of a stand_ins.Operation, all ranks being there
 """
 
 import csv
+import itertools
 import math
-from collections import defaultdict
-from typing import Protocol
+import statistics
+from dataclasses import dataclass
 
 from config.messages import UserError
 from config.schema import Layout
@@ -20,92 +21,61 @@ MEASURED_AS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
 MEASURED_AS |= {"all_gather": "all-gather", "send": "p2p", "receive": "p2p"}
 
 
-class Links(Protocol):
-    """Prices operations."""
-
-    def seconds(self, operation: Operation) -> float:
-        """From when all ranks are there until the operation is done."""
-
-    def rates(self) -> dict[str, dict[str, float]]:
-        """The entries of a calibration file for what was measured."""
-
-
+@dataclass(frozen=True)
 class MachineLinks:
     """Rings and messages over the links of a machine."""
 
-    def __init__(self, machine: Machine, layout: Layout, calibrated: bool):
-        self.machine, self.layout, self.calibrated = machine, layout, calibrated
+    machine: Machine
+    layout: Layout
 
     def seconds(self, operation: Operation) -> float:
-        machine, layout = self.machine, self.layout
-        if operation.kind in ("send", "receive"):
-            of_stage = layout.tp * layout.dp
-            return op_costs.message(machine, of_stage, float(operation.bytes), layout.tp)
-        link = op_costs.ring(machine, operation.ranks, operation.stride)
-        whole = op_costs.all_reduce(link, operation.ranks, float(operation.bytes))
-        return whole if operation.kind == "all_reduce" else whole / 2
-
-    def rates(self) -> dict[str, dict[str, float]]:
-        links = {"nvlink": self.machine.nvlink, "network": self.machine.network}
-        entries = {k: {"alpha": link.latency, "beta": link.speed} for k, link in links.items()}
-        return entries if self.calibrated else {}
+        """Of one operation."""
+        kind, _, ranks, size = operation
+        if kind in ("send", "receive"):
+            of_stage = self.layout.tp * self.layout.dp
+            return op_costs.message(self.machine, of_stage, float(size), self.layout.tp)
+        link = op_costs.ring(self.machine, len(ranks), ranks[1] - ranks[0])
+        share = 1.0 if kind == "all_reduce" else 0.5
+        return share * op_costs.all_reduce(link, len(ranks), float(size))
 
 
 class MeasuredLinks:
-    """Operations as benchmarks/allreduce.py measured them, interpolated between sizes.
-
-    Of groups of as many ranks, those measured with as many groups at once as the run has are taken,
-    or else with the most.
-    """
+    """Operations as they were measured, with as many groups at once as the run has, or fewer."""
 
     def __init__(self, world: int, path: str):
         """UserError if the file cannot be read."""
-        self.world, self.path = world, path
-        self.rows: dict[tuple[str, int], dict[int, list[tuple[float, float]]]] = {}
+        self.world, self.path, self.rows = world, path, list[tuple[str, int, int, int, float]]()
         try:
             with open(path, newline="") as file:
                 for row in csv.DictReader(file):
-                    key, groups = (row["operation"], int(row["ranks"])), int(row["groups"])
-                    of_groups = self.rows.setdefault(key, defaultdict(list))
-                    of_groups[groups].append((float(row["bytes"]), float(row["median_s"])))
+                    counts = (int(row[name]) for name in ("ranks", "groups", "bytes"))
+                    self.rows.append((row["operation"], *counts, float(row["median_s"])))
         except (OSError, KeyError, ValueError) as error:
-            raise UserError(f"cannot read {path} as benchmarks/allreduce.py's: {error}") from None
+            raise UserError(f"--links {path} is not benchmarks/allreduce.py's: {error}") from None
 
     def seconds(self, operation: Operation) -> float:
-        """UserError if there is no row of that operation and number of ranks."""
-        kind, ranks = MEASURED_AS[operation.kind], operation.ranks
-        return interpolated(self._points(kind, ranks), operation.bytes)
-
-    def _points(self, kind: str, ranks: int) -> list[tuple[float, float]]:
-        found = self.rows.get((kind, ranks))
-        if found is None and kind == "p2p":  # a message has two ranks, whatever its group
-            found = next((rows for (name, _), rows in self.rows.items() if name == kind), None)
-        if found is None:
-            have = sorted(count for name, count in self.rows if name == kind)
-            raise UserError(f"{self.path} has {kind} of {have} ranks, and {ranks} are needed")
-        fitting = [groups for groups in found if groups <= max(1, self.world // ranks)]
-        return found[max(fitting, default=min(found))]
-
-    def rates(self) -> dict[str, dict[str, float]]:
-        """alpha by the shortest all-reduce of the most ranks, beta by the longest."""
-        ranks = max((count for kind, count in self.rows if kind == "all-reduce"), default=0)
-        if not ranks:
-            return {}
-        points = sorted(self._points("all-reduce", ranks))
-        (_, short), (size, long) = points[0], points[-1]
-        beta = 2 * (ranks - 1) / ranks * size / long
-        return {"nvlink": {"alpha": short / (2 * (ranks - 1)), "beta": beta}}
+        """Of one operation; UserError if none of that kind and number of ranks was measured."""
+        kind, ranks = MEASURED_AS[operation.kind], len(operation.ranks)
+        found = [row for row in self.rows if row[0] == kind and (row[1] == ranks or kind == "p2p")]
+        if not found:
+            raise UserError(f"{self.path} has no {kind} of {ranks} ranks, which this layout needs")
+        most = max(1, self.world // ranks)
+        groups = max((row[2] for row in found if row[2] <= most), default=found[0][2])
+        of_size: dict[int, list[float]] = {}
+        for _, _, count, size, seconds in found:
+            if count == groups:
+                of_size.setdefault(size, []).append(seconds)
+        points = [(size, statistics.median(of_size[size])) for size in sorted(of_size)]
+        return interpolated(points, operation.bytes)
 
 
-def interpolated(points: list[tuple[float, float]], size: float) -> float:
-    """Seconds at `size` bytes by (bytes, seconds): straight on a log-log scale; below the first
-    point as long as it, beyond the last at its rate.
+def interpolated(points: list[tuple[int, float]], size: float) -> float:
+    """Seconds at `size` bytes by (bytes, seconds) in order: straight on a log-log scale; below the
+    first point as long as it, beyond the last at its rate.
     """
-    points = sorted(points)
     if size <= points[0][0]:
         return points[0][1]
-    for (low, before), (high, after) in zip(points, points[1:]):
+    for (low, before), (high, after) in itertools.pairwise(points):
         if size <= high:
-            share = math.log(size / low) / math.log(high / low)
-            return before * (after / before) ** share
+            return before * (after / before) ** (math.log(size / low) / math.log(high / low))
     return points[-1][1] * size / points[-1][0]
