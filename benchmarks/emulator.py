@@ -23,9 +23,9 @@ import torch
 from layouts import ROOT, WARM_UP, commit, run
 
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192 --no-tied"
-SHAPE += " --micro-batch-size 2 --global-batch-size 16"
-STEPS = 14
-LINKS = "--min-bytes 16384 --max-bytes 67108864 --factor 2 --seconds 0.3 --device cpu"
+SHAPE += " --micro-batch-size 2 --global-batch-size 8"
+STEPS = 12
+LINKS = "--min-bytes 16384 --max-bytes 33554432 --factor 2 --seconds 0.15 --device cpu"
 
 # (ranks, options of train.py)
 ROWS = [
@@ -67,10 +67,11 @@ def measure_links(folder: Path) -> Path:
     return path
 
 
-def emulate(ranks: int, options: str, links: Path, folder: Path) -> float:
-    """Seconds per step by rehearse.py."""
+def emulate(ranks: int, options: str, links: Path, folder: Path, together: bool) -> float:
+    """Seconds per step by rehearse.py; together: a process for each rank at once, not one."""
     out = folder / "emulated.json"
     words = f"rehearse.py --on cpu --world {ranks} {SHAPE} {options} --links {links} --json {out}"
+    words += f" --together {ranks}" if together else ""
     run([sys.executable, *words.split()])
     return json.loads(out.read_text())["seconds"]
 
@@ -91,17 +92,20 @@ def kendall_tau(one: list[float], two: list[float]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(pairs)
 
 
-def report(rounds: int, found: dict[tuple[int, str], tuple[list[float], list[float]]]) -> str:
+def report(
+    rounds: int, together: bool, found: dict[tuple[int, str], tuple[list[float], list[float]]]
+) -> str:
     """The results file."""
     emulated = [statistics.median(own) for own, _ in found.values()]
     measured = [statistics.median(own) for _, own in found.values()]
     errors = [a / b - 1 for a, b in zip(emulated, measured)]
+    words = f"--rounds {rounds}{' --together' if together else ''}"
     load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     tau = kendall_tau(emulated, measured)
     lines = [
         "# The emulator beside real runs, on a CPU",
         "",
-        f"`python benchmarks/emulator.py --rounds {rounds}` at commit {commit(ROOT)}, "
+        f"`python benchmarks/emulator.py {words}` at commit {commit(ROOT)}, "
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores "
         f"({platform.processor() or platform.machine()}), Python {platform.python_version()}, "
         f"torch {torch.__version__}, gloo, fp32, one thread per rank. Load averages at the end: "
@@ -133,15 +137,18 @@ def main() -> None:
     """Measure the links, then both sides in turn, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--together", action="store_true", help="a process for each rank at once")
+    parser.add_argument("--links", type=Path, help="a file of links that was measured before")
+    given = parser.parse_args()
+    rounds, together = given.rounds, given.together
     found: dict[tuple[int, str], tuple[list[float], list[float]]] = {row: ([], []) for row in ROWS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        links = measure_links(folder)
+        links = given.links or measure_links(folder)
         for number in range(rounds):
             for ranks, options in ROWS:
                 own, theirs = found[ranks, options]
-                own.append(emulate(ranks, options, links, folder))
+                own.append(emulate(ranks, options, links, folder, together))
                 theirs.append(real(ranks, options))
                 print(
                     f"{os.getloadavg()[0]:4.1f} round {number + 1}  {ranks}  {options:28}",
@@ -151,7 +158,7 @@ def main() -> None:
                     flush=True,
                 )
     path = ROOT / "benchmarks" / "results" / "emulator.md"
-    path.write_text(report(rounds, found))
+    path.write_text(report(rounds, together, found))
     print(f"written to {path.relative_to(ROOT)}")
 
 
