@@ -95,12 +95,12 @@ def _rates(job: Job, stages: list[StageMeasured], rows: list[StageSeconds]) -> d
     machine = replace(job.machine, nvlink=free, network=free)
     machine = replace(machine, bandwidth=job.machine.bandwidth * update)
     target = sum(sum(row.actions.values()) - sum(row.crossing.values()) for row in rows)
-    low, high, rates = 1e-3, 1e3, dict[str, float]()
+    low, high = 1e-3, 1e3
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        rates = {
-            name: getattr(machine, name) * middle for name in ("gemm_fraction", "flash_fraction")
-        }
-        passes = step_time.stage_passes(job._replace(machine=replace(machine, **rates)))
+        gemm, flash = job.machine.gemm_fraction * middle, job.machine.flash_fraction * middle
+        machine = replace(machine, gemm_fraction=gemm, flash_fraction=flash)
+        passes = step_time.stage_passes(job._replace(machine=machine))
         low, high = (middle, high) if sum(map(sum, passes)) > target else (low, middle)
-    return {"device": stages[0].device, "bandwidth": machine.bandwidth, **rates}
+    rates = {"bandwidth": machine.bandwidth, "gemm_fraction": gemm, "flash_fraction": flash}
+    return {"device": stages[0].device, **rates}

@@ -48,8 +48,9 @@ class MeasuredLinks:
         try:
             with open(path, newline="") as file:
                 for row in csv.DictReader(file):
-                    counts = (int(row[name]) for name in ("ranks", "groups", "bytes"))
-                    self.rows.append((row["operation"], *counts, float(row["median_s"])))
+                    ranks, groups = int(row["ranks"]), int(row["groups"])
+                    point = int(row["bytes"]), float(row["median_s"])
+                    self.rows.append((row["operation"], ranks, groups, *point))
         except (OSError, KeyError, ValueError) as error:
             raise UserError(f"--links {path} is not benchmarks/allreduce.py's: {error}") from None
 

@@ -108,7 +108,7 @@ class EmulatedContext(Context):
 
 def emulated_context(world: int, rank: int, device: torch.device) -> EmulatedContext:
     """The context of a rank of `world`, on a device that exists."""
-    where = (Launch("srun", rank, world), rank, world, "here", Local(rank, world, True, 1, 0), [])
-    context = EmulatedContext(*where, device, "none", torch.get_num_threads(), None)
+    launch, local, threads = Launch("srun", rank, world), Local(0, 1, True, 1, 0), 1
+    context = EmulatedContext(launch, rank, world, "", local, [], device, "none", threads, None)
     context.ledger = Ledger()
     return context
