@@ -4,7 +4,7 @@
 
 For each of twelve layouts `rehearse.py --on cpu` measures the stages one after the other, a single
 process on one thread; then the same layout runs under mpirun. Both alternate, round after round;
-a layout's figure is the median of its rounds. The links are measured first, by 2 and by 4 ranks.
+a layout's figure is the median of its rounds, and the file is written after each. The links are measured first, by 2 and by 4 ranks.
 """
 
 import argparse
@@ -142,6 +142,7 @@ def main() -> None:
     given = parser.parse_args()
     rounds, together = given.rounds, given.together
     found: dict[tuple[int, str], tuple[list[float], list[float]]] = {row: ([], []) for row in ROWS}
+    path = ROOT / "benchmarks" / "results" / "emulator.md"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         links = given.links or measure_links(folder)
@@ -157,8 +158,7 @@ def main() -> None:
                     show(theirs),
                     flush=True,
                 )
-    path = ROOT / "benchmarks" / "results" / "emulator.md"
-    path.write_text(report(rounds, together, found))
+            path.write_text(report(number + 1, together, found))
     print(f"written to {path.relative_to(ROOT)}")
 
 
