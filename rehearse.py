@@ -16,7 +16,6 @@ How long does a step take? One real device stands for each stage in turn (docs/p
     --on cpu|cuda       run there; the links of --gpu say what the other ranks' part takes
     --calibration FILE  rates of --gpu that were measured, as for plan.py
     --links FILE        allreduce.csv of benchmarks/allreduce.py: operations by size, not the links
-    --together N        N processes at once, default 1: cores that share what cores of the run do
     --write FILE        write a calibration for plan.py and tune.py, fitted to what was measured
 
 Exit status: 0 if all is well; 1 if operations do not meet, or memory does not suffice; 2 a mistake.
@@ -66,8 +65,6 @@ def _rehearse(arguments: list[str]) -> int:
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
     """Measure each stage on the device, and print and write the step of the world."""
-    if options.together < 1:
-        raise UserError(f"--together must be at least 1, not {options.together}")
     if config.layout.zero == 3 and options.world > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
     import torch
@@ -81,8 +78,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError(f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}")
     link = links.MachineLinks(machine, config.layout)
     price = links.MeasuredLinks(options.world, options.links) if options.links else link
-    world = options.world, machine.node, options.on, options.together
-    stages = emulation.measured(config, *world)
+    stages = emulation.measured(config, options.world, machine.node, options.on)
     answer = emulation_report.report(config, options.world, machine, stages, price.seconds)
     print(answer.text)
     _write("--json", options.json, json.dumps(answer.data, indent=1))
@@ -113,7 +109,6 @@ def _parser() -> Parser:
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--on", choices=("cpu", "cuda"))
-    parser.add_argument("--together", type=int, default=1)
     for name in ("--calibration", "--links", "--write"):
         parser.add_argument(name, metavar="FILE")
     return parser

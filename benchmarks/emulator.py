@@ -4,7 +4,8 @@
 
 For each of twelve layouts `rehearse.py --on cpu` measures the stages one after the other, a single
 process on one thread; then the same layout runs under mpirun. Both alternate, round after round;
-a layout's figure is the median of its rounds, and the file is written after each. The links are measured first, by 2 and by 4 ranks.
+a layout's figure is the median of its rounds, and the file is written after each round. The links
+are measured first, by 2 and by 4 ranks.
 """
 
 import argparse
@@ -67,11 +68,10 @@ def measure_links(folder: Path) -> Path:
     return path
 
 
-def emulate(ranks: int, options: str, links: Path, folder: Path, together: bool) -> float:
-    """Seconds per step by rehearse.py; together: a process for each rank at once, not one."""
+def emulate(ranks: int, options: str, links: Path, folder: Path) -> float:
+    """Seconds per step by rehearse.py."""
     out = folder / "emulated.json"
     words = f"rehearse.py --on cpu --world {ranks} {SHAPE} {options} --links {links} --json {out}"
-    words += f" --together {ranks}" if together else ""
     run([sys.executable, *words.split()])
     return json.loads(out.read_text())["seconds"]
 
@@ -93,23 +93,21 @@ def kendall_tau(one: list[float], two: list[float]) -> float:
 
 
 def report(
-    rounds: int, together: bool, found: dict[tuple[int, str], tuple[list[float], list[float]]]
+    rounds: int, loads: list[float], found: dict[tuple[int, str], tuple[list[float], list[float]]]
 ) -> str:
-    """The results file."""
+    """The results file. loads: of the machine over a minute, after each run."""
     emulated = [statistics.median(own) for own, _ in found.values()]
     measured = [statistics.median(own) for _, own in found.values()]
     errors = [a / b - 1 for a, b in zip(emulated, measured)]
-    words = f"--rounds {rounds}{' --together' if together else ''}"
-    load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
     tau = kendall_tau(emulated, measured)
     lines = [
         "# The emulator beside real runs, on a CPU",
         "",
-        f"`python benchmarks/emulator.py {words}` at commit {commit(ROOT)}, "
+        f"`python benchmarks/emulator.py --rounds {rounds}` at commit {commit(ROOT)}, "
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores "
         f"({platform.processor() or platform.machine()}), Python {platform.python_version()}, "
-        f"torch {torch.__version__}, gloo, fp32, one thread per rank. Load averages at the end: "
-        f"{load}.",
+        f"torch {torch.__version__}, gloo, fp32, one thread per rank. Load of the machine, these "
+        f"runs and all others, over a minute: {min(loads):.1f} to {max(loads):.1f}.",
         "",
         f"`{SHAPE}`. Milliseconds per step, median of {rounds} rounds (lowest to highest); real: "
         f"each round the median of steps {WARM_UP + 1} to {STEPS}.",
@@ -137,10 +135,9 @@ def main() -> None:
     """Measure the links, then both sides in turn, and write the results file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--together", action="store_true", help="a process for each rank at once")
     parser.add_argument("--links", type=Path, help="a file of links that was measured before")
     given = parser.parse_args()
-    rounds, together = given.rounds, given.together
+    rounds, loads = given.rounds, list[float]()
     found: dict[tuple[int, str], tuple[list[float], list[float]]] = {row: ([], []) for row in ROWS}
     path = ROOT / "benchmarks" / "results" / "emulator.md"
     with tempfile.TemporaryDirectory() as name:
@@ -149,16 +146,12 @@ def main() -> None:
         for number in range(rounds):
             for ranks, options in ROWS:
                 own, theirs = found[ranks, options]
-                own.append(emulate(ranks, options, links, folder, together))
+                own.append(emulate(ranks, options, links, folder))
                 theirs.append(real(ranks, options))
-                print(
-                    f"{os.getloadavg()[0]:4.1f} round {number + 1}  {ranks}  {options:28}",
-                    show(own),
-                    "|",
-                    show(theirs),
-                    flush=True,
-                )
-            path.write_text(report(number + 1, together, found))
+                loads.append(os.getloadavg()[0])
+                about = f"load {loads[-1]:4.1f}, round {number + 1}, {ranks} {options:28}"
+                print(about, show(own), "|", show(theirs), flush=True)
+            path.write_text(report(number + 1, loads, found))
     print(f"written to {path.relative_to(ROOT)}")
 
 

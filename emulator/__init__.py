@@ -4,4 +4,6 @@ device_guard compiles and loads what lets torch run on fake tensors of device cu
 the GPU, meter counts its bytes, kernels and stops of the host. recording stands for the other ranks
 and writes down what a rank does with them. rehearsal runs the distinct ranks of a world, matching
 compares their operations, nccl_rules finds deadlocks among them, answers says it in words.
+emulation measures one rank of each stage on a real device, with stand_ins for the other ranks and
+links for the seconds of what crosses ranks; emulation_report sets the step beside the planner's.
 """

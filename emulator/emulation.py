@@ -71,22 +71,16 @@ class Step:
 # ---- Measuring -----------------------------------------------------------------------------------
 
 
-def measured(
-    config: Config, world: int, per_node: int, device: str, together: int = 1
-) -> list[StageMeasured]:
-    """The first rank of every stage, each in a process of its own, one stage after the other.
+def measured(config: Config, world: int, per_node: int, device: str) -> list[StageMeasured]:
+    """The first rank of every stage, each in a process of its own, one after the other.
 
-    together: how many processes run a stage at once, so that cores share what cores of the run do.
     Raises what the trainer raises.
     """
-    first, found = config.layout.tp * config.layout.dp, []
+    first = config.layout.tp * config.layout.dp
+    jobs = [(config, world, rank, per_node, device) for rank in range(0, world, first)]
     # Spawned: neither CUDA nor autograd's threads survive a fork.
-    with multiprocessing.get_context("spawn").Pool(together, maxtasksperchild=1) as pool:
-        for rank in range(0, world, first):
-            jobs = [(config, world, rank, per_node, device)] * together
-            alike = pool.starmap(measure_rank, jobs, chunksize=1)
-            found.append(sorted(alike, key=lambda one: sum(one.seconds.values()))[together // 2])
-    return found
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return pool.starmap(measure_rank, jobs, chunksize=1)
 
 
 def measure_rank(
