@@ -20,6 +20,7 @@ import data
 import trainer
 from config.schema import Config
 from distributed.placement import allowed_cores, physical_cores
+from emulator.rehearsal import shortened
 from emulator.stand_ins import EmulatedContext, Operation, emulated_context
 from pipeline import Execution
 from schedules.schedule import Schedule
@@ -86,7 +87,8 @@ def measured(config: Config, world: int, per_node: int, device: str) -> list[Sta
 def measure_rank(
     config: Config, world: int, rank: int, per_node: int, device: str
 ) -> StageMeasured:
-    """Train a few steps as that rank; medians."""
+    """Train a few steps as that rank, with as many micro-batches as reach the steady state."""
+    config = shortened(config)
     cores = len(physical_cores(allowed_cores()))
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // per_node)))
     context = emulated_context(world, rank, torch.device(device))
