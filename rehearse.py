@@ -48,6 +48,8 @@ def _rehearse(arguments: list[str]) -> int:
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
     config = check_any_length(parse(rest, __doc__), options.world)
+    layout = config.layout.automatic(config.model.seq_length, on_gpu=options.on != "cpu")
+    config = replace(config, layout=layout)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
     if options.calibration or options.links or options.write:

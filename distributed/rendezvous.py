@@ -37,9 +37,11 @@ class Meeting:
     backend: str  # nccl, gloo, or none for a single process
     threads: int
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
-    second_store: Any  # the same over another connection, for a thread that must not wait
-    group_store: Any  # the part in which process groups meet
-    monitor_key: str = field(repr=False)  # by which the ranks and the monitor know one another
+    second_store: Any = None  # the same over another connection, for a thread that must not wait
+    group_store: Any = None  # the part in which process groups meet
+    monitor_key: str = field(
+        default="", repr=False
+    )  # by which the ranks and the monitor know one another
 
 
 def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeting:

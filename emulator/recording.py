@@ -186,7 +186,6 @@ def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     device = torch.device("cuda", rank % per_node)
     local = Local(rank % per_node, per_node, nodes == 1, 1, 0)
     where = (Launch("srun", rank, world), rank, world, places[rank].node, local, places)
-    backend, stores = "nccl" if world > 1 else "none", (None, None, None)
-    context = RecordingContext(*where, device, backend, 1, *stores, monitor_key="")
+    context = RecordingContext(*where, device, "nccl" if world > 1 else "none", 1, None)
     context.trace, context.rows = Trace(context.recorder), {}
     return context
