@@ -100,7 +100,10 @@ def _check_attributes(index: Index, step: int) -> None:
     wrong = [(k, v) for k, v in text.items() if not isinstance(v, str) or not v.isprintable()]
     wrong += [(k, v) for k, v in counts.items() if type(v) is not int or k not in COUNTS]
     numbers = (progress | optimizer).items()
-    wrong += [(k, v) for k, v in numbers if isinstance(v, str) or not 0 <= v < math.inf]
+    least = {"hysteresis": -(2**63)}  # overflows in a row count it down
+    wrong += [
+        (k, v) for k, v in numbers if isinstance(v, str) or not least.get(k, 0) <= v < math.inf
+    ]
     try:
         dict(json.loads(str(text["config"])).get("training", {}))
     except (ValueError, TypeError, AttributeError, RecursionError):

@@ -587,7 +587,7 @@ WRONG_ATTRIBUTES: dict[str, tuple] = {
     "optimizer/kind": (None, 1, "ada\nmw", np.array([b"adamw"])),
     "optimizer/step": (None, -1, NAN, "4", 1.5, np.arange(2)),
     "optimizer/loss_scale": (NAN, -1.0, INFINITY, "1"),
-    "optimizer/hysteresis": (-1, NAN, np.zeros(2, COMPOUND)[0]),
+    "optimizer/hysteresis": (NAN, np.zeros(2, COMPOUND)[0]),
     "data/fingerprint": (None, 5, "a\nb", np.bytes_(b"\xff\xfe")),
     "run/config": (
         None,
