@@ -126,7 +126,7 @@ def test_a_second_signal_ends_all_at_once_and_leaves_the_newest_checkpoint(tmp_p
         time.sleep(1.0)
         ranks = psutil.Process(job.process.pid).children(recursive=True)
         job.send(signal.SIGTERM)
-        time.sleep(1.5)  # more than SECONDS_OF_ONE_SIGNAL
+        time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL, also on a busy machine
         assert job.process.poll() is None
         job.send(signal.SIGTERM)
         assert job.status() not in (0, 75)
@@ -215,7 +215,7 @@ def test_ctrl_c_before_the_first_step_and_twice(tmp_path):
         job.wait_for(lambda: "global batch: 65536" in job.text)
         time.sleep(1.0)
         ctrl_c(job)
-        time.sleep(1.5)  # more than SECONDS_OF_ONE_SIGNAL
+        time.sleep(4.0)  # more than SECONDS_OF_ONE_SIGNAL, also on a busy machine
         assert job.process.poll() is None
         ctrl_c(job)
         assert job.status() == 128 + signal.SIGINT
