@@ -653,7 +653,7 @@ def test_a_stopped_monitor_is_not_left_behind(tmp_path, leave):
     watchdog.close() if leave == "close" else watchdog.end_job(1)
     assert process.wait(30) == -signal.SIGKILL
     watchdog.close()
-    assert ends in ([], [1])  # the thread may have seen the monitor's end
+    assert ends == []
 
 
 def test_a_monitor_that_does_not_answer_or_end_is_killed(tmp_path, monkeypatch, capfd):
@@ -664,11 +664,22 @@ def test_a_monitor_that_does_not_answer_or_end_is_killed(tmp_path, monkeypatch, 
     assert ends == [1]
     assert "no answer to 1 heartbeats" in capfd.readouterr().err
     faulthandler.cancel_dump_traceback_later()  # `close` would have
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
-    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "n", ends.append, process)
-    watchdog.close()
-    watchdog.end_monitor(0.0)  # rank 1 was never there: it would wait for it
+    watchdog, process, ends = stopped_monitor(tmp_path)
+    watchdog.end_monitor(0.0)
     assert process.returncode == -signal.SIGKILL
+    wait_until(lambda: ends)  # the thread has noticed it too
+
+
+def test_a_monitor_that_ends_before_its_rank_does_not_change_the_status(tmp_path):
+    """It ends as soon as the only rank says that it ends the job; the rank is still at work."""
+    address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(tmp_path), None, KEY)
+    ends = []
+    watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "n", ends.append, process)
+    wait_until(lambda: watchdog._dump_after != 60.0)  # the monitor has answered
+    watchdog.end_job(130)
+    assert process.wait(30) == 0
+    watchdog._thread.join(30)
+    assert ends == []
 
 
 @pytest.mark.slow

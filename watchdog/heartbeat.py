@@ -129,8 +129,7 @@ class Watchdog:
 
     def end_job(self, status: int) -> None:
         """Report that this rank ends the job on purpose: the others end too, without a report."""
-        self._kill_stopped_monitor()
-        if not self._closing:
+        if self._leaves_first():
             with contextlib.suppress(OSError):  # without a monitor the launcher ends the others
                 self._send({"ending": status})
 
@@ -145,19 +144,23 @@ class Watchdog:
 
     def close(self) -> None:
         """Say goodbye: from now on the end of this rank is not a death."""
-        self._kill_stopped_monitor()
-        if self._closing:
+        if not self._leaves_first():
             return
-        self._closing = True
         faulthandler.cancel_dump_traceback_later()
         with contextlib.suppress(OSError):  # the monitor has ended: there is nothing to leave
             self._send({"goodbye": True})
             self._socket.shutdown(socket.SHUT_WR)
 
-    def _kill_stopped_monitor(self) -> None:
-        """It could not end other ranks any more, and nobody else would end it."""
+    def _leaves_first(self) -> bool:
+        """Whether this rank leaves only now; from here on the end of the monitor is not a loss.
+
+        The monitor may end before this process does, whose status must stay its own. A stopped one
+        could not end other ranks any more, and nobody else would end it.
+        """
+        first, self._closing = not self._closing, True
         if self._monitor and process_state(self._monitor.pid).startswith("stopped"):
             self._monitor.kill()
+        return first
 
     # -- the thread -------------------------------------------------------------------------
 
