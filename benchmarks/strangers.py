@@ -2,15 +2,19 @@
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/strangers.py --tp 2        prints one row
 
-One run throughout. In every other block of steps a process beside it makes connections of the nine
-kinds of tests/strangers.py to both ports, 200 at a time, again and again; in the others it is
-suspended. The order alternates. The model is that of benchmarks/watchdog.py. The process has the
-lowest priority: a stranger's own computation is not what is measured.
+One run throughout, and two processes beside it, each of which makes connections of the nine kinds
+of tests/strangers.py, 200 at a time, again and again: one to both ports of the run, the other to
+two ports of no run that answer alike (one refuses, one drops what comes). In each round a block of
+steps runs with the first, one with the second, and one with neither; their order alternates. A
+stranger's own computation on the same machine slows the run down as well, so what the run itself
+pays for its strangers is the first block beside the second. The model is that of
+benchmarks/watchdog.py; both processes have the lowest priority.
 """
 
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +31,7 @@ import trainer
 from config import validation
 from config.command_line import parse
 from config.schema import Run
+from distributed import job_store
 from distributed.context import Context, start
 from distributed.launch import discover
 
@@ -38,34 +43,40 @@ BLOCK, ROUNDS, RESAMPLED = 4, 40, 4000
 
 
 class Visitors:
-    """The process of the strangers, on rank 0; all on or all off."""
+    """A process of strangers to some ports; suspended unless it is switched on."""
 
-    def __init__(self, context: Context):
-        self.process = None
-        if context.rank == 0:
-            store, monitor = context.store.underlying_store, context.watchdog._socket
-            ports = [str(store.port), str(monitor.getpeername()[1])]
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests/strangers.py"), *ports],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=lambda: os.nice(19),
-                text=True,
-            )
-            self.process.stdout.readline()  # the first have come
+    def __init__(self, ports: list[int]):
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/strangers.py"), *map(str, ports)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: os.nice(19),
+            text=True,
+        )
+        self.process.stdout.readline()  # the first have come
+        self.switch(False)
 
     def switch(self, on: bool) -> None:
         """Let the strangers go on, or suspend them."""
-        if self.process:
-            self.process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+        self.process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
 
     def close(self) -> int:
         """End them; how many connections they made."""
-        if self.process is None:
-            return 0
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
-        return len(self.process.communicate()[0].split()) + 1
+        return 200 * (len(self.process.communicate()[0].split()) + 1)
+
+
+def visitors_of(context: Context) -> list[Visitors]:
+    """Those of the run, and those of two ports of no run; on rank 0."""
+    if context.rank:
+        return []
+    dropping, refusing = socket.create_server(("127.0.0.1", 0)), socket.socket()
+    job_store.drop_all(dropping)
+    refusing.bind(("127.0.0.1", 0))
+    elsewhere = [Visitors([sock.getsockname()[1] for sock in (dropping, refusing)])]
+    store, monitor = context.store.underlying_store, context.watchdog._socket
+    return [Visitors([store.port, monitor.getpeername()[1]]), *elsewhere]
 
 
 def block(state: trainer.TrainState, samples, first: int) -> float:
@@ -97,18 +108,19 @@ def alternate(context: Context, words: list[str]) -> None:
     state = trainer.build(config, context)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
     block(state, samples, 0)
-    visitors, times, number = Visitors(context), {True: [], False: []}, 1
+    visitors, times, number = visitors_of(context), ([], [], []), 1
     for i in range(ROUNDS):
-        for on in (i % 2 == 0, i % 2 == 1):
-            visitors.switch(on)
-            times[on].append(block(state, samples, BLOCK * number))
+        for case in ((0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0))[i % 4]:  # 2: none
+            for j in range(len(visitors)):
+                visitors[j].switch(j == case)
+            times[case].append(block(state, samples, BLOCK * number))
             number += 1
-    made = 200 * visitors.close()
+    made = [each.close() for each in visitors]
     if context.rank == 0:
+        seconds = " | ".join(f"{statistics.median(each):.4f}" for each in times)
         print(
-            f"| {' '.join(words) or f'dp {context.size}'} | {ROUNDS} | {made:,} | "
-            f"{statistics.median(times[True]):.4f} | {statistics.median(times[False]):.4f} | "
-            f"{ratio(times[True], times[False])} |",
+            f"| {' '.join(words) or f'dp {context.size}'} | {ROUNDS} | {made[0]:,} | {made[1]:,} | "
+            f"{seconds} | {ratio(times[0], times[1])} | {ratio(times[0], times[2])} |",
             flush=True,
         )
 

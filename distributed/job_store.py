@@ -249,9 +249,7 @@ class _Server:
 
         Raises UserError if a rank's own connection is not there.
         """
-        filter_at = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
-        program = struct.pack("HP", 1, ctypes.addressof(filter_at))
-        self.listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        drop_all(self.listener)
         while self._unaccepted():
             time.sleep(FIRST_PAUSE)
         self.store.check(["closed"])  # answered by the thread that accepts: it has done so
@@ -276,6 +274,13 @@ class _Server:
     def _unaccepted(self) -> int:
         known = self.listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, UNACCEPTED_AT + 4)
         return struct.unpack_from("I", known, UNACCEPTED_AT)[0]
+
+
+def drop_all(listener: socket.socket) -> None:
+    """Let the kernel drop all packets of new connections to a listening socket."""
+    filter_at = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    program = struct.pack("HP", 1, ctypes.addressof(filter_at))
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
 
 
 def connections() -> Iterator[tuple[socket.socket, End, End]]:
