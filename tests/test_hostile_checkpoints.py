@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import h5py
-import hostile_checkpoints as hostile
 import numpy as np
 import pytest
+from hostile_checkpoints import make_cases
+from hostile_files import FILES, NAME, sign
 from ranks import ROOT, mpirun, start
 
-INTACT = Path(ROOT) / "tests/data/run_189cc1d/checkpoints" / hostile.NAME
+INTACT = Path(ROOT) / "tests/data/run_189cc1d/checkpoints" / NAME
 USES = ("show", "verify", "export", "resume")
 SEED = 20261121
 
@@ -32,7 +33,7 @@ def traced(command: list[str], trace: Path) -> list[str]:
 def outcome(tmp_path_factory) -> tuple[dict[str, str], dict, Path]:
     """Folders and results of all cases, and the trace of the process that used them."""
     folder = tmp_path_factory.mktemp("hostile")
-    cases = {"intact": INTACT} | hostile.make_cases(folder / "cases", INTACT, SEED)
+    cases = {"intact": INTACT} | make_cases(folder / "cases", INTACT, SEED)
     cases = {name: str(path) for name, path in cases.items()}
     listed, results, trace = folder / "cases.json", folder / "results.json", folder / "trace"
     listed.write_text(json.dumps(cases))
@@ -72,10 +73,10 @@ def test_no_file_outside_of_a_checkpoint_is_opened(outcome):
         pytest.skip("strace is not installed, or may not trace here")
     found = re.findall(r'"([^"]*)", [^=]*= (?:\d+<([^>]*)>|-1)', trace.read_text(errors="replace"))
     opened = {path for pair in found for path in pair if path}
-    assert opened >= {str(INTACT / name) for name in hostile.FILES}
+    assert opened >= {str(INTACT / name) for name in FILES}
     inside = str(Path(cases["manifest: step -1"]).parents[1])
     names = {p.removeprefix(inside) for p in opened if p.startswith(inside + "/")}
-    form = rf"/\d+/{hostile.NAME}/({'|'.join(map(re.escape, hostile.FILES))})"
+    form = rf"/\d+/{NAME}/({'|'.join(map(re.escape, FILES))})"
     assert sorted(name for name in names if not re.fullmatch(form, name)) == []
     assert len(names) > 300
     assert sorted(path for path in opened if "secret/" in path) == []
@@ -92,7 +93,7 @@ OPTIONS = (
 def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
     """In each newer one a tensor is in no shard: one that rank 0 checks, and one of rank 1."""
     parent = tmp_path / "checkpoints"
-    shutil.copytree(INTACT, parent / hostile.NAME)
+    shutil.copytree(INTACT, parent / NAME)
     for step, name in ((6, "blocks.0.attention.out.bias"), (7, "blocks.0.attention.out.weight")):
         folder = parent / f"step_{step:08d}"
         shutil.copytree(INTACT, folder)
@@ -100,7 +101,7 @@ def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
             file["progress"].attrs["iteration"] = step
             del file[f"exp_avg/{name}"]
             file[f"exp_avg/{name}"] = np.zeros(16, "f4")
-        hostile.sign(folder, step=step)
+        sign(folder, step=step)
     words = ["train.py", *OPTIONS.split(), "--out", str(tmp_path)]
     done = mpirun(2, *words, "--resume", str(folder), timeout=120, OMP_NUM_THREADS="1")
     assert done.status == 2, done.err[-4000:]
@@ -112,4 +113,4 @@ def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
     assert done.status == 0, done.err[-4000:]
     assert f"step_00000007 cannot be loaded: {problem}\n" in done.out
     assert "step_00000006 cannot be loaded: cannot read " in done.out
-    assert f"resumed from {parent / hostile.NAME}: step 4" in done.out
+    assert f"resumed from {parent / NAME}: step 4" in done.out

@@ -1,0 +1,366 @@
+"""The command lines of mistake_cases.py and what their sentences say.
+
+A line is `WORDS | what the sentence says`. The first line of a block has the words before WORDS: @
+is the repository, % starts two ranks with mpirun. Words NAME=VALUE at the beginning are environment
+variables.
+"""
+
+BLOCKS = {
+    "train.py": """
+@/train.py --layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
+--tp 3 | tp(3) * pp(1) * dp(?) does not divide 1 ranks
+--pp 6 | tp(1) * pp(6) * dp(?) does not divide 1 ranks
+--dp 2 | tp(1) * pp(1) * dp(2) = 2 is not 1 ranks
+--hidden 66 | heads(4) does not divide hidden(66)
+--hidden -64 | --hidden must be at least 1, not -64
+--hidden 64.5 | --hidden: invalid int value: '64.5'
+--hidden 6e1 | --hidden: invalid int value: '6e1'
+--hidden 10000000 | a rank of stage 0 needs, in GB, weights 19,200,007.8, gradients 19,200,007.8
+--hidden 99999999999999999999 | --hidden must be below 2^63, not a number of 67 bits
+--layers four | --layers: invalid int value: 'four'
+--layers 0 | --layers must be at least 1, not 0
+--layers 1000000 | --layers must be at most 10000, not 1000000
+--heads 5 | heads(5) does not divide hidden(64)
+--kv-heads 3 | kv-heads(3) does not divide heads(4)
+--hidden 12 --positions rotary | rotary positions need an even head size: hidden(12) / heads(4) = 3
+--positions relative | --positions is one of learned, alibi, rotary, not 'relative'
+--vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
+--vocab-size 50k | --vocab-size: invalid int value: '50k'
+--seq-length 1099511627776 | a rank of stage 0 needs, in GB, weights 281,475.0, gradients
+--seq-length 1099511627776 --positions rotary | a rank of stage 0 needs, in GB, weights 0.0
+--seq-length 0 | --seq-length must be at least 1, not 0
+--max-positions 8 | seq-length(16) is longer than the learned positions: max-positions(8)
+--pad-vocab-multiple 4611686018427387904 | a rank of stage 0 needs, in GB, weights
+--norm-eps nan | --norm-eps must be a finite number, not nan
+--norm-eps -1 | --norm-eps must be at least 0.0, not -1.0
+--rotary-base 0 | --rotary-base must be above 0.0, not 0.0
+--init-std inf | --init-std must be a finite number, not inf
+--lr inf | --lr must be a finite number, not inf
+--lr 3e-4x | --lr: invalid float value: '3e-4x'
+--lr -0.1 | --lr must be at least 0.0, not -0.1
+--lr 1e-5 --min-lr 1e-3 | min-lr(0.001) is above lr(1e-05)
+--adam-beta1 2 | --adam-beta1 must be below 1.0, not 2.0
+--adam-beta2 1 | --adam-beta2 must be below 1.0, not 1.0
+--adam-eps nan | --adam-eps must be a finite number, not nan
+--sgd-momentum 1.5 --optimizer sgd | --sgd-momentum must be below 1.0, not 1.5
+--clip-grad -1 | --clip-grad must be at least 0.0, not -1.0
+--weight-decay nan | --weight-decay must be a finite number, not nan
+--initial-loss-scale-power 5000 | --initial-loss-scale-power must be at most 127, not 5000
+--min-loss-scale 0 | --min-loss-scale must be above 0.0, not 0.0
+--precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
+--precision FP16 | --precision is one of fp64, fp32, bf16, fp16, not 'FP16'
+--grad-dtype bf16 | --grad-dtype bf16 needs --precision bf16, not fp32
+--optimizer adam | --optimizer is one of adamw, apex, adamw8bit, adafactor, muon, sgd, not 'adam'
+--optimizer adamw8bit --precision fp64 | --optimizer adamw8bit keeps fp32 masters: it cannot train
+--zero 4 | --zero is one of 0, 1, 2, 3, not 4
+--zero 0 --overlap-param-gather | --overlap-param-gather needs --zero 1 or 2, not 0
+--zero 2 --optimizer muon | --optimizer muon needs whole matrices: use --zero 0 or 1, not 2
+--schedule zigzag | --schedule is one of gpipe, 1f1b, not 'zigzag'
+--partition 3,2 | --partition 3,2 has 2 stages, but pp is 1
+--partition 2;2 | --partition is balanced, blocks, layers or a list like 3,4,4,3, not '2;2'
+--partition -1,5 | --partition: expected one argument
+--recompute all | --recompute is one of none, selective, full, not 'all'
+--recompute-layers 2 | --recompute-layers 2 needs --recompute selective or full
+--micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
+--micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
+--global-batch-size 5B | --global-batch-size: invalid int value: '5B'
+--global-batch-size 1000000000000 | --global-batch-size must be at most 1048576, not 1000000000000
+--rampup-batch-size 2 3 | --rampup-batch-size: expected 3 arguments
+--rampup-batch-size 2 4 100 --global-batch-size 8 | a ramp-up from 2 by 4 over 100 samples does not
+--rampup-batch-size 2 2 100 --batch-schedule 0:8 | give one of --rampup-batch-size and
+--batch-schedule 8:1B | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '8:1B'
+--batch-schedule 1B:8 | --batch-schedule 1B:8: the first size is for 0 tokens, as in 0:192
+--batch-schedule 0:8 5Q:16 | --batch-schedule takes TOKENS:SIZE such as 5B:1024, not '5Q:16'
+--batch-schedule 0:99999999 | not '0:99999999' (SIZE: at most 1048576)
+--train-samples 100 | give one of --steps and --train-samples; both were given
+--lr-schedule cosin | --lr-schedule is one of cosine, linear, constant, wsd, not 'cosin'
+--lr-warmup-samples -5 | --lr-warmup-samples must be at least 0, not -5
+--seed -1 | --seed must be at least 0, not -1
+--data nowhere | nowhere.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
+--data only | only.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx
+--data only.bin | only.bin.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
+--data 0.5 only 0.5 | --data 0.5 only 0.5: give a weight before every prefix, or before none
+--data synthetic only | --data synthetic must be alone: random tokens do not mix with files
+--split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
+--split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
+--split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
+--skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
+--skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
+--skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
+--eval-samples -1 | --eval-samples must be at least 0, not -1
+--steps 0 | --steps must be at least 1, not 0
+--steps 1e3 | --steps: invalid int value: '1e3'
+--out a-file | --out a-file: cannot write in
+--out a-file/run | --out a-file/run: cannot write in
+--out '' | no value, after '--out': is a variable not set?
+--out= | no value, after '--out=': is a variable not set?
+--out /proc/run | --out /proc/run: cannot write in /proc
+--resume '' | no value, after '--resume': is a variable not set?
+--resume nowhere | --resume nowhere: there is no such folder
+--resume a-file | --resume a-file: there is no such folder
+--load-weights-only | --load-weights-only needs --resume, to say which weights
+--save-switch dir | --save-switch dir is a folder, not a file that may appear
+--save-switch '' | no value, after '--save-switch': is a variable not set?
+--kill-switch dir | --kill-switch dir is a folder, not a file that may appear
+--kill-switch a-file | --kill-switch a-file exists: remove it to train
+--keep-last 2 | --keep-last needs --save-every or --save-every-minutes: nothing is saved
+--keep-every 5 | --keep-every 5 needs --keep-last: now all are kept
+--save-weights-only | --save-weights-only needs --save-every or --save-every-minutes: nothing is
+--save-every -1 | --save-every must be at least 0, not -1
+--save-every-minutes nan | --save-every-minutes must be a finite number, not nan
+--exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
+--hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
+--hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
+--profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
+--log-every 0 | --log-every must be at least 1, not 0
+--device gpu | --device is one of auto, cpu, cuda, not 'gpu'
+--backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
+--model gpt2 | no preset is called 'gpt2'
+--model '' | no value, after '--model': is a variable not set?
+--modle gpt2-124m | unknown argument '--modle'
+--tp | --tp: expected one argument
+--tp=two | --tp: invalid int value: 'two'
+-tp 2 | unknown argument '-tp'
+run.toml | unknown argument 'run.toml'
+--config | --config: expected one argument
+--config nowhere.toml | cannot read --config nowhere.toml: No such file or directory
+--config dir | cannot read --config dir: Is a directory
+--config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
+--config utf16.toml | --config utf16.toml is not TOML: line 1 is not UTF-8
+--config binary.toml | --config binary.toml is not TOML: line 1 is not UTF-8
+--config model5.toml | --config model5.toml: --model takes a text, not 5
+--config boolean.toml | --config boolean.toml: --tp takes a whole number, not True
+--config twice.toml | --config twice.toml gives 'tp' twice: in [layout] and in [mesh]
+--config both.toml | --config both.toml gives 'global_batch_size' twice: at the top and at the top
+--config key.toml | --config key.toml has an unknown key 'tensor-parallel'
+--config cut.toml | --config cut.toml is not TOML
+--config inf.toml | --config inf.toml: --lr must be a finite number, not inf
+--config text.toml | --config text.toml: --log-every takes a whole number, not '100'
+--config empty.toml | --config empty.toml: --resume is empty or has control
+--config nul.toml | --config nul.toml: --out is empty or has control
+--config list.toml | --config list.toml: --tp takes a whole number, not (1, 2)
+--config none.toml | --config none.toml: --data takes a list of one or more values, not []
+--config nested.toml | --config nested.toml: --tp takes a whole number, not {'size': 2}
+--config deep.toml | --config deep.toml is not TOML
+--config hex.toml | --config hex.toml: --log-every must be below 2^63, not a number of 20000 bits
+""",
+    "launch": """
+@/train.py --layers 2 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
+OMP_NUM_THREADS=abc | OMP_NUM_THREADS is 'abc', not a number of threads above 0
+OMP_NUM_THREADS=0 | OMP_NUM_THREADS is '0', not a number of threads above 0
+OMP_NUM_THREADS=4,0 | OMP_NUM_THREADS is '4,0', not a number of threads above 0
+OMP_NUM_THREADS=-2 | OMP_NUM_THREADS is '-2', not a number of threads above 0
+PMI_RANK=zero PMI_SIZE=2 | the environment variable PMI_RANK is 'zero', not a whole number
+PMI_SIZE=2 | the launcher has set some of its variables, but not PMI_RANK
+PMI_RANK=2 PMI_SIZE=2 | PMI_RANK is 2, which is not below PMI_SIZE, 2
+SLURM_NTASKS=many | the environment variable SLURM_NTASKS is 'many', not a whole number
+SLURM_STEP_ID=0 SLURM_PROCID=x SLURM_NTASKS=2 | the environment variable SLURM_PROCID is 'x', not a
+SLURM_JOB_NUM_NODES=2(x3) | the environment variable SLURM_JOB_NUM_NODES is '2(x3)', not a whole
+SLURM_CPUS_PER_TASK=all SLURM_STEP_ID=0 | the environment variable SLURM_CPUS_PER_TASK is 'all'
+OMPI_COMM_WORLD_SIZE=two OMPI_COMM_WORLD_RANK=0 | the environment variable OMPI_COMM_WORLD_SIZE is
+""",
+    "torchrun": """
+TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 @/train.py --model 1b3
+| the launcher has set some of its variables, but not MASTER_PORT
+MASTER_PORT=1 | torchrun's MASTER_ADDR is not set, where the ranks meet
+MASTER_ADDR=h MASTER_PORT=http | the environment variable MASTER_PORT is 'http', not a whole number
+MASTER_ADDR=h MASTER_PORT=1 RANK=one | the environment variable RANK is 'one', not a whole number
+MASTER_ADDR=h MASTER_PORT=1 RANK=2 | RANK is 2, which is not below WORLD_SIZE, 2
+MASTER_ADDR=h MASTER_PORT=1 WORLD_SIZE= | the environment variable WORLD_SIZE is '', not a whole
+MASTER_ADDR=h MASTER_PORT=1 LOCAL_RANK=2 | LOCAL_RANK is 2, which is not below LOCAL_WORLD_SIZE, 2
+""",
+    "mpirun": """
+%/train.py --layers 2 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --device cpu --steps 2
+--tp 3 | tp(3) * pp(1) * dp(?) does not divide 2 ranks
+--out a-file/run | --out a-file/run: cannot write in
+--hidden 10000000 | a rank of stage 0 needs, in GB, weights 9,600,006.8, gradients 9,600,006.8
+OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 0
+""",
+    "plan.py": """
+@/plan.py
+| the following arguments are required: QUESTION
+layout | QUESTION: invalid choice: 'layout'
+layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
+layouts --model 176 | no preset is called '176'
+layouts --model 176b --gpu a100 | no machine is called 'a100'
+layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
+layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
+layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
+layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
+layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
+layouts --model 176b --top -1 | --top must be above 0, not -1
+layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
+stages --model 176b --tp 9 | tp(9) does not divide heads(112)
+stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
+stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
+days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
+days --model 176b --tokens 450B | --tokens: invalid float value: '450B'
+days --model 176b --tokens nan | --tokens must be above 0, not nan
+days --model 176b --tokens -1 | --tokens must be above 0, not -1
+days --model 176b --tokens 1e9 --gpus 1 | no layout fits on 1 GPUs of a100-80
+shapes --size 200B | --size: invalid float value: '200B'
+shapes --size inf | --size must be below 1e+16, not inf
+shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
+rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
+rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
+timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
+timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
+smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
+model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)
+model --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
+check rows.csv | rows are checked by `python benchmarks/check_rows.py FILE [--json]`
+constants --gpu cpu | unknown argument '--gpu': constants takes --json only
+""",
+    "plan.py, calibration": """
+@/plan.py layouts --model 176b --gpu a100-80
+--calibration nowhere.toml | cannot read nowhere.toml: No such file or directory
+--calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
+--calibration utf16.toml | utf16.toml is not TOML: line 1 is not UTF-8
+--calibration dir | cannot read dir: Is a directory
+--calibration model5.toml | the calibration model5.toml was measured on 'no stated device', but
+--calibration zero.toml | the calibration zero.toml says bandwidth = 0
+--calibration nan.toml | the calibration nan.toml says memory = nan
+--calibration word.toml | the calibration word.toml says memory = '80 GB'
+--calibration link.toml | the calibration link.toml needs alpha and beta in [network], not
+""",
+    "tune.py": """
+@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu --ranks 8 --launch 'env {ranks}'
+--launch mpirun | --launch 'mpirun' has no {ranks}, as in 'mpirun -n {ranks}'
+--launch 'mpirun -n {rank}' | --launch 'mpirun -n {rank}' has no {ranks}, as in 'mpirun -n {ranks}'
+--launch "mpirun -n {ranks} 'x" | is not a command
+--launch 'no-such-mpirun -n {ranks}' | cannot start 'no-such-mpirun' of --launch
+--ranks eight | --ranks: invalid int value: 'eight'
+--ranks 0 | --ranks must be above 0, below 1e+18, not 0
+--ranks -8 | --ranks must be above 0, below 1e+18, not -8
+--try tp=x | --try tp=x: --tp takes a whole number, not 'x'
+--try micro-batch-size=0 | --try micro-batch-size=0: --micro-batch-size must be at least 1, not 0
+--try tp | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute, zero
+--try shoes=1 | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute, zero
+--try zero=9 | --try zero=9: --zero is one of 0, 1, 2, 3, not 9
+--try tp=1,,2 | --try tp=1,,2: --tp takes a whole number, not ''
+--try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute
+--try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute
+--try sequence-parallel=yes | --try sequence-parallel=yes: --sequence-parallel takes true or false
+--sweep width | --sweep: invalid choice: 'width'
+--sweep zero --max-params | --max-params: not allowed with argument --sweep
+--sweep heads --try heads=four | --try heads=four: --heads takes a whole number, not 'four'
+--budget=-1 | --budget is a number of trials or minutes above 0, as 12 or 90m, not '-1'
+--budget soon | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'soon'
+--budget nanm | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'nanm'
+--budget 2h | --budget is a number of trials or minutes above 0, as 12 or 90m, not '2h'
+--budget '' | no value, after '--budget': is a variable not set?
+--time-limit nan | --time-limit must be above 0, below 1e+18, not nan
+--time-limit 10m | --time-limit: invalid float value: '10m'
+--timed 0 | --timed must be above 0, below 1e+18, not 0
+--gain nan | --gain must be at least 0 and below 1e+18, not nan
+--reference-every -1 | --reference-every must be at least 0 and below 1e+18, not -1
+--tokens -5 | --tokens must be above 0, below 1e+18, not -5.0
+--out a-file | --out a-file: cannot write in
+--out a-file/tune | --out a-file/tune: cannot write in
+--out trials | trials/trials.jsonl, line 1, is no trial
+--out binary-trials | cannot read the trials in binary-trials/trials.jsonl
+--models 1b3 176x | no preset is called '176x'
+--models 1b3 --min-ranks | --models are searched: leave out --sweep, --max-params, --min-ranks
+--calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
+--ranks 7 --out new | no layout can run on 7 ranks: see the reasons above
+--gpu h1000 | no machine is called 'h1000'
+--budgett 5 | unknown argument '--budgett'
+""",
+    "tune.py, what it needs": """
+@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu
+| give --launch: see python tune.py --help
+--ranks 8 | give --launch: see python tune.py --help
+--launch 'env {ranks}' | give --ranks: see python tune.py --help
+""",
+    "checkpoint.py": """
+@/checkpoint.py
+| the following arguments are required: COMMAND
+shwo dir | COMMAND: invalid choice: 'shwo'
+show | the following arguments are required: DIR
+show nowhere | nowhere is not a complete checkpoint: it has no manifest.json
+show dir | dir is not a complete checkpoint: it has no manifest.json
+show a-file | a-file is not a complete checkpoint: it has no manifest.json
+show '' | no value, after 'show': is a variable not set?
+verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
+export dir new | the following arguments are required: --to
+export --to onnx dir new | --to: invalid choice: 'onnx'
+export --to hf nowhere new | nowhere is not a complete checkpoint: it has no manifest.json
+export --to hf --dtype int8 dir new | --dtype: invalid choice: 'int8'
+import --from hf nowhere new | nowhere/config.json: No such file or directory
+""",
+    "prepare_data.py": """
+@/scripts/prepare_data.py
+--out c | nothing to prepare: name files or folders, or give --stdlib
+a.txt | the following arguments are required: --out
+--out c nowhere.txt | nowhere.txt does not exist
+--out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
+--out c dir | no .py, .txt, .md, .jsonl file in dir
+--out '' a.txt | no value, after '--out': is a variable not set?
+--out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
+--out a-file/c a.txt | the folder of --out, a-file: cannot write in
+--out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be at most 4194304
+--out c --vocab-size 0 a.txt | --vocab-size(0) must hold 256 bytes and the end token
+--out c --vocab-size 32k a.txt | --vocab-size: invalid int value: '32k'
+--out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
+--out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
+--out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
+--out c --tokenizer-mb nan a.txt | --tokenizer-mb(nan) must be above 0 and below 1e9
+--out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be above 0 and below 1e9
+--out c --shuffle-seed -1 a.txt | --shuffle-seed(-1) must be in 0..4294967295
+--out c --json-key body bad.jsonl | bad.jsonl:1 has no key 'body'
+--out c latin.txt | none of the 1 documents has text in UTF-8
+""",
+    "plot_loss.py": """
+@/scripts/plot_loss.py
+| the following arguments are required: folder
+nowhere | cannot read nowhere/metrics.jsonl: No such file or directory
+dir | cannot read dir/metrics.jsonl: No such file or directory
+a-file | cannot read a-file/metrics.jsonl: Not a directory
+binary-run | binary-run/metrics.jsonl is not a text: byte 0 is not UTF-8
+garbage-run | garbage-run/metrics.jsonl, line 1, is not JSON
+empty-run | empty-run has no rows of steps: it is not the --out of a run of train.py
+other-run | other-run is not the --out of a run of train.py: KeyError('model')
+no-config-run | no-config-run/run.json is not a JSON object
+dir dir | unrecognized arguments: dir
+""",
+    "hang_report": """
+-m watchdog.hang_report
+| the following arguments are required: OUT
+nowhere | no report of a hang in nowhere: nowhere/hang/report.txt: No such file or directory
+dir | no report of a hang in dir: dir/hang/report.txt: No such file or directory
+a-file | no report of a hang in a-file: a-file/hang/report.txt: Not a directory
+cut-hang | cut-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
+binary-hang | binary-hang/hang/report.txt is damaged
+PYTHONUTF8=1 binary-hang | binary-hang/hang/report.txt is damaged
+dir dir | unrecognized arguments: dir
+--nothing dir | unrecognized arguments: --nothing
+empty-hang | empty-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
+folder-hang | no report of a hang in folder-hang: folder-hang/hang/report.txt: Is a directory
+""",
+    "benchmarks": """
+@/benchmarks/
+allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
+allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
+allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
+allreduce.py --seconds nan | --seconds must be a number above 0, not nan
+allreduce.py --min-bytes 1K | --min-bytes: invalid int value: '1K'
+allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
+allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
+allreduce.py --rates --host | --rates measures torch's kernels: leave out --host
+allreduce.py --out a-file | --out a-file: cannot write in
+check_rows.py | the following arguments are required: file
+check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+check_rows.py a-file | a-file has no rows
+check_rows.py binary.toml | binary.toml is not a CSV file
+plan_accuracy.py --rows nowhere.csv | cannot read nowhere.csv: No such file or directory
+plan_accuracy.py --rows binary.toml | binary.toml is not a CSV file
+plan_accuracy.py --machine a100 | no machine is called 'a100'
+plan_accuracy.py --row x | cannot read x: No such file or directory
+tune_replay.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+tune_replay.py a-file | a-file has no rows
+tune_replay.py --tables binary.toml | --tables needs ROWS.csv
+tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
+precision.py | the following arguments are required: folder
+precision.py a-file | FOLDER a-file: cannot write in
+""",
+}

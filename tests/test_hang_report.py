@@ -1,0 +1,269 @@
+"""Which rank is named from records set by hand; the report, printed again."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from handmade_records import Ranks
+from ranks import start
+
+from watchdog import flight_recorder, hang_report
+from watchdog.flight_recorder import FlightRecorder
+from watchdog.wait_graph import WaitGraph
+
+PRINT_AGAIN = [sys.executable, "-m", "watchdog.hang_report"]
+
+# ---- Records -------------------------------------------------------------------------------------
+
+
+class Work:
+    """A handle that counts its waits, each of which takes `seconds` of a clock set by hand."""
+
+    now = 100.0
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.waits = seconds, 0
+
+    def wait(self):
+        Work.now += self.seconds
+        self.waits += 1
+
+
+def test_operations_are_numbered_per_group_and_per_peer():
+    recorder = FlightRecorder()
+    tp, forward = recorder.group_log("tp", (0, 1)), recorder.group_log("forward", (0, 2, 4))
+    assert recorder.group_log("tp", (0, 1)) is tp
+    numbers = [tp.enter("all_reduce", 8).number, forward.enter_send(8, 1).number]
+    numbers += [forward.enter_receive(8, 1).number, forward.enter_send(8, 1).number]
+    numbers += [forward.enter_send(8, 2).number, tp.enter("all_gather", 8).number]
+    assert numbers == [1, 1, 1, 2, 1, 2]
+    assert recorder.snapshot(9)["counts"] == [(2, {}, {}), (0, {1: 2, 2: 1}, {1: 1})]
+
+
+def test_a_wait_is_recorded_while_it_lasts_and_its_time_is_kept(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: Work.now)
+    monkeypatch.setattr(flight_recorder, "time", clock)
+    recorder = FlightRecorder()
+    recorder.begin_step(7)
+    recorder.at("F", 3)
+    work = Work(5.0)
+    operation = recorder.group_log("tp", (4, 5)).enter("all_reduce", 64).under_way(work)
+    assert recorder.snapshot(1)["wait"] is None
+    recorder.waiting = operation
+    wait = recorder.snapshot(1)["wait"]
+    assert (wait["role"], wait["ranks"], wait["number"]) == ("tp", (4, 5), 1)
+    assert wait["place"] == ("train", 7, "F", 3)
+    operation.wait()
+    operation.wait()
+    assert work.waits == 1
+    assert recorder.take_waited() == 5.0
+    assert recorder.take_waited() == 0.0
+    assert recorder.snapshot(1)["wait"] is None
+    last = recorder.snapshot(1)["last"][0]
+    assert (last["seconds"], last["waiting"], last["ended"]) == (5.0, 5.0, 0.0)
+
+
+def test_the_ring_keeps_the_newest_records():
+    recorder = FlightRecorder()
+    group_log = recorder.group_log("dp", (0, 1))
+    for _ in range(1000):
+        group_log.enter("all_reduce", 4)
+    last = recorder.snapshot(10_000)["last"]
+    assert [r["number"] for r in last] == list(range(1001 - len(last), 1001))
+    assert len(last) == 256
+
+
+class Event:
+    """A CUDA event of a device that has passed the first `Event.passed` events."""
+
+    passed, clock = 0, 0
+
+    def record(self):
+        Event.clock += 1
+        self.at = Event.clock
+
+    def query(self):
+        return self.at <= Event.passed
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.at - self.at)
+
+
+def test_waits_of_a_stream_are_seen_by_events(monkeypatch):
+    """On nccl the host goes on: the device waits for the first operation it has not passed."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
+    recorder = FlightRecorder(Event)
+    group_log = recorder.group_log("tp", (0, 1))
+    operations = [group_log.enter("all_reduce", 4) for _ in range(3)]
+    for operation in operations:
+        operation.under_way(Work()).wait()
+    Event.passed = 2
+    assert recorder.device_waits_for() is operations[1]
+    with recorder.waiting_for("device"):
+        assert recorder.snapshot(0)["wait"]["number"] == 2
+    assert recorder.snapshot(0)["wait"]["number"] == 2  # also when the host does not wait
+    with recorder.waiting_for("writer"):
+        assert recorder.snapshot(0)["wait"]["kind"] == "writer"
+    assert recorder.take_waited() == 1.0  # of three, one has passed
+    Event.passed = 6
+    assert recorder.take_waited() == 2.0
+    assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
+
+
+def test_the_driver_is_asked_only_when_progress_stands(monkeypatch):
+    """It may wait for a lock of the driver, and the rank would look silent to the monitor."""
+    clock = SimpleNamespace(monotonic=lambda: Work.now)
+    monkeypatch.setattr(flight_recorder, "time", clock)
+    recorder = FlightRecorder(Event)
+    Event.passed = 10**6
+    for _ in range(3):
+        recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
+    assert len(recorder._on_stream) == 0, "the rank itself forgets what has been passed"
+    Event.passed = 0
+    recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
+    asked = []
+    monkeypatch.setattr(Event, "query", lambda self: asked.append(self) or False)
+    assert recorder.snapshot(0)["device"] is None
+    Work.now += flight_recorder.SECONDS_TO_ASK - 0.1
+    assert recorder.snapshot(0)["device"] is None
+    assert asked == []
+    Work.now += 0.2
+    assert recorder.snapshot(0)["device"]["number"] == 4
+    assert len(asked) == 1
+
+
+# ---- The wait graph ------------------------------------------------------------------------------
+
+
+def test_a_rank_that_never_entered_is_named():
+    ranks = Ranks()
+    ranks.collective("world", tuple(range(8)), [0, 1, 2, 3, 4, 6, 7])
+    assert ranks.culprits() == [5]
+
+
+def test_waits_are_followed_over_axes():
+    """0 waits in tp for 1, 1 in the pipeline for 5, 5 in dp for 7, which does not wait."""
+    ranks = Ranks()
+    ranks.collective("tp", (0, 1), [0])
+    group_log = ranks.recorders[1].group_log("forward", (1, 5))
+    ranks.wait(1, group_log.enter_receive(4, 1))
+    ranks.recorders[5].group_log("forward", (1, 5))
+    ranks.collective("dp", (5, 7), [5])
+    for others in (2, 3, 4, 6):
+        ranks.wait(
+            others, ranks.recorders[others].group_log("world", tuple(range(8))).enter("x", 4)
+        )
+    assert ranks.culprits() == [7]
+    values = ranks.to_dict()
+    assert WaitGraph(values).blockers(0) == [1]
+    assert WaitGraph(values).blockers(1) == [5]
+    report = hang_report.format_report(
+        {"kind": "hang", "limit": 60.0, "still": 0, "time": "now"} | {"culprits": [7]},
+        values,
+        "out",
+    )
+    assert "never entered all_reduce 2 of dp (ranks 5, 7), 4 bytes, in which rank 5 waits" in report
+    assert "  0 in all_reduce 2 of tp (ranks 0-1), 4 bytes: for 1" in report
+
+
+@pytest.mark.parametrize("kind", ["send", "receive"])
+def test_messages_count_by_pair(kind):
+    """A neighbour that has entered the other half of a message does not block it."""
+    ranks = Ranks()
+    ours, theirs = (r.group_log("forward", (0, 1)) for r in ranks.recorders[:2])
+    for _ in range(3):
+        ours.enter_send(4, 1)
+        theirs.enter_receive(4, 0)
+        ours.enter_receive(4, 1)
+        theirs.enter_send(4, 0)
+    ranks.wait(0, ours.enter_send(4, 1) if kind == "send" else ours.enter_receive(4, 1))
+    assert WaitGraph(ranks.to_dict()).blockers(0) == [1]
+    theirs.enter_receive(4, 0) if kind == "send" else theirs.enter_send(4, 0)
+    assert WaitGraph(ranks.to_dict()).blockers(0) == []
+
+
+def test_a_silent_rank_is_named_even_if_it_had_entered():
+    ranks = Ranks()
+    ranks.collective("world", tuple(range(8)), range(8))
+    assert ranks.culprits() == []
+    assert "NO CULPRIT AMONG THE RANKS" in hang_report.format_report(
+        {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []},
+        ranks.to_dict(),
+        "out",
+    )
+    ranks.states[3] = "silent"
+    assert ranks.culprits() == [3]
+
+
+def test_a_rank_that_makes_progress_is_no_culprit():
+    ranks = Ranks()
+    ranks.collective("world", tuple(range(8)), [0, 1, 2, 3, 4])
+    ranks.still |= {5: 1.0, 6: 90.0, 7: 99.0}
+    assert ranks.culprits() == [7, 6]
+
+
+def test_a_wait_for_the_own_writer_is_followed_to_the_writers_wait():
+    ranks = Ranks()
+    for rank, recorder in enumerate(ranks.recorders):
+        recorder.other_wait = {"kind": "writer", "ranks": [], "began": time.monotonic()}
+        recorder.background_at("store", (6,)) if rank == 0 else recorder.background_at(
+            "writes its shard"
+        )
+    for rank in (1, 2, 3, 4, 5, 7):
+        ranks.recorders[rank].other_wait = None
+        ranks.wait(rank, ranks.recorders[rank].group_log("world", tuple(range(8))).enter("x", 4))
+    assert ranks.culprits() == [6]
+
+
+def test_a_cycle_and_different_operations_are_reported():
+    ranks = Ranks()
+    ranks.collective("tp", (0, 1), [0])
+    ranks.collective("dp", (0, 1), [1])
+    for rank in range(2, 8):
+        ranks.states[rank] = "left"
+        ranks.still[rank] = 0.0
+    assert ranks.culprits() == []
+    case = {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []}
+    assert "wait for one another in a cycle" in hang_report.format_report(
+        case, ranks.to_dict(), "out"
+    )
+    ranks = Ranks()
+    ranks.collective("tp", (0, 1), [0])
+    ranks.collective("tp", (0, 1), [1], kind="all_gather")
+    ranks.recorders[0].group_log("tp", (0, 1)).entered = 3
+    ranks.recorders[0].waiting.number = 3
+    ranks.recorders[1].waiting.number = 3
+    line = hang_report.mismatches(WaitGraph(ranks.to_dict()))[0]
+    assert line.startswith("ranks 0 and 1 entered different operations as 3 of tp")
+
+
+# ---- The report printed again --------------------------------------------------------------------
+
+
+def write_report(out: Path) -> str:
+    """A report of rank 5 in out/hang; returns its text."""
+    ranks = Ranks()
+    ranks.collective("world", tuple(range(8)), [0, 1, 2, 3, 4, 6, 7])
+    case = {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": [5]}
+    report = hang_report.format_report(case, ranks.to_dict(), str(out))
+    hang_report.write_files(str(out / "hang"), case, ranks.to_dict(), report)
+    return report
+
+
+def test_a_report_is_printed_again(tmp_path):
+    report = write_report(tmp_path)
+    for folder in (tmp_path, tmp_path / "hang"):
+        outcome = start([*PRINT_AGAIN, str(folder)])
+        assert (outcome.status, outcome.out, outcome.err) == (0, report + "\n", "")
+
+
+def test_a_later_report_keeps_the_earlier_one(tmp_path):
+    reports = [write_report(tmp_path) for _ in range(3)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hang", "hang.1", "hang.2"]
+    assert (tmp_path / "hang.2/report.txt").read_text() == reports[1] + "\n"
+    assert json.loads((tmp_path / "hang/case.json").read_text())["culprits"] == [5]
+    rank = json.loads((tmp_path / "hang/rank_00005.json").read_text())
+    assert rank["snapshot"]["counts"] == [[1, {}, {}]]
