@@ -5,10 +5,10 @@ the next 5 losses within 1e-5 relative. Ranks are started four times in total.
 """
 
 import json
-import math
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import checkpoint_worker as worker
@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_worker import build_run, make
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import ROOT, mpirun
 
 import trainer
@@ -74,22 +72,34 @@ SAME_ONLY = {
 
 
 def execute(jobs: dict[tuple, tuple[int, dict]], folder: Path) -> dict[tuple, dict]:
-    """Results of jobs, each with its number of ranks; one start of ranks for each such number."""
-    results = {}
-    for ranks in sorted({ranks for ranks, _ in jobs.values()}):
-        own = {key: job for key, (n, job) in jobs.items() if n == ranks}
-        if ranks == 1:
-            for key, job in own.items():
-                config = validation.check(worker.options(job["options"]), 1)
-                results[key] = worker.run(config, job["before"], job["after"])
-            continue
-        source, target = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
-        source.write_text(json.dumps(list(own.values())))
-        command = ("tests/checkpoint_worker.py", str(source), str(target))
-        outcome = mpirun(ranks, *command, timeout=90 + 20 * len(own))
-        assert outcome.status == 0, outcome.err[-4000:]
-        results |= zip(own, json.loads(target.read_text()))
+    """Results of jobs, each with its number of ranks; one start of ranks for each such number.
+
+    The starts are made at once, since ranks mostly wait for messages; one rank is this process.
+    """
+    worlds: dict[int, dict] = {}
+    for key, (ranks, job) in jobs.items():
+        worlds.setdefault(ranks, {})[key] = job
+    alone = worlds.pop(1, {})
+    with ThreadPoolExecutor() as pool:
+        starts = [pool.submit(run_ranks, ranks, own, folder) for ranks, own in worlds.items()]
+        results = {}
+        for key, job in alone.items():
+            config = validation.check(worker.options(job["options"]), 1)
+            results[key] = worker.run(config, job["before"], job["after"])
+        for start in starts:
+            results |= start.result()
     return results
+
+
+def run_ranks(ranks: int, jobs: dict[tuple, dict], folder: Path) -> dict[tuple, dict]:
+    """Results of jobs in one start of that many ranks."""
+    source, target = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
+    source.write_text(json.dumps(list(jobs.values())))
+    command = ("tests/checkpoint_worker.py", str(source), str(target))
+    timeout = 2 * (90 + 20 * len(jobs))
+    outcome = mpirun(ranks, *command, timeout=timeout, OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.err[-4000:]
+    return dict(zip(jobs, json.loads(target.read_text()), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -196,43 +206,6 @@ def check_refused(config, *parts: str) -> None:
     assert "\n" not in sentence
     for part in parts:
         assert part in sentence
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
-def test_boxes_are_the_range_in_order(shape, data):
-    count = math.prod(shape)
-    start = data.draw(st.integers(0, count))
-    stop = data.draw(st.integers(start, count))
-    array = np.arange(count).reshape(shape)
-    found = list(file_format.split_into_boxes(tuple(shape), start, stop))
-    slices = [tuple(slice(a, b) for a, b in box) for box in found]
-    values = [v for index in slices for v in array[index].flat]
-    assert values == list(range(start, stop))
-    assert len(found) <= 2 * len(shape)
-
-
-def test_a_tensor_that_the_ranks_do_not_cover_is_refused(tmp_path):
-    total, crc = file_format.write_shard(
-        str(tmp_path / "rank_00000.h5"), 5, {"weights": ("float32", [np.ones(5, "f4")])}
-    )
-    part = file_format.ShardFile(
-        "rank_00000.h5", total, crc, {"weights": "float32"}, [("w", [((0, 5),)])]
-    )
-    with pytest.raises(RuntimeError, match="5 elements of w"):
-        file_format.index_image({"w": (6,)}, [part])
-
-
-def test_the_file_matches_its_checksum(tmp_path):
-    """The checksum is computed while writing; it must be that of the file."""
-    path, runs = str(tmp_path / "x.h5"), [np.random.rand(n) for n in (1, 3_000_000, 777)]
-    whole = np.concatenate(runs)
-    arrays = {"b": ("float64", runs), "a": ("float32", [whole.astype("f4")])}
-    total, crc = file_format.write_shard(path, len(whole), arrays)
-    assert (total, crc) == file_format.checksum_file(path)
-    with h5py.File(path) as file:
-        assert np.array_equal(file["b"], whole)
-        assert np.array_equal(file["a"], whole.astype("f4"))
-    assert total <= 12 * len(whole) * 1.01
 
 
 def test_attributes_of_the_index(tmp_path):

@@ -11,7 +11,11 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import golden_worker
 import pytest
@@ -34,6 +38,8 @@ POSITIONS = {
     },
 }
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+WORLDS = (1, 2, 4, 8)
+AT_A_TIME = 2  # starts of ranks
 MESHES = [m for m in itertools.product((1, 2, 4), repeat=3) if m[0] * m[1] * m[2] <= 8]
 
 
@@ -126,23 +132,51 @@ def weight_difference(weights: dict[str, float], others: dict[str, float]) -> fl
     return relative_difference([weights[n] for n in names], [others[n] for n in names], scale)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_every_layout_equals_the_single_rank_run(ranks, tmp_path, request):
-    every = cases(ranks, request.config.getoption("--full-golden"))
-    source, target = tmp_path / "cases.json", tmp_path / "results.json"
+def run_cases(ranks: int, every: list[dict], folder: Path) -> list[dict]:
+    """The result of each case, from one start of that many ranks."""
+    source, target = folder / f"cases{ranks}.json", folder / f"results{ranks}.json"
     source.write_text(json.dumps(every))
     worker = ("tests/golden_worker.py", str(source), str(target))
-    outcome = mpirun(ranks, *worker, timeout=90 + 30 * len(every))
+    timeout = AT_A_TIME * (90 + 30 * len(every))
+    outcome = mpirun(ranks, *worker, timeout=timeout, OMP_NUM_THREADS="1")
     assert outcome.status == 0, outcome.err[-4000:]
     results = json.loads(target.read_text())
-    assert len(results) == len(every)
+    assert len(results) == len(every) > 0
+    return results
+
+
+@contextmanager
+def run_worlds(worlds: dict[int, list[dict]], folder: Path) -> Iterator[dict[int, Future]]:
+    """The results of each world's cases, as they come: AT_A_TIME starts, the largest first.
+
+    Ranks mostly wait for messages, so that two starts take little more time than one.
+    """
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        starts = {n: pool.submit(run_cases, n, worlds[n], folder) for n in sorted(worlds)[::-1]}
+        yield starts
+        for start in starts.values():
+            start.cancel()
+
+
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory) -> Iterator[dict[int, tuple[list[dict], Future]]]:
+    """For each number of ranks its cases and their results."""
+    full = request.config.getoption("--full-golden")
+    worlds = {ranks: cases(ranks, full) for ranks in WORLDS}
+    with run_worlds(worlds, tmp_path_factory.mktemp("golden")) as starts:
+        yield {ranks: (worlds[ranks], starts[ranks]) for ranks in WORLDS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", WORLDS)
+def test_every_layout_equals_the_single_rank_run(ranks, runs):
+    every, start = runs[ranks]
+    expected = [reference(case) for case in every]  # while the ranks are at work
     worst = {"fp32": 0.0, "fp64": 0.0}
-    for case, result in zip(every, results):
-        expected = reference(case)
-        off = distance(result, expected)
+    for case, result, wanted in zip(every, start.result(), expected, strict=True):
+        off = distance(result, wanted)
         assert len(result["losses"]) == golden_worker.STEPS
-        assert off <= TOLERANCE[case["precision"]], (case, result, expected)
+        assert off <= TOLERANCE[case["precision"]], (case, result, wanted)
         worst[case["precision"]] = max(worst[case["precision"]], off)
     print(f"{ranks} ranks, {len(every)} cases, largest relative difference {worst}")
 

@@ -7,6 +7,7 @@ on the rounding: fp32; 8-bit moments, where some codes flip; Muon, which orthogo
 
 import itertools
 import json
+from collections.abc import Iterator
 
 import golden_worker
 import pytest
@@ -14,7 +15,7 @@ import torch
 from compare import assert_close, relative_difference
 from fake_context import FakeContext
 from ranks import mpirun
-from test_golden import pairwise, single_rank, weight_difference
+from test_golden import pairwise, run_worlds, single_rank, weight_difference
 
 import data
 import trainer
@@ -35,6 +36,7 @@ TOLERANCE = {
 }
 # Of weights: these round each element's update by itself, which the loss hardly shows.
 WEIGHT_TOLERANCE = TOLERANCE | {"adamw8bit": 1e-3, "muon": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
+RULE_WORLDS, PRECISION_WORLDS = (1, 4), (2, 4, 8)  # numbers of ranks
 # What bitsandbytes' blocks of 256 need to be cut by tp 2.
 WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
 
@@ -89,21 +91,32 @@ def precision_cases(ranks: int) -> list[dict]:
     return found
 
 
-def compare(every: list[dict], ranks: int, tmp_path) -> dict[str, float]:
-    """Run the cases and compare each with one rank; the largest difference by tolerance."""
-    source, target = tmp_path / "cases.json", tmp_path / "results.json"
-    source.write_text(json.dumps(every))
-    worker = ("tests/golden_worker.py", str(source), str(target))
-    outcome = mpirun(ranks, *worker, timeout=120 + 20 * len(every), OMP_NUM_THREADS="1")
-    assert outcome.status == 0, outcome.err[-4000:]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Iterator[dict[tuple[str, int], tuple[list[dict], list[dict]]]]:
+    """The cases and their results, by subject and number of ranks: one start for each number."""
+    every = {("rules", ranks): rule_cases(ranks) for ranks in RULE_WORLDS}
+    every |= {("16 bits", ranks): precision_cases(ranks) for ranks in PRECISION_WORLDS}
+    worlds: dict[int, list[dict]] = {}
+    for (_, ranks), own in every.items():
+        worlds.setdefault(ranks, []).extend(own)
+    with run_worlds(worlds, tmp_path_factory.mktemp("optimizers")) as starts:
+        for plain in map(without_layout, itertools.chain(*worlds.values())):
+            single_rank(plain)  # while the ranks are at work
+        results = {ranks: iter(start.result()) for ranks, start in starts.items()}
+        yield {key: (own, [next(results[key[1]]) for _ in own]) for key, own in every.items()}
+
+
+def without_layout(case: dict) -> str:
     layout = {"tp", "pp", "zero", "sequence_parallel", "overlap_param_gather", "recompute"}
     layout |= {"recompute_layers"}
+    return json.dumps({k: v for k, v in case.items() if k not in layout})
+
+
+def compare(every: list[dict], results: list[dict]) -> dict[str, float]:
+    """Compare each case with one rank; the largest difference by tolerance."""
     worst: dict[str, float] = {}
-    results = json.loads(target.read_text())
-    assert len(results) == len(every) > 0
-    for case, result in zip(every, results):
-        plain = {k: v for k, v in case.items() if k not in layout}
-        expected = single_rank(json.dumps(plain))
+    for case, result in zip(every, results, strict=True):
+        expected = single_rank(without_layout(case))
         kind = case.get("precision", case.get("optimizer"))
         assert len(result["losses"]) == golden_worker.STEPS
         for numbers in ("losses", "norms"):
@@ -116,19 +129,19 @@ def compare(every: list[dict], ranks: int, tmp_path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_every_optimizer_and_zero_stage_equals_one_rank(ranks, tmp_path):
-    every = rule_cases(ranks)
+@pytest.mark.parametrize("ranks", RULE_WORLDS)
+def test_every_optimizer_and_zero_stage_equals_one_rank(ranks, runs):
+    every, results = runs["rules", ranks]
     names = {case["optimizer"] for case in every}
     assert names == set(configuration.OPTIMIZERS) - {"apex"}
-    print(len(every), compare(every, ranks, tmp_path))
+    print(len(every), compare(every, results))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_16_bit_runs_agree_with_one_rank(ranks, tmp_path):
-    every = precision_cases(ranks)
-    print(len(every), compare(every, ranks, tmp_path))
+@pytest.mark.parametrize("ranks", PRECISION_WORLDS)
+def test_16_bit_runs_agree_with_one_rank(ranks, runs):
+    every, results = runs["16 bits", ranks]
+    print(len(every), compare(every, results))
 
 
 @pytest.mark.slow
