@@ -27,7 +27,10 @@ def main(arguments: list[str]) -> int:
         return 2
     ranks, words = int(arguments[0]), arguments[1:]
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    import trainer  # noqa: F401  the forked ranks have torch and the modules imported
+    # The forked ranks have torch and the modules imported; torch's optimizers import its _dynamo.
+    import torch._dynamo  # noqa: F401
+
+    import trainer  # noqa: F401
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
