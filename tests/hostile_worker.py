@@ -4,12 +4,14 @@
 
 CASES: {"name": folder}. RESULTS: {"name": {"show": sentence, ...}}, a sentence as UserError has it,
 null for a use that succeeded, "TypeError: ..." for any other exception. The uses are those of
-checkpoint.py, and loading into a run; of every fifth, the weights only.
+checkpoint.py, and loading into a run; of every fifth, the weights only. Forked processes share the
+cases.
 """
 
 import contextlib
 import io
 import json
+import os
 import shutil
 import signal
 import sys
@@ -25,6 +27,7 @@ from config import validation
 from config.messages import UserError
 
 SHAPE = {"layers": 2, "hidden": 16, "heads": 4, "seq_length": 16, "vocab_size": 61}
+PROCESSES = 4
 SECONDS = 60  # of one use, after which it is a hang
 
 
@@ -73,16 +76,31 @@ def uses(folder: str, state: trainer.TrainState, out: Path, all_uses: bool) -> d
     return found
 
 
+def use_share(cases: list[tuple[int, tuple[str, str]]], state: trainer.TrainState) -> dict:
+    """The results of a process's share of the numbered cases."""
+    with tempfile.TemporaryDirectory() as out:
+        return {
+            name: uses(folder, state, Path(out), number % 5 == 0)
+            for number, (name, folder) in cases
+        }
+
+
 def main() -> None:
     signal.signal(signal.SIGALRM, ring)
-    cases = json.loads(Path(sys.argv[1]).read_text())
+    cases, target = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     state = trainer.build(validation.check(worker.options(SHAPE), 1))
-    with tempfile.TemporaryDirectory() as out:
-        numbered = enumerate(cases.items())
-        results = {
-            name: uses(folder, state, Path(out), i % 5 == 0) for i, (name, folder) in numbered
-        }
-    Path(sys.argv[2]).write_text(json.dumps(results))
+    children = []
+    for share in range(PROCESSES):
+        if (child := os.fork()) == 0:
+            results = use_share(list(enumerate(cases.items()))[share::PROCESSES], state)
+            target.with_suffix(f".{share}").write_text(json.dumps(results))
+            os._exit(0)
+        children.append(child)
+    ends = [os.waitpid(child, 0)[1] for child in children]
+    if any(ends):
+        raise RuntimeError(f"a process ended with a traceback or a signal: {ends}")
+    shares = [json.loads(target.with_suffix(f".{n}").read_text()) for n in range(PROCESSES)]
+    target.write_text(json.dumps({name: end for share in shares for name, end in share.items()}))
 
 
 if __name__ == "__main__":
