@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +21,7 @@ WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
 # Slurm checks limits every 30 s: the signal comes between 29 and 59 s after the start. The run is
 # longer; the limit's last second and KillWait are enough to save.
 STEPS, PAUSE = 130, 0.45
+SECONDS = 400  # until the job with a time limit has ended
 
 BATCH = """#!/usr/bin/env bash
 #SBATCH --nodes=2 --ntasks-per-node=1 --time={limit} --signal=B:USR1@1 --requeue
@@ -29,12 +31,26 @@ cd "$SLURM_SUBMIT_DIR"
 source scripts/slurm_job.sh
 LOGS={out}/logs
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1
-ranks tests/paced_worker.py {pause} {words} --steps {steps} --out {out} --resume auto
+pause={pause}
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || pause={later}
+ranks tests/paced_worker.py $pause {words} --steps {steps} --out {out} --resume auto
 """
 
 
+@pytest.fixture(scope="module")
+def limited_job(slurm, tmp_path_factory) -> tuple[Path, str]:
+    """A job that reaches its limit of a minute; the other tests of Slurm run meanwhile."""
+    out = tmp_path_factory.mktemp("limited") / "job"
+    job = submit(out, limit=1, later=0.0)
+    began = time.monotonic()
+    while not list(out.glob("metrics.jsonl*")):  # two starts at the same time would be slow
+        assert time.monotonic() < began + SECONDS, output(out)
+        time.sleep(0.2)
+    return out, job
+
+
 @pytest.mark.slow
-def test_srun_trains_over_two_nodes(tmp_path, slurm):
+def test_srun_trains_over_two_nodes(tmp_path, limited_job):
     """Pre-flight checks the nodes, and the table shows where each rank is."""
     launcher = srun_command(4, "--ntasks-per-node=2")
     command = [*launcher, sys.executable, "train.py", *WORDS, "--tp", "2", "--steps", "3"]
@@ -56,20 +72,32 @@ def test_srun_trains_over_two_nodes(tmp_path, slurm):
 
 
 @pytest.mark.slow
-def test_a_time_limit_loses_nothing(tmp_path, slurm):
+def test_a_lost_rank_brings_the_job_back_and_scancel_ends_it(tmp_path, limited_job):
+    """Saved, not requeued, and no process of Slurm stays, which `sleep` in the batch file kept."""
+    out = tmp_path / "job"
+    job = submit(out, limit=30)
+    wait_for(lambda: (out / "metrics.jsonl").exists() and read(out / "metrics.jsonl"), out)
+    ranks_of(out)[-1].kill()
+    wait_for(lambda: "start 0: status" in output(out), out)
+    wait_for(lambda: (out / "metrics.jsonl.1").exists() and read(out / "metrics.jsonl"), out)
+    assert "requeued: a rank was lost (dead), 1 times since the newest checkpoint" in output(out)
+    subprocess.run(["scancel", job], check=True)
+    wait_for(lambda: not queue(job), out)  # without a requeue it is not in the queue any more
+    assert "start 1: status 75" in output(out)
+    assert "not requeued: the job was cancelled" in output(out)
+    assert list(out.glob("checkpoints/step_*"))
+    assert none_left(f"slurmstepd: [{job}.") == []
+    assert ranks_of(out) == []
+
+
+@pytest.mark.slow
+def test_a_time_limit_loses_nothing(tmp_path, limited_job):
     """On the signal the run saves and exits with 75; the job is requeued and resumes."""
-    out, straight = tmp_path / "job", tmp_path / "straight"
-    submit(out, limit=1)
-    limit = time.monotonic() + 400
-    while not list(out.glob("metrics.jsonl*")):  # two starts at the same time would be slow
-        assert time.monotonic() < limit, output(out)
-        time.sleep(0.5)
+    (out, job), straight = limited_job, tmp_path / "straight"
     words = [*WORDS, "--steps", str(STEPS), "--out", str(straight)]
     outcome = mpirun(2, "train.py", *words, OMP_NUM_THREADS="1")  # as in the batch file
     assert outcome.status == 0, outcome.err
-    while queue():
-        assert time.monotonic() < limit, output(out)
-        time.sleep(0.5)
+    wait_for(lambda: not queue(job), out, SECONDS)
     endings = [line for line in output(out).splitlines() if "status" in line and "start" in line]
     assert len(endings) > 1, output(out)
     for number, line in enumerate(endings):
@@ -86,38 +114,21 @@ def test_a_time_limit_loses_nothing(tmp_path, slurm):
     print(f"{len(endings)} starts, of {[len(rows) for rows in starts]} steps, bitwise one run")
 
 
-@pytest.mark.slow
-def test_a_lost_rank_brings_the_job_back_and_scancel_ends_it(tmp_path, slurm):
-    """Saved, not requeued, and no process of Slurm stays, which `sleep` in the batch file kept."""
-    out = tmp_path / "job"
-    job = submit(out, limit=30)
-    wait_for(lambda: (out / "metrics.jsonl").exists() and read(out / "metrics.jsonl"), out)
-    ranks_of(out)[-1].kill()
-    wait_for(lambda: "start 0: status" in output(out), out)
-    wait_for(lambda: (out / "metrics.jsonl.1").exists() and read(out / "metrics.jsonl"), out)
-    assert "requeued: a rank was lost (dead), 1 times since the newest checkpoint" in output(out)
-    subprocess.run(["scancel", job], check=True)
-    wait_for(lambda: not queue(), out)  # without a requeue it is not in the queue any more
-    assert "start 1: status 75" in output(out)
-    assert "not requeued: the job was cancelled" in output(out)
-    assert list(out.glob("checkpoints/step_*"))
-    assert none_left(f"slurmstepd: [{job}.") == []
-    assert ranks_of(out) == []
-
-
-def submit(out, limit: int) -> str:
-    """Submit BATCH with that --time; the job's number."""
+def submit(out, limit: int, later: float = PAUSE) -> str:
+    """Submit BATCH with that --time, and that pause after its first start; the job's number."""
     out.mkdir()
     batch, words = out / "batch.slurm", shlex.join(WORDS)
-    text = BATCH.format(out=out, limit=limit, pause=PAUSE, words=words, steps=STEPS)
+    text = BATCH.format(out=out, limit=limit, pause=PAUSE, later=later, words=words, steps=STEPS)
     batch.write_text(text)
     command = ["sbatch", "--parsable", str(batch)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
 
 
-def queue() -> str:
-    return subprocess.run(["squeue", "--noheader"], capture_output=True, text=True).stdout
+def queue(job: str) -> str:
+    """Slurm's line about a job; nothing when it has ended."""
+    command = ["squeue", "--noheader", f"--jobs={job}"]
+    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def wait_for(what, out, seconds: float = 200) -> None:
