@@ -5,13 +5,15 @@ import re
 import shutil
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from ranks import (
     OPENMPI_LIBRARY,
     ROOT,
     Job,
+    Outcome,
     mpi_command,
     mpirun,
     none_left,
@@ -201,6 +203,30 @@ def test_mpirun_in_a_slurm_job(slurm):
 
 # ---- How a job ends ------------------------------------------------------------------------------
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Of failing_worker.py: the command before it, and its arguments.
+JOBS = {
+    "absent": (mpi_command(2), "absent 1"),  # it waits for seconds, so it comes first
+    "raise 0": (mpi_command(3), "raise 0"),
+    "raise 2": (mpi_command(3), "raise 2"),
+    "mistake": (mpi_command(3), "mistake 0"),
+    "files": (mpi_command(2), "files 0"),
+    "torchrun": (TORCHRUN, "none 9"),
+}
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[dict[str, Future]]:
+    """How jobs end that have nothing to do with each other, three at a time."""
+
+    def end(name: str) -> Outcome:
+        launcher, words = JOBS[name]
+        python = [] if name == "torchrun" else [sys.executable]
+        return start([*launcher, *python, WORKER, *words.split()], timeout=270)
+
+    with ThreadPoolExecutor(3) as pool:
+        yield {name: pool.submit(end, name) for name in JOBS}
+
 
 def ranks_in(outcome, rest: str) -> list[int]:
     """The ranks whose lines are in the output; launchers may join parts of lines."""
@@ -209,9 +235,9 @@ def ranks_in(outcome, rest: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_one_failing_rank_ends_all(culprit):
+def test_one_failing_rank_ends_all(culprit, jobs):
     """The traceback is printed once, with rank and node; no process is left in a collective."""
-    outcome = mpirun(3, WORKER, "raise", str(culprit), timeout=90)
+    outcome = jobs[f"raise {culprit}"].result()
     assert outcome.status not in (0, 75)
     assert ranks_in(outcome, "of 3") == []  # no rank finished the collective
     assert outcome.err.count("Traceback") == 1
@@ -221,16 +247,16 @@ def test_one_failing_rank_ends_all(culprit):
 
 
 @pytest.mark.slow
-def test_a_mistake_that_all_ranks_find_is_printed_once():
-    outcome = mpirun(3, WORKER, "mistake", "0", timeout=90)
+def test_a_mistake_that_all_ranks_find_is_printed_once(jobs):
+    outcome = jobs["mistake"].result()
     assert outcome.status == 2
     assert outcome.err.count("error: planted: 3 does not divide 4") == 1
     assert "Traceback" not in outcome.err
 
 
 @pytest.mark.slow
-def test_a_monitor_with_too_few_open_files():
-    outcome = mpirun(2, WORKER, "files", "0")
+def test_a_monitor_with_too_few_open_files(jobs):
+    outcome = jobs["files"].result()
     assert outcome.status == 2, outcome.err
     lines = [line for line in outcome.err.splitlines() if line.startswith("error")]
     assert len(lines) == 1
@@ -249,17 +275,16 @@ def test_two_jobs_on_one_node_stay_apart():
 
 
 @pytest.mark.slow
-def test_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    outcome = start([*command, "--nproc-per-node", "2", WORKER, "none", "9"], timeout=120)
+def test_torchrun(jobs):
+    outcome = jobs["torchrun"].result()
     assert outcome.status == 0, outcome.err
     assert ranks_in(outcome, "of 2 torchrun") == [0, 1]
 
 
 @pytest.mark.slow
-def test_the_wait_for_a_rank_that_does_not_start_is_limited():
+def test_the_wait_for_a_rank_that_does_not_start_is_limited(jobs):
     """MPI_Init holds Python's lock: no thread of Python could end this wait."""
-    outcome = mpirun(2, WORKER, "absent", "1", timeout=90)
+    outcome = jobs["absent"].result()
     assert outcome.status not in (0, 75)
     assert ranks_in(outcome, "of 2") == []
     assert "Timeout (0:00:08)!" in outcome.err
