@@ -264,6 +264,7 @@ def _start_watchdog(context: Context, run: Run, host: str) -> None:
     exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
     address, mistake = exchange.agree([address, mistake], lambda values: values[0])
     if mistake:
+        exchange.leave()
         exit_with(UserError(mistake), context.rank == 0, context.launch.exit_delay)
     own = context.rank, context.node, context.end_all_ranks, monitor
     try:

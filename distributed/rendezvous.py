@@ -68,9 +68,13 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         gathered = exchange.gather("place", dataclasses.asdict(own))
         places = [Place(**place | {"cores": tuple(place["cores"])}) for place in gathered]
         faulthandler.cancel_dump_traceback_later()
-        placement.check_devices(places)
-        if backend == "nccl" and not placement.share_gpu_for_tests(places, launch.rank):
-            placement.check_gpus(places)
+        try:
+            placement.check_devices(places)
+            if backend == "nccl" and not placement.share_gpu_for_tests(places, launch.rank):
+                placement.check_gpus(places)
+        except UserError:
+            exchange.leave()
+            raise
     except UserError as mistake:
         exit_with(mistake, index == 0, launch.exit_delay)
     rank, size = launch.rank, launch.size

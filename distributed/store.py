@@ -12,7 +12,7 @@ No call waits longer than a time limit; `NoAnswer` then names the ranks that wer
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from watchdog.flight_recorder import FlightRecorder
 PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
 # A rank that has sent nothing by then is considered lost; a save on a slow disk takes minutes.
 SECONDS_TO_ANSWER = 3600.0
+SECONDS_TO_LEAVE = 10.0  # that rank 0 waits for ranks which have not read what was agreed
 
 
 class NoAnswer(TimeoutError):
@@ -92,6 +93,17 @@ class StoreExchange:
         if "silent" in result:
             raise NoAnswer(result["silent"], self.seconds)
         return result["value"]
+
+    def leave(self) -> None:
+        """Let every rank read what was agreed before rank 0, and the store with it, ends.
+
+        For an error that all ranks have agreed on; each calls it before it ends.
+        """
+        self.tell("left", None)
+        if self.rank == 0:
+            self.seconds = SECONDS_TO_LEAVE
+            with suppress(NoAnswer):
+                self.collect("left")
 
     def tell(self, key: str, value: Any) -> None:
         """Leave this rank's value for rank 0, which must collect it before the key's next use."""

@@ -15,6 +15,17 @@ from distributed.mesh import Mesh
 from watchdog import heartbeat
 
 
+def read_late() -> None:
+    """Let this rank pause between its waits for values in the store and its reads of them."""
+    wait = torch.distributed.PrefixStore.wait
+
+    def wait_longer(*arguments) -> None:
+        wait(*arguments)
+        time.sleep(1.0)
+
+    torch.distributed.PrefixStore.wait = wait_longer
+
+
 def main() -> None:
     kind, culprit = sys.argv[1], int(sys.argv[2])
     launch = discover()
@@ -23,6 +34,8 @@ def main() -> None:
     if kind == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
         heartbeat.OTHER_FILES = 997
+        if launch.rank != culprit:
+            read_late()
     limit = timedelta(seconds=8 if kind == "absent" else 600)
     context = start(launch, Run(), meet_within=limit)
     with context.failing_loudly():
