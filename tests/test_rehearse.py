@@ -187,7 +187,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_finding():
-    words = ["--hidden", "8192", "--heads", "64", "--layers", "24", "--precision", "bf16"]
+    words = ["--hidden", "8192", "--heads", "64", "--layers", "2", "--precision", "bf16"]
     done = run("--world", "1", "--gpu", "v100-16", *words, "--global-batch-size", "1")
     assert done.returncode == 1, done.stderr
     assert "Will it fit? No: rank 0 of stage 0 needs" in done.stdout
@@ -211,8 +211,8 @@ def test_mistakes_are_one_sentence(words, sentence):
 
 @pytest.mark.slow
 def test_the_planner_has_its_first_layouts_rehearsed():
-    words = "plan.py layouts --model gpt2-124m --gpus 2 --global-batch-size 8 --pp 2 --rehearse 1"
-    command = [sys.executable, *words.split(), "--top", "1"]
+    words = "plan.py layouts --model gpt2-124m --layers 4 --gpus 2 --global-batch-size 8 --pp 2"
+    command = [sys.executable, *words.split(), "--rehearse", "1", "--top", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     line = done.stdout.partition("rehearsed:\n")[2]
