@@ -76,7 +76,7 @@ def _cases(program: str, block: str) -> list[Case]:
 def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """The NAME=VALUE words at the beginning, and the others."""
     variables = {}
-    while words and re.match("[A-Z_]+=", words[0]):
+    while words and re.match("[A-Z0-9_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
     return variables, words

@@ -8,14 +8,15 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import fault_worker
 import psutil
 import pytest
 from handmade_records import Ranks
-from ranks import ROOT, Job, mpi_command, mpirun, none_left, start
+from ranks import ROOT, Job, Outcome, mpi_command, mpirun, none_left, start
 
 from config import schema as configuration
 from config import validation
@@ -227,6 +228,7 @@ JOBS = [
     ("", 2, "write", 1),
     ("--tp 2", 2, "suspended", None),
 ]
+CULPRITS = {"killed": 2, "stopped": 0}  # of four ranks under mpirun
 
 
 def run_jobs(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
@@ -241,11 +243,28 @@ def run_jobs(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
     return [(folder / f"job{number}", result) for number, result in enumerate(results)]
 
 
+def run_under_mpirun(folder: Path) -> dict[str, tuple[Path, Outcome]]:
+    """A job for each fault, one after the other: its folder, and how mpirun ended."""
+    found = {}
+    for fault, culprit in CULPRITS.items():
+        job, out = folder / f"{fault}.json", folder / fault
+        job.write_text(json.dumps({"layout": "--tp 2 --pp 2", "fault": fault, "culprit": culprit}))
+        found[fault] = (out, mpirun(4, WORKER, str(out), str(job), "rank", timeout=120))
+    return found
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory) -> Iterator[list[Future]]:
+    """Two halves of JOBS and the jobs under mpirun, at once: most of the time they wait."""
+    folder = tmp_path_factory.mktemp("faults")
+    with ThreadPoolExecutor(3) as pool:
+        halves = [pool.submit(run_jobs, folder / name, JOBS[at::2]) for at, name in enumerate("ab")]
+        yield [*halves, pool.submit(run_under_mpirun, folder)]
+
+
 @pytest.mark.slow
-def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path):
-    halves = [(tmp_path / name, JOBS[at::2]) for at, name in enumerate("ab")]
-    with ThreadPoolExecutor(2) as pool:  # most of the time they wait
-        results = [pair for half in pool.map(run_jobs, *zip(*halves)) for pair in half]
+def test_each_fault_ends_the_job_and_its_rank_is_named(faults):
+    results = [pair for half in faults[:2] for pair in half.result()]
     assert len(results) == len(JOBS)
     for folder, result in results:
         if result["fault"] == "suspended":  # a job that goes on does not hang
@@ -271,18 +290,16 @@ def test_each_fault_ends_the_job_and_its_rank_is_named(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "culprit"), [("killed", 2), ("stopped", 0)])
-def test_under_mpirun(tmp_path, fault, culprit):
+@pytest.mark.parametrize(("fault", "culprit"), CULPRITS.items())
+def test_under_mpirun(faults, fault, culprit):
     """MPICH's mpirun kills all ranks when one dies: the monitor survives that and reports."""
-    job, out = tmp_path / "job.json", tmp_path / "out"
-    job.write_text(json.dumps({"layout": "--tp 2 --pp 2", "fault": fault, "culprit": culprit}))
-    outcome = mpirun(4, WORKER, str(out), str(job), "rank", timeout=90)
+    out, outcome = faults[2].result()[fault]
     assert outcome.status != 0
     case = json.loads((out / "hang/case.json").read_text())
     assert case["kind"] == {"killed": "dead", "stopped": "hang"}[fault]
     assert case["culprits"] == [culprit]
     assert f"CULPRIT: rank {culprit} (tp " in outcome.err
-    assert none_left(str(job)) == []
+    assert none_left(f"{out}.json") == []
     again = start([*PRINT_AGAIN, str(out)])
     assert f"CULPRIT: rank {culprit} (tp " in again.out
 
