@@ -1,0 +1,159 @@
+"""Memory of one layout as the planner has it, against closed forms."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.command_line import preset
+from config.messages import UserError
+from config.model_stats import parameters
+from config.schema import Layout, ModelShape, Training
+from planner import hardware, layouts, memory, step_time
+from planner.job import Job
+from schedules import schedule
+
+A100 = hardware.load("a100-80")
+JEAN_ZAY = hardware.load("jean-zay-a100")
+
+
+def training(batch: int, **rest) -> Training:
+    return Training(global_batch_size=batch, **({"precision": "fp16"} | rest))
+
+
+def test_mixed_precision_costs_18_bytes_and_zero_shards_12():
+    model = preset("1b3")
+    for dp, zero, each in ((1, 0, 18), (8, 0, 18), (8, 1, 6 + 12 / 8), (64, 1, 6 + 12 / 64)):
+        layout = Layout(dp=dp, zero=zero)
+        table = memory.stages(Job(model, layout, training(64), A100))[0]
+        states = table.weights + table.gradients + table.optimizer
+        assert states == pytest.approx(each * table.parameters)
+
+
+def test_fp32_costs_16_bytes_and_8_bit_adam_saves_6():
+    model, layout = preset("1b3"), Layout(dp=1, zero=0)
+    full = memory.stages(Job(model, layout, training(8, precision="fp32"), A100))[0]
+    assert full.weights + full.gradients + full.optimizer == pytest.approx(16 * full.parameters)
+    half = memory.stages(Job(model, layout, training(8), A100))[0]
+    small = memory.stages(Job(model, layout, training(8, optimizer="adamw8bit"), A100))[0]
+    scales = 2 * 4 / 256
+    assert half.optimizer - small.optimizer == pytest.approx((6 - scales) * half.parameters)
+
+
+def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
+    model, options = preset("1b3"), training(64)
+    one, two, three = (
+        memory.stages(Job(model, Layout(dp=8, zero=zero), options, A100))[0] for zero in (1, 2, 3)
+    )
+    assert one.gradients == 4 * one.parameters
+    assert two.gradients == pytest.approx(one.gradients / 8)
+    assert one.optimizer == two.optimizer == three.optimizer
+    assert three.weights < one.weights / 4
+    slower = [
+        step_time.step_parts(Job(model, Layout(dp=8, zero=zero), options, A100))["reduce"]
+        for zero in (1, 2, 3)
+    ]
+    assert slower[0] < slower[1] < slower[2]
+
+
+def test_recomputing_some_blocks_lies_between_all_and_none():
+    model, options = preset("1b3"), training(64)
+    found = []
+    for layers in (0, 8, 16, None):
+        layout = Layout(dp=8, recompute="full", recompute_layers=layers, micro_batch_size=4)
+        p = step_time.predict(model, layout, options, A100)
+        found.append((p.seconds, p.memory[0].activations, p.hardware_tflops * p.seconds))
+    assert found == sorted(found, key=lambda row: row[0])
+    assert found[::-1] == sorted(found, key=lambda row: row[1])
+    plain = step_time.predict(model, Layout(dp=8, micro_batch_size=4), options, A100)
+    assert found[0][0] == plain.seconds
+    assert found[0][2] == pytest.approx(plain.model_tflops * plain.seconds)
+
+
+def test_seed_004_reads_22_and_18_gb():
+    """18 bytes per parameter, the context of 1,271 MiB, and one checkpoint per block in flight."""
+    layout = Layout(
+        tp=4, pp=32, dp=1, recompute="full", partition="layers", sequence_parallel=False
+    )  # fmt: skip
+    model = preset("104b")
+    kept = memory.kept_bytes(Job(model, layout, training(2048), A100))
+    assert kept == 2 * 2048 * 11600
+    context = 1271 * 2**20
+    assert (17_157_252_600 + context + 2 * 32 * kept) / 1e9 == pytest.approx(22, abs=0.6)
+    assert (14_533_837_200 + context + 2 * 31 * kept) / 1e9 == pytest.approx(18, abs=1)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe"]))
+def test_activations_are_those_that_the_schedule_holds(pp, count, name):
+    model = ModelShape(2 * pp, 256, 4)
+    layout = Layout(pp=pp, dp=1, schedule=name, partition="layers", recompute="full")
+    machine = dataclasses.replace(A100, activation_overhead=1.0)
+    table = memory.stages(Job(model, layout, training(count), machine))
+    kept = 2 * memory.kept_bytes(Job(model, layout, training(count), machine))
+    peak = schedule.build(name, pp, count).peak
+    assert [stage.activations for stage in table] == [held * kept for held in peak]
+
+
+def test_a_batch_below_one_micro_batch_a_replica_is_a_sentence():
+    model, layout = preset("gpt2-124m"), Layout(dp=8, micro_batch_size=2)
+    message = r"micro-batch-size\(2\) \* dp\(8\) = 16 is more than global-batch-size\(4\)"
+    job = Job(model, layout, training(4), A100)
+    with pytest.raises(UserError, match=message):
+        step_time.predict(*job)
+    for ask in (
+        step_time.pipeline_time,
+        step_time.step_parts,
+        memory.stages,
+        memory.fullest,
+        layouts.does_not_fit,
+    ):
+        with pytest.raises(UserError, match=message):
+            ask(job)
+    ranked, rejected = layouts.rank(model, training(4), A100, 8, {"tp": 1, "pp": 1})
+    assert ranked == []
+    reasons = {r.layout["micro_batch_size"]: r.reason for r in rejected}
+    assert "micro-batch-size(2) * dp(8) = 16 does not divide global-batch-size(4)" in reasons[2]
+
+
+@settings(deadline=None)
+@given(
+    st.integers(2, 40),
+    st.integers(1, 12),
+    st.sampled_from(["balanced", "layers", "blocks"]),
+    st.sampled_from(["1f1b", "gpipe"]),
+    st.sampled_from(["none", "full"]),
+)
+def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recompute):
+    if pp > layers:
+        return
+    model = ModelShape(layers, 1024, 16, vocab_size=250000)
+    layout = Layout(pp=pp, dp=1, partition=partition, schedule=name, recompute=recompute)
+    table = memory.stages(Job(model, layout, training(16), A100))
+    found = memory.fullest(Job(model, layout, training(16), A100))
+    assert found.total == max(stage.total for stage in table)
+    assert memory.fullest(Job(model, layout, training(16), A100), [1] * pp).total <= found.total
+
+
+def test_held_parameters_are_the_models():
+    model = preset("bloom-176b")
+    layout = Layout(tp=4, pp=12, dp=8, micro_batch_size=2)
+    table = memory.stages(Job(model, layout, training(2048), A100))
+    copies = model.vocab_size * model.hidden
+    whole = parameters(model) + copies
+    assert 4 * sum(s.parameters for s in table) == pytest.approx(whole, rel=1e-3)
+
+
+def test_recomputation_keeps_less():
+    model = preset("181b")
+
+    def kept(recompute, machine):
+        layout = Layout(tp=8, pp=12, dp=4, recompute=recompute, sequence_parallel=False)
+        return memory.kept_bytes(Job(model, layout, training(2048), machine))
+
+    assert kept("full", JEAN_ZAY) < kept("selective", JEAN_ZAY) < kept("none", JEAN_ZAY)
+    assert kept("selective", A100) == kept("none", A100)  # flash writes no scores
+    # arXiv 2205.05198 equation 2, per tensor rank: s b h (10 + 24/t + 5 a s / (h t))
+    s, h, t, a = 2048, 14336, 8, 64
+    assert kept("none", JEAN_ZAY) == pytest.approx(s * h * (10 + 24 / t + 5 * a * s / (h * t)))
