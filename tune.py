@@ -70,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
         help="measure a layout only if it may be faster by this many per cent")  # fmt: skip
     add("--reference-every", type=int, default=8, metavar="N",
         help="measure the first layout again every N trials, 0: never")  # fmt: skip
+    add("--no-rehearse", action="store_true",
+        help="run layouts of GPUs without rehearsing them first (rehearse.py)")  # fmt: skip
     add = found.add_mutually_exclusive_group().add_argument
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")

@@ -13,6 +13,7 @@ import collections
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,6 +41,8 @@ def main(names: list[str]) -> None:
     for name in names or CASES:
         world, words = CASES[name]
         config = check_any_length(parse(words.split()), world)
+        layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
+        config = replace(config, layout=layout)
         nodes = -(-world // machine.node)
         cases[name] = rehearsal.Case(config, world, nodes, machine.device)
     began, processor = time.monotonic(), time.process_time()

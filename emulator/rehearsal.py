@@ -14,6 +14,7 @@ step has two of them at most: it makes the optimizer's state.
 
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import shutil
 import tempfile
@@ -32,7 +33,7 @@ import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
-from config.schema import AXES, Config, coordinates
+from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
@@ -57,7 +58,6 @@ class RankRecord:
     peaks: dict[str, Peak] = field(default_factory=dict)
     kernels: dict[str, int] = field(default_factory=dict)
     stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    after_build: int = 0
     saved: int = 0
     seconds: float = 0.0
 
@@ -87,7 +87,9 @@ class Rehearsal:
 
 
 class Case(NamedTuple):
-    """What to rehearse: a checked configuration, its ranks and nodes, and the driver's GPU name."""
+    """What to rehearse: a checked configuration, in which the layout's automatic options are
+    decided; its ranks and nodes, and the driver's GPU name.
+    """
 
     config: Config
     world: int
@@ -124,10 +126,9 @@ def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
 
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     """The world whose distinct ranks these are."""
-    config = case.config
-    of_rank = {record.rank: record for record in records}
-    traces = [of_rank[stand_in(r, config, of_rank)].events for r in range(case.world)]
-    world = World(records[0].rows, traces)
+    config, of_rank = case.config, {record.rank: record.events for record in records}
+    traces = {r: of_rank.get(r, of_rank[s[0]]) for s in stages_of(config) for r in s}
+    world = World(records[0].rows, [traces[rank] for rank in range(case.world)])
     most = max(level.batch for level in config.batches.levels())
     count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
@@ -143,8 +144,7 @@ def shortened(config: Config) -> Config:
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
     evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
-    layout = layout.automatic(config.model.seq_length, on_gpu=True)
-    config = dataclasses.replace(config, training=training, data=evaluated, layout=layout)
+    config = dataclasses.replace(config, training=training, data=evaluated)
     return _with_micro_batches(config, enough)
 
 
@@ -154,26 +154,21 @@ def _with_micro_batches(config: Config, count: int) -> Config:
     return dataclasses.replace(config, training=training)
 
 
-def distinct_ranks(config: Config) -> list[int]:
-    """Ranks that may differ: the first of every stage; of the first and last stage also the ranks
-    at the ends of tp and dp, which may hold padding, or other parts of the parameters.
-    """
-    axes, found = config.layout.axes, []
-    for rank in range(axes["pp"] * axes["dp"] * axes["cp"] * axes["tp"]):
-        at = coordinates(rank, axes)
-        others = [at[axis] for axis in AXES if axis != "pp"]
-        ends = all(at[axis] == axes[axis] - 1 for axis in AXES if axis != "pp")
-        if not any(others) or (ends and at["pp"] in (0, axes["pp"] - 1)):
-            found.append(rank)
-    return found
-
-
-def stand_in(rank: int, config: Config, of_rank: dict[int, RankRecord]) -> int:
-    """The rank that was run in place of a rank: itself, or the first of its stage."""
-    if rank in of_rank:
-        return rank
+def stages_of(config: Config) -> list[list[int]]:
+    """The ranks of every stage, in order."""
     axes = config.layout.axes
-    return coordinates(rank, axes)["pp"] * axes["dp"] * axes["cp"] * axes["tp"]
+    stages: list[list[int]] = [[] for _ in range(axes["pp"])]
+    for rank in range(math.prod(axes.values())):
+        stages[coordinates(rank, axes)["pp"]].append(rank)
+    return stages
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """Ranks that may differ: the first of every stage; of the first and last stage also the last
+    rank, at the ends of tp and dp, which may hold padding, or other parts of the parameters.
+    """
+    stages = stages_of(config)
+    return sorted({stages[0][-1], stages[-1][-1], *(ranks[0] for ranks in stages)})
 
 
 # ---- One rank ------------------------------------------------------------------------------------
@@ -190,7 +185,6 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
             stack.enter_context(_fake_process_groups(context))
         meter = stack.enter_context(fake_devices(context, gpu))
         state = trainer.build(config, context)
-        record.after_build = meter.now
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
         for step in range(1, STEPS + 1):
