@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -94,6 +94,7 @@ def _replacements(
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
     yield Tensor, "numpy", lambda tensor, **_: np.broadcast_to(np.float32(0), tensor.shape)
+    yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))

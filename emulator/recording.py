@@ -103,32 +103,24 @@ def calling_line(depth: int = 2) -> str:
 
 
 class RecordingGroup(Group):
-    """A group that records its operations and transfers nothing."""
+    """A group of several that records its operations and transfers nothing."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
         super().__init__(ranks, rank)
         self.handle, self.role, self.trace = handle, role, trace
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
-        if self.size == 1:
-            return super().all_reduce(tensor, op)
         return self._record("all_reduce", tensor, str(op).removeprefix("RedOpType."))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().reduce_scatter(output, source)
         self._check(output, source)
         return self._record("reduce_scatter", source, "SUM")
 
     def all_gather(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().all_gather(output, source)
         self._check(source, output)
         return self._record("all_gather", output)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().all_to_all(output, source)
         return self._record("all_to_all", source)
 
     def send(self, tensor: Tensor, to: int) -> Handle:
@@ -136,11 +128,6 @@ class RecordingGroup(Group):
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
         return self._record("receive", tensor, peer=source)
-
-    def values(self, tensor: Tensor) -> Any:
-        """Ones, in the tensor's shape: finite, and true."""
-        self.trace.stop("values of the device", calling_line())
-        return _ones(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 1)
 
     def _record(self, kind: str, tensor: Tensor, op: str = "", peer: int = -1) -> Handle:
         if not tensor.is_contiguous():
@@ -151,10 +138,6 @@ class RecordingGroup(Group):
         if (part.numel() * self.size, part.dtype) != (whole.numel(), whole.dtype):
             sides = f"{part.numel()} of {part.dtype} and {whole.numel()} of {whole.dtype}"
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
-
-
-def _ones(shape: tuple[int, ...], one: float) -> Any:
-    return [_ones(shape[1:], one) for _ in range(shape[0])] if shape else one
 
 
 class LoneContext(Context):
@@ -180,10 +163,12 @@ class RecordingContext(LoneContext):
     roles: dict[str, str] | None = None  # of torch's fake process groups by name, if there are any
 
     def group(self, rows, role: str) -> Group:
-        """This rank's group, which records."""
+        """This rank's group, which records unless it has no other rank."""
         self.rows[role] = list(rows)
         own, handle = self.own_row(rows), None
-        if self.roles is not None and len(own) > 1:
+        if len(own) == 1:
+            return Group(own)
+        if self.roles is not None:
             handle = torch.distributed.new_group(list(own))
             self.roles[handle.group_name] = role
         return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)

@@ -32,7 +32,7 @@ import data
 import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
+from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
 from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
@@ -228,38 +228,21 @@ def _after_steps(
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)
-    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", _empty_disk):
+    disk = SimpleNamespace(free=2**60)  # room for any checkpoint
+    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)
         config = dataclasses.replace(config, run=run)
         mesh, optimizer = state.factory.mesh, state.optimizer
         checkpoints = Checkpointer(config, mesh, optimizer, print_line=lambda _: None)
-        checkpoints.writer = cast(Writer, _NoWriter(checkpoints.parent))
+        no_writer = SimpleNamespace(write=lambda save, runs: setattr(save, "seconds", 1.0))
+        no_writer.folder_of = lambda progress: out
+        checkpoints.writer = cast(Writer, no_writer)
         checkpoints.save(Progress(STEPS, 0))
         checkpoints.close()
     shards = shards_to_write(state.optimizer)
     if shards:
         types = saved_types(shards[0], checkpoints.kinds)
         record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
-
-
-def _empty_disk(path: str) -> SimpleNamespace:
-    """What shutil.disk_usage says of a disk on which there is room for any checkpoint."""
-    return SimpleNamespace(total=2**60, used=0, free=2**60)
-
-
-class _NoWriter:
-    """Takes what a rank saves and writes nothing."""
-
-    def __init__(self, parent: str):
-        self.parent = parent
-
-    def write(self, save: PendingSave, runs: dict[str, Any]) -> None:
-        """Say that it took a second."""
-        save.seconds = 1.0
-
-    def folder_of(self, progress: Progress) -> str:
-        """Where it would be."""
-        return self.parent
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ WAITS, COPY = "host read", "copy"
 CASES = {
     "item": ("x.sum().item()", [(WAITS, "a number of the device")]),
     "truth": ("bool((x > 0).any())", [(WAITS, "a number of the device")]),
+    "a list of numbers": ("x.tolist()", [(WAITS, "values of the device")]),
     "index by a number": ("x[i[0]]", [(WAITS, "a number of the device")]),
     "slice by a number": ("x[: i[0]]", [(WAITS, "a number of the device")]),
     "equal": ("torch.equal(x, x)", [(WAITS, "a comparison of values")]),
