@@ -105,9 +105,9 @@ def head(count: int, seconds: float) -> str:
 
     python benchmarks/rehearsal.py > benchmarks/results/rehearsal.md
 
-At commit {commit(ROOT)}, {time.strftime("%Y-%m-%d")}: {os.cpu_count()} cores ({platform.machine()}),
-Python {platform.python_version()}, torch {torch.__version__}; no GPU takes part. Load of the machine
-over 1, 5 and 15 minutes, these runs and all others: {load}.
+Commit {commit(ROOT)}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
+Python {platform.python_version()}, torch {torch.__version__}; no GPU takes part. Load averages of
+the machine, with all that others ran on it: {load}.
 
 {count} configurations in {seconds:.0f} s. Core s: seconds of a configuration's ranks, one after the
 other, on cores that others may share.
