@@ -16,7 +16,7 @@ from planner import memory
 from planner.hardware import Machine
 
 GIGABYTE = 1e9
-# Planned and rehearsed memory of a stage that differ by more are shown with a sentence.
+# Planned and rehearsed memory of a stage that differ by more are pointed out.
 SHARE_OF_DIFFERENCE = 0.04
 
 
@@ -136,12 +136,8 @@ def _memory_text(data: dict[str, Any], room: str) -> str:
     lines += _table("stage", columns, rows)
     for stage in stages:
         lines.append(f"  stage {stage['stage']}: {stage['largest']}, {stage['tensor']}")
-    for stage in stages:
         if abs(stage["difference"]) > SHARE_OF_DIFFERENCE:
-            share = f"{stage['difference']:+.1%} of plan.py's"
-            lines.append(
-                f"note: stage {stage['stage']} takes {share} {stage['predicted']:.3g} bytes"
-            )
+            lines[-1] += f"; its step takes {stage['difference']:+.1%} of plan.py's bytes"
     return "\n".join(lines)
 
 
