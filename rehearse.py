@@ -62,7 +62,7 @@ def _rehearse(arguments: list[str]) -> int:
     answer = answers.of(run, machine)
     print(answer.text)
     _write("--json", options.json, json.dumps(answer.data, indent=1))
-    return 0 if answer.good else 1
+    return 1 if answer.data["finding"] else 0
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:

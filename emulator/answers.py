@@ -3,7 +3,6 @@
 answer = answers.of(run, machine)
 print(answer.text)
 answer.data            # the same for programs
-answer.good            # no finding
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ SHARE_OF_DIFFERENCE = 0.04
 class Answers(NamedTuple):
     """What a rehearsal says. data["finding"]: what is wrong first, in a sentence, or empty."""
 
-    good: bool
     text: str
     data: dict[str, Any]
 
@@ -41,13 +39,9 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     data = {"good": not finding, "finding": finding, **_about(run)}
     data |= {"mismatches": meeting, "fits": fits, "stages": stages}
     data |= {"stops": _stops(run.records), "launches": _launches(run)}
-    texts = [
-        _header(data),
-        _meeting_text(run, meeting),
-        _memory_text(data, room),
-        _stops_text(data),
-    ]
-    return Answers(not finding, "\n\n".join(texts), data)
+    about, meet = _header(data), _meeting_text(run, meeting)
+    texts = [about, meet, _memory_text(data, room), _stops_text(data)]
+    return Answers("\n\n".join(texts), data)
 
 
 def _about(run: Rehearsal) -> dict[str, Any]:

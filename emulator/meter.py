@@ -19,6 +19,7 @@ from config.messages import UserError
 from emulator.recording import COPY, Trace, calling_line
 
 ROUNDED_TO = 512  # bytes
+CPU = torch.device("cpu")
 # Phases of the flight recorder, and actions of a training step, by the phase that they count to.
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
 ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
@@ -83,7 +84,7 @@ class Meter(TorchDispatchMode):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if function is ATEN._pin_memory.default:
             return self._pin(ATEN.clone.default(args[0]))
-        pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, _CPU)
+        pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
         result = self._run(function, args, kwargs)
         if function.namespace == "c10d":
             self._collective(function, args)
@@ -120,8 +121,8 @@ class Meter(TorchDispatchMode):
 
     def _count(self, function: Any, facts: _Function, result: Any) -> None:
         on_device = False
-        for tensor in _tensors(result):
-            if tensor.is_cuda:
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 on_device = True
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
@@ -233,14 +234,3 @@ class Meter(TorchDispatchMode):
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.untyped_storage())
         return tensor
-
-
-_CPU = torch.device("cpu")
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for each in result:
-            yield from _tensors(each)

@@ -195,7 +195,11 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
             state.config = _with_micro_batches(config, full if step > 1 else min(2, full))
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
-            _exchange(state)
+            mesh = state.factory.mesh  # what ranks tell one another after a step, as the trainer
+            step_stats.seconds_since(0.0, context.device, mesh.recorder)
+            mesh.recorder.at("statistics")
+            own = step_stats.measure(context.device, 0.0)
+            step_stats.exchange(own, mesh.world, context.device)
         record.kernels = dict(meter.kernels)
         _after_steps(config, state, samples, context, record)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
@@ -204,14 +208,6 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
     stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
     record.stops, record.seconds = dict(stops), time.monotonic() - began
     return record
-
-
-def _exchange(state: trainer.TrainState) -> None:
-    """What ranks tell one another after a step, as the trainer does it."""
-    device, mesh = state.factory.device, state.factory.mesh
-    step_stats.seconds_since(0.0, device, mesh.recorder)
-    mesh.recorder.at("statistics")
-    step_stats.exchange(step_stats.measure(device, 0.0), mesh.world, device)
 
 
 def _after_steps(
