@@ -92,15 +92,15 @@ def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: in
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answers.json"
         words += ["--world", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
+        words += ["--calibration", options.calibration] if options.calibration else []
         done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True)
         if not out.exists():
             return f"{name}: not rehearsed: {(done.stderr.splitlines() or ['no answer'])[-1]}"
         answers = json.loads(out.read_text())
-    if answers["mismatches"]:
-        return f"{name}: rejected: {answers['mismatches'][0]}"
+    if answers["finding"]:
+        return f"{name}: rejected: {answers['finding']}"
     most = max(stage["needed"] for stage in answers["stages"]) / 1e9
-    fits = f"fits with {most:.1f} GB" if answers["fits"] else f"rejected: needs {most:.1f} GB"
-    return f"{name}: every operation meets, {fits}"
+    return f"{name}: every operation meets, fits with {most:.1f} GB"
 
 
 def _parser() -> ArgumentParser:

@@ -8,13 +8,13 @@ All of train.py's options are taken, and these:
     --world N       ranks of the run, default 1
     --nodes N       on so many nodes, default: as few as the GPUs of a node allow
     --gpu NAME      a machine of hardware/, default a100-80; with --on cpu: cpu
+    --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
 
 How long does a step take? One real device stands for each stage in turn (docs/planning.md):
 
     --on cpu|cuda       run there; the links of --gpu say what the other ranks' part takes
-    --calibration FILE  rates of --gpu that were measured, as for plan.py
     --links FILE        allreduce.csv of benchmarks/allreduce.py: operations by size, not the links
     --write FILE        write a calibration for plan.py and tune.py, fitted to what was measured
 
@@ -52,8 +52,8 @@ def _rehearse(arguments: list[str]) -> int:
     config = replace(config, layout=layout)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
-    if options.calibration or options.links or options.write:
-        raise UserError("--calibration, --links and --write are about seconds: give --on cpu|cuda")
+    if options.links or options.write:
+        raise UserError("--links and --write are about seconds: give --on cpu|cuda")
     device_guard.load()
     from emulator import answers, rehearsal
 
@@ -62,7 +62,7 @@ def _rehearse(arguments: list[str]) -> int:
     answer = answers.of(run, machine)
     print(answer.text)
     _write("--json", options.json, json.dumps(answer.data, indent=1))
-    return 0 if answer.good else 1
+    return 1 if answer.data["finding"] else 0
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
@@ -120,10 +120,12 @@ def _nodes(options: Namespace, per_node: int) -> int:
     """The number of nodes; UserError if it does not divide the ranks."""
     if options.world < 1:
         raise UserError(f"--world must be at least 1, not {options.world}")
-    nodes = options.nodes or -(-options.world // per_node)
-    if nodes < 1 or options.world % nodes:
-        raise UserError(f"nodes({nodes}) does not divide world({options.world})")
-    return nodes
+    if options.nodes is None:
+        fewest = -(-options.world // per_node)
+        return next(n for n in range(fewest, options.world + 1) if options.world % n == 0)
+    if options.nodes < 1 or options.world % options.nodes:
+        raise UserError(f"nodes({options.nodes}) does not divide world({options.world})")
+    return options.nodes
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
-at any moment, run the same command again, and the search continues. At the end --out has table.md,
-results.csv and report.html.
+at any moment, run the same command again, and the search continues. On GPUs each layout is
+rehearsed before its first trial (rehearse.py), and not queued if that rejects it. At the end --out
+has table.md, results.csv and report.html.
 """
 
 import argparse
@@ -70,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
         help="measure a layout only if it may be faster by this many per cent")  # fmt: skip
     add("--reference-every", type=int, default=8, metavar="N",
         help="measure the first layout again every N trials, 0: never")  # fmt: skip
+    add("--no-rehearse", action="store_true",
+        help="run layouts of GPUs without rehearsing them first (rehearse.py)")  # fmt: skip
     add = found.add_mutually_exclusive_group().add_argument
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")

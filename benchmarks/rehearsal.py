@@ -10,9 +10,15 @@ planner/memory.py.
 
 import argparse
 import collections
+import itertools
+import os
+import platform
 import re
+import resource
+import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,13 +46,13 @@ def main(names: list[str]) -> None:
     for name in names or CASES:
         world, words = CASES[name]
         config = check_any_length(parse(words.split()), world)
+        layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
+        config = replace(config, layout=layout)
         nodes = -(-world // machine.node)
         cases[name] = rehearsal.Case(config, world, nodes, machine.device)
     began, processor = time.monotonic(), time.process_time()
     runs = dict(zip(cases, rehearsal.rehearse(list(cases.values()))))
-    print("# The rehearsal: alarms, planted mismatches, memory against the plan\n")
-    print(f"{len(runs)} configurations, {time.monotonic() - began:.0f} s, of cores ", end="")
-    print(f"{sum(run.seconds for run in runs.values()):.0f} s (benchmarks/rehearsal.py)\n")
+    print(head(len(runs), time.monotonic() - began))
     print("| configuration | ranks | run | alarms | memory against plan.py, per stage | core s |")
     print("|---|--:|--:|---|---|--:|")
     within = []
@@ -61,6 +67,51 @@ def main(names: list[str]) -> None:
     print(f"\nWithin 4 % in every stage: {sum(within)} of {len(within)}.\n")
     plant({name: run.world for name, run in runs.items() if name in WORLDS})
     print(f"\nProcessor time of the judging process: {time.process_time() - processor:.0f} s.")
+    if "176b" in runs:
+        on_two_cores("176b")
+
+
+def processor_seconds() -> float:
+    """Of all processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def on_two_cores(name: str) -> None:
+    """Print how long the command takes for a configuration on two cores."""
+    from rehearsal_cases import CASES
+
+    world, words = CASES[name]
+    command = f"rehearse.py --world {world} --gpu h100 {words}"
+    before, began, used = os.getloadavg()[0], time.monotonic(), processor_seconds()
+    start = ["taskset", "-c", "0,1", sys.executable, *command.split()]
+    subprocess.run(start, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    took, used = time.monotonic() - began, processor_seconds() - used
+    print(f"\n## {world} ranks of {name} on two cores\n\n    taskset -c 0,1 python {command}\n")
+    print(
+        f"{took:.1f} s from start to end, {used:.1f} processor seconds, of which two free ", end=""
+    )
+    print(f"cores take {used / 2:.1f} s; load of the machine {before:.1f} before and ", end="")
+    print(f"{os.getloadavg()[0]:.1f} after it. The goal is 60 s.")
+
+
+def head(count: int, seconds: float) -> str:
+    """What was run, where, and how long it took."""
+    import torch
+    from layouts import commit
+
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"""# The rehearsal: alarms, planted mismatches, memory against the plan
+
+    python benchmarks/rehearsal.py > benchmarks/results/rehearsal.md
+
+Commit {commit(ROOT)}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
+Python {platform.python_version()}, torch {torch.__version__}; no GPU takes part. Load averages of
+the machine, with all that others ran on it: {load}.
+
+{count} configurations in {seconds:.0f} s. Core s: seconds of a configuration's ranks, one after the
+other, on cores that others may share.
+"""
 
 
 def plant(worlds: dict) -> None:
@@ -70,12 +121,12 @@ def plant(worlds: dict) -> None:
 
     from emulator.matching import mismatches
 
-    found, tried, seed = collections.Counter(), collections.Counter(), 0
-    while worlds and tried.total() < MISMATCHES and seed < 50 * MISMATCHES:
-        kind, name = KINDS[seed % len(KINDS)], list(worlds)[seed // len(KINDS) % len(worlds)]
-        seed += 1
+    found, tried, each = collections.Counter(), collections.Counter(), MISMATCHES // len(KINDS)
+    for kind, seed in itertools.product(KINDS if worlds else (), range(100 * each)):
+        if tried[kind] == each:
+            continue
         try:
-            world, rank, role, _ = planted(worlds[name], kind, seed)
+            world, rank, role, _ = planted(list(worlds.values())[seed % len(worlds)], kind, seed)
         except Cannot:
             continue
         tried[kind] += 1

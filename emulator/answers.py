@@ -3,12 +3,10 @@
 answer = answers.of(run, machine)
 print(answer.text)
 answer.data            # the same for programs
-answer.good            # no finding
 """
 
 from typing import Any, NamedTuple
 
-from config.schema import Config
 from emulator.matching import mismatches
 from emulator.nccl_rules import deadlock
 from emulator.recording import COPY
@@ -17,14 +15,13 @@ from planner import memory
 from planner.hardware import Machine
 
 GIGABYTE = 1e9
-# Planned and rehearsed memory of a stage that differ by more are shown with a sentence.
+# Planned and rehearsed memory of a stage that differ by more are pointed out.
 SHARE_OF_DIFFERENCE = 0.04
 
 
 class Answers(NamedTuple):
-    """What a rehearsal says."""
+    """What a rehearsal says. data["finding"]: what is wrong first, in a sentence, or empty."""
 
-    good: bool
     text: str
     data: dict[str, Any]
 
@@ -36,13 +33,15 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     if not meeting and (stuck := deadlock(run.world, blocking)):
         meeting = [stuck]
     stages = [_stage(run, stage, machine) for stage in range(run.config.layout.pp)]
-    full = [stage for stage in stages if stage["needed"] > machine.memory]
-    good = not meeting and not full
-    about = _about(run)
-    data = {"good": good, **about, "mismatches": meeting, "fits": not full, "stages": stages}
-    data["stops"] = stops = _stops(run.records)
-    parts = [_header(about), _meeting_text(run, meeting), _memory_text(stages, full, machine)]
-    return Answers(good, "\n\n".join([*parts, _stops_text(run, stops)]), data)
+    fullest = max(stages, key=lambda stage: stage["needed"])
+    fits, room = fullest["needed"] <= machine.memory, _room(fullest, machine)
+    finding = "; ".join(meeting[:1] or [room] * (not fits))
+    data = {"good": not finding, "finding": finding, **_about(run)}
+    data |= {"mismatches": meeting, "fits": fits, "stages": stages}
+    data |= {"stops": _stops(run.records), "launches": _launches(run)}
+    about, meet = _header(data), _meeting_text(run, meeting)
+    texts = [about, meet, _memory_text(data, room), _stops_text(data)]
+    return Answers("\n\n".join(texts), data)
 
 
 def _about(run: Rehearsal) -> dict[str, Any]:
@@ -74,12 +73,9 @@ def _header(about: dict[str, Any]) -> str:
 
 
 def _meeting_text(run: Rehearsal, found: list[str]) -> str:
-    operations = {
-        id(t): sum(e.number > 0 and e.kind != "wait" for e in t) for t in run.world.traces
-    }
-    total = sum(operations[id(trace)] for trace in run.world.traces)
     if found:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
+    total = sum(e.number > 0 and e.kind != "wait" for trace in run.world.traces for e in trace)
     return f"Will every collective meet? Yes: {total:,} operations of all ranks, no deadlock."
 
 
@@ -91,7 +87,7 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     fullest = max((r for r in run.records if r.stage == stage), key=lambda r: r.peak)
     phase = max(fullest.peaks, key=lambda name: fullest.peaks[name].bytes)
     peak = max((fullest.peaks[p] for p in STEADY if p in fullest.peaks), key=lambda p: p.bytes)
-    predicted = sum(planned(run.config)[stage].values())
+    predicted = sum(memory.of_run(run.config)[stage].values())
     return {
         "stage": stage,
         "rank": fullest.rank,
@@ -108,27 +104,23 @@ def _stage(run: Rehearsal, stage: int, machine: Machine) -> dict[str, Any]:
     }
 
 
-def planned(config: Config) -> list[dict[str, float]]:
-    """What the planner says of each stage, in bytes by part."""
-    return memory.of_run(config)
-
-
 PHASES = ("build", *STEADY, "evaluation", "check", "save")
 KINDS = ("weights", "gradients", "optimizer", "activations", "temporaries", "buffers")
 
 
-def _memory_text(stages: list[dict], full: list[dict], machine: Machine) -> str:
+def _room(fullest: dict[str, Any], machine: Machine) -> str:
     reserved = (machine.context + machine.software.buffers) / GIGABYTE
-    room = f"{machine.memory / GIGABYTE:.1f} GB of {machine.name}"
-    where = f"with {reserved:.1f} GB for context and communication"
-    if full:
-        worst = max(full, key=lambda stage: stage["needed"])
-        need = f"rank {worst['rank']} of stage {worst['stage']} needs"
-        text = f"No: {need} {worst['needed'] / GIGABYTE:.1f} GB {where}, against {room}."
-    else:
-        most = max(stage["needed"] for stage in stages) / GIGABYTE
-        text = f"Yes: at most {most:.1f} GB {where}, of {room}."
-    lines = [f"Will it fit? {text}", "Largest bytes of tensors of a rank in each phase, GB:"]
+    return (
+        f"rank {fullest['rank']} of stage {fullest['stage']} needs "
+        f"{fullest['needed'] / GIGABYTE:.1f} GB, of which {reserved:.1f} GB for context and "
+        f"communication, of {machine.memory / GIGABYTE:.1f} GB of {machine.name}"
+    )
+
+
+def _memory_text(data: dict[str, Any], room: str) -> str:
+    stages, verdict = data["stages"], "Yes" if data["fits"] else "No"
+    lines = [f"Will it fit? {verdict}: {room}."]
+    lines.append("Largest bytes of tensors of a rank in each phase, GB:")
     lines += _table("stage", PHASES, [(s["stage"], s["peaks"]) for s in stages])
     lines.append("What held them at the peak of the step, and plan.py's prediction, GB:")
     columns = (*KINDS, "peak", "plan")
@@ -138,12 +130,8 @@ def _memory_text(stages: list[dict], full: list[dict], machine: Machine) -> str:
     lines += _table("stage", columns, rows)
     for stage in stages:
         lines.append(f"  stage {stage['stage']}: {stage['largest']}, {stage['tensor']}")
-    for stage in stages:
         if abs(stage["difference"]) > SHARE_OF_DIFFERENCE:
-            share = f"{stage['difference']:+.1%} of plan.py's"
-            lines.append(
-                f"note: stage {stage['stage']} takes {share} {stage['predicted']:.3g} bytes"
-            )
+            lines[-1] += f"; its step takes {stage['difference']:+.1%} of plan.py's bytes"
     return "\n".join(lines)
 
 
@@ -173,18 +161,24 @@ def _stops(records: list[RankRecord]) -> list[dict[str, Any]]:
     ]
 
 
-def _stops_text(run: Rehearsal, stops: list[dict]) -> str:
-    lines = [f"What stops the host? In the second step, of {run.micro_batches} micro-batches:"]
-    for stop in stops:
-        where = f"{stop['count']} times on rank {stop['rank']}"
-        lines.append(f"  {stop['what']} at {stop['line']}, {where}")
-    lines += ["  nothing"] if not stops else []
+def _launches(run: Rehearsal) -> dict[str, float]:
+    """Kernels of the rank that launches most of them."""
     busiest = max(run.records, key=lambda record: sum(record.kernels.values()))
     passes = busiest.kernels.get("forward", 0) + busiest.kernels.get("backward", 0)
-    each = passes / run.micro_batches
-    once = busiest.kernels.get("optimizer", 0)
+    each, once = passes / run.micro_batches, busiest.kernels.get("optimizer", 0)
+    return {"rank": busiest.rank, "per_micro_batch": each, "per_step_beside": once}
+
+
+def _stops_text(data: dict[str, Any]) -> str:
+    lines = [f"What stops the host? In the second step, of {data['micro_batches']} micro-batches:"]
+    for stop in data["stops"]:
+        where = f"{stop['count']} times on rank {stop['rank']}"
+        waits = "the device" if stop["waits"] else "the copy alone"
+        lines.append(f"  {stop['what']} at {stop['line']}, {where}: it waits for {waits}")
+    lines += ["  nothing"] if not data["stops"] else []
+    most = data["launches"]
     lines.append(
-        f"Kernels launched by rank {busiest.rank}: {each:.0f} per micro-batch, "
-        f"{once} per step beside"
+        f"Kernels launched by rank {most['rank']}: {most['per_micro_batch']:.0f} per micro-batch, "
+        f"{most['per_step_beside']} per step beside"
     )
     return "\n".join(lines)

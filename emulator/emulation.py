@@ -20,7 +20,7 @@ import data
 import trainer
 from config.schema import Config
 from distributed.placement import allowed_cores, physical_cores
-from emulator.rehearsal import shortened
+from emulator.rehearsal import shortened, stages_of
 from emulator.stand_ins import EmulatedContext, Operation, emulated_context
 from pipeline import Execution
 from schedules.schedule import Schedule
@@ -77,8 +77,7 @@ def measured(config: Config, world: int, per_node: int, device: str) -> list[Sta
 
     Raises what the trainer raises.
     """
-    first = config.layout.tp * config.layout.dp
-    jobs = [(config, world, rank, per_node, device) for rank in range(0, world, first)]
+    jobs = [(config, world, ranks[0], per_node, device) for ranks in stages_of(config)]
     # Spawned: neither CUDA nor autograd's threads survive a fork.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         return pool.starmap(measure_rank, jobs, chunksize=1)

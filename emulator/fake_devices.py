@@ -1,7 +1,7 @@
 """GPUs that are not there: torch runs on fake tensors of device cuda, which have no elements.
 
     device_guard.load()                        # before torch is imported
-    with fake_devices(context, "NVIDIA H100", 80e9) as meter:
+    with fake_devices(context, "NVIDIA H100") as meter:
         state = trainer.build(config, context)
 
 Everything that is replaced in torch is replaced inside of the `with` only.
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -25,6 +25,9 @@ from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
 from telemetry import replica_check
 from telemetry.replica_check import HASHED_AT_ONCE
+
+# Weights are drawn, and hashed, by chunks: those that follow the first ones take no more memory.
+HASHED = 2 * HASHED_AT_ONCE
 
 
 @contextlib.contextmanager
@@ -87,56 +90,44 @@ def _replacements(
         "default_stream": lambda *_: stream,
         "stream": lambda _: contextlib.nullcontext(),
         "Stream": lambda *_, **__: stream,
-        "Event": lambda *_, **__: _Event(meter),
+        "Event": lambda *_, **__: stream,
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
     yield Tensor, "numpy", lambda tensor, **_: np.broadcast_to(np.float32(0), tensor.shape)
+    yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
-    yield parallel, "draw_normal", _draw_start(parallel.draw_normal)
-    yield replica_check, "bit_hash", _hash_start(replica_check.bit_hash)
+    draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
+    yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
+    yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
 
 class _Stream:
-    """The device's only stream."""
+    """The device's only stream; and an event of it, which has happened as soon as it is recorded.
+
+    It waits for no other stream, there being none, nor for an event of its own.
+    """
 
     stream_id, device_type = 0, 1
 
     def __init__(self, meter: Meter):
         self.meter = meter
 
-    def synchronize(self) -> None:
-        self.meter.stop("synchronize")
+    def _nothing(self, *_: Any) -> None:
+        """To do."""
 
-    def wait_stream(self, other: Any) -> None:
-        """There is no other."""
+    record = wait = wait_stream = wait_event = _nothing
 
-    def wait_event(self, event: Any) -> None:
-        """It is of the same stream."""
-
-    def record_event(self, event: Any = None) -> "_Event":
-        return event or _Event(self.meter)
-
-
-class _Event:
-    """An event of that stream, which has happened as soon as it is recorded."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def record(self, stream: Any = None) -> None:
-        """Nothing to do."""
-
-    def wait(self, stream: Any = None) -> None:
-        """It is of the same stream."""
+    def record_event(self, event: Any = None) -> Any:
+        return event or self
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: "_Event") -> float:
+    def elapsed_time(self, other: Any) -> float:
         return 0.0
 
     def synchronize(self) -> None:
@@ -206,21 +197,6 @@ def _real_mesh(from_group: Callable) -> Callable:
     return real
 
 
-def _draw_start(draw_normal: Callable) -> Callable:
-    """The drawing of weights, of its first chunk only: the others take no more memory."""
-
-    def draw(out: Tensor, *rest: Any) -> None:
-        rows = -(-DRAWN_AT_ONCE * len(out) // max(1, out.numel()))
-        if len(out):
-            draw_normal(out[:rows], *rest)
-
-    return draw
-
-
-def _hash_start(bit_hash: Callable) -> Callable:
-    """The hash of the first chunks only: the others take no more memory."""
-
-    def hash_start(flat: Tensor, start: int = 0) -> Tensor:
-        return bit_hash(flat[: 2 * HASHED_AT_ONCE], start)
-
-    return hash_start
+def _start(tensor: Tensor, elements: int) -> Tensor:
+    """The first rows, of so many elements or a few more."""
+    return tensor[: -(-elements * len(tensor) // max(1, tensor.numel()))]

@@ -9,19 +9,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from config.messages import UserError
 from emulator.recording import COPY, Trace, calling_line
 
 ROUNDED_TO = 512  # bytes
+CPU = torch.device("cpu")
 # Phases of the flight recorder, and actions of a training step, by the phase that they count to.
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
 ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
 ATEN = torch.ops.aten
 COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
-MASKED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
+INDEXED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)
 
 
 class Peak(NamedTuple):
@@ -80,8 +84,8 @@ class Meter(TorchDispatchMode):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
         if function is ATEN._pin_memory.default:
             return self._pin(ATEN.clone.default(args[0]))
-        pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, _CPU)
-        result = function(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
+        result = self._run(function, args, kwargs)
         if function.namespace == "c10d":
             self._collective(function, args)
             return result
@@ -91,9 +95,9 @@ class Meter(TorchDispatchMode):
         if facts.view or (not facts.launches and not isinstance(result, Tensor)):
             return result
         if function in COPIES:
-            self._copy(result, args, kwargs)
-        elif function in MASKED:
-            self._masked(args[1])
+            self._copy(function, result, args, kwargs)
+        elif function in INDEXED:
+            self._indexed(*args[:2])
         self._count(function, facts, result)
         return result
 
@@ -117,8 +121,8 @@ class Meter(TorchDispatchMode):
 
     def _count(self, function: Any, facts: _Function, result: Any) -> None:
         on_device = False
-        for tensor in _tensors(result):
-            if tensor.is_cuda:
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
                 on_device = True
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
@@ -176,6 +180,12 @@ class Meter(TorchDispatchMode):
         """The host waits for the device."""
         self.trace.stop(kind, calling_line(2))
 
+    def values(self, tensor: Tensor) -> Any:
+        """What tensor.tolist() gives: ones, which are finite and true."""
+        if tensor.is_cuda:
+            self.stop("values of the device")
+        return np.ones(tuple(tensor.shape), float if tensor.is_floating_point() else int).tolist()
+
     def _read_number(self, tensor: Tensor) -> float:
         if tensor.is_cuda:
             self.stop("a number of the device")
@@ -183,34 +193,44 @@ class Meter(TorchDispatchMode):
             return False
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _masked(self, indices: Any) -> None:
-        if any(i is not None and i.is_cuda and i.dtype == torch.bool for i in indices):
-            self.stop("an index that is a mask")
+    def _run(self, function: Any, args: tuple, kwargs: dict) -> Any:
+        """The operation; UserError if the shape of its result follows from values."""
+        try:
+            return function(*args, **kwargs)
+        except DataDependentOutputException:  # equal, allclose: the host reads it
+            if args[0].is_cuda:
+                self.stop("a comparison of values")
+            return True
+        except DynamicOutputShapeException:
+            where = f"{function} at {calling_line(2)} gives a shape that follows from values"
+            raise UserError(f"{where}: the host waits for them, and a rehearsal has none") from None
 
-    def _copy(self, result: Tensor, args: tuple, kwargs: dict) -> None:
-        """A copy between host and device that the host waits for."""
+    def _indexed(self, tensor: Tensor, indices: Any) -> None:
+        """The host counts what a mask selects, and copies its own indices to the device."""
+        given = [index for index in indices if index is not None] if tensor.is_cuda else []
+        if any(index.is_cuda and index.dtype == torch.bool for index in given):
+            self.stop("an index that is a mask")
+        if any(not index.is_cuda for index in given):
+            self.stop("an index from the host")
+
+    def _copy(self, function: Any, result: Tensor, args: tuple, kwargs: dict) -> None:
+        """A copy between host and device: without non_blocking the host waits for the device, and
+        else for the copy alone if its memory is not pinned.
+        """
         source = args[0] if result is not args[0] else args[1]
         if not isinstance(source, Tensor) or source.is_cuda == result.is_cuda:
             return
         asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-        host = result if source.is_cuda else source
-        pinned = host.untyped_storage() in self.pinned
+        if asynchronous and source.is_cuda and function is ATEN._to_copy.default:
+            self._pin(result)  # as torch allocates it
+        pinned = (result if source.is_cuda else source).untyped_storage() in self.pinned
         if source.is_cuda and not (asynchronous and pinned):
             self.stop("a copy to the host")
-        elif result.is_cuda and not (asynchronous and pinned) and host.numel() > 1:
-            self.trace.stop("a copy from memory that is not pinned", calling_line(3), COPY)
+        elif not asynchronous:
+            self.stop("a copy to the device")
+        elif not pinned:
+            self.trace.stop("a copy from memory that is not pinned", calling_line(2), COPY)
 
     def _pin(self, tensor: Tensor) -> Tensor:
         self.pinned.add(tensor.untyped_storage())
         return tensor
-
-
-_CPU = torch.device("cpu")
-
-
-def _tensors(result: Any) -> Iterator[Tensor]:
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, (tuple, list)):
-        for each in result:
-            yield from _tensors(each)

@@ -62,6 +62,7 @@ class _Simulation:
         self._members: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def run(self) -> str | None:
+        """Let every rank go as far as it can; what stands still then, or None."""
         self.changed.extend(self.ranks)
         while self.changed:
             kind = self.changed.popleft()
@@ -148,8 +149,8 @@ class _Simulation:
         lines = [f"rank {self.ranks[k].rank} {self._where(k)}" for k in circle[:8]]
         return "deadlock: " + "; ".join(lines)
 
-    def _head(self, kind: int) -> Event | None:
-        """The operation that has to end before the rank can go on."""
+    def _head(self, kind: int) -> Event:
+        """The operation that has to end before the rank, which is stuck, can go on."""
         rank = self.ranks[kind]
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
@@ -159,15 +160,12 @@ class _Simulation:
         elif rank.passed < len(rank.waits):
             role = rank.events[rank.waits[rank.passed]].role
         else:
-            role = next((role for role, queue in rank.queues.items() if queue), "")
-        queue = rank.queues.get(role)
-        return rank.events[queue[0][0]] if queue else None
+            role = next(role for role, queue in rank.queues.items() if queue)
+        return rank.events[rank.queues[role][0][0]]
 
     def _blocked_by(self, kind: int) -> int | None:
         """A kind of rank that has not come to the operation that this one needs."""
         event = self._head(kind)
-        if event is None:
-            return None
         key = self._meeting(kind, event)
         if event.kind in MESSAGES:
             return key[3] if event.kind == "send" else key[2]

@@ -1,16 +1,16 @@
 """Records what one rank of a world does with other ranks, and stands for these ranks.
 
-    trace = Trace(recorder)
-    context = recording_context(world, rank=5, nodes=2, gpu="NVIDIA H100", trace=trace)
+    context = recording_context(world, rank=5, nodes=2)
     trainer.build(config, context)        # its groups write to the trace
-    trace.events                          # every operation, wait and host read, in the host's order
+    context.trace.events                  # every operation, wait and host read, in the host's order
 
 A trace has roles and positions in place of ranks, so ranks that do the same have equal traces.
 """
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from distributed.collectives import SUM, Group, Handle
 from distributed.context import Context
 from distributed.launch import Launch, Local
-from distributed.placement import Place
 from watchdog.flight_recorder import FlightRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,32 +103,24 @@ def calling_line(depth: int = 2) -> str:
 
 
 class RecordingGroup(Group):
-    """A group that records its operations and transfers nothing."""
+    """A group of several that records its operations and transfers nothing."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
         super().__init__(ranks, rank)
         self.handle, self.role, self.trace = handle, role, trace
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
-        if self.size == 1:
-            return super().all_reduce(tensor, op)
         return self._record("all_reduce", tensor, str(op).removeprefix("RedOpType."))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().reduce_scatter(output, source)
         self._check(output, source)
         return self._record("reduce_scatter", source, "SUM")
 
     def all_gather(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().all_gather(output, source)
         self._check(source, output)
         return self._record("all_gather", output)
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
-        if self.size == 1:
-            return super().all_to_all(output, source)
         return self._record("all_to_all", source)
 
     def send(self, tensor: Tensor, to: int) -> Handle:
@@ -137,11 +128,6 @@ class RecordingGroup(Group):
 
     def receive(self, tensor: Tensor, source: int) -> Handle:
         return self._record("receive", tensor, peer=source)
-
-    def values(self, tensor: Tensor) -> Any:
-        """Ones, in the tensor's shape: finite, and true."""
-        self.trace.stop("values of the device", calling_line())
-        return _ones(tuple(tensor.shape), 1.0 if tensor.is_floating_point() else 1)
 
     def _record(self, kind: str, tensor: Tensor, op: str = "", peer: int = -1) -> Handle:
         if not tensor.is_contiguous():
@@ -154,23 +140,35 @@ class RecordingGroup(Group):
             raise ValueError(f"{sides} over {self.size} ranks, at {calling_line()}")
 
 
-def _ones(shape: tuple[int, ...], one: float) -> Any:
-    return [_ones(shape[1:], one) for _ in range(shape[0])] if shape else one
+class LoneContext(Context):
+    """A rank of a world that is not there."""
+
+    @classmethod
+    def of(cls, world: int, rank: int, per_node: int, device: torch.device, backend: str) -> Self:
+        """The context of that rank of `world`, so many of which share a node."""
+        local = Local(rank % per_node, per_node, per_node == world, 1, 0)
+        launch = Launch("srun", rank, world)
+        return cls(launch, rank, world, "", local, [], device, backend, 1, None)
+
+    def own_row(self, rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        """The ranks of this rank's group, which are itself if it is in none of them."""
+        return next((row for row in rows if self.rank in row), (self.rank,))
 
 
-class RecordingContext(Context):
-    """A rank of a world that is not there; `rows` has the ranks of every group by its role."""
+class RecordingContext(LoneContext):
+    """Its groups record; `rows` has the ranks of every group by its role."""
 
     trace: Trace
     rows: dict[str, list[tuple[int, ...]]]
     roles: dict[str, str] | None = None  # of torch's fake process groups by name, if there are any
 
     def group(self, rows, role: str) -> Group:
-        """This rank's group, which records."""
+        """This rank's group, which records unless it has no other rank."""
         self.rows[role] = list(rows)
-        own = next((row for row in rows if self.rank in row), (self.rank,))
-        handle = None
-        if self.roles is not None and len(own) > 1:
+        own, handle = self.own_row(rows), None
+        if len(own) == 1:
+            return Group(own)
+        if self.roles is not None:
             handle = torch.distributed.new_group(list(own))
             self.roles[handle.group_name] = role
         return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)
@@ -178,14 +176,8 @@ class RecordingContext(Context):
 
 def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     """The context of a rank of `world` on so many nodes, which divide it, with a GPU for each."""
-    per_node = world // nodes
-    places = [
-        Place(f"node{r // per_node}", r % per_node, f"cuda:{r % per_node}", f"GPU-{r}", (0,))
-        for r in range(world)
-    ]
+    per_node, backend = world // nodes, "nccl" if world > 1 else "none"
     device = torch.device("cuda", rank % per_node)
-    local = Local(rank % per_node, per_node, nodes == 1, 1, 0)
-    where = (Launch("srun", rank, world), rank, world, places[rank].node, local, places)
-    context = RecordingContext(*where, device, "nccl" if world > 1 else "none", 1, None)
+    context = RecordingContext.of(world, rank, per_node, device, backend)
     context.trace, context.rows = Trace(context.recorder), {}
     return context

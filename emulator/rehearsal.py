@@ -14,6 +14,7 @@ step has two of them at most: it makes the optimizer's state.
 
 import contextlib
 import dataclasses
+import math
 import multiprocessing
 import shutil
 import tempfile
@@ -31,8 +32,8 @@ import data
 import trainer
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
-from config.schema import AXES, Config, coordinates
+from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
+from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
@@ -57,7 +58,6 @@ class RankRecord:
     peaks: dict[str, Peak] = field(default_factory=dict)
     kernels: dict[str, int] = field(default_factory=dict)
     stops: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    after_build: int = 0
     saved: int = 0
     seconds: float = 0.0
 
@@ -87,7 +87,9 @@ class Rehearsal:
 
 
 class Case(NamedTuple):
-    """What to rehearse: a checked configuration, its ranks and nodes, and the driver's GPU name."""
+    """What to rehearse: a checked configuration, in which the layout's automatic options are
+    decided; its ranks and nodes, and the driver's GPU name.
+    """
 
     config: Config
     world: int
@@ -124,10 +126,9 @@ def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
 
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     """The world whose distinct ranks these are."""
-    config = case.config
-    of_rank = {record.rank: record for record in records}
-    traces = [of_rank[stand_in(r, config, of_rank)].events for r in range(case.world)]
-    world = World(records[0].rows, traces)
+    config, of_rank = case.config, {record.rank: record.events for record in records}
+    traces = {r: of_rank.get(r, of_rank[s[0]]) for s in stages_of(config) for r in s}
+    world = World(records[0].rows, [traces[rank] for rank in range(case.world)])
     most = max(level.batch for level in config.batches.levels())
     count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
@@ -143,8 +144,7 @@ def shortened(config: Config) -> Config:
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
     evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
-    layout = layout.automatic(config.model.seq_length, on_gpu=True)
-    config = dataclasses.replace(config, training=training, data=evaluated, layout=layout)
+    config = dataclasses.replace(config, training=training, data=evaluated)
     return _with_micro_batches(config, enough)
 
 
@@ -154,26 +154,21 @@ def _with_micro_batches(config: Config, count: int) -> Config:
     return dataclasses.replace(config, training=training)
 
 
-def distinct_ranks(config: Config) -> list[int]:
-    """Ranks that may differ: the first of every stage; of the first and last stage also the ranks
-    at the ends of tp and dp, which may hold padding, or other parts of the parameters.
-    """
-    axes, found = config.layout.axes, []
-    for rank in range(axes["pp"] * axes["dp"] * axes["cp"] * axes["tp"]):
-        at = coordinates(rank, axes)
-        others = [at[axis] for axis in AXES if axis != "pp"]
-        ends = all(at[axis] == axes[axis] - 1 for axis in AXES if axis != "pp")
-        if not any(others) or (ends and at["pp"] in (0, axes["pp"] - 1)):
-            found.append(rank)
-    return found
-
-
-def stand_in(rank: int, config: Config, of_rank: dict[int, RankRecord]) -> int:
-    """The rank that was run in place of a rank: itself, or the first of its stage."""
-    if rank in of_rank:
-        return rank
+def stages_of(config: Config) -> list[list[int]]:
+    """The ranks of every stage, in order."""
     axes = config.layout.axes
-    return coordinates(rank, axes)["pp"] * axes["dp"] * axes["cp"] * axes["tp"]
+    stages: list[list[int]] = [[] for _ in range(axes["pp"])]
+    for rank in range(math.prod(axes.values())):
+        stages[coordinates(rank, axes)["pp"]].append(rank)
+    return stages
+
+
+def distinct_ranks(config: Config) -> list[int]:
+    """Ranks that may differ: the first of every stage; of the first and last stage also the last
+    rank, at the ends of tp and dp, which may hold padding, or other parts of the parameters.
+    """
+    stages = stages_of(config)
+    return sorted({stages[0][-1], stages[-1][-1], *(ranks[0] for ranks in stages)})
 
 
 # ---- One rank ------------------------------------------------------------------------------------
@@ -190,7 +185,6 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
             stack.enter_context(_fake_process_groups(context))
         meter = stack.enter_context(fake_devices(context, gpu))
         state = trainer.build(config, context)
-        record.after_build = meter.now
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
         for step in range(1, STEPS + 1):
@@ -201,7 +195,11 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
             state.config = _with_micro_batches(config, full if step > 1 else min(2, full))
             trainer.step(state, samples, 0, config.training.lr)
             _classify(state, meter, built=True)
-            _exchange(state)
+            mesh = state.factory.mesh  # what ranks tell one another after a step, as the trainer
+            step_stats.seconds_since(0.0, context.device, mesh.recorder)
+            mesh.recorder.at("statistics")
+            own = step_stats.measure(context.device, 0.0)
+            step_stats.exchange(own, mesh.world, context.device)
         record.kernels = dict(meter.kernels)
         _after_steps(config, state, samples, context, record)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
@@ -210,14 +208,6 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
     stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
     record.stops, record.seconds = dict(stops), time.monotonic() - began
     return record
-
-
-def _exchange(state: trainer.TrainState) -> None:
-    """What ranks tell one another after a step, as the trainer does it."""
-    device, mesh = state.factory.device, state.factory.mesh
-    step_stats.seconds_since(0.0, device, mesh.recorder)
-    mesh.recorder.at("statistics")
-    step_stats.exchange(step_stats.measure(device, 0.0), mesh.world, device)
 
 
 def _after_steps(
@@ -234,38 +224,21 @@ def _after_steps(
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)
-    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", _empty_disk):
+    disk = SimpleNamespace(free=2**60)  # room for any checkpoint
+    with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)
         config = dataclasses.replace(config, run=run)
         mesh, optimizer = state.factory.mesh, state.optimizer
         checkpoints = Checkpointer(config, mesh, optimizer, print_line=lambda _: None)
-        checkpoints.writer = cast(Writer, _NoWriter(checkpoints.parent))
+        no_writer = SimpleNamespace(write=lambda save, runs: setattr(save, "seconds", 1.0))
+        no_writer.folder_of = lambda progress: out
+        checkpoints.writer = cast(Writer, no_writer)
         checkpoints.save(Progress(STEPS, 0))
         checkpoints.close()
     shards = shards_to_write(state.optimizer)
     if shards:
         types = saved_types(shards[0], checkpoints.kinds)
         record.saved = count_elements(shards) * sum(each.itemsize for each in types.values())
-
-
-def _empty_disk(path: str) -> SimpleNamespace:
-    """What shutil.disk_usage says of a disk on which there is room for any checkpoint."""
-    return SimpleNamespace(total=2**60, used=0, free=2**60)
-
-
-class _NoWriter:
-    """Takes what a rank saves and writes nothing."""
-
-    def __init__(self, parent: str):
-        self.parent = parent
-
-    def write(self, save: PendingSave, runs: dict[str, Any]) -> None:
-        """Say that it took a second."""
-        save.seconds = 1.0
-
-    def folder_of(self, progress: Progress) -> str:
-        """Where it would be."""
-        return self.parent
 
 
 @contextlib.contextmanager

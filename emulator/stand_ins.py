@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from distributed.collectives import SUM, Group, Handle
-from distributed.context import Context
-from distributed.launch import Launch, Local
+from emulator.recording import LoneContext
 
 # Standard deviation of what arrives from a neighbouring stage: far from zero, near which denormal
 # numbers would be slow, and from overflow.
@@ -62,7 +61,8 @@ class StandInGroup(Group):
         return self._stand_in("all_reduce", tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
-        return self._stand_in("reduce_scatter", source, lambda: _copy(output, self.shard(source)))
+        own = self.shard(source).view_as(output)
+        return self._stand_in("reduce_scatter", source, lambda: output.copy_(own))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Handle:
         rows = output.view(self.size, -1)
@@ -91,24 +91,19 @@ class StandInGroup(Group):
         return Group().all_reduce(whole)  # of one rank: done
 
 
-def _copy(output: Tensor, part: Tensor) -> None:
-    output.copy_(part.view_as(output))
-
-
-class EmulatedContext(Context):
-    """A rank of a world that is not there, whose groups are stand-ins."""
+class EmulatedContext(LoneContext):
+    """Its groups are stand-ins."""
 
     ledger: Ledger
 
     def group(self, rows, role: str) -> Group:
         """This rank's group: a stand-in."""
-        own = next((row for row in rows if self.rank in row), (self.rank,))
+        own = self.own_row(rows)
         return StandInGroup(own, own.index(self.rank), role, self.ledger)
 
 
 def emulated_context(world: int, rank: int, device: torch.device) -> EmulatedContext:
     """The context of a rank of `world`, on a device that exists."""
-    launch, local, threads = Launch("srun", rank, world), Local(0, 1, True, 1, 0), 1
-    context = EmulatedContext(launch, rank, world, "", local, [], device, "none", threads, None)
+    context = EmulatedContext.of(world, rank, 1, device, "none")
     context.ledger = Ledger()
     return context

@@ -7,10 +7,14 @@
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
 # early, and a requeued job may wait for two minutes before it starts. While the file of --kill-switch
 # exists, train.py does not start again.
+#
+# With GPU=NAME, a machine of hardware/, the run is rehearsed before srun, on CPU cores of the first
+# node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
 
 ranks() {
     local step status began
     mkdir -p "$LOGS"
+    [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
     began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
@@ -27,4 +31,23 @@ ranks() {
     echo "$(date +%FT%T) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: status $status"
     .venv/bin/python scripts/requeue.py "$status" "$began" "$@" || true # $status counts
     return $status
+}
+
+not_rejected() { # by the rehearsal; without an answer of it the run is started
+    local status=0 began=$SECONDS finding
+    echo "rehearsing on fake GPUs, $GPU: $LOGS/rehearsal.txt"
+    rm -f "$LOGS/rehearsal.json"
+    .venv/bin/python rehearse.py --world $((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE)) \
+        --nodes "$SLURM_JOB_NUM_NODES" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
+        >"$LOGS/rehearsal.txt" 2>&1 || status=$?
+    if [ $status = 0 ]; then
+        echo "rehearsed in $((SECONDS - began)) s: every operation meets, and it fits"
+    elif [ $status = 1 ] && [ -f "$LOGS/rehearsal.json" ]; then
+        finding=$(.venv/bin/python -c 'import json, sys; print(json.load(sys.stdin)["finding"])' \
+            <"$LOGS/rehearsal.json")
+        echo "error: the rehearsal rejects this run: $finding; GPU=none sbatch ... skips it" >&2
+        return 2
+    else
+        echo "not rehearsed, the run decides: $(tail -n 1 "$LOGS/rehearsal.txt")"
+    fi
 }

@@ -8,6 +8,7 @@ FILE: {name: [world, "words of the command line"]}. OUT: {name: Rehearsal}.
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
@@ -25,6 +26,8 @@ if __name__ == "__main__":
     machine, cases = hardware.load("a100-80"), []
     for world, line in words.values():
         config = check_any_length(parse(line.split()), world)
+        layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
+        config = replace(config, layout=layout)
         cases.append(rehearsal.Case(config, world, -(-world // machine.node), machine.device))
     found = dict(zip(words, rehearsal.rehearse(cases)))
     Path(sys.argv[2]).write_bytes(pickle.dumps(found))

@@ -1,14 +1,16 @@
 """The rehearsal: right configurations raise no alarm, planted mismatches are found and named."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
 import sys
 
 import pytest
+import stops_worker
 from planted_mismatches import KINDS, Cannot, plant
-from ranks import ROOT
+from ranks import ROOT, start
 from rehearsal_cases import CASES, IN_SUITE
 
 from emulator.matching import World, mismatches
@@ -18,8 +20,9 @@ from planner import memory
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
 SHAPE += "--precision bf16 --global-batch-size 8 "
-# Memory differs from the planner's by more than 4 %: small stages, and outputs held of every stage.
-NOT_WITHIN = ("384 ranks", "ALiBi, full recomputation")
+
+
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in IN_SUITE if name not in NOT_WITHIN])
+@pytest.mark.parametrize("name", IN_SUITE)
 def test_memory_is_what_the_planner_says(rehearsals, name):
     run = rehearsals[name]
     for stage, parts in enumerate(memory.of_run(run.config)):
@@ -85,6 +88,16 @@ def test_stops_of_the_host_have_their_lines(rehearsals):
     """The read of the norm and the loss, and the copy of each micro-batch's tokens."""
     stops = rehearsals["one rank"].records[0].stops
     assert any(line.startswith("zero.py:") for kind, _, line in stops if kind == READ)
+
+
+def test_every_stop_of_the_host_is_named():
+    """What makes the host wait for a GPU, one operation after the other; and what does not."""
+    done = subprocess.run(
+        [sys.executable, "tests/stops_worker.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    expected = {name: stops for name, (_, stops) in stops_worker.CASES.items()}
+    assert json.loads(done.stdout) == json.loads(json.dumps(expected))
 
 
 # ---- The rules of NCCL, by hand-made traces ------------------------------------------------------
@@ -207,6 +220,36 @@ def test_mistakes_are_one_sentence(words, sentence):
     assert done.returncode == 2
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# A launcher that notes that it was called, as Slurm's would be.
+SRUN = "#!/bin/sh\ntouch $CALLED\n"
+TOO_LARGE = "--hidden 8192 --heads 64 --layers 24 --precision bf16 --global-batch-size 1"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "status", "sentence"),
+    [
+        pytest.param("v100-16", TOO_LARGE, 2, "this run: rank 0 of stage 0 needs", marks=SLOW),
+        pytest.param("v100-16", SHAPE, 0, "every operation meets, and it fits", marks=SLOW),
+        ("none", TOO_LARGE, 0, ""),
+        ("v100-16", "--no-such-flag", 0, "not rehearsed, the run decides: error: unknown arg"),
+    ],
+)
+def test_a_batch_job_ends_before_srun_if_it_is_rejected(gpu, words, status, sentence, tmp_path):
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(tmp_path / "called")}
+    job |= {"LOGS": str(tmp_path / "logs"), "GPU": gpu}
+    text = f"set -euo pipefail; source scripts/slurm_job.sh; ranks train.py {words}"
+    outcome = start(["bash", "-c", text], timeout=300, **job)
+    assert outcome.status == status, outcome.err
+    assert sentence in outcome.out + outcome.err
+    assert (tmp_path / "called").exists() == (status == 0)
+    assert ("rehears" in outcome.out) == (gpu != "none")
+    assert ("GPU=none sbatch ... skips it" in outcome.err) == (status == 2)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ search_space   every layout that can run, as a command line of train.py
 search         which layout to measure next, and when to stop
 sweeps         one option with all its values; largest model, fewest ranks
 trials         runs one trial, stores it, and how much trials vary
+rehearsals     rehearse.py before a layout's first trial on GPUs, as a process
 result_tables  table.md and results.csv; html_report and charts: report.html
 progress       the budget, and what is shown while trials run
 

@@ -36,7 +36,7 @@ class Budget:
 
     def spent(self, stored: list[Trial]) -> bool:
         """Whether another trial, of the median duration so far, would exceed the budget."""
-        own = stored[self.earlier_trials :]
+        own = [trial for trial in stored[self.earlier_trials :] if trial.command]  # that ran
         typical = statistics.median([t.wall for t in own]) if own else 0.0
         return len(own) >= self.trials or self.elapsed() + typical > 60 * self.minutes
 
@@ -63,7 +63,7 @@ class ProgressView:
         self.ranks, self.budget = ranks, budget
         self.finished: list[Trial] = []
         self.best: Trial | None = None  # the fastest of this session
-        self.running, self.since = "", 0.0  # the label of the running trial, and its start
+        self.running, self.since = "", 0.0  # `running LABEL` or `rehearsing LABEL`, its start
         self.live: Any = None  # a rich.live.Live on a terminal
 
     def __enter__(self) -> "ProgressView":
@@ -85,11 +85,17 @@ class ProgressView:
         else:
             print(line, flush=True)
 
+    def rehearsing(self, label: str) -> None:
+        """Say that a rehearsal begins: it may take a minute."""
+        self.running, self.since = f"rehearsing {label}", time.monotonic()
+        if not self.live:
+            self.print(f"rehearsing {label} on fake GPUs")
+
     def trial_finished(self, trial: Trial) -> None:
         """Print a trial's outcome."""
         self.finished.append(trial)
         self.running = ""
-        count = len(self.finished)
+        count, ran = len(self.finished), sum(bool(t.command) for t in self.finished)
         text, best = f"{trial.status}: {trial.reason}", ""
         if trial.status == "ok":
             if self.best is None or trial.median < self.best.median:
@@ -97,7 +103,7 @@ class ProgressView:
             text = (
                 f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
                 f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB{best}; "
-                f"{self.budget.left(count)}"
+                f"{self.budget.left(ran)}"
             )
         self.print(f"trial {count:3} {trial.label:36} {text}")
 
@@ -107,7 +113,7 @@ class ProgressView:
         best, count = self.best, len(self.finished)
         captions = [f"best {best.label}: {best.median:.3f} s"] if best else []
         if self.running:
-            captions.append(f"running {self.running} for {time.monotonic() - self.since:.0f} s")
+            captions.append(f"{self.running} for {time.monotonic() - self.since:.0f} s")
         title = f"{count} trials on {self.ranks} ranks, {self.budget.left(count)}"
         table = Table(title=title, caption="; ".join(captions))
         for name in ("layout", "s/iteration", "spread", "predicted", "ratio", "GB", "TFLOPs"):

@@ -131,6 +131,13 @@ def summary(result: SearchResult) -> list[str]:
         rest = statistics.mean(abs(ratio / middle - 1) for ratio in ratios)
         error = f"median {middle:.2f}, mean deviation from it {rest:.0%}"
         lines.append(f"Measured over predicted: {error}.")
+    rehearsed = [t for t in result.trials if t.rehearsal]
+    if rehearsed:
+        took, bad = sum(t.rehearsal for t in rehearsed), sum(not t.command for t in rehearsed)
+        lines.append(
+            f"{len(rehearsed)} layouts were rehearsed on fake GPUs before their first trial, "
+            f"{took:.0f} s in all; {bad} of them rejected."
+        )
     repeated = trials.repeated_medians(result.trials)
     if repeated:
         longest = max(repeated, key=len)

@@ -26,6 +26,7 @@ from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
 from tuner.progress import Budget, ProgressView
+from tuner.rehearsals import Outcome, Rehearser
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Point, Search, features
 from tuner.search_space import Candidate
@@ -92,6 +93,12 @@ class Session:
         check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
+        self.rehearser: Rehearser | None = None
+        on_gpus = self.machine.device != "CPU" and self.config.run.device != "cpu"
+        if on_gpus and not options.no_rehearse:
+            self.rehearser = Rehearser(self.machine.name, options.calibration)
+        else:  # what a rehearsal rejected before may run now
+            self.store.trials = [trial for trial in self.store.trials if trial.command]
         if not shutil.which(launcher):
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
@@ -225,7 +232,7 @@ class Session:
         search.noise = trials.noise(ran)
 
     def _measure_all(self, runs: list[Candidate], tag: str) -> None:
-        """Measure all that have no trial yet, in order; with --all, the first one repeatedly."""
+        """Measure all without a trial, in order; with --all, the first that ran repeatedly."""
         self.wanted |= {c.key: c for c in runs}
         every = self.options.reference_every if tag == "all" else 0
         for number, candidate in enumerate(runs, start=1):
@@ -235,8 +242,9 @@ class Session:
                 self.ending = self.budget.ending
                 return
             self._trial(candidate, tag)
-            if every and number % every == 0:
-                self._trial(runs[0], "reference")
+            ran = [c for c in runs if any(trial.command for trial in self.store.of(c.key))]
+            if ran and every and number % every == 0:
+                self._trial(ran[0], "reference")
 
     def _attempt(self, candidate: Candidate) -> bool:
         """Whether a candidate of a bisection trains; a trial that is stored is not run again."""
@@ -245,9 +253,20 @@ class Session:
         return (known[-1] if known else self._trial(candidate)).status == "ok"
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
-        """Run one trial, store it, show it."""
-        self.view.running, self.view.since = candidate.label, time.monotonic()
-        trial = trials.run(candidate, self.runner, len(self.store.trials), tag)
+        """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
+        if that rejects it.
+        """
+        number, rehearsed = len(self.store.trials), Outcome()
+        if self.rehearser and not self.store.of(candidate.key):
+            self.view.rehearsing(candidate.label)
+            rehearsed = self.rehearser.rehearse(candidate, self.runner, number)
+            self.view.print(f"rehearsed {candidate.label} in {rehearsed.text}")
+        if rehearsed.finding:
+            trial = trials.rejected(candidate, rehearsed.finding, rehearsed.seconds, tag)
+        else:
+            self.view.running, self.view.since = f"running {candidate.label}", time.monotonic()
+            trial = trials.run(candidate, self.runner, number, tag)
+            trial = dataclasses.replace(trial, rehearsal=rehearsed.seconds)
         self.store.add(trial)
         self.view.trial_finished(trial)
         return trial

@@ -3,9 +3,9 @@
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
     TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
-Every outcome is a result with its reason: ok, rejected by train.py itself, out of memory, hang
-(over the limit), crash, divergence. When `run` returns, none of its processes on this machine is
-left.
+Every outcome is a result with its reason: ok, rejected by train.py itself or by the rehearsal
+before it (rehearsals.py), out of memory, hang (over the limit), crash, divergence. When `run`
+returns, none of its processes on this machine is left.
 """
 
 import contextlib
@@ -65,9 +65,10 @@ class Trial:
     cluster: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     commit: str | None = None
-    command: str = ""
+    command: str = ""  # of the run; empty if the rehearsal rejected it
     started: str = ""
     wall: float = 0.0  # seconds of the whole trial, start-up included
+    rehearsal: float = 0.0  # seconds of the rehearsal before it; 0: there was none
     tag: str = ""  # which part of a search asked for it: reference, sweep, ...
 
     @property
@@ -104,6 +105,12 @@ class Runner:
             words.append(sys.executable)
         return [*words, PROGRAM]
 
+    def out(self, candidate: search_space.Candidate, number: int) -> Path:
+        """The folder of a trial, which is made."""
+        out = self.folder / f"{number:04d}-{candidate.label.replace(' ', '-')}"
+        out.mkdir(parents=True, exist_ok=True)
+        return out
+
     def command(self, candidate: search_space.Candidate, out: Path) -> list[str]:
         """The command line of a trial in `out`: a few steps, nothing is saved or evaluated."""
         config = candidate.config
@@ -124,26 +131,20 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
 
     Raises UserError if the launcher cannot be started.
     """
-    out = runner.folder / f"{number:04d}-{candidate.label.replace(' ', '-')}"
-    out.mkdir(parents=True, exist_ok=True)
+    out = runner.out(candidate, number)
     command = runner.command(candidate, out)
     started, began = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
-    trial_id = f"{os.getpid()}-{number}"
-    exit_status, log = _execute(command, out / "output.txt", trial_id, runner.time_limit)
+    exit_status, log = execute(command, out / "output.txt", number, runner.time_limit)
     wall = time.monotonic() - began
     steps = WARM_UP + runner.timed
     status, reason, rows = classify(exit_status, log, out, steps, runner.time_limit)
     facts: dict[str, Any] = {}  # stay empty if train.py ended before it had written them
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         facts = json.loads((out / "run.json").read_text())
-    return Trial(
-        key=candidate.key,
-        label=candidate.label,
-        ranks=candidate.ranks,
-        status=status,
-        reason=reason,
-        predicted=candidate.prediction.seconds,
-        config=json.loads(json.dumps(candidate.config.as_dict())),  # lists for tuples, as in JSON
+    return _trial(
+        candidate,
+        status,
+        reason,
         formula=facts.get("flops_formula", ""),
         cluster={k: v for k, v in facts.get("cluster", {}).items() if k != "places"},
         versions=facts.get("versions", {}),
@@ -152,8 +153,21 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
         started=started,
         wall=wall,
         tag=tag,
-        **(_figures(rows) if status == "ok" else {"seconds": []}),
+        **(_figures(rows) if status == "ok" else {}),
     )
+
+
+def rejected(candidate: search_space.Candidate, finding: str, seconds: float, tag: str) -> Trial:
+    """The trial of a candidate that a rehearsal of so many seconds rejected: it is not run."""
+    about = {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "tag": tag, "rehearsal": seconds}
+    return _trial(candidate, "rejected", f"by the rehearsal: {finding}", **about)
+
+
+def _trial(candidate: search_space.Candidate, status: str, reason: str, **facts: Any) -> Trial:
+    place = candidate.key, candidate.label, candidate.ranks
+    config = json.loads(json.dumps(candidate.config.as_dict()))  # lists for tuples, as in JSON
+    seconds = facts.pop("seconds", [])
+    return Trial(*place, status, reason, seconds, candidate.prediction.seconds, config, **facts)
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -168,10 +182,15 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- Processes -----------------------------------------------------------------------------------
 
 
-def _execute(
-    command: list[str], log: Path, trial_id: str, time_limit: float
+def execute(
+    command: list[str], log: Path, number: int, time_limit: float
 ) -> tuple[int | None, str]:
-    """Exit status (None: over the time limit) and the last 64 KiB of the output."""
+    """Run a process of the trial of that number to its end, or to the time limit, and end all that
+    it started: its exit status (None: over the limit) and the last 64 KiB of its output.
+
+    Raises UserError if it cannot be started.
+    """
+    trial_id = f"{os.getpid()}-{number}"
     environment = {**os.environ, TRIAL_VARIABLE: trial_id, "PYTHONUNBUFFERED": "1"}
     options: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
     # In a session of its own: Ctrl-C reaches the search, which then ends the trial.
