@@ -20,6 +20,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 START, ANSWER, END = 300.0, 1800.0, 30.0  # seconds within which a side starts, answers, ends
+CHECKED = 3  # steps at the start, whose losses and norms must agree; they warm up, too
+LOSS_ERROR, NORM_ERROR = 2e-5, 2e-4  # relative: fp32 rounding, after some steps of AdamW
 
 
 class SideError(RuntimeError):
@@ -151,6 +153,20 @@ class Side:
         for process in self.ranks:
             process.stdout.close()
             process.wait()
+
+
+def check_equal(sides: list[Side]) -> None:
+    """Run the first steps; SideError unless every side's losses and norms are Trine's."""
+    first = [side.run(CHECKED) for side in sides]
+    for side, block in zip(sides[1:], first[1:]):
+        for what, most in (("losses", LOSS_ERROR), ("norms", NORM_ERROR)):
+            ours, theirs = getattr(first[0], what), getattr(block, what)
+            error = max(abs(a / b - 1.0) for a, b in zip(ours, theirs))
+            if not error <= most:
+                raise SideError(
+                    f"{what} of {sides[0].label} and of {side.label} differ by {error:.1e}, more "
+                    f"than {most:.0e}: {ours} and {theirs}"
+                )
 
 
 def free_port() -> int:

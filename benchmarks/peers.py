@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,7 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 
 import psutil
 import torch
-from peer_sides import Side, SideError
+from peer_sides import Side, SideError, check_equal
 from peer_worker import Shape
 from strangers import ratio
 
@@ -46,8 +47,6 @@ SHAPES = {
     "tiny": Shape(4, 32, 4, 128, 16, 2, 4),
 }
 STEPS = {"4 x 256": 4, "8 x 512": 1, "tiny": 2}  # of a block
-CHECKED = 3  # steps at the start, whose losses and norms must agree; they warm up, too
-LOSS_ERROR, NORM_ERROR = 2e-5, 2e-4  # relative: fp32 rounding, after some steps of AdamW
 
 PARTS = {
     "plain": "plain PyTorch loop",
@@ -178,20 +177,6 @@ def write_weights(row: Row, folder: Path) -> None:
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SideError(f"the weights could not be written:\n{done.stderr}")
-
-
-def check_equal(sides: list[Side]) -> None:
-    """Run the first steps; SideError unless every side's losses and norms are Trine's."""
-    first = [side.run(CHECKED) for side in sides]
-    for side, block in zip(sides[1:], first[1:]):
-        for what, most in (("losses", LOSS_ERROR), ("norms", NORM_ERROR)):
-            ours, theirs = getattr(first[0], what), getattr(block, what)
-            error = max(abs(a / b - 1.0) for a, b in zip(ours, theirs))
-            if not error <= most:
-                raise SideError(
-                    f"{what} of {sides[0].label} and of {side.label} differ by {error:.1e}, more "
-                    f"than {most:.0e}: {ours} and {theirs}"
-                )
 
 
 def measure(sides: list[Side], steps: int, rounds: int) -> Measured:
@@ -325,6 +310,7 @@ def main() -> None:
         rows = chosen(given.rows, given.shape)
     except UserError as mistake:
         exit_with(mistake)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end too
     print(header(given.rounds, sys.argv[1:]), flush=True)
     for row in rows:
         try:
