@@ -6,6 +6,7 @@ that Trine binds its ranks to, whoever's rank it is.
 
 import contextlib
 import json
+import math
 import os
 import random
 import selectors
@@ -98,7 +99,7 @@ class Side:
             norms.append(results[0][1])
             if any(abs(norm - norms[-1]) > 1e-5 * norms[-1] for _, norm in results):
                 raise SideError(f"{self.label}: ranks have unequal gradient norms: {results}")
-        if not all(abs(value) < 1e9 for value in (*losses, *norms)):  # a NaN is not less either
+        if not all(map(math.isfinite, (*losses, *norms))):
             raise SideError(f"{self.label}: losses {losses}, gradient norms {norms}")
         return Block(max(answer["seconds"] for answer in answers), losses, norms)
 

@@ -90,7 +90,7 @@ class Row:
         return replace(shape, micro_batches=self.micro_batches or shape.micro_batches)
 
 
-PP2 = ("1f1b 2,2", "1f1b 3,1", "interleaved 2,1,1,0", "zb 3,1", "zbv 1,2,1,0")
+PP2 = ("1f1b 2,2", "1f1b 3,1", "interleaved 1,1,2,0", "zb 3,1", "zbv 1,1,2,0")
 PP4 = ("1f1b 1,1,1,1", "1f1b 2,1,1,0", "zb 2,1,1,0", "zbv 0,1,1,1,1,0,0,0")
 ROWS = (
     Row("one", "4 x 256", 1, 1, 1, "", ("plain",)),

@@ -34,9 +34,7 @@ def side(tmp_path):
     yield make
     for each in sides:
         each.end()
-    assert [p.poll() is None for each in sides for p in each.ranks] == [False] * sum(
-        len(each.ranks) for each in sides
-    )
+    assert [p.pid for each in sides for p in each.ranks if p.poll() is None] == []
 
 
 def echo(side, losses: list, norms: list) -> Side:
@@ -50,7 +48,7 @@ def test_every_kind_of_side_computes_the_same():
     """DTensor, by hand, pipelining with DTensor inside, DDP with sharded state; on a tiny shape."""
     rows = ("tp2", "tp2-pp2", "dp2-zero1")
     words = ["--rows", *rows, "--rounds", "2", "--shape", "tiny"]
-    done = start([*BENCHMARK, *words], OMP_NUM_THREADS="1")
+    done = start([*BENCHMARK, *words], timeout=900, OMP_NUM_THREADS="1")
     assert done.status == 0, done.err
     table = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")][2:]
     assert [(row[0].strip(), row[2].strip()) for row in table] == [
@@ -93,7 +91,7 @@ def test_sides_that_differ_are_an_error(side, what):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_an_error(side, bad):
     for losses, norms in (([9.0, bad], [1.0, 1.0]), ([9.0, 9.0], [bad, 1.0])):
-        with pytest.raises(SideError, match=r"side \d: losses|unequal gradient norms"):
+        with pytest.raises(SideError, match=r"side \d: losses \[9"):
             echo(side, losses, norms).run(2)
 
 
