@@ -1,6 +1,7 @@
 """Trine beside torch's own parallel parts, and beside tensor parallelism written by hand.
 
-    python benchmarks/peers.py [--rows NAME ...] [--rounds N] > benchmarks/results/peers.md
+    python benchmarks/peers.py > benchmarks/results/peers.md      all rows, one by one
+    python benchmarks/peers.py --rows tp2 pp2 --rounds 8 --steps 2
 
 A row is one comparison: Trine with some options, and peers that train the same model, from the same
 weights, on the same tokens, with the same optimizer (AdamW, clipping by the global norm). It begins
@@ -213,7 +214,7 @@ def busy_seconds() -> float:
 # ---- Report --------------------------------------------------------------------------------------
 
 
-def header(rounds: int, words: list[str]) -> str:
+def header(rounds: int, steps: int | None, words: list[str]) -> str:
     """What and where: all that the figures depend on."""
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
@@ -238,7 +239,8 @@ def header(rounds: int, words: list[str]) -> str:
         f"{platform.python_version()}, torch {torch.__version__}, gloo, fp32, one thread per rank.",
         "",
         *shapes,
-        f"{rounds} rounds of blocks of {STEPS['4 x 256']} steps (`8 x 512`: {STEPS['8 x 512']}).",
+        f"{rounds} rounds of blocks of {steps or STEPS['4 x 256']} steps "
+        f"(`8 x 512`: {steps or STEPS['8 x 512']}).",
         "",
         "Tokens/s: median of the rounds. Ratio: Trine's speed over the peer's, interquartile mean "
         "of the rounds' ratios (middle 95 % over resampled rounds). Memory: peak resident MiB of "
@@ -275,13 +277,15 @@ def sizes(ranks: list[tuple[int, int]]) -> str:
     return f"{steps} ({life})"
 
 
-def compare(row: Row, rounds: int) -> Measured:
-    """Measure one row; SideError if a side fails or does not agree."""
+def compare(row: Row, rounds: int, steps: int | None) -> Measured:
+    """Measure one row; steps: of a block, if not the shape's. SideError if a side fails or does
+    not agree.
+    """
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     try:
         write_weights(row, folder / "weights")
         with sides_of(row, folder) as sides:
-            return measure(sides, STEPS[row.shape], rounds)
+            return measure(sides, steps or STEPS[row.shape], rounds)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -302,19 +306,22 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="some rows only")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--steps", type=int, help="of a block, in place of the shape's own number")
     parser.add_argument("--shape", choices=SHAPES, help="in place of the rows' own, to try a row")
     try:
         given = parser.parse_args()
         if given.rounds < 1:
             raise UserError(f"--rounds must be at least 1, not {given.rounds}")
+        if given.steps is not None and given.steps < 1:
+            raise UserError(f"--steps must be at least 1, not {given.steps}")
         rows = chosen(given.rows, given.shape)
     except UserError as mistake:
         exit_with(mistake)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end too
-    print(header(given.rounds, sys.argv[1:]), flush=True)
+    print(header(given.rounds, given.steps, sys.argv[1:]), flush=True)
     for row in rows:
         try:
-            found = compare(row, given.rounds)
+            found = compare(row, given.rounds, given.steps)
         except SideError as error:
             sys.exit(f"error: row {row.name}: {error}")
         print("\n".join(lines_of(row, found)), flush=True)
