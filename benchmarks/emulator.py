@@ -15,17 +15,18 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
-from layouts import ROOT, WARM_UP, commit, run
 
+ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192 --no-tied"
 SHAPE += " --micro-batch-size 2 --global-batch-size 8"
-STEPS = 12
+STEPS, WARM_UP = 12, 4
 LINKS = "--min-bytes 16384 --max-bytes 33554432 --factor 2 --seconds 0.15 --device cpu"
 
 # (ranks, options of train.py)
@@ -43,6 +44,15 @@ ROWS = [
     (4, "--pp 2 --zero 1"),
     (4, "--zero 1"),
 ]
+
+
+def run(command: list[str]) -> str:
+    """Standard output of a command that must succeed, on one thread per rank."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
 
 
 def mpirun(ranks: int) -> list[str]:
@@ -92,6 +102,11 @@ def kendall_tau(one: list[float], two: list[float]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(pairs)
 
 
+def commit() -> str:
+    """The commit that this checkout is at."""
+    return run(["git", "rev-parse", "--short=7", "HEAD"]).strip()
+
+
 def report(
     rounds: int, loads: list[float], found: dict[tuple[int, str], tuple[list[float], list[float]]]
 ) -> str:
@@ -103,7 +118,7 @@ def report(
     lines = [
         "# The emulator beside real runs, on a CPU",
         "",
-        f"`python benchmarks/emulator.py --rounds {rounds}` at commit {commit(ROOT)}, "
+        f"`python benchmarks/emulator.py --rounds {rounds}` at commit {commit()}, "
         f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores "
         f"({platform.processor() or platform.machine()}), Python {platform.python_version()}, "
         f"torch {torch.__version__}, gloo, fp32, one thread per rank. Load of the machine, these "

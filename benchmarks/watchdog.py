@@ -5,7 +5,7 @@
 One run and one monitor throughout, as in a job. In every other block of steps they are off: the
 groups have no logs, the rank's watchdog sends no heartbeats, and the monitor's process is
 suspended. Weights, buffers and connections are the same in both, so only the watchdog differs; the
-order alternates. The model is that of benchmarks/layouts.py, 4 blocks, h 256, vocabulary 8,192,
+order alternates. The model is that of benchmarks/peers.py, 4 blocks, h 256, vocabulary 8,192,
 with a quarter of its tokens, 512 a step: as many records in a shorter step.
 
 The second figure depends less on other load: the time of one record, measured in a loop, times the

@@ -1,0 +1,141 @@
+"""benchmarks/peers.py: the sides take turns and agree; a side that does not is an error."""
+
+import json
+import re
+import sys
+
+import pytest
+from ranks import ROOT, start
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from peer_sides import CHECKED, LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
+
+BENCHMARK = [sys.executable, "benchmarks/peers.py"]
+# A rank that gives the answer it was started with, whatever it is asked.
+ECHO = "import sys\nprint('{}', flush=True)\nfor line in sys.stdin: print(sys.argv[1], flush=True)"
+
+
+def answer(losses: list, norms: list, seconds: float = 1.0) -> str:
+    """What a rank writes about a block of steps."""
+    found = {"seconds": seconds, "results": list(zip(losses, norms)), "peak": 2, "life": 3}
+    return json.dumps(found)
+
+
+@pytest.fixture
+def side(tmp_path):
+    """Makes sides whose ranks give the same answer, and ends them."""
+    sides = []
+
+    def make(words: list[str], ranks: int = 1) -> Side:
+        sides.append(Side(f"side {len(sides)}", words, ranks, tmp_path / str(len(sides))))
+        return sides[-1]
+
+    yield make
+    for each in sides:
+        each.end()
+    assert [p.pid for each in sides for p in each.ranks if p.poll() is None] == []
+
+
+def echo(side, losses: list, norms: list) -> Side:
+    made = side(["-c", ECHO, answer(losses, norms)])
+    made.wait_until_ready()
+    return made
+
+
+@pytest.mark.slow
+def test_every_kind_of_side_computes_the_same():
+    """DTensor, by hand, pipelining with DTensor inside, DDP with sharded state; on a tiny shape."""
+    rows = ("tp2", "tp2-pp2", "dp2-zero1")
+    words = ["--rows", *rows, "--rounds", "2", "--shape", "tiny"]
+    done = start([*BENCHMARK, *words], timeout=900, OMP_NUM_THREADS="1")
+    assert done.status == 0, done.err
+    table = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")][2:]
+    assert [(row[0].strip(), row[2].strip()) for row in table] == [
+        ("tp2", "DTensor"),
+        ("tp2", "by hand: f, g, vocabulary-parallel loss"),
+        ("tp2-pp2", "DTensor in pipelining, 1F1B, blocks 2 + 2"),
+        ("tp2-pp2", "DTensor in pipelining, 1F1B, blocks 3 + 1"),
+        ("dp2-zero1", "DistributedDataParallel, ZeroRedundancyOptimizer"),
+    ]
+    for row in table:
+        ours, theirs = (float(cell.replace(",", "")) for cell in row[3:5])
+        ratio, low, high = map(float, re.findall(r"[\d.]+", row[5]))
+        assert min(ours, theirs) > 0
+        assert 0 < low <= ratio <= high
+        for cell in row[6:8]:  # MiB of every rank: in the timed steps, and in all
+            steps, life = (
+                [int(n) for n in part.split("+")] for part in cell.strip(" )").split("(")
+            )
+            assert len(steps) == len(life) == (4 if "pp2" in row[0] else 2)
+            assert all(20 < a <= b for a, b in zip(steps, life))
+
+
+def test_sides_that_agree_pass(side):
+    ours, norms = [9.0, 8.9, 8.8], [3.0, 2.0, 1.0]
+    near = [loss * (1 + LOSS_ERROR / 2) for loss in ours]
+    check_equal([echo(side, ours, norms), echo(side, near, norms)])
+    assert len(ours) == CHECKED
+
+
+@pytest.mark.parametrize("what", ["losses", "norms"])
+def test_sides_that_differ_are_an_error(side, what):
+    values = {"losses": [9.0, 8.9, 8.8], "norms": [3.0, 2.0, 1.0]}
+    error = {"losses": LOSS_ERROR, "norms": NORM_ERROR}[what]
+    other = values | {what: [*values[what][:2], values[what][2] * (1 + 2 * error)]}
+    sides = [echo(side, **values), echo(side, **other)]
+    with pytest.raises(SideError, match=f"{what} of side 0 and of side 1 differ by"):
+        check_equal(sides)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_an_error(side, bad):
+    for losses, norms in (([9.0, bad], [1.0, 1.0]), ([9.0, 9.0], [bad, 1.0])):
+        with pytest.raises(SideError, match=r"side \d: losses \[9"):
+            echo(side, losses, norms).run(2)
+
+
+def test_the_loss_is_the_mean_of_the_ranks_that_know_it(side):
+    """And the time is that of the slowest; only the last stage of a pipeline knows a loss."""
+    program = (
+        "import os, sys\nprint('{}', flush=True)\n"
+        "for line in sys.stdin: print(sys.argv[1 + int(os.environ['RANK'])], flush=True)"
+    )
+    answers = [answer([None], [1.0], 2.0), answer([4.0], [1.0]), answer([6.0], [1.0])]
+    made = side(["-c", program, *answers], ranks=3)
+    made.wait_until_ready()
+    block = made.run(1)
+    assert (block.losses, block.norms, block.seconds) == ([5.0], [1.0], 2.0)
+    assert (made.peaks, made.life) == ([2, 2, 2], [3, 3, 3])
+
+
+def test_ranks_that_disagree_on_the_norm_are_an_error(side):
+    program = ECHO.replace("sys.argv[1]", "sys.argv[1 + int(__import__('os').environ['RANK'])]")
+    made = side(["-c", program, answer([1.0], [1.0]), answer([1.0], [1.1])], ranks=2)
+    made.wait_until_ready()
+    with pytest.raises(SideError, match="ranks have unequal gradient norms"):
+        made.run(1)
+
+
+def test_a_rank_that_ends_is_named_with_what_it_printed(side):
+    program = "import os, sys\nprint('{}', flush=True)\nsys.stdin.readline()\n"
+    program += "if os.environ['RANK'] == '1': sys.exit('nothing to read')\nsys.stdin.readline()"
+    made = side(["-c", program], ranks=2)
+    made.wait_until_ready()
+    with pytest.raises(SideError, match=r"side 0: rank 1 ended:\nnothing to read"):
+        made.run(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--rows", "tp3"], "--rows: there is no tp3; the rows are one, tp2, "),
+        (["--rounds", "0"], "--rounds must be at least 1, not 0"),
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+    ],
+)
+def test_mistakes(words, sentence):
+    done = start([*BENCHMARK, *words])
+    assert (done.status, done.out) == (2, "")
+    assert sentence in done.err
+    assert "Traceback" not in done.err
