@@ -28,7 +28,7 @@ from parallel import ParamSpec
 # Sections are multiples of this, so that no kernel treats the end of a section in another way than
 # its middle: copies of a parameter at other places of their buffers stay bitwise equal.
 ALIGNMENT = 64
-SETS_OF_KEY = 4  # update sets, about: the more, the sooner the first weights are gathered
+SETS_OF_KEY = 4  # update sets: the more, the sooner the first weights are gathered
 
 
 class Key(NamedTuple):
@@ -335,8 +335,8 @@ def gather_weights(groups: Sequence[ParamGroup]) -> None:
 def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
     """The sets that hold all groups, the first layers first: their weights are needed first.
 
-    Each key has about SETS_OF_KEY, so that the weights of one are gathered while the next is
-    updated; where sums in 16 bits are copied to fp32, sets have no more elements than a bucket.
+    Each key has SETS_OF_KEY at most, so that the weights of one are gathered while the next is
+    updated; where sums in 16 bits are copied to fp32, a set has about as many elements as a bucket.
     """
     sets: list[UpdateSet] = []
     for _, of_key in groupby(reversed(groups), key=lambda group: group.key):
@@ -344,18 +344,13 @@ def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[U
         most = -(-sum(map(_master_elements, members)) // SETS_OF_KEY)
         if training.grad_dtype == "bf16":
             most = min(most, BUCKET_ELEMENTS)
-        sets += [UpdateSet(run, training) for run in _runs(members, most)]
+        runs: dict[int, list[ParamGroup]] = {}
+        before = 0
+        for group in members:
+            runs.setdefault(before // max(1, most), []).append(group)
+            before += _master_elements(group)
+        sets += [UpdateSet(run, training) for run in runs.values()]
     return sets
-
-
-def _runs(groups: list[ParamGroup], most: int) -> list[list[ParamGroup]]:
-    """Groups that follow one another and have `most` elements together, or one that has more."""
-    runs: list[list[ParamGroup]] = [[]]
-    for group in groups:
-        if runs[-1] and sum(map(_master_elements, [*runs[-1], group])) > most:
-            runs.append([])
-        runs[-1].append(group)
-    return runs
 
 
 def _master_elements(group: ParamGroup) -> int:

@@ -56,7 +56,7 @@ def test_drawing_takes_little_beside_the_weights():
         assert out.numel() >= 6 * DRAWN_ON_CPU
         with PeakBytes() as bytes_held:
             draw_normal(out, "w", shape, dim, 0, 0.02, 1)
-        assert 8 * DRAWN_ON_CPU < bytes_held.peak <= 100 * DRAWN_ON_CPU
+        assert 8 * DRAWN_ON_CPU < bytes_held.peak - out.nbytes <= 100 * DRAWN_ON_CPU
 
 
 def test_the_replica_check_takes_little_beside_the_weights():
@@ -113,7 +113,7 @@ def test_zero_3_shards_each_block_when_it_is_drawn():
     assert len(state.optimizer.owned()) == len(list(state.stages.parameters()))
     drawn, shards = 4 * layers * block, 4 * layers * block / dp
     # Beside the shards: a block and its shard, embedding and norms, and what drawing takes.
-    drawing = 100 * 4 * 256**2
+    drawing = 100 * DRAWN_ON_CPU
     assert shards + drawing / 2 < bytes_held.peak < shards + 1.5 * 4 * block + drawing
     assert shards + 1.5 * 4 * block < drawn / 2
 
