@@ -117,6 +117,7 @@ class ParamFactory:
 
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 DRAWN_AT_ONCE = 2**20  # elements
+DRAWN_ON_CPU = 2**16  # they stay in a core's cache, and little memory is left to later use
 _GAMMA, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
 
@@ -128,14 +129,15 @@ def draw_normal(
 
     Element i of the whole tensor is a function of (seed, name, i) alone: splitmix64's i-th output,
     its halves turned into a normal by Box and Muller. Any slice can be drawn by itself. Takes
-    DRAWN_AT_ONCE x 100 bytes beside `out`.
+    DRAWN_AT_ONCE x 100 bytes beside `out`, on a CPU DRAWN_ON_CPU x 100.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     key = int.from_bytes(digest[:8], "little", signed=True)
     inner = math.prod(shape[dim + 1 :])
     run, flat = out.shape[dim] * inner, out.view(-1)  # elements that follow one another in both
-    for first in range(0, len(flat), DRAWN_AT_ONCE):
-        last = min(first + DRAWN_AT_ONCE, len(flat))
+    at_once = DRAWN_AT_ONCE if out.is_cuda else DRAWN_ON_CPU
+    for first in range(0, len(flat), at_once):
+        last = min(first + at_once, len(flat))
         places = torch.arange(first, last, device=out.device)
         index = places + places // run * (shape[dim] * inner - run) + start * inner
         flat[first:last] = _normal(_splitmix64(index, key)).mul_(std)

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from config.schema import Layout, Training
 from distributed.collectives import Handle
 from optim import update_rules
-from optim.buckets import Bucket, ParamGroup, ParamShard, make_buckets
+from optim.buckets import (
+    Bucket,
+    ParamGroup,
+    ParamShard,
+    gather_weights,
+    make_buckets,
+    make_update_sets,
+)
 from optim.fsdp import shard_fully
 from optim.loss_scale import LossScale
 from parallel import ParamFactory
@@ -74,10 +81,8 @@ class Optimizer:
             self.groups = shard_fully(stages[0], factory, training)
         else:
             self.groups = self._make_buckets(stages, factory, layout.zero)
-        for group in self.groups:
-            family, decay = group.key.family, not group.key.no_decay
-            group.rule = update_rules.make_rule(training, family, group.masters, decay)
-        kernels = dict.fromkeys(group.rule.kernel for group in self.groups)
+        self.update_sets = make_update_sets(self.groups, training)
+        kernels = dict.fromkeys(each.rule.kernel for each in self.update_sets)
         self.kernel = "; ".join(kernels) or "none"
         self.state_kinds = update_rules.state_kinds(training.optimizer)
         self.state_name = update_rules.interchangeable(training.optimizer)
@@ -192,8 +197,9 @@ class Optimizer:
         recorder.at("optimizer")
         if not skipped:
             self._update(lr, norm)
-        for group in self.groups:
-            group.clear_gradients()
+        buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
+        if buffers:
+            torch._foreach_zero_(buffers)
         self.scale.update(skipped)
         return StepResult(norm, loss / self._targets, skipped, scale)
 
@@ -206,19 +212,18 @@ class Optimizer:
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square().sum()
 
     def _update(self, lr: float, norm: float) -> None:
-        """Update group by group, the first layers first: their weights are needed first."""
+        """Update all masters, and gather the weights."""
         clip = self.training.clip_grad
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
-        for group in reversed(self.groups):
-            group.update(factor / self.scale.value, lr)
-            group.all_gather_params()
+        for each in self.update_sets:
+            each.update(factor / self.scale.value, lr)
         if not self._overlap:
             self.finish_gathering()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, with the masters that are not the weights."""
-        total = sum(group.rule.state_bytes() for group in self.groups)
+        total = sum(each.rule.state_bytes() for each in self.update_sets)
         if any(m.dtype != self._dtype for group in self.groups for m in group.masters):
             total += sum(m.nbytes for group in self.groups for m in group.masters)
         return total
@@ -240,8 +245,7 @@ class Optimizer:
         if scalars is not None:
             self.updates = int(scalars["step"])
             self.scale.load(scalars)
-            for group in self.groups:
-                group.rule.steps = self.updates
-        for group in self.groups:
-            group.all_gather_params()
+            for each in self.update_sets:
+                each.rule.set_steps(self.updates)
+        gather_weights(self.groups)
         self.finish_gathering()

@@ -40,6 +40,7 @@ from zero import Optimizer
 
 # Of one rank; assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
+SMALL_PINNED_BUFFER = 2**18  # elements
 
 
 class Checkpointer:
@@ -73,7 +74,7 @@ class Checkpointer:
         self.kinds = ("weights",) if self.run.save_weights_only else self._all_kinds
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, list[Tensor]] = {}
         self._last_step, self._last_time = 0, time.monotonic()  # of the last save that began
         self._seconds: float | None = None  # that the last save took, or the first may take
         self._newest: int | None = None  # on rank 0, the newest step of this course that is saved
@@ -207,17 +208,16 @@ class Checkpointer:
             runs = [shard.read(kind, shard.start, shard.stop) for shard in save.shards]
             on_gpu = runs[0].is_cuda
             if kind not in self._buffers:
-                buffer = torch.empty(count, dtype=runs[0].dtype, pin_memory=on_gpu)
-                self._buffers[kind] = buffer
+                sizes, dtype = _pinned_sizes(count) if on_gpu else [count], runs[0].dtype
+                buffers = [torch.empty(n, dtype=dtype, pin_memory=on_gpu) for n in sizes]
+                self._buffers[kind] = buffers
             if on_gpu:
-                targets = self._buffers[kind].split([len(run) for run in runs])
-                for target, run in zip(targets, runs):
-                    target.copy_(run, non_blocking=True)
+                _copy_to_pinned(runs, self._buffers[kind])
             else:  # half the time of copies one by one
-                torch.cat(runs, out=self._buffers[kind])
+                torch.cat(runs, out=self._buffers[kind][0])
         if on_gpu:
             torch.cuda.synchronize(self.optimizer.device)
-        return {kind: [self._buffers[kind].numpy()] for kind in save.kinds}
+        return {kind: [b.numpy() for b in self._buffers[kind]] for kind in save.kinds}
 
     def save_now(self, progress: Progress) -> bool:
         """Save unless this step is saved, and wait; whether it is complete. Collective."""
@@ -346,6 +346,30 @@ class Checkpointer:
             "data": {"seed": self.config.training.seed, "fingerprint": read},
             "run": origin(self.config.as_dict()),
         }
+
+
+def _pinned_sizes(count: int) -> list[int]:
+    """Elements of the buffers that hold `count`: powers of two, and the last one the rest.
+
+    torch rounds pinned memory up to a power of two, so one buffer could take twice its size.
+    """
+    sizes = []
+    while count > SMALL_PINNED_BUFFER:
+        sizes.append(2 ** (count.bit_length() - 1))
+        count -= sizes[-1]
+    return [*sizes, count] if count else sizes
+
+
+def _copy_to_pinned(runs: list[Tensor], buffers: list[Tensor]) -> None:
+    """Begin to copy runs of elements, one behind the other, into buffers of as many."""
+    rest = iter(buffers)
+    room = next(rest)
+    for run in runs:
+        while len(run):
+            room = room if len(room) else next(rest)
+            n = min(len(run), len(room))
+            room[:n].copy_(run[:n], non_blocking=True)
+            run, room = run[n:], room[n:]
 
 
 def origin(config: dict[str, Any]) -> dict[str, str]:

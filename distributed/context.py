@@ -12,6 +12,7 @@ torch and mpi4py are imported where they are needed: a mistake is reported befor
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
 SECONDS_FOR_MONITOR_TO_END = 5.0
+M_ARENA_MAX = -8  # of glibc's malloc.h
 # Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
 # under mpirun it ends them, and they wait for that at most so long.
 SECONDS_AFTER_OTHERS = 1.0
@@ -61,6 +63,18 @@ def prepare(run: Run, pp: int = 1) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    _share_heap()
+
+
+def _share_heap() -> None:
+    """Have all threads of this process allocate from one heap, unless the user set how many.
+
+    Else each thread of gloo keeps the memory of the largest message that it has gathered.
+    """
+    chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
+    libc = ctypes.CDLL(None)
+    if not chosen and hasattr(libc, "mallopt"):  # glibc has it
+        libc.mallopt(M_ARENA_MAX, 1)
 
 
 @dataclass

@@ -98,7 +98,8 @@ class Meter(TorchDispatchMode):
             self._copy(function, result, args, kwargs)
         elif function in INDEXED:
             self._indexed(*args[:2])
-        self._count(function, facts, result)
+        # What works in place on a list of tensors returns nothing.
+        self._count(function, facts, args if result is None else result)
         return result
 
     def _facts(self, function: Any) -> _Function:

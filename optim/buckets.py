@@ -10,7 +10,9 @@ every replica (one for all at --zero 0); the rank that owns a section updates it
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from parallel import ParamSpec
 # Sections are multiples of this, so that no kernel treats the end of a section in another way than
 # its middle: copies of a parameter at other places of their buffers stay bitwise equal.
 ALIGNMENT = 64
+SETS_OF_KEY = 4  # update sets: the more, the sooner the first weights are gathered
 
 
 class Key(NamedTuple):
@@ -70,7 +73,8 @@ class ParamShard:
         a = start - self.start + self.offset
         if kind == "weights":
             return self.group.masters[self.master].view(-1)[a : a + stop - start]
-        return self.group.rule.read(kind, self.master, a, a + stop - start)
+        index = self.group.first + self.master
+        return self.group.rule.read(kind, index, a, a + stop - start)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Set what `read` reads, from `start` on; `Optimizer.after_load` must follow."""
@@ -78,17 +82,19 @@ class ParamShard:
         if kind == "weights":
             self.group.masters[self.master].view(-1)[a : a + len(values)] = values
         else:
-            self.group.rule.write(kind, self.master, a, values)
+            self.group.rule.write(kind, self.group.first + self.master, a, values)
 
 
 class ParamGroup(ABC):
-    """Parameters that are reduced and updated together, as this rank owns them.
+    """Parameters that are reduced together, as this rank owns them.
 
     replicas: the group over which gradients are reduced first, and state may be sharded. sharded:
-    whether the other replicas own other elements. masters: the tensors that the rule updates.
+    whether the other replicas own other elements. masters: the tensors that the rule updates, which
+    has some of other groups too; first: the number there of the first one.
     """
 
     rule: update_rules.UpdateRule
+    first: int
 
     def __init__(self, key: Key, mesh: Mesh, sharded: bool):
         self.key, self.mesh, self.sharded = key, mesh, sharded
@@ -119,12 +125,16 @@ class ParamGroup(ABC):
         """The gradient of every master, flat, in the type that it was summed in."""
 
     @abstractmethod
-    def clear_gradients(self) -> None:
-        """Forget the gradients."""
+    def clear_gradients(self) -> list[Tensor]:
+        """Forget the gradients; the buffers that stay, for the caller to fill with zeros."""
+
+    @abstractmethod
+    def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's part of the weights and the masters that it is a rounded copy of, if any."""
 
     @abstractmethod
     def all_gather_params(self) -> None:
-        """Begin to make the weights of every replica from the masters."""
+        """Begin to gather the weights of every replica."""
 
     def wait_for_weights(self) -> None:
         """Return when every weight of the group is there."""
@@ -155,14 +165,6 @@ class ParamGroup(ABC):
                 stop = shard.offset + shard.stop - shard.start
                 counted.append(gradients[shard.master][shard.offset : stop])
         return counted
-
-    def update(self, factor: float, lr: float) -> None:
-        """One step by the gradients times `factor`."""
-        gradients = []
-        for master, gradient in zip(self.masters, self.own_gradients()):
-            gradient = gradient.to(master.dtype)
-            gradients.append((gradient.mul_(factor) if factor != 1.0 else gradient).view_as(master))
-        self.rule.update(gradients, lr)
 
 
 class Bucket(ParamGroup):
@@ -239,9 +241,9 @@ class Bucket(ParamGroup):
         flat = self.gradients if self.each_micro_batch else self._section_of(self.gradients)
         return [flat[part] for part in self._parts]
 
-    def clear_gradients(self) -> None:
-        """Zero the gradients, before the first micro-batch."""
-        self.gradients.zero_()
+    def clear_gradients(self) -> list[Tensor]:
+        """The buffer of all gradients, or of this rank's."""
+        return [self.gradients]
 
     def reduce(self) -> Handle:
         """Start summing the gradients over the replicas."""
@@ -254,19 +256,25 @@ class Bucket(ParamGroup):
     def _reduce_micro_batch(self) -> Handle:
         """Collect this micro-batch's gradients, free them, and add the sum to the section."""
         whole = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
-        for p, start in self.places:
-            if p.grad is not None:
-                whole[start : start + p.numel()] = p.grad.view(-1)
-                p.grad = None
+        found = [(at, p.grad) for p, at in self.places if p.grad is not None]
+        if found:
+            parts = [whole[at : at + grad.numel()].view(grad.shape) for at, grad in found]
+            torch._foreach_copy_(parts, [grad for _, grad in found])
+        for p, _ in self.places:
+            p.grad = None
+        del found  # frees them before the section is made
         section = whole.new_empty(self.section)
         handle = self.replicas.reduce_scatter(section, whole)
         return _AddingHandle(handle, section, self.gradients, whole)
 
+    def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's section, unless the masters are that section itself."""
+        exact = self.flat.dtype == self.weights.dtype
+        return [] if exact else [(self._section_of(self.weights), self.flat)]
+
     def all_gather_params(self) -> None:
-        """Write the updated masters into the weights, and start gathering them if sharded."""
+        """Begin to gather the sections of the weights, if they are sharded."""
         own = self._section_of(self.weights)
-        if self.flat.dtype != self.weights.dtype:
-            own.copy_(self.flat)
         self.gathering = self.replicas.all_gather(self.weights, own) if self.sharded else None
 
 
@@ -279,6 +287,74 @@ class _AddingHandle:
     def wait(self) -> None:
         self.handle.wait()
         self.total.add_(self.section)
+
+
+# ---- The update ----------------------------------------------------------------------------------
+
+
+class UpdateSet:
+    """Groups whose masters one rule updates together: the number of kernels is that of one group.
+
+    rule: takes the masters of all, in order.
+    """
+
+    def __init__(self, groups: list[ParamGroup], training: Training):
+        """groups: of one key. UserError if the optimizer's package is missing."""
+        self.groups, key = groups, groups[0].key
+        self.masters: list[Tensor] = []
+        for group in groups:
+            group.first = len(self.masters)
+            self.masters += group.masters
+        self.rule = update_rules.make_rule(training, key.family, self.masters, not key.no_decay)
+        for group in groups:
+            group.rule = self.rule
+
+    def update(self, factor: float, lr: float) -> None:
+        """One step by the gradients times `factor`, and begin to gather the weights."""
+        gradients = [g for group in self.groups for g in group.own_gradients()]
+        if gradients and gradients[0].dtype != self.masters[0].dtype:
+            exact = [torch.empty_like(g, dtype=self.masters[0].dtype) for g in gradients]
+            torch._foreach_copy_(exact, gradients)
+            gradients = exact
+        if gradients and factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        self.rule.update([g.view_as(m) for g, m in zip(gradients, self.masters)], lr)
+        gather_weights(self.groups)
+
+
+def gather_weights(groups: Sequence[ParamGroup]) -> None:
+    """Round the masters of groups to their weights, and begin to gather these."""
+    pairs = [pair for group in groups for pair in group.masters_to_round()]
+    if pairs:
+        weights, masters = zip(*pairs)
+        torch._foreach_copy_(weights, masters)
+    for group in groups:
+        group.all_gather_params()
+
+
+def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
+    """The sets that hold all groups, the first layers first: their weights are needed first.
+
+    Each key has SETS_OF_KEY at most, so that the weights of one are gathered while the next is
+    updated; where sums in 16 bits are copied to fp32, a set has about as many elements as a bucket.
+    """
+    sets: list[UpdateSet] = []
+    for _, of_key in groupby(reversed(groups), key=lambda group: group.key):
+        members = list(of_key)
+        most = -(-sum(map(_master_elements, members)) // SETS_OF_KEY)
+        if training.grad_dtype == "bf16":
+            most = min(most, BUCKET_ELEMENTS)
+        runs: dict[int, list[ParamGroup]] = {}
+        before = 0
+        for group in members:
+            runs.setdefault(before // max(1, most), []).append(group)
+            before += _master_elements(group)
+        sets += [UpdateSet(run, training) for run in runs.values()]
+    return sets
+
+
+def _master_elements(group: ParamGroup) -> int:
+    return sum(master.numel() for master in group.masters)
 
 
 # ---- Which parameters go together, and where they are placed -------------------------------------

@@ -42,10 +42,15 @@ class FullyShardedGroup(ParamGroup):
         """Gradients of this rank's rows, one flat tensor for each parameter."""
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
-    def clear_gradients(self) -> None:
-        """Free the gradients."""
+    def clear_gradients(self) -> list[Tensor]:
+        """Free the gradients; no buffer stays."""
         for p in self.parameters:
             p.grad = None
+        return []
+
+    def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
+        """None: torch rounds what it gathers."""
+        return []
 
     def all_gather_params(self) -> None:
         """Nothing: torch gathers weights when it needs them."""

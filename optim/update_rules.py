@@ -111,12 +111,16 @@ class _TorchOptimizerRule:
         for options in self.optimizer.param_groups:
             options["lr"] = lr
             options["step"] = self.steps - 1  # where apex counts
-        for state in self.states.values():
-            if "step" in state:
-                state["step"].fill_(self.steps - 1)
         self.optimizer.step()
         for master in self.masters:
             master.grad = None
+
+    def set_steps(self, steps: int) -> None:
+        """Go on as after so many updates."""
+        self.steps = steps
+        for state in self.states.values():
+            if "step" in state:
+                state["step"].fill_(steps)
 
     def state_bytes(self) -> int:
         """Bytes of the state that exists now, masters not counted."""
@@ -248,6 +252,9 @@ class _Adam8bit:
             self.library.optimizer_update_8bit_blockwise(
                 "adam", gradient, master, *codes, *numbers, *states, weight_decay=self.weight_decay
             )
+
+    def set_steps(self, steps: int) -> None:
+        self.steps = steps
 
     def state_bytes(self) -> int:
         parts = [*self.codes.values(), *self.scales.values()]

@@ -15,6 +15,7 @@ from parallel import ParamSpec
 from zero import Optimizer
 
 HASHED_AT_ONCE = 2**20  # elements: each takes some 60 bytes meanwhile
+HASHED_ON_CPU = 2**16  # they stay in a core's cache
 
 # Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]
@@ -78,7 +79,8 @@ def bit_hash(flat: Tensor, start: int = 0) -> Tensor:
     """Sum over the elements, modulo 2^64, of their bits times an odd number for each place."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for run in flat.contiguous().view(integers).split(HASHED_AT_ONCE):
+    at_once = HASHED_AT_ONCE if flat.is_cuda else HASHED_ON_CPU
+    for run in flat.contiguous().view(integers).split(at_once):
         bits = run.long()
         places = torch.arange(start, start + len(run), device=flat.device) * 2 + 1
         total += ((bits ^ (bits >> 17)) * (places * -7046029254386353131)).sum()

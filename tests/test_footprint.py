@@ -1,9 +1,12 @@
 """Memory per stage: which ranks are whose, what is predicted, and snapshots."""
 
+import platform
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import start
 
 import data
 import trainer
@@ -62,7 +65,7 @@ def test_states_take_what_is_predicted(optimizer, precision):
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)
     assert size([b.gradients for b in buckets]) == pytest.approx(parts["gradients"], rel=0.01)
-    state = sum(rule_bytes(bucket.rule) for bucket in buckets)
+    state = sum(rule_bytes(each.rule) for each in pieces.optimizer.update_sets)
     if precision == "bf16":
         state += size([bucket.flat for bucket in buckets])
     assert state == pytest.approx(parts["optimizer"], rel=0.01)
@@ -117,3 +120,32 @@ def test_a_snapshot_needs_a_gpu(tmp_path):
         memory_report.snapshot(config.run, context),
     ):
         pytest.fail("it began")
+
+
+THREADS = """
+import ctypes, sys, threading
+from config.schema import Run
+from distributed.context import prepare
+prepare(Run())
+malloc = ctypes.CDLL(None).malloc
+malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+found, here = [], threading.Barrier(4)
+def allocate():
+    here.wait()
+    found.append(malloc(100_000))
+    here.wait()
+threads = [threading.Thread(target=allocate) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+heap = [line.split()[0].split("-") for line in open("/proc/self/maps") if "[heap]" in line]
+print(sum(any(int(a, 16) <= at < int(b, 16) for a, b in heap) for at in found))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the heaps of glibc")
+def test_threads_share_one_heap():
+    """Each thread of gloo had its own, and kept there what it had once taken: 30 MB or more."""
+    own = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=8"}
+    for environment, expected in (({}, 4), ({"MALLOC_ARENA_MAX": "8"}, 0), (own, 0)):
+        outcome = start([sys.executable, "-c", THREADS], **environment)
+        assert (outcome.status, outcome.out.split()) == (0, [str(expected)]), outcome.err

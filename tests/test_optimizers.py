@@ -203,7 +203,7 @@ def test_state_that_was_read_and_written_gives_the_same_bits(name, group, shape)
     for kind in update_rules.state_kinds(name):
         for a, b in itertools.pairwise(cuts):
             fresh.write(kind, 0, a, rule.read(kind, 0, a, b).clone())
-    fresh.steps = rule.steps
+    fresh.set_steps(rule.steps)
     for step in range(5):
         gradient = random(*shape, seed=20 + step)
         rule.update([gradient.clone()], 1e-2)

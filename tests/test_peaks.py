@@ -18,9 +18,9 @@ from config.schema import BUCKET_ELEMENTS
 from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim.buckets import make_buckets
-from parallel import DRAWN_AT_ONCE, ParamFactory, draw_normal
+from parallel import DRAWN_ON_CPU, ParamFactory, draw_normal
 from telemetry import replica_check
-from telemetry.replica_check import HASHED_AT_ONCE
+from telemetry.replica_check import HASHED_ON_CPU
 
 
 class PeakBytes(TorchDispatchMode):
@@ -48,22 +48,26 @@ class PeakBytes(TorchDispatchMode):
 
 
 def test_drawing_takes_little_beside_the_weights():
-    """It took 72 bytes an element where the first dimension is split: 80 GB for a large head."""
+    """It took 72 bytes an element where the first dimension is split: 80 GB for a large head. On a
+    CPU 105 MB stayed with the process, the most of a small run.
+    """
     for shape, dim in (((8192, 1024), 0), ((1024, 8192), 1), ((8, 3, 64, 4096), 0)):
         out = torch.empty(shape)
-        assert out.numel() >= 6 * DRAWN_AT_ONCE
+        assert out.numel() >= 6 * DRAWN_ON_CPU
         with PeakBytes() as bytes_held:
             draw_normal(out, "w", shape, dim, 0, 0.02, 1)
-        assert 8 * DRAWN_AT_ONCE < bytes_held.peak <= 100 * DRAWN_AT_ONCE
+        assert 8 * DRAWN_ON_CPU < bytes_held.peak - out.nbytes <= 100 * DRAWN_ON_CPU
 
 
 def test_the_replica_check_takes_little_beside_the_weights():
-    """It took 42 bytes an element of the largest parameter."""
-    weights = torch.randn(8 * HASHED_AT_ONCE).bfloat16()
+    """It took 42 bytes an element of the largest parameter. On a CPU it took 63 MB at the end of a
+    run, more than its steps.
+    """
+    weights = torch.randn(8 * HASHED_ON_CPU).bfloat16()
     with PeakBytes() as bytes_held:
         whole = replica_check.bit_hash(weights, 5)
-    assert 8 * HASHED_AT_ONCE < bytes_held.peak <= 60 * HASHED_AT_ONCE
-    cut = 3 * HASHED_AT_ONCE + 7
+    assert 8 * HASHED_ON_CPU < bytes_held.peak <= 60 * HASHED_ON_CPU
+    cut = 3 * HASHED_ON_CPU + 7
     parts = (
         replica_check.bit_hash(weights[:cut], 5),
         replica_check.bit_hash(weights[cut:], 5 + cut),
@@ -109,7 +113,7 @@ def test_zero_3_shards_each_block_when_it_is_drawn():
     assert len(state.optimizer.owned()) == len(list(state.stages.parameters()))
     drawn, shards = 4 * layers * block, 4 * layers * block / dp
     # Beside the shards: a block and its shard, embedding and norms, and what drawing takes.
-    drawing = 100 * 4 * 256**2
+    drawing = 100 * DRAWN_ON_CPU
     assert shards + drawing / 2 < bytes_held.peak < shards + 1.5 * 4 * block + drawing
     assert shards + 1.5 * 4 * block < drawn / 2
 

@@ -2,10 +2,13 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 import threading
+import types
 
 import checkpoint_worker as worker
+import numpy as np
 import pytest
 import torch
 from checkpoint_worker import build_run, make
@@ -404,3 +407,36 @@ def test_a_folder_that_never_appears_and_another_error_fail_the_save(tmp_path, m
     assert "rank_00000.h5 has 1 bytes here, " in lines[1]
     assert "Permission denied" in lines[2]
     assert os.listdir(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("count", [1, 700, 2**20, 2**20 + 1, 3 * 2**19 - 5])
+def test_pinned_memory_takes_no_more_than_it_must(count, monkeypatch):
+    """torch rounds pinned memory up to a power of two: one buffer could take twice its size."""
+    asked: list[int] = []
+    empty = torch.empty
+
+    def pinned(size, dtype, pin_memory):
+        assert pin_memory
+        asked.append(size * dtype.itemsize)
+        return empty(size, dtype=dtype)
+
+    values = torch.randn(count)
+    cuts = [0, count // 3, count // 3, count - count // 5, count]
+    runs = [values[a:b] for a, b in itertools.pairwise(cuts)]
+    shards = [
+        types.SimpleNamespace(start=a, stop=b, read=lambda kind, a, b: values[a:b])
+        for a, b in itertools.pairwise(cuts)
+    ]
+    assert sum(map(len, runs)) == count
+    monkeypatch.setattr(save.torch, "empty", pinned)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    saver = types.SimpleNamespace(_buffers={}, optimizer=types.SimpleNamespace(device="cuda"))
+    saved = types.SimpleNamespace(shards=shards, kinds=("weights",))
+    for _ in range(2):  # the second save uses the first one's buffers
+        arrays = save.Checkpointer._copy_to_host(saver, saved)["weights"]
+    monkeypatch.undo()
+    assert np.array_equal(np.concatenate(arrays), values.numpy())
+    taken = sum(2 ** (size - 1).bit_length() for size in asked)
+    assert sum(asked) == 4 * count
+    assert taken <= 4 * count + 2**20

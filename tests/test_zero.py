@@ -2,6 +2,7 @@
 
 import gc
 import math
+import types
 import weakref
 
 import golden_worker
@@ -125,7 +126,7 @@ def test_gradients_of_micro_batches_are_summed(precision):
 
 
 class Operations(TorchDispatchMode):
-    """The names of the operations that run, with the elements of their largest result."""
+    """The names of the kernels that run, with the elements of their largest result."""
 
     def __init__(self):
         super().__init__()
@@ -133,8 +134,11 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        largest = max((t.numel() for t in tree_iter(result) if torch.is_tensor(t)), default=0)
-        self.seen.append((str(function.overloadpacket), largest))
+        name = str(function.overloadpacket)
+        nothing = ("aten.empty", "aten.new_empty", "profiler.")
+        if not function.is_view and not name.startswith(nothing):
+            largest = max((t.numel() for t in tree_iter(result) if torch.is_tensor(t)), default=0)
+            self.seen.append((name, largest))
         return result
 
 
@@ -172,6 +176,73 @@ def test_sums_in_fp32_of_products_in_16_bits_are_asked_of_the_product():
     exact = torch.ones(3, 4)
     parallel._add_product(exact, torch.ones(3, 5).bfloat16(), torch.ones(5, 4).bfloat16())
     assert torch.equal(exact, torch.full((3, 4), 6.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"optimizer": "sgd"}])
+def test_kernels_of_a_step_do_not_grow_with_the_number_of_parameters(options, monkeypatch):
+    """Each bucket had an optimizer of its own, and each master was scaled and counted by itself."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 100)
+    kernels, counts = [], []
+    for layers in (4, 16):
+        run = build(layers=layers, sgd_momentum=0.9, clip_grad=1e-6, **options)
+        run.optimizer.begin_step(1, 1)
+        for group in run.optimizer.groups:
+            for gradient in group.own_gradients():
+                gradient.fill_(1e-3)
+        run.optimizer.step(1e-3, torch.tensor(1.0))
+        for group in run.optimizer.groups:
+            for gradient in group.own_gradients():
+                gradient.fill_(1e-3)
+        with Operations() as operations:
+            assert not run.optimizer.step(1e-3, torch.tensor(1.0)).skipped
+        # torch's SGD on a CPU takes its tensors one by one.
+        inside = ("aten.mul_", "aten.add_", "aten.add") if options.get("optimizer") == "sgd" else ()
+        kernels.append([name for name, _ in operations.seen if name not in inside])
+        counts.append(len(run.optimizer.buckets))
+    assert counts[1] > 2 * counts[0] > 20
+    assert kernels[0] == kernels[1]
+    assert len(kernels[0]) < 60
+
+
+@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
+def test_update_sets_hold_every_group_once(grad_dtype, monkeypatch):
+    """The first layers first; sets in which sums are copied to fp32 are as small as buckets."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)
+    run = build(layers=16, precision="bf16", grad_dtype=grad_dtype)
+    groups, sets = run.optimizer.groups, run.optimizer.update_sets
+    assert [group for each in sets for group in each.groups] == list(reversed(groups))
+    keys = {group.key for group in groups}
+    if grad_dtype == "fp32":
+        assert len(keys) < len(sets) <= buckets.SETS_OF_KEY * len(keys)
+    for each in sets:
+        assert len({group.key for group in each.groups}) == 1
+        masters = [master for group in each.groups for master in group.masters]
+        assert list(map(id, each.rule.masters)) == list(map(id, masters))
+        if grad_dtype == "bf16":
+            assert sum(master.numel() for master in masters[:-1]) < 5000
+        for group in each.groups:
+            assert each.rule.masters[group.first] is group.masters[0]
+
+
+def test_gradients_of_a_micro_batch_are_collected_by_one_kernel():
+    """At --zero 2 each parameter's was copied by itself, in every micro-batch."""
+    factory, mesh = ParamFactory(Mesh()), Mesh({"pp": 1, "dp": 2, "cp": 1, "tp": 1}, FakeContext(2))
+    parameters = [factory.parameter(f"{i}", (7, 5), std=1.0) for i in range(9)]
+    options = configuration.Training()
+    key = buckets.key_of(parameters[0].spec, "adamw")
+    bucket = buckets.Bucket(parameters, key, mesh, options, 2)
+    bucket.adopt()
+    sent = []
+    bucket.replicas = types.SimpleNamespace(reduce_scatter=lambda _, whole: sent.append(whole))
+    for number, p in enumerate(parameters[:-1]):  # the last one has none
+        p.grad = torch.full_like(p, number + 1.0)
+    with Operations() as operations:
+        bucket.reduce()
+    assert [name for name, _ in operations.seen] == ["aten.zeros", "aten._foreach_copy_"]
+    whole = torch.cat([torch.full((35,), number + 1.0) for number in range(8)])
+    assert torch.equal(sent[0][: 8 * 35], whole)
+    assert not sent[0][8 * 35 :].any()
+    assert all(p.grad is None for p in parameters)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
