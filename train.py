@@ -23,7 +23,7 @@ with messages.installed():
     from config.messages import UserError, exit_with
     from config.schema import Config
     from config.validation import check, check_paths
-    from distributed.context import prepare
+    from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
     from planner import memory
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> None:
 
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """
+    share_heap()
     signals, launch = Signals(), Launch("python")
     try:
         launch = discover()

@@ -63,12 +63,12 @@ def prepare(run: Run, pp: int = 1) -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    _share_heap()
 
 
-def _share_heap() -> None:
+def share_heap() -> None:
     """Have all threads of this process allocate from one heap, unless the user set how many.
 
+    Call it before there are threads, which would keep their heaps and share them with later ones.
     Else each thread of gloo keeps the memory of the largest message that it has gathered.
     """
     chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
