@@ -105,7 +105,7 @@ def head(count: int, seconds: float) -> str:
 
     python benchmarks/rehearsal.py > benchmarks/results/rehearsal.md
 
-Commit {commit()}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
+Trine at {commit()}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
 Python {platform.python_version()}, torch {torch.__version__}; no GPU takes part. Load averages of
 the machine, with all that others ran on it: {load}.
 
