@@ -98,14 +98,14 @@ def on_two_cores(name: str) -> None:
 def head(count: int, seconds: float) -> str:
     """What was run, where, and how long it took."""
     import torch
-    from layouts import commit
+    from gpu_day import commit
 
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return f"""# The rehearsal: alarms, planted mismatches, memory against the plan
 
     python benchmarks/rehearsal.py > benchmarks/results/rehearsal.md
 
-Commit {commit(ROOT)}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
+Trine at {commit()}, {time.strftime("%Y-%m-%d")}, {os.cpu_count()} cores ({platform.machine()}),
 Python {platform.python_version()}, torch {torch.__version__}; no GPU takes part. Load averages of
 the machine, with all that others ran on it: {load}.
 
