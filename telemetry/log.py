@@ -16,6 +16,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -245,6 +246,7 @@ class Log:
             if self.config.run.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
+                _silence_tensorboard()
                 self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
@@ -340,6 +342,17 @@ def _progress_bar() -> Any:
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
+
+
+def _silence_tensorboard() -> None:
+    """Print no traceback of TensorBoard's thread: the next call raises its exception again."""
+    usual = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            usual(failed)
+
+    threading.excepthook = hook
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:
