@@ -20,7 +20,7 @@ with messages.installed():
     from checkpointing import folders
     from checkpointing.index import GROUPS, Index
     from checkpointing.verification import check_files
-    from config.messages import Parser, UserError, exit_with
+    from config.messages import Parser, UserError, sentences
 
 
 def show(folder: str) -> str:
@@ -104,7 +104,5 @@ def _as_flags(values: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with sentences():
         run_command(sys.argv[1:])
-    except UserError as mistake:
-        exit_with(mistake)

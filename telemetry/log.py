@@ -8,7 +8,6 @@ The log line is for people; programs read the row of metrics.jsonl. Every rank c
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import torch
 from checkpointing.folders import unused_number
 from checkpointing.load import Progress
 from config import model_stats
-from config.messages import VERSION, UserError
+from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
@@ -40,8 +39,6 @@ from zero import StepResult
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
-# Of an output that is a file on a full disk, or a pipe whose reader Ctrl-C has ended too.
-NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 
 
 class Log:
