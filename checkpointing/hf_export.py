@@ -52,7 +52,6 @@ def export_weights(
     """
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
-        check_shapes(index.shapes, model, index.path)
         chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
         all_rules, shapes = rules(model), index.shapes
         config = hf_config(model, chosen)
