@@ -137,9 +137,11 @@ def new_folder(target: str) -> Iterator[str]:
     partial = target + ".partial"
     if os.path.exists(target):
         raise UserError(f"{target} exists: name a new folder")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
         os.makedirs(partial)
+    except FileExistsError:
+        why = "another process writes it, or was killed, then remove it"
+        raise UserError(f"{partial} exists: {why}") from None
     except OSError as error:
         raise UserError(f"cannot write {partial}: {error.strerror}") from None
     try:
