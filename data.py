@@ -91,6 +91,10 @@ def build(config: Config) -> Splits:
                 return _build_split(datasets, [r[i] for r in ranges], weights, count, config)
             except UserError as error:
                 raise UserError(f"{SPLITS[i]} samples (--split {text.split}): {error}") from None
+            except MemoryError:
+                raise UserError(
+                    f"no memory for the order of {count:,} {SPLITS[i]} samples"
+                ) from None
 
     return Splits(
         train=split(0, config.total_samples),

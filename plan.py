@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from config import messages  # noqa: F401  first: it ends a Python that is too old
+from config import messages  # first: it ends a Python that is too old
 from config.command_line import parse_request
-from config.messages import Parser, UserError, exit_with
+from config.messages import Parser, UserError
 from config.schema import Layout
 from planner import hardware, questions
 from planner.questions import QUESTIONS, Answer, Question
@@ -32,15 +32,10 @@ LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e
 def main(arguments: list[str] | None = None) -> None:
     """Answer one question on the command line; a mistake is one sentence and exit status 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    try:
+    with messages.sentences():
         answer = ask(arguments)
-    except UserError as error:
-        exit_with(error)
-    as_json = "--json" in arguments
-    try:
+        as_json = "--json" in arguments
         print(json.dumps(answer.data, indent=1) if as_json else answer.text)
-    except BrokenPipeError:  # the reader, such as `head`, reads no further
-        sys.stderr.close()
 
 
 def ask(arguments: list[str]) -> Answer:

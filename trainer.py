@@ -218,8 +218,10 @@ class Trainer:
         False if a stop condition or a signal ended it before; all is saved then. UserError if
         training has diverged.
         """
-        if self.done.iteration < self.total and self._largest_request() == SAVE_AND_STOP:
+        action = self._largest_request() if self.done.iteration < self.total else GO_ON
+        if action == SAVE_AND_STOP:
             return self._stop_early()
+        save_requested = action == SAVE
         for iteration in range(self.done.iteration + 1, self.total + 1):
             last, validation = iteration == self.total, self._validation_due(iteration)
             action = self._advance(iteration, evaluates=validation is not None)
@@ -234,10 +236,12 @@ class Trainer:
                 check_replicas(self.state, iteration)
             if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
+            save_requested |= action == SAVE
             if last or not self.losses.bad:  # else --keep-last might delete the last good state
-                self.checkpoints.after_step(self.done, last, requested=action == SAVE)
-            if not self.checkpoints.saving:
-                self.conditions.saved()
+                self.checkpoints.after_step(self.done, last, save_requested)
+                save_requested = False
+                if not self.checkpoints.saving:
+                    self.conditions.saved()
         if self.splits.test:
             loss = evaluate(self.state, self.splits.test)
             self.log.evaluation("test", self.total, self.done.consumed_samples, loss)

@@ -30,9 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-import allreduce
 import bandwidth
 import psutil
+import timed_collectives
 
 from config.command_line import parse as parse_options
 from config.schema import Config
@@ -261,7 +261,7 @@ def calibration(device: str, section: Section, path: str) -> None:
     if machine is None:
         section.add(f"hardware/ has no machine for {name!r}: no fraction of its peak can be said.")
     taken = context_bytes() if device == "cuda" else None
-    entries = allreduce.rates(alone(device), machine)
+    entries = timed_collectives.rates(alone(device), machine)
     if machine and device == "cuda":
         words, micro_batch = MODELS[device][0]
         shape = model_of(words).model
@@ -293,7 +293,7 @@ def context_bytes() -> float:
 
 
 def alone(device: str) -> SimpleNamespace:
-    """This process as a world of one, as `allreduce.rates` takes it."""
+    """This process as a world of one, as `timed_collectives.rates` takes it."""
     return SimpleNamespace(
         torch=torch,
         device=torch.device(device),

@@ -230,8 +230,13 @@ def _create_virtual_dataset(
 def checksum_file(path: str) -> tuple[int, int]:
     """Bytes and CRC-32 of a file. Raises OSError."""
     with open_regular(path) as file:
-        total = os.fstat(file.fileno()).st_size
-        return total, _crc32_of_range(file.fileno(), 0, total, 0)
+        return checksum(file)
+
+
+def checksum(file: io.FileIO) -> tuple[int, int]:
+    """As `checksum_file`, of an open file."""
+    total = os.fstat(file.fileno()).st_size
+    return total, _crc32_of_range(file.fileno(), 0, total, 0)
 
 
 def open_regular(path: str) -> io.FileIO:

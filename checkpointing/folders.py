@@ -17,7 +17,7 @@ import re
 import shutil
 from typing import Any
 
-from checkpointing.file_format import INDEX, SHARD, checksum_file, flush, open_regular
+from checkpointing.file_format import INDEX, SHARD, checksum, flush, open_regular
 from config.messages import UserError
 
 VERSION = 1
@@ -97,9 +97,9 @@ def find_problem(
     try:
         with open_regular(path) as file:
             actual = os.fstat(file.fileno()).st_size
-        if actual != expected["bytes"]:
-            return f"{path} has {actual} bytes, not {expected['bytes']}"
-        crc = checksum_file(path)[1] if contents else expected["crc32"]
+            if actual != expected["bytes"]:
+                return f"{path} has {actual} bytes, not {expected['bytes']}"
+            crc = checksum(file)[1] if contents else expected["crc32"]
     except OSError as error:
         return f"cannot read {path}: {error.strerror}"
     if crc != expected["crc32"]:

@@ -52,7 +52,6 @@ def export_weights(
     """
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
-        check_shapes(index.shapes, model, index.path)
         chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
         all_rules, shapes = rules(model), index.shapes
         config = hf_config(model, chosen)
@@ -138,9 +137,11 @@ def new_folder(target: str) -> Iterator[str]:
     partial = target + ".partial"
     if os.path.exists(target):
         raise UserError(f"{target} exists: name a new folder")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
         os.makedirs(partial)
+    except FileExistsError:
+        why = "another process writes it, or was killed, then remove it"
+        raise UserError(f"{partial} exists: {why}") from None
     except OSError as error:
         raise UserError(f"cannot write {partial}: {error.strerror}") from None
     try:

@@ -114,7 +114,8 @@ class Loader:
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
-            self._check_tensors(index, folder)
+            if weights_only:  # else the models, and so the tensors, are the same
+                self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
             if weights_only:
                 self.optimizer.after_load()
@@ -175,7 +176,9 @@ class Loader:
         self.print_line(sentence)
 
     def _check_tensors(self, index: Index, folder: str) -> None:
-        """UserError that lists tensors missing, surplus or of another shape in the checkpoint."""
+        """UserError for tensors of another shape in the checkpoint; a line that lists those missing
+        or surplus there.
+        """
         reports = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0  # the others have the same
         own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
         ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
@@ -191,11 +194,8 @@ class Loader:
         surplus = sorted(theirs.keys() - ours.keys())
         notes = [f"missing there: {_list_some(missing)}"] if missing else []
         notes += [f"not in this model: {_list_some(surplus)}"] if surplus else []
-        text = "; ".join(notes)
-        if notes and not self.run.load_weights_only:
-            raise UserError(f"{folder}: {text}; --load-weights-only loads what there is")
         if notes:
-            self.print_line(f"{folder}: {text}; these keep their values")
+            self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
 
     def _kinds_of(self, index: Index, folder: str) -> tuple[str, ...]:
         """The optimizer's tensors of a checkpoint; UserError if they are not this optimizer's."""

@@ -33,6 +33,7 @@ def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
 
 
 PRESETS, ALIASES = _load_presets()
+MOST_BYTES = 2**20  # of a TOML file
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")  # without control characters, UTF-8
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -145,7 +146,10 @@ def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
 def read_toml(path: str | Path, name: str) -> dict[str, Any]:
     """The contents of a TOML file, which messages call `name`; UserError if it is none."""
     try:
-        text = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UserError(f"{name} is not TOML: it has more than {MOST_BYTES:,} bytes")
         return tomllib.loads(text.decode())
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None

@@ -10,18 +10,26 @@ uses nothing that Python 3.6 lacks.
 import argparse
 import contextlib
 import difflib
+import errno
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # as in pyproject.toml
+# Of an output that is a file on a full disk, or a pipe that nobody reads any more.
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
 
 if sys.version_info < (3, 11):  # noqa: UP036
     is_old = f"error: Trine needs Python 3.11 or newer, and {sys.executable} is"
     sys.stderr.write(f"{is_old} {sys.version.split()[0]}: {SET_UP}\n")
     sys.exit(2)
+
+for stream in ("stdin", "stdout", "stderr"):
+    if getattr(sys, stream) is None:  # closed, as by >&-: the next file would get its number
+        setattr(sys, stream, open(os.devnull, "r+"))  # noqa: SIM115
 
 
 class UserError(Exception):
@@ -57,6 +65,24 @@ def installed() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {SET_UP}"))
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """Around a program: a UserError, or an output that cannot be written, is one sentence and exit
+    status 2; of an output that nobody reads any more (`| head`), only the status.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except UserError as mistake:
+        exit_with(mistake)
+    except OSError as error:
+        if error.errno not in NOT_WRITTEN or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
+        read = error.errno != errno.EPIPE
+        exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -109,8 +109,8 @@ class Context(Meeting):
         from distributed.collectives import Group
 
         own = next((row for row in rows if self.rank in row), (self.rank,))
-        # A bound device makes NCCL connect the members here and now; torch must not have bound one
-        # to the world's group, from which every rank would then split every group.
+        # With a device NCCL connects the members of a new group at once, and not in its first
+        # operation. The world has none: torch would make every rank split every group off it.
         device = self.device if self.backend == "nccl" else None
         for row in rows:
             if role == "world" and len(row) > 1:

@@ -74,7 +74,9 @@ class RunLock:
 
     def _take(self) -> bool:
         """Write this process's name into the file if that is free or stale."""
-        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
+        # A link would lead the writing elsewhere, and a pipe would not end the reading.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
             # Two runs that start at once take turns. Without flock, which some file systems do not
             # have, the one that writes first finds the other's name when it renews.
             with contextlib.suppress(OSError):

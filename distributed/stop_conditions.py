@@ -111,6 +111,7 @@ class StopConditions:
 
     def __init__(self, run: Run, signals: Signals, first: bool):
         self.run, self.signals, self.first = run, signals, first
+        self._save_switch = run.save_switch if first else None
         self.reason: str | None = None  # why this rank requests a stop
         self._began = psutil.Process().create_time()
         self._boundary: float | None = None
@@ -129,16 +130,26 @@ class StopConditions:
         self.reason = self.reason or self._reason_to_stop(ahead)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP
-        if not self.first or self._saving or not self.run.save_switch:
+        if self._saving or not self._save_switch:
             return RequestedAction.GO_ON
-        self._saving = os.path.exists(self.run.save_switch)  # True once for each save
+        self._saving = os.path.isfile(self._save_switch)  # True once for each save
         return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
 
     def saved(self) -> None:
-        """Remove the file of --save-switch: the save that it requested is complete."""
-        if self._saving and os.path.exists(self.run.save_switch):
-            os.remove(self.run.save_switch)
-        self._saving = False
+        """Remove the file of --save-switch: the save that it requested is complete.
+
+        One that cannot be removed is ignored from here on: it would ask again at every step.
+        """
+        if self._save_switch and self._saving:
+            self._saving = False
+            try:
+                os.remove(self._save_switch)
+            except FileNotFoundError:  # somebody was faster
+                return
+            except OSError as error:
+                text = f"note: cannot remove --save-switch {self._save_switch}: {error.strerror}"
+                print(f"{text}; it is ignored from here on", flush=True)
+                self._save_switch = None
 
     def _reason_to_stop(self, ahead: float) -> str | None:
         if self.signals.first is not None:

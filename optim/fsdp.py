@@ -67,6 +67,7 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
     policy = MixedPrecisionPolicy(factory.dtype, sums, cast_forward_inputs=False)
 
     def shard(part: nn.Module) -> None:
+        """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
         drawn = {}
         for name, p in part.named_parameters():
             if not isinstance(p, DTensor):  # else it is of a block, which is sharded

@@ -26,6 +26,7 @@ SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor":
 # loss keeps them. A loss that works in place has the logits and an FP32 copy, and keeps that one.
 LOGIT_BYTES = 2 + 4 + 4 + 4
 KEPT_LOGIT_BYTES = 4
+ORDER_BYTES = 12  # of a sample in a split's order: where it starts (8 or 16), its place (4 or 8)
 # The parts that follow from model and layout alone, without the allocator and the libraries.
 LARGEST_GPU = 1e12  # bytes, above those of any
 OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
@@ -91,9 +92,13 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
     """UserError if a rank certainly needs more memory than its node of `node` bytes, or any GPU.
 
     table: that of `of_run`. Weights, gradients and optimizer state alone must fit, and half of all
-    parts, whose formulas are less exact.
+    parts, whose formulas are less exact; and the order of a split's samples.
     """
     room, what = node, f"this node has {node / 1e9:,.1f} GB of memory and swap"
+    samples = max(config.total_samples, config.data.eval_samples)
+    if config.data.data != ("synthetic",) and ORDER_BYTES * samples > node:
+        needed = f"takes {ORDER_BYTES * samples / 1e9:,.1f} GB or more on each rank"
+        raise UserError(f"the order of {samples:,} samples {needed}; {what}")
     if config.run.device != "cpu" and node < LARGEST_GPU:
         room, what = LARGEST_GPU, f"no GPU has {LARGEST_GPU / 1e9:,.0f} GB"
     for stage, parts in enumerate(table):

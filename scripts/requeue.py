@@ -22,11 +22,19 @@ import os
 import re
 import subprocess
 import sys
+import time
+import tomllib
 from pathlib import Path
+
+# Python puts this script's folder on the path; the modules that it uses are in its parent.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config.schema import Run
 
 STOPPED_EARLY = 75
 LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor
 MOST_LOST = 3
+SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # scontrol; after the time limit there are 30 s (KillWait)
 
 
 def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tuple[bool, str]:
@@ -71,22 +79,45 @@ def _value(name: str, job: str) -> str:
     return found[1] if found else ""
 
 
+def _scontrol(*words: str) -> str:
+    """What scontrol prints; it is asked again, since its controller may be busy. SystemExit."""
+    for pause in SECONDS_TO_ASK_AGAIN:
+        done = subprocess.run(["scontrol", *words], capture_output=True, text=True)
+        if done.returncode == 0:
+            return done.stdout
+        time.sleep(pause)
+    sys.exit(f"error: not requeued: scontrol {' '.join(words)}: {done.stderr.strip()}")
+
+
+def _out(given: argparse.Namespace) -> Path:
+    """The folder of the run, as train.py finds it: of a flag, of the file, or the default."""
+    try:
+        tree = tomllib.loads(given.config.read_text()) if given.config else {}
+    except (OSError, ValueError):  # train.py has said so
+        tree = {}
+    tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]
+    in_file = (str(table["out"]) for table in tables if "out" in table)
+    return Path(given.out or next(in_file, Run.out))
+
+
 def main() -> None:
     """Decide, print the decision, requeue."""
-    job_id, parser = os.environ["SLURM_JOB_ID"], argparse.ArgumentParser(allow_abbrev=False)
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("status", type=int)
     parser.add_argument("began", type=float)
-    parser.add_argument("--out", type=Path, default=Path("no --out given"))
+    parser.add_argument("--out")
+    parser.add_argument("--config", type=Path)
     given, _ = parser.parse_known_args()
-    shown = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True)
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    facts = given.status, given.began, given.out, shown.stdout, restarts
-    requeued, reason = decide(*facts)
+    job_id, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    if not job_id or not restarts.isdecimal():
+        sys.exit(f"error: SLURM_JOB_ID is {job_id!r}, SLURM_RESTART_COUNT {restarts!r}: not a job")
+    shown = _scontrol("show", "job", job_id)
+    requeued, reason = decide(given.status, given.began, _out(given), shown, int(restarts))
     if requeued and "SLURM_ARRAY_JOB_ID" in os.environ:
         requeued, reason = False, f"{reason}; the next element of the array resumes"
     print(f"job {job_id}: {'requeued' if requeued else 'not requeued'}: {reason}", flush=True)
     if requeued:
-        sys.exit(subprocess.run(["scontrol", "requeue", job_id]).returncode)
+        _scontrol("requeue", job_id)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ The log line is for people; programs read the row of metrics.jsonl. Every rank c
 """
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from checkpointing.folders import unused_number
 from checkpointing.load import Progress
 from config import model_stats
-from config.messages import VERSION, UserError
+from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
@@ -39,8 +39,6 @@ from zero import StepResult
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
-# Of an output that is a file on a full disk, or a pipe whose reader Ctrl-C has ended too.
-NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 
 
 class Log:
@@ -245,6 +243,7 @@ class Log:
             if self.config.run.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
 
+                _silence_tensorboard()
                 self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
@@ -340,6 +339,17 @@ def _progress_bar() -> Any:
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
     return Progress(*columns, TimeRemainingColumn(), transient=True)
+
+
+def _silence_tensorboard() -> None:
+    """Print no traceback of TensorBoard's thread: the next call raises its exception again."""
+    usual = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            usual(failed)
+
+    threading.excepthook = hook
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:

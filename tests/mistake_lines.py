@@ -90,6 +90,8 @@ BLOCKS = {
 --eval-samples -1 | --eval-samples must be at least 0, not -1
 --steps 0 | --steps must be at least 1, not 0
 --steps 1e3 | --steps: invalid int value: '1e3'
+--steps 1000000000000 --data only | the order of 8,000,000,000,000 samples takes 96,000.0 GB or more
+--data only --eval-samples 800000000000 | the order of 800,000,000,000 samples takes 9,600.0 GB
 --out a-file | --out a-file: cannot write in
 --out a-file/run | --out a-file/run: cannot write in
 --out '' | no value, after '--out': is a variable not set?
@@ -125,6 +127,7 @@ run.toml | unknown argument 'run.toml'
 --config | --config: expected one argument
 --config nowhere.toml | cannot read --config nowhere.toml: No such file or directory
 --config dir | cannot read --config dir: Is a directory
+--config /dev/zero | --config /dev/zero is not TOML: it has more than 1,048,576 bytes
 --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 --config utf16.toml | --config utf16.toml is not TOML: line 1 is not UTF-8
 --config binary.toml | --config binary.toml is not TOML: line 1 is not UTF-8

@@ -14,6 +14,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import allreduce
 import bandwidth
+import timed_collectives
 from bandwidth import Measured, bus_factor, calibration, fit
 
 from config.messages import UserError
@@ -89,7 +90,7 @@ def test_groups_are_those_of_the_mesh():
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9])
 def test_pairs_meet_once_in_disjoint_rounds(count):
-    rounds = allreduce.rounds_of_pairs(count)
+    rounds = timed_collectives.rounds_of_pairs(count)
     pairs = [pair for one in rounds for pair in one]
     assert sorted(pairs) == [(a, b) for a in range(count) for b in range(a + 1, count)]
     for one in rounds:

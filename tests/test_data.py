@@ -508,3 +508,9 @@ def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypat
         expected = micro_batch(samples, 8, index, layout, 1)
         assert all(torch.equal(a, b) for a, b in zip(batch(index), expected, strict=True))
     assert moved == 6 * [(True, "cuda", True)]
+
+
+def test_an_order_that_no_memory_holds_is_a_sentence(tmp_path):
+    write_corpus(f"{tmp_path}/c", [30] * 10)
+    with pytest.raises(UserError, match=r"^no memory for the order of 8(,000){5} train samples$"):
+        data.build(config_of([tmp_path / "c"], split="1", steps=10**15))

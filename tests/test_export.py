@@ -367,3 +367,12 @@ def test_a_file_size_that_holds_nothing_is_refused(size, exported, tmp_path):
     with pytest.raises(UserError, match=r"--shard-gb .*: a file needs more than 0 bytes"):
         command("export", "--to", "hf", f"--shard-gb={size}", folder, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_exports_to_one_folder_do_not_mix(tmp_path):
+    target, refused = str(tmp_path / "hf"), r"hf\.partial exists: another process writes it"
+    with hf_export.new_folder(target) as first:
+        Path(first, "a").touch()
+        with pytest.raises(UserError, match=refused), hf_export.new_folder(target):
+            pytest.fail("it begins")
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["a"]

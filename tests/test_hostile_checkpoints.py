@@ -119,3 +119,18 @@ def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
     assert f"step_00000007 cannot be loaded: {problem}\n" in done.out
     assert "step_00000006 cannot be loaded: cannot read " in done.out
     assert f"resumed from {parent / NAME}: step 4" in done.out
+
+
+@pytest.mark.parametrize(("crash", "status"), [("SIGSEGV", 2), ("SIGKILL", 128 + 9)])
+def test_a_crash_of_a_library_is_a_sentence(crash, status):
+    code = f"""
+import os, runpy, signal, sys
+from checkpointing import verification
+verification.check_files = lambda *a, **k: os.kill(os.getpid(), signal.{crash})
+sys.argv = ["checkpoint.py", "verify", "tests/data/run_189cc1d"]
+runpy.run_path("checkpoint.py", run_name="__main__")
+"""
+    outcome = start([sys.executable, "-c", code])
+    assert outcome.status == status
+    sentence = "error: SIGSEGV in a library that reads these files: they are damaged\n"
+    assert outcome.err == (sentence if status == 2 else "")

@@ -1,6 +1,8 @@
 """Mistakes over all programs: one sentence, status 2, nothing created, before torch is imported."""
 
 import ast
+import os
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -61,6 +63,33 @@ def test_an_old_python_and_a_missing_package_are_sentences(program):
 @pytest.mark.parametrize("program", [*ENTRIES, *SCRIPTS, "config/messages.py"])
 def test_an_old_python_reads_as_far_as_the_sentence(program):
     ast.parse((ROOT / program).read_text(), feature_version=(3, 7))
+
+
+def test_an_output_that_cannot_be_written_is_a_sentence_and_no_reader_is_none(tmp_path):
+    rule = "=" * 80
+    (tmp_path / "report.txt").write_text(f"{rule}\nHANG\n{rule}\n")
+    show = ["checkpoint.py", "show", "tests/data/run_189cc1d"]
+    report = ["-m", "watchdog.hang_report", str(tmp_path / "hang")]
+    tmp_path.joinpath("hang").symlink_to(tmp_path)
+    for words in (show, report):
+        for output, said in (("> /dev/full", "error: cannot write the output: No space"), ("", "")):
+            into, out = os.pipe()
+            os.close(into)  # as when `| head` has ended
+            command = ["bash", "-c", f'exec "$@" {output}', "bash", sys.executable, *words]
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+            os.close(out)
+            assert done.returncode == 2, done.stderr
+            assert done.stderr.startswith(said)
+            assert done.stderr.count("\n") == bool(said)
+
+
+def test_closed_standard_streams_are_replaced_so_that_no_file_gets_their_numbers(tmp_path):
+    code = "import os; from config import messages; file = os.open('.', 0); print(file)"
+    show = f"{code}; os.write(3, str(file).encode())"
+    with open(tmp_path / "out", "wb") as file:
+        shell = ["bash", "-c", 'exec "$@" 3>&1 <&- >&- 2>&-', "bash", sys.executable, "-c", show]
+        assert subprocess.run(shell, stdout=file, cwd=ROOT).returncode == 0
+    assert int((tmp_path / "out").read_text()) > 3
 
 
 # ---- What processes do not show ------------------------------------------------------------------

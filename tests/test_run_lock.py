@@ -147,9 +147,14 @@ def test_it_is_renewed(tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder/.lock").mkdir(parents=True)
-    for out in ("file", "file/under", "folder", "x" * 300):
+    for name in ("link", "pipe"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link/.lock").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe/.lock")
+    for out in ("file", "file/under", "folder", "link", "pipe", "x" * 300):
         with pytest.raises(UserError, match=r"cannot write in .*: [A-Z]"):
             RunLock(str(tmp_path / out), pytest.fail)
+    assert (tmp_path / "file").read_text() == "x"
 
 
 RACE = """

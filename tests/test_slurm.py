@@ -227,6 +227,39 @@ def test_an_element_of_an_array_is_not_requeued(array, calls, tmp_path):
     assert log.read_text().splitlines() == ["show job 7", "requeue 7"][:calls]
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_busy_controller_is_asked_again_and_the_folder_is_that_of_the_config(answers, tmp_path):
+    scontrol, log = tmp_path / "scontrol", tmp_path / "calls"
+    text, asked = JOB.format("RUNNING", "None", 0, "None"), 1 if answers else 4
+    scontrol.write_text(f"""#!/bin/sh
+echo $@ >>{log}
+[ $(wc -l <{log}) -gt {asked} ] || {{ echo unable to contact slurm controller >&2; exit 1; }}
+cat <<'E'
+{text}E
+""")
+    scontrol.chmod(0o755)
+    (tmp_path / "run.toml").write_text(f'[run]\nout = "{tmp_path}"\n')
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
+    words = ["137", "0", "train.py", "--tp", "2", "--config", str(tmp_path / "run.toml")]
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
+    if answers:
+        assert outcome.out.startswith("job 7: requeued: a rank was lost (dead), 1 times since")
+        assert outcome.status == 0
+        return
+    unable = "error: not requeued: scontrol show job 7: unable to contact slurm controller\n"
+    assert (outcome.status, outcome.out, outcome.err) == (1, "", unable)
+
+
+def test_a_requeue_outside_of_a_job_is_one_sentence():
+    for environment in ({"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "x"}):
+        words = [sys.executable, "scripts/requeue.py", "75", "0", "train.py"]
+        outcome = start(words, **environment)
+        assert (outcome.status, outcome.out, outcome.err.count("\n")) == (1, "", 1)
+        assert outcome.err.startswith("error: SLURM_JOB_ID is ")
+
+
 @pytest.mark.parametrize("name", ["train_1b3", "train_104b", "train_176b"])
 def test_a_batch_file_without_slurm_is_one_sentence(name):
     outcome = start(["env", "-u", "SLURM_JOB_ID", "bash", f"scripts/{name}.slurm"])

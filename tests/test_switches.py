@@ -1,5 +1,6 @@
 """Signals, limits and files that end or save a run early, under every launcher."""
 
+import errno
 import os
 import re
 import signal
@@ -336,3 +337,51 @@ def test_one_save_is_requested_each_time_the_file_appears(tmp_path):
     assert not file.exists()
     file.touch()
     assert first.requested_action() == SAVE
+
+
+def test_a_save_switch_that_cannot_be_removed_is_ignored_from_then_on(tmp_path, monkeypatch, capfd):
+    file = tmp_path / "save"
+    conditions = StopConditions(Run(save_switch=str(file)), SimpleNamespace(first=None), first=True)
+    file.mkdir()  # not a file
+    assert conditions.requested_action() == GO_ON
+    file.rmdir()
+    file.touch()
+    assert conditions.requested_action() == SAVE
+    file.unlink()  # somebody was faster
+    conditions.saved()
+    file.touch()
+    assert conditions.requested_action() == SAVE
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(stop_conditions.os, "remove", refuse)
+    conditions.saved()
+    sentence = f"note: cannot remove --save-switch {file}: Permission denied; it is ignored"
+    assert sentence in capfd.readouterr().out
+    assert conditions.requested_action() == GO_ON
+
+
+def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_one(tmp_path):
+    """The file is there when the run starts, and the loss of step 1 is not finite."""
+    file, requests = tmp_path / "save", []
+    file.touch()
+    conditions = StopConditions(Run(save_switch=str(file)), SimpleNamespace(first=None), first=True)
+    run = object.__new__(trainer.Trainer)
+    run.config = SimpleNamespace(run=Run(check_replicas_every=0))
+    run.splits, run.conditions = SimpleNamespace(test=None), conditions
+    run.done, run.total, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
+    run._validation_due = lambda iteration: None
+    run._largest_request = conditions.requested_action
+
+    def advance(iteration, evaluates):
+        run.done, run.losses.bad = Progress(iteration, iteration), ["NaN"] * (iteration == 1)
+        return conditions.requested_action()
+
+    def after_step(done, last, requested):
+        requests.append((done.iteration, requested, file.exists()))
+
+    run._advance = advance
+    run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
+    assert run.run()
+    assert requests == [(2, True, True), (3, False, False)]

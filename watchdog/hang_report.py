@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from config.messages import Parser, UserError, exit_with, number_ranges
+from config.messages import Parser, UserError, number_ranges, sentences
 from watchdog.flight_recorder import describe_place
 from watchdog.wait_graph import Ranks, WaitGraph
 
@@ -246,7 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with sentences():
         main()
-    except UserError as mistake:
-        exit_with(mistake)
