@@ -199,7 +199,10 @@ class Context(Meeting):
         """Report the error and end the job.
 
         If another rank failed first or is dead, the monitor ends this process before the last line.
+        The lock is released at once: another rank that failed too may end this one.
         """
+        if self.run_lock:
+            self.run_lock.release()
         mistake = isinstance(error, UserError)
         trace = "".join(traceback.format_exception(error))
         if self.watchdog is None or self.watchdog.fail(trace, mistake):
