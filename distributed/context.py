@@ -155,7 +155,9 @@ class Context(Meeting):
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """End in order; collective. A status other than 0 becomes the job's: it does not return."""
+        """End in order, with the job's status; collective. With several ranks, or a status other
+        than 0, it does not return.
+        """
         self.recorder.enter("end")
         if self.size > 1:
             import torch.distributed as dist
@@ -168,11 +170,14 @@ class Context(Meeting):
             self.watchdog.close()
             # It ends when all ranks have deregistered.
             self.watchdog.end_monitor(SECONDS_FOR_MONITOR_TO_END)
-        if status:
+        if status or self.size > 1:
             self._exit_job(status)
 
     def _exit_job(self, status: int) -> None:
         """Exit such that the launcher reports this status.
+
+        Not by way of the interpreter's end: a thread of gloo that still frees the tensor of its
+        last operation needs the interpreter, and would abort the process.
 
         When a rank exits with another status than 0, launchers kill the others and may report the
         kill's. So under srun only rank 0 exits with ours, after the others. MPICH's mpirun reports
@@ -181,7 +186,7 @@ class Context(Meeting):
         for output in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
                 output.flush()
-        if self.launch.launcher.startswith("mpirun"):
+        if status and self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
@@ -190,9 +195,9 @@ class Context(Meeting):
             from mpi4py import MPI
 
             MPI.Finalize()
-            if self.rank != 0:
+            if status and self.rank != 0:
                 os._exit(0)
-            time.sleep(SECONDS_AFTER_OTHERS)
+            time.sleep(SECONDS_AFTER_OTHERS if status else 0.0)
         os._exit(status)
 
     def _fail(self, error: BaseException) -> None:

@@ -279,6 +279,8 @@ def test_torchrun(jobs):
     outcome = jobs["torchrun"].result()
     assert outcome.status == 0, outcome.err
     assert ranks_in(outcome, "of 2 torchrun") == [0, 1]
+    assert "has ended" not in outcome.out
+    assert "has returned" not in outcome.out
 
 
 @pytest.mark.slow
