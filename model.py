@@ -189,9 +189,10 @@ TOKENS = "embedding.tokens.weight"
 class Embedding(nn.Module):
     """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism."""
 
-    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
+    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool):
+        """tied: another rank holds a copy of the tokens' matrix."""
         super().__init__()
-        h, tied = model.hidden, model.tied and factory.mesh.pp.size > 1
+        h = model.hidden
         self.part = factory.mesh.tp if factory.sequence_parallel else None
         self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
@@ -211,13 +212,14 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """Final norm, output matrix and loss: (s, b, h) and labels (b, s) -> loss of tokens (s, b).
 
-    A tied head uses the embedding's matrix: the same tensor where both are on one stage, else a
+    A tied head uses the embedding's matrix: the same tensor where both are on one rank, else a
     copy of it that gradients and updates keep equal.
     """
 
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
+        """embedding: if it is on this rank."""
         super().__init__()
         self.factory, self.shared = factory, False
         self.norm = Norm(factory, "head.norm", model)
@@ -290,11 +292,21 @@ class Stage(nn.Module):
     result is activations, or on the last stage the sum of the tokens' losses.
     """
 
-    def __init__(self, factory: ParamFactory, model: ModelShape, layout: Layout, spec: StageSpec):
-        """Raises ValueError if it has not the parameters that `spec` says."""
+    def __init__(
+        self,
+        factory: ParamFactory,
+        model: ModelShape,
+        layout: Layout,
+        spec: StageSpec,
+        first: "Stage | None" = None,
+    ):
+        """first: the pipeline's first stage, if another one is and this rank holds it too.
+
+        Raises ValueError if it has not the parameters that `spec` says.
+        """
         super().__init__()
         padded, self.spec = model.padded_vocab(layout), spec
-        self.embedding = Embedding(factory, model, padded) if spec.embedding else None
+        self.embedding = Embedding(factory, model, padded, spec.tied) if spec.embedding else None
         blocks = range(spec.first, spec.last)
         again = layout.recomputed_blocks(len(blocks))
         self.blocks = nn.ModuleList()
@@ -303,11 +315,15 @@ class Stage(nn.Module):
             self.blocks.append(Block(factory, i, model, recompute))
             if factory.shard is not None:
                 factory.shard(self.blocks[-1])
-        self.head = Head(factory, model, padded, self.embedding) if spec.head else None
+        embedding = self.embedding if first is None else first.embedding
+        self.head = Head(factory, model, padded, embedding) if spec.head else None
+        shared = [self.head.weight] if self.head and first is not None and model.tied else []
+        for p in shared:
+            p.passes = 2  # gradients in a micro-batch: one of each stage's backward
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.bias = alibi_bias(model, factory) if alibi else None
         self.rotary = rotary_tables(model, factory) if rotary else None
-        _check_count(self)
+        _check_count(self, shared)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         x = self.hidden_states(x)
@@ -334,11 +350,14 @@ def attention_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
-def _check_count(stage: Stage) -> None:
-    """Built and planned parameter counts must match, or plans and FLOPs are of another model."""
+def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
+    """Built and planned parameter counts must match, or plans and FLOPs are of another model.
+
+    shared: those that count on another stage.
+    """
     spec, built = stage.spec, 0
     for p in stage.parameters():
-        built += math.prod(p.spec.shape)
+        built += math.prod(p.spec.shape) if all(p is not q for q in shared) else 0
     if built != spec.parameters:
         planned = f"{spec.parameters} were planned"
         raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

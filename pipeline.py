@@ -1,10 +1,10 @@
 """Runs a schedule on a rank's stages: the only place that sends activations.
 
 The executor does what the schedule's list for this rank says. A receive is posted one action ahead
-of its use and a send is not waited for, so messages travel while the rank computes. Activations go
-through the mesh's forward group, their gradients through its backward group; within each,
-neighbours have agreed on the order (schedule.check), so messages need no labels. Between two stages
-of one rank nothing is sent.
+of its use and a send is not waited for, so messages travel while the rank computes. Activations and
+their gradients go through groups of their own (Mesh.channel); within each, neighbours have agreed
+on the order (schedule.check), so messages need no labels. Between two stages of one rank nothing is
+sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from config.schema import Config
-from distributed.collectives import Group, Handle
+from distributed.collectives import Handle
 from model import Stage
 from parallel import ParamFactory
-from schedules.schedule import Action, Schedule, build
+from schedules.partition import placement
+from schedules.schedule import Action, Schedule, build, forward_only
 
 # Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -37,13 +38,16 @@ class Pipeline:
         self.dtype, self.device = factory.dtype, factory.device
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
-        self._name, self._schedules = layout.schedule, dict[int, Schedule]()
+        self._layout, self._schedules = layout, dict[int, Schedule]()
+        self.sending: list[Handle] = []  # the last messages of the last pass
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""
         if micro_batches not in self._schedules:
-            self._schedules = {micro_batches: build(self._name, self.mesh.pp.size, micro_batches)}
+            name, virtual = self._layout.schedule, self._layout.stages_per_rank
+            built = build(name, self.mesh.pp.size, micro_batches, virtual)
+            self._schedules = {micro_batches: built}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> Tensor:
@@ -57,16 +61,24 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
         """The loss sum over that many micro-batches of this replica, forward only."""
-        return self.run(build("forward", self.mesh.pp.size, micro_batches), batches)
+        return self.run(forward_only(placement(self._layout), micro_batches), batches)
 
     def run(self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0) -> Tensor:
         """Do all of this rank's actions in order; the loss sum as `train` returns it."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
+        self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
             pass
         return execution.loss if self.mesh.tp.rank == 0 else torch.zeros_like(execution.loss)
+
+    def finish_sending(self) -> None:
+        """Wait for the last messages of the last pass. By the next one they have arrived; at its
+        end a rank would wait for its neighbour in place of reducing its gradients.
+        """
+        while self.sending:
+            self.sending.pop().wait()
 
     def _connect(self, rank_of: tuple[int, ...]) -> None:
         """Send one number between every two ranks that will send activations or gradients.
@@ -79,7 +91,8 @@ class Pipeline:
         pairs = sorted({(a, b) for a, b in pairwise(rank_of) if a != b})
         message, rank = torch.zeros(1, dtype=self.dtype, device=self.device), self.mesh.pp.rank
         for a, b in pairs:
-            for group, sender, receiver in ((self.mesh.forward, a, b), (self.mesh.backward, b, a)):
+            for kind, sender, receiver in (("F", a, b), ("B", b, a)):
+                group = self.mesh.channel(kind, sender, receiver)
                 if rank == sender:
                     group.send(message, receiver).wait()
                 elif rank == receiver:
@@ -113,7 +126,9 @@ class Execution:
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
         self.leaving: dict[Action, Handle] = {}  # by this rank's action
-        self.passed = dict.fromkeys(range(len(schedule.ranks)), 0)  # actions known to be finished
+        neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
+        self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
+        self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
 
     def __iter__(self) -> Iterator[Action]:
@@ -123,7 +138,7 @@ class Execution:
                 self._post_receive(upcoming)
             run[action.kind](action)
             yield action
-        self._wait_for_sends()
+        self.pipeline.sending += self.leaving.values()
 
     def _forward(self, action: Action) -> None:
         stage, last = self.pipeline.stages[action.stage], self._is_last(action)
@@ -133,7 +148,7 @@ class Execution:
             self.loss += y.detach()
             y = y * self.loss_weight
         else:
-            self._pass_on(self.mesh.forward, y.detach(), action, action.stage + 1)
+            self._pass_on(y.detach(), action, action.stage + 1)
         if torch.is_grad_enabled():
             self.held[action.stage, action.micro_batch] = (x, get_gradient_edge(y))
 
@@ -161,7 +176,7 @@ class Execution:
             self.left[action.stage, action.micro_batch] = deferred.backward(output, gradient)
         if action.stage > 0:
             dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
-            self._pass_on(self.mesh.backward, dx, action, action.stage - 1)
+            self._pass_on(dx, action, action.stage - 1)
 
     def _weight_gradients(self, action: Action) -> None:
         self.mesh.recorder.at("W", action.micro_batch)
@@ -176,10 +191,9 @@ class Execution:
         needed, rank = self.sources.get(action, (None, self.rank))
         if needed is None or rank == self.rank or needed in self.arriving:
             return
-        group = self.mesh.forward if action.kind == "F" else self.mesh.backward
-        pipeline = self.pipeline
+        channel, pipeline = self.mesh.channel(action.kind, rank, self.rank), self.pipeline
         buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-        self.arriving[needed] = (buffer, group.receive(buffer, rank))
+        self.arriving[needed] = (buffer, channel.receive(buffer, rank))
 
     def _take_input(self, action: Action) -> Tensor:
         """The neighbouring stage's result, when it is there."""
@@ -191,7 +205,7 @@ class Execution:
         self._release_received(rank, needed)
         return buffer
 
-    def _pass_on(self, group: Group, tensor: Tensor, action: Action, to_stage: int) -> None:
+    def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
         """Give an action's result to the neighbouring stage that takes it."""
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
@@ -199,22 +213,20 @@ class Execution:
             return
         if not torch.is_grad_enabled():
             self._wait_for_sends()  # nothing ever comes back that would show an arrival
-        self.leaving[action] = group.send(tensor.contiguous(), to)
+        channel = self.mesh.channel(action.kind, self.rank, to)
+        self.leaving[action] = channel.send(tensor.contiguous(), to)
 
     def _release_received(self, neighbour: int, finished: Action) -> None:
         """Free the messages that a neighbour received before it finished an action.
 
         Without this, every activation sent would be held until the step ends.
         """
-        actions, done = self.schedule.ranks[neighbour], self.passed[neighbour]
-        while True:
-            used = self.schedule.input_of(actions[done])
+        before, now = self.passed[neighbour], self.place[finished] + 1
+        for action in self.schedule.ranks[neighbour][before:now]:
+            used = self.schedule.input_of(action)
             if used in self.leaving:
                 self.leaving.pop(used).wait()
-            if actions[done] == finished:
-                break
-            done += 1
-        self.passed[neighbour] = done
+        self.passed[neighbour] = max(before, now)
 
     def _wait_for_sends(self) -> None:
         for handle in self.leaving.values():

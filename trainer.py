@@ -29,7 +29,7 @@ from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from model import Stage, attention_kernel
 from optim.fsdp import block_sharder
-from parallel import CPU, ParamFactory
+from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import memory_report, step_stats
@@ -70,16 +70,20 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     `config` has passed validation.check. Without a context it is a world of one on the CPU.
     """
     layout, training = config.layout, config.training
-    mesh = Mesh(layout.axes, context)
+    mesh = Mesh(layout.axes, context, channels=layout.stages_per_rank > 1)
     dtype, device = DTYPES[training.precision], context.device if context else CPU
     seed, std = training.seed, training.init_std
-    factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel)
+    deferred = DeferredGradients() if layout.splits_backward else None
+    factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
     if layout.zero == 3 and mesh.replicas.size > 1:
         factory = replace(factory, shard=block_sharder(factory, training))
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)
-    own = [spec for spec in specs if spec.index == mesh.pp.rank]
-    stage_of = {spec.index: Stage(factory, config.model, layout, spec) for spec in own}
+    stage_of: dict[int, Stage] = {}
+    for spec in specs:
+        if spec.rank == mesh.pp.rank:
+            first = stage_of.get(0)
+            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first)
     stages = nn.ModuleList(stage_of.values())
     optimizer = Optimizer(stages, factory, training, layout)
     pipeline = Pipeline(stage_of, factory, config)

@@ -115,7 +115,7 @@ class Optimizer:
         self._targets, self._next = targets, 0
         for bucket in self.buckets:
             rounds = 1 if bucket.each_micro_batch else micro_batches
-            bucket.missing = rounds * len(bucket.places)
+            bucket.missing = rounds * bucket.passes
         return self.scale.value / targets
 
     def _add_gradient(self, p: nn.Parameter) -> None:
@@ -138,7 +138,7 @@ class Optimizer:
             self._reducing.append(bucket.reduce())
             self._next += 1
             if bucket.each_micro_batch:
-                bucket.missing += len(bucket.places)
+                bucket.missing += bucket.passes
                 self._next %= len(self.buckets)
                 self._wait_for_reductions(1)  # each holds a whole bucket until then
 

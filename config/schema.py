@@ -47,6 +47,9 @@ ELEMENTWISE = ("adamw", "apex", "sgd")
 # Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
 
+# Pipeline schedules; schedules/schedule.py builds them.
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+
 # ---- The five groups of options ------------------------------------------------------------------
 
 
@@ -146,13 +149,16 @@ class Layout:
     """How a model is spread over the ranks of a mesh; `coordinates` has the order of ranks."""
 
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
-    pp: int = option(1, "pipeline stages", minimum=1)
+    pp: int = option(1, "pipeline-parallel ranks", minimum=1)
     dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp)", minimum=1)
     sequence_parallel: bool = option(
         None,
         "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
     )
-    schedule: str = option("1f1b", "pipeline schedule", choices=("gpipe", "1f1b"))
+    schedule: str = option("1f1b", "pipeline schedule", choices=SCHEDULES)
+    virtual_stages: int = option(
+        None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=1
+    )
     partition: str = option(
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."
     )
@@ -175,6 +181,23 @@ class Layout:
     def axes(self) -> dict[str, int]:
         """Ranks along every axis of the mesh; dp must be filled in. cp is 1: it has no option."""
         return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages of one pipeline rank: several are called virtual stages."""
+        if self.schedule == "interleaved":
+            return self.virtual_stages or 2
+        return 2 if self.schedule == "zb-v" else 1
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule has gradients of inputs and those of weights in passes apart."""
+        return self.schedule.startswith("zb")
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
         """With the options that are left to the machine decided, when dp is filled in."""

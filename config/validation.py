@@ -76,12 +76,26 @@ def check_split(model: ModelShape, layout: Layout) -> None:
         raise UserError(
             f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
         )
-    if pp > model.layers + 2:
+    _check_schedule(layout)
+    if layout.stages > model.layers + 2:
+        product = f"pp({pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
         raise UserError(
-            f"pp({pp}) is more stages than there are parts to place: "
+            f"{product} is more stages than there are parts to place: "
             f"{model.layers} blocks + embedding + head = {model.layers + 2}"
         )
     explicit_partition(layout, model.layers)
+
+
+def _check_schedule(layout: Layout) -> None:
+    """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
+    name, virtual = layout.schedule, layout.virtual_stages
+    if layout.pp == 1 and name not in ("gpipe", "1f1b"):
+        raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
+    if virtual is not None and name != "interleaved":
+        raise UserError(
+            f"--virtual-stages {virtual} needs --schedule interleaved, not {name}, which has "
+            f"{layout.stages_per_rank} on each rank"
+        )
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
@@ -95,8 +109,11 @@ def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
         raise UserError(
             f"--partition is balanced, blocks, layers or a list like 3,4,4,3, not {text!r}"
         ) from None
-    if len(blocks) != layout.pp:
-        raise UserError(f"--partition {text} has {len(blocks)} stages, but pp is {layout.pp}")
+    if len(blocks) != layout.stages:
+        there = f"pp is {layout.pp}"
+        if layout.stages_per_rank > 1:
+            there += f", each with {layout.stages_per_rank} stages"
+        raise UserError(f"--partition {text} has {len(blocks)} stages, but {there}")
     if min(blocks) < 0 or sum(blocks) != layers:
         raise UserError(f"--partition {text} places {sum(blocks)} blocks, but layers is {layers}")
     return blocks

@@ -16,6 +16,8 @@ from watchdog.flight_recorder import FlightRecorder
 
 # The groups of a mesh, in the order in which they are made.
 ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
+# Where a rank holds several stages, the groups of messages of one kind, by direction and sender.
+CHANNELS = ("up from even", "up from odd", "down from even", "down from odd")
 
 
 class Mesh:
@@ -28,10 +30,16 @@ class Mesh:
     last of these. world: all. recorder: what this rank does, and the groups' operations.
     """
 
-    def __init__(self, axes: Mapping[str, int] | None = None, context: Context | None = None):
+    def __init__(
+        self,
+        axes: Mapping[str, int] | None = None,
+        context: Context | None = None,
+        channels: bool = False,
+    ):
         """Collective over all ranks when there is a context: groups are made in one fixed order.
 
-        Raises ValueError if the axes do not multiply to the number of ranks.
+        channels: whether ranks hold several stages, so that messages of one kind go both ways or
+        round in a ring. Raises ValueError if the axes do not multiply to the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
         self.rank, self.size = (context.rank, context.size) if context else (0, 1)
@@ -53,9 +61,22 @@ class Mesh:
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
+        self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}
+        if channels:
+            for kind, role in (("F", "forward"), ("B", "backward")):
+                self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
         pipelines = rows_along(self.axes, ("pp",))
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
+
+    def channel(self, kind: str, source: int, to: int) -> Group:
+        """The group for messages of a kind, F or B, from one pipeline rank to a neighbour.
+
+        NCCL runs a group's operations on a rank one after the other. So where ranks hold several
+        stages, no rank both sends and receives in one of these groups, nor sends both ways: a
+        message that waits for its receiver holds up only those behind it, to the same receiver.
+        """
+        return self._channels[kind][2 * (to < source) + source % 2]
 
     def group(self, role: str) -> Group:
         """The group of one of ROLES, as a parameter's spec names it."""

@@ -65,7 +65,7 @@ def _header(about: dict[str, Any]) -> str:
         text += ", the others are taken to do as the first of their stage (--all-ranks runs all)"
     text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
-        text += f" in place of {about['micro_batches_of_run']}: pp + 2 reach the steady state"
+        text += f" in place of {about['micro_batches_of_run']}: these reach the steady state"
     return f"{text}; {about['seconds']:.0f} s of a core"
 
 

@@ -7,7 +7,7 @@
 The trainer is the real one. What is replaced: elements (there are none), the other ranks, the disk,
 the store, and the tokens. Numbers that the host reads are ones.
 
-The second step has as many micro-batches as the run's, but with 1f1b no more than pp + 2: then
+The second step has as many micro-batches as the run's, without gpipe no more than stages + 2: then
 every stage has reached its steady state; more would repeat it and hold no more memory. The first
 step has two of them at most: it makes the optimizer's state.
 """
@@ -139,7 +139,7 @@ def shortened(config: Config) -> Config:
     """The configuration of a run of two steps with the fewest micro-batches that show it all."""
     layout, training = config.layout, config.training
     most = config.micro_batches(max(level.batch for level in config.batches.levels()))
-    enough = most if layout.schedule == "gpipe" else min(most, layout.pp + 2)
+    enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2)
     fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)

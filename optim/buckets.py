@@ -193,7 +193,8 @@ class Bucket(ParamGroup):
         self.each_micro_batch = zero == 2 and self.sharded
         count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
         self.gradients = first.new_zeros(count, dtype=kind)
-        self.missing = 0  # gradients still to come before it is reduced
+        # Gradients that a micro-batch adds, and those still to come before it is reduced.
+        self.passes, self.missing = sum(getattr(p, "passes", 1) for p in parameters), 0
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:

@@ -213,7 +213,7 @@ def _trains(job: Job) -> bool:
     samples = -(-training.global_batch_size // layout.dp) * layout.dp
     job = job._replace(training=replace(training, global_batch_size=samples))
     # One micro-batch in flight is the least of any schedule, and known without building one.
-    needs_least = memory.fullest(job, [1] * layout.pp).total
+    needs_least = memory.fullest(job, in_flight=1).total
     return needs_least <= machine.memory and not does_not_fit(job)
 
 

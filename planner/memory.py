@@ -8,8 +8,8 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
     working      the larger of the block that is being recomputed and the logits
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from config.messages import UserError
 from config.model_stats import block_parameters, norm_parameters
@@ -34,7 +34,7 @@ OF_RUN = ("weights", "gradients", "optimizer", "activations", "working")
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes that each GPU of one stage holds, and its parameters."""
+    """Bytes that each GPU of one pipeline rank holds, and its parameters. stage: that rank."""
 
     stage: int
     blocks: int
@@ -50,31 +50,55 @@ class StageMemory:
 
 
 def stages(job: Job) -> list[StageMemory]:
-    """Memory of every stage; UserError as `Job.micro_batches`."""
-    rows = zip(stage_specs(job.model, job.layout), _in_flight(job), strict=True)
-    return [_stage(spec, held, job) for spec, held in rows]
+    """Memory of every pipeline rank's stages; UserError as `Job.micro_batches`."""
+    return [_rank(held, job) for held in _held(job, None)]
 
 
-def fullest(job: Job, in_flight: Sequence[int] | None = None) -> StageMemory:
-    """The fullest stage; UserError as `Job.micro_batches`.
+def fullest(job: Job, in_flight: int | None = None) -> StageMemory:
+    """The fullest of `stages`; UserError as `Job.micro_batches`.
 
-    in_flight: of how many micro-batches each stage keeps activations, default: by the schedule.
+    in_flight: of how many micro-batches each keeps activations, default: by the schedule.
     """
-    most: dict[tuple[bool, bool, int], tuple[StageSpec, int]] = {}
-    for entry in zip(stage_specs(job.model, job.layout), in_flight or _in_flight(job), strict=True):
-        spec, held = entry
-        alike = (spec.embedding, spec.head, spec.blocks)  # of these, the one that keeps the most
-        if alike not in most or held > most[alike][1]:
-            most[alike] = entry
-    return max((_stage(*entry, job) for entry in most.values()), key=lambda stage: stage.total)
+    most: dict[tuple, _Held] = {}
+    for held in _held(job, in_flight):
+        # Of ranks that hold alike stages, the one that keeps the most.
+        alike = tuple((spec.embedding, spec.head, spec.blocks) for spec in held.specs)
+        if alike not in most or held.activations > most[alike].activations:
+            most[alike] = held
+    return max((_rank(held, job) for held in most.values()), key=lambda stage: stage.total)
 
 
-def _in_flight(job: Job) -> Sequence[int]:
-    return simulation.named(job.layout.schedule, job.layout.pp, job.micro_batches).peak
+class _Held(NamedTuple):
+    """The stages of a pipeline rank, and what of the micro-batches in flight it keeps at the most:
+    bytes of activations, and outputs of the head.
+    """
+
+    specs: list[StageSpec]
+    activations: float
+    heads: float
+
+
+def _held(job: Job, in_flight: int | None) -> list[_Held]:
+    """Of every pipeline rank, by the schedule unless `in_flight` is given."""
+    layout, specs = job.layout, stage_specs(job.model, job.layout)
+    kept, heads = [_kept(spec, job) for spec in specs], [float(spec.head) for spec in specs]
+    of_rank: list[list[StageSpec]] = [[] for _ in range(layout.pp)]
+    for spec in specs:
+        of_rank[spec.rank].append(spec)
+    if in_flight is not None:
+        sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
+        return [_Held(own, in_flight * sum_, in_flight) for own, sum_ in zip(of_rank, sums)]
+    virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
+    schedule = simulation.named(layout.schedule, layout.pp, job.micro_batches, virtual)
+    # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
+    # measured rows alone.
+    more = 1.0 + (layout.pp - 1) / (layout.pp * software) if software > 1 else 1.0
+    rows = zip(of_rank, schedule.most_held(kept), schedule.most_held(heads), strict=True)
+    return [_Held(own, more * size, more * count) for own, size, count in rows]
 
 
 def of_run(config: Config) -> list[dict[str, float]]:
-    """Bytes by part of OF_RUN on a rank of every stage: what model and layout account for.
+    """Bytes by part of OF_RUN on every pipeline rank: what model and layout account for.
 
     `config` must be checked. Of a ramp-up, the largest batch counts.
     """
@@ -111,32 +135,33 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
 # ---- One stage -----------------------------------------------------------------------------------
 
 
-def _stage(spec: StageSpec, in_flight: float, job: Job) -> StageMemory:
-    """Bytes of one stage that keeps the activations of `in_flight` micro-batches."""
+def _rank(here: _Held, job: Job) -> StageMemory:
+    """Bytes of one pipeline rank."""
     software, layout = job.machine.software, job.layout
-    if software.virtual_stages > 1:
-        # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
-        # measured rows alone.
-        in_flight *= 1.0 + (layout.pp - 1) / (layout.pp * software.virtual_stages)
-    held = held_parameters(spec, job)
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    again = layout.recomputed_blocks(spec.blocks)
-    # What is kept is allocated between what is not, which leaves gaps.
-    kept = again * kept_bytes(job) * job.machine.activation_overhead
-    kept += (spec.blocks - again) * block_activations(job, True)
-    working = _working(spec, held, in_flight, kept, job)
+    each = [held_parameters(spec, job) for spec in here.specs]
+    held, of_stages = sum(each), list(zip(here.specs, each, strict=True))
     parts = {
-        "weights": _weights(held, spec, job),
+        "weights": sum(_weights(own, spec, job) for spec, own in of_stages),
         "gradients": _gradients(held, job) + held * software.workspace_bytes,
         "optimizer": held * state / (layout.dp if layout.zero else 1),
-        "activations": in_flight * kept,
-        "working": working,
+        "activations": here.activations,
+        "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
         "buffers": software.buffers,
         "context": job.machine.context,
     }
-    return StageMemory(spec.index, spec.blocks, held, **parts, total=sum(parts.values()))
+    rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
+    return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
+
+
+def _kept(spec: StageSpec, job: Job) -> float:
+    """Bytes that a stage keeps of one micro-batch until its backward."""
+    again = job.layout.recomputed_blocks(spec.blocks)
+    # What is kept is allocated between what is not, which leaves gaps.
+    kept = again * kept_bytes(job) * job.machine.activation_overhead
+    return kept + (spec.blocks - again) * block_activations(job, True)
 
 
 def held_parameters(spec: StageSpec, job: Job) -> float:
@@ -148,7 +173,7 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     if spec.embedding:
         held += matrix
         held += model.max_positions * model.hidden if model.positions == "learned" else 0
-    if spec.head and (layout.pp > 1 or not model.tied):
+    if spec.head and (spec.tied or not model.tied):
         held += matrix
     return held
 
@@ -170,11 +195,12 @@ def _gradients(held: float, job: Job) -> float:
     return held * 4.0 / layout.dp if sharded else held * _gradient_bytes(job)
 
 
-def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: Job) -> float:
+def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
-    of gradients at the end of a backward, when the `kept` bytes of its micro-batch are free.
+    of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
     layout, flash = job.layout, job.machine.software.attention == "flash"
+    kept = _kept(spec, job)
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
         working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
@@ -185,7 +211,7 @@ def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: J
         outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
         working = max(working, matrix * job.number_bytes + outputs - kept)
     if spec.head:
-        working = max(working, _logit_bytes(in_flight, job))
+        working = max(working, _logit_bytes(heads, job))
     if layout.zero != 2 or layout.dp == 1:
         return working
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
@@ -193,8 +219,7 @@ def _working(spec: StageSpec, held: float, in_flight: float, kept: float, job: J
     reduced = _gradient_bytes(job) + 4.0 / layout.dp
     buckets = min(held, BUCKET_ELEMENTS) * (2 * reduced + job.number_bytes)
     working = max(working, buckets - kept)
-    tied = job.model.tied and layout.pp > 1 and (spec.embedding or spec.head)
-    return working + (matrix * reduced if tied else 0.0)
+    return working + (matrix * reduced if spec.tied else 0.0)
 
 
 def _logit_bytes(in_flight: float, job: Job) -> float:

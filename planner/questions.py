@@ -164,9 +164,10 @@ def stages(question: Question) -> Answer:
     head = "".join(f"{name:>12}" for name in (*names, "free"))
     lines = [partition.stage_table(rows, job.model), "", f"on {job.machine.name}"]
     lines.append(f"GB per GPU{head}")
+    row_of = "stage" if job.layout.stages == job.layout.pp else "rank"
     for stage in table:
         parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
-        line = f"stage {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
+        line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
         lines.append(line + "  <- fullest" * (stage.stage == fullest))
     lines += ["", "share of time"]
     widest = max(row.share for row in rows)
@@ -286,8 +287,10 @@ def timeline(question: Question) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
-    order = build(job.layout.schedule, job.layout.pp, count)
-    slots = simulation.simulate(order, step_time.action_seconds(step_time.stage_passes(job)))
+    order = build(job.layout.schedule, job.layout.pp, count, job.layout.stages_per_rank)
+    weights = step_time.stage_weights(job) if order.split else None
+    seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
+    slots = simulation.simulate(order, seconds)
     events = [
         drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
         for stage, row in enumerate(slots)

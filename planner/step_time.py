@@ -82,10 +82,8 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 def block_pass(job: Job) -> Pass:
     """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
     model, layout, _, machine = job
-    t, h, size, software = layout.tp, model.hidden, job.number_bytes, machine.software
-    shapes = [(model.qkv_width // t, h), (h, model.attention_width // t)]
-    shapes += [(model.up_width // t, h), (h, model.ffn_hidden // t)]
-    layers = [op_costs.linear(machine, job.tokens, outs, ins, size) for outs, ins in shapes]
+    t, size, software = layout.tp, job.number_bytes, machine.software
+    layers = [op_costs.linear(machine, job.tokens, outs, ins, size) for outs, ins in _matrices(job)]
     micro, heads = layout.micro_batch_size, model.heads // t
     core = op_costs.attention(machine, model.seq_length, model.head_size, heads, micro, size)
     other = _elementwise(job)
@@ -101,6 +99,13 @@ def block_pass(job: Job) -> Pass:
     elif layout.recompute == "selective" and software.attention != "flash":
         backward += core[0]  # a flash kernel recomputes the scores itself
     return Pass(forward, backward)
+
+
+def _matrices(job: Job) -> list[tuple[int, int]]:
+    """Outputs and inputs of a block's four matrices on each GPU."""
+    model, t, h = job.model, job.layout.tp, job.model.hidden
+    shapes = [(model.qkv_width // t, h), (h, model.attention_width // t)]
+    return [*shapes, (model.up_width // t, h), (h, model.ffn_hidden // t)]
 
 
 def _elementwise(job: Job) -> tuple[float, float]:
@@ -173,7 +178,7 @@ def stage_passes(job: Job) -> list[Pass]:
 def pipeline_time(job: Job) -> tuple[float, float]:
     """Seconds from the first forward to the last backward, and the idle share of the stages."""
     layout, machine, count = job.layout, job.machine, job.micro_batches
-    passes, sent = stage_passes(job), 0.0
+    passes, sent = tuple(stage_passes(job)), 0.0
     if layout.pp > 1:
         sent = op_costs.message(machine, layout.tp * layout.dp, job.activation_bytes, layout.tp)
     chunks = machine.software.virtual_stages
@@ -183,27 +188,59 @@ def pipeline_time(job: Job) -> tuple[float, float]:
         slot = max(map(sum, passes))
         seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
     else:
-        seconds = makespan(layout.schedule, tuple(passes), sent, count)
-    busy = count * sum(map(sum, passes)) / len(passes)
+        weights = tuple(stage_weights(job)) if layout.splits_backward else None
+        virtual = layout.stages_per_rank
+        seconds = makespan(layout.schedule, passes, sent, count, virtual, weights)
+    busy = count * sum(map(sum, passes)) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
 
 @lru_cache(maxsize=4096)
-def makespan(name: str, passes: tuple[Pass, ...], transfer: float, count: int) -> float:
-    """Seconds of the schedule `name` with a stage on each rank and `count` micro-batches.
+def makespan(
+    name: str,
+    passes: tuple[Pass, ...],
+    transfer: float,
+    count: int,
+    virtual: int = 1,
+    weights: tuple[float, ...] | None = None,
+) -> float:
+    """Seconds of the schedule `name` with `virtual` stages on each rank and `count` micro-batches.
 
-    Cached, since layouts that differ in ZeRO alone, for example, ask for the same.
+    weights: as in `action_seconds`. Cached, since layouts that differ in ZeRO alone, for example,
+    ask for the same.
     """
-    schedule = simulation.named(name, len(passes), count)
-    return schedule.makespan(action_seconds(passes), transfer)
+    schedule = simulation.named(name, len(passes) // virtual, count, virtual)
+    return schedule.makespan(action_seconds(passes, weights), transfer)
 
 
-def action_seconds(passes: Sequence[Pass]) -> dict[tuple[str, int], float]:
-    """The stages' seconds as `schedules.simulation` takes them: by kind of action and stage."""
-    forward = {("F", stage): one.forward for stage, one in enumerate(passes)}
-    return forward | {("B", stage): one.backward for stage, one in enumerate(passes)}
+def action_seconds(
+    passes: Sequence[Pass], weights: Sequence[float] | None = None
+) -> dict[tuple[str, int], float]:
+    """The stages' seconds as `schedules.simulation` takes them: by kind of action and stage.
+
+    weights: of each stage's backward, what a schedule that splits it does in W.
+    """
+    rows = list(enumerate(zip(passes, weights or [0.0] * len(passes), strict=True)))
+    seconds = {("F", stage): one.forward for stage, (one, _) in rows}
+    seconds |= {("B", stage): one.backward - apart for stage, (one, apart) in rows}
+    return seconds | {("W", stage): apart for stage, (_, apart) in rows if weights}
+
+
+def stage_weights(job: Job) -> list[float]:
+    """Seconds of one micro-batch's weight gradients in each stage: half of every GEMM's backward,
+    and adding them up. Those of a head that shares its matrix with the embedding come with B.
+    """
+    model, machine, t, h = job.model, job.machine, job.layout.tp, job.model.hidden
+    block = op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
+    for outs, ins in _matrices(job):
+        block += op_costs.linear(machine, job.tokens, outs, ins, job.number_bytes)[1] / 2
+    head = op_costs.linear(machine, job.tokens, job.vocab_columns, h, job.number_bytes)[1] / 2
+    head += op_costs.moved(machine, _accumulated(machine) * job.vocab_columns * h)
+    specs = stage_specs(model, job.layout)
+    heads = [s.head and (s.tied or not model.tied) for s in specs]
+    return [s.blocks * block + own * head for s, own in zip(specs, heads, strict=True)]
 
 
 # ---- After the pipeline --------------------------------------------------------------------------
@@ -213,7 +250,10 @@ def step_parts(job: Job) -> dict[str, float]:
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
     model, layout, _, machine = job
     software, t, dp, weight = machine.software, layout.tp, layout.dp, job.number_bytes
-    held = max(memory.held_parameters(spec, job) for spec in stage_specs(model, layout))
+    specs, of_rank = stage_specs(model, layout), [0.0] * layout.pp
+    for spec in specs:
+        of_rank[spec.rank] += memory.held_parameters(spec, job)
+    held = max(of_rank)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
     count = job.micro_batches
@@ -226,7 +266,7 @@ def step_parts(job: Job) -> dict[str, float]:
     reduced = op_costs.all_reduce(op_costs.ring(machine, dp, t), dp, held * volume / 2)
     reduced *= 1 - software.overlap_data
     tied = 0.0
-    if layout.pp > 1 and model.tied:
+    if specs[0].tied:
         sharing = min(machine.node, t * dp)
         link = replace(machine.network, bandwidth=machine.network.bandwidth / sharing)
         tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)

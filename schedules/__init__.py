@@ -1,9 +1,10 @@
 """Pipeline schedules as data: built, checked, simulated, drawn. No torch.
 
-    schedule     actions, the named schedules, what makes one valid
-    simulation   when each action runs, how long it all takes, how much time is idle
-    drawing      grids of characters, events of a Chrome trace
-    partition    which blocks each stage holds
+    schedule         actions, the named schedules, what makes one valid
+    list_scheduling  orders found by a greedy simulation
+    simulation       when each action runs, how long it all takes, how much time is idle
+    drawing          grids of characters, events of a Chrome trace
+    partition        which blocks each stage holds
 
 The pipeline executes the object that the planner prices.
 """

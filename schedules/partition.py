@@ -5,12 +5,14 @@ output matrix, loss). A stage is a run of blocks, the first one with the embeddi
 with the head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from config import model_stats
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
+from schedules.schedule import rank_of_stages
 
 # What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
 # on a CPU core about 80 GFLOP/s over 8 GB/s. It weighs what moves bytes against GEMMs.
@@ -52,6 +54,8 @@ class StageSpec:
     head: bool
     parameters: int
     share: float  # of the whole model's time
+    rank: int = 0  # of the pipeline, that holds it
+    tied: bool = False  # another rank holds a copy of its vocabulary matrix
 
     @property
     def blocks(self) -> int:
@@ -64,21 +68,25 @@ def stage_specs(
 ) -> list[StageSpec]:
     """The stages of a layout, with parameters and share of time; tensor parallelism not divided.
 
-    A tied head on a stage of its own holds a copy of the embedding matrix, which is counted there
-    too. Raises UserError for an impossible --partition.
+    A tied head on another rank than the embedding holds a copy of its matrix, which is counted
+    there too. Raises UserError for an impossible --partition.
     """
     costs = costs or part_costs(model)
     whole = costs.embedding + model.layers * costs.block + costs.head
     per_block, first = model_stats.block_parameters(model), 0
-    copy = model.vocab_size * model.hidden if model.tied and layout.pp > 1 else 0
+    rank_of = placement(layout)
+    copied = model.tied and rank_of[0] != rank_of[-1]
     result: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
-        embedding, head = index == 0, index == layout.pp - 1
+        embedding, head = index == 0, index == layout.stages - 1
         count = blocks * per_block
         count += model_stats.embedding_parameters(model) if embedding else 0
-        count += model_stats.head_parameters(model) + copy if head else 0
-        cost = blocks * costs.block + embedding * costs.embedding + head * costs.head
-        result.append(StageSpec(index, first, first + blocks, embedding, head, count, cost / whole))
+        count += model_stats.head_parameters(model) if head else 0
+        count += model.vocab_size * model.hidden if head and copied else 0
+        share = (blocks * costs.block + embedding * costs.embedding + head * costs.head) / whole
+        ends, tied = (embedding, head), copied and (embedding or head)
+        spec = StageSpec(index, first, first + blocks, *ends, count, share, rank_of[index], tied)
+        result.append(spec)
         first += blocks
     return result
 
@@ -93,11 +101,40 @@ def blocks_per_stage(
     if layout.pp == 1:
         return [model.layers]
     if layout.partition == "layers":
-        return _share_out(model.layers, layout.pp)
+        return _share_out(model.layers, layout.stages)
     if layout.partition == "blocks":  # tr11's rule: embedding and head weigh one block each
-        units = _share_out(model.layers + 2, layout.pp)
+        units = _share_out(model.layers + 2, layout.stages)
         return [units[0] - 1, *units[1:-1], units[-1] - 1]
-    return list(balanced_partition(model.layers, layout.pp, costs or part_costs(model)))
+    costs = costs or part_costs(model)
+    if layout.stages_per_rank > 1:
+        return balanced_ranks(model.layers, placement(layout), costs)
+    return list(balanced_partition(model.layers, layout.pp, costs))
+
+
+def placement(layout: Layout) -> tuple[int, ...]:
+    """The rank that holds each stage of a layout."""
+    return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
+
+
+def balanced_ranks(layers: int, rank_of: Sequence[int], costs: PartCosts) -> list[int]:
+    """Blocks per stage such that the slowest rank is as fast as possible, and then its stages.
+
+    Blocks are alike, so each goes to the rank that has least, the last one of several, and there to
+    the stage that has least.
+    """
+    blocks, ends = [0] * len(rank_of), {0: costs.embedding, len(rank_of) - 1: costs.head}
+    of_stage = [ends.get(stage, 0.0) for stage in range(len(rank_of))]
+    of_rank = [0.0] * (max(rank_of) + 1)
+    for stage, cost in ends.items():
+        of_rank[rank_of[stage]] += cost
+    for _ in range(layers):
+        stage = min(
+            range(len(blocks)), key=lambda s: (of_rank[rank_of[s]], -rank_of[s], of_stage[s])
+        )
+        blocks[stage] += 1
+        of_stage[stage] += costs.block
+        of_rank[rank_of[stage]] += costs.block
+    return blocks
 
 
 @lru_cache(maxsize=4096)
@@ -151,12 +188,14 @@ def executed_flops(
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     """The stages as text. Raises ValueError if their sums are not the model's own counts."""
     lines = ["stage   holds                        blocks       parameters   share of time"]
+    several = any(s.rank != s.index for s in rows)
     for s in rows:
         parts = ["embedding"] * s.embedding
         parts += [f"blocks {s.first}-{s.last - 1}"] * (s.blocks > 0) + ["head"] * s.head
         holds = " + ".join(parts) or "nothing, passes on"
+        holds = f"rank {s.rank}: {holds}" if several else holds
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")
-    copies = model.vocab_size * model.hidden if len(rows) > 1 and model.tied else 0
+    copies = model.vocab_size * model.hidden if rows[-1].tied else 0
     blocks, total = sum(s.blocks for s in rows), sum(s.parameters for s in rows)
     if blocks != model.layers or total != model_stats.parameters(model) + copies:
         raise ValueError(

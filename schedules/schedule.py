@@ -11,18 +11,19 @@ arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
     stage 1  .. F0 F1 .. .. B0 == F2 B1 == F3 B2 == .. B3 == .. ..
     stage 2  .. .. F0 B0 == F1 B1 == F2 B2 == F3 B3 == .. .. .. ..
 
-GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473.
+GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
+ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, product
 from typing import NamedTuple
 
-# A new schedule: a function of rank, ranks and micro-batches, named here and in Layout.schedule.
-NAMES = ("gpipe", "1f1b", "forward")
+from schedules.list_scheduling import list_rows
+
 # From an action's stage to the one that takes its result; of W nothing is sent.
 STEPS = {"F": 1, "B": -1, "W": 0}
 
@@ -79,39 +80,145 @@ class Schedule:
 
         An activation is held from its forward to the last action that needs it.
         """
+        return tuple(map(int, self._most_held([1] * self.stages)))
+
+    def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """For each rank, the most held at once, if one micro-batch takes `sizes` in the stages."""
+        if self.stages > len(self.ranks):
+            return self._most_held(sizes)
+        return tuple(self.peak[rank] * sizes[s] for s, rank in enumerate(self.rank_of))
+
+    def _most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         last = "W" if self.split else "B"
-        rows = ([(a.kind == "F") - (a.kind == last) for a in actions] for actions in self.ranks)
+        rows = (
+            [sizes[a.stage] * ((a.kind == "F") - (a.kind == last)) for a in actions]
+            for actions in self.ranks
+        )
         return tuple(max(accumulate(row, initial=0)) for row in rows)
 
 
-def build(name: str, ranks: int, micro_batches: int) -> Schedule:
-    """The validated schedule `gpipe`, `1f1b` or `forward` (evaluation) for any two counts >= 1.
+def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
+    """The rank of each stage: round and round, or there and back where the name ends in -v."""
+    if name.endswith("-v"):
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * virtual
 
-    Raises ScheduleError if the result could not run; `name` is checked by config.
+
+def build(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """The validated schedule of that name in ORDERS, for any counts >= 1.
+
+    virtual: stages of each rank, where the name leaves it open. Raises ScheduleError if the result
+    could not run; `name` is checked by config.
     """
-    order = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "forward": _forward_only}[name]
-    actions = tuple(tuple(order(rank, ranks, micro_batches)) for rank in range(ranks))
-    schedule = Schedule(name, actions, tuple(range(ranks)))
-    check(schedule, micro_batches, backward=name != "forward")
+    rank_of = rank_of_stages(name, ranks, virtual)
+    rows = ORDERS[name](rank_of, micro_batches)
+    schedule = Schedule(name, tuple(map(tuple, rows)), rank_of)
+    check(schedule, micro_batches, backward=True)
     return schedule
 
 
-def _gpipe(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    forwards = _forward_only(rank, ranks, micro_batches)
-    return forwards + [Action("B", rank, m) for m in range(micro_batches)]
+def forward_only(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
+    """The validated schedule of an evaluation on stages that are placed so."""
+    rows = _rows(
+        rank_of, "F", range(micro_batches), key=lambda a: (a.micro_batch + a.stage, -a.stage)
+    )
+    schedule = Schedule("forward", tuple(map(tuple, rows)), rank_of)
+    check(schedule, micro_batches, backward=False)
+    return schedule
 
 
-def _one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+def _rows(
+    rank_of: tuple[int, ...], kind: str, micro_batches: Iterable[int], key: Callable | None = None
+) -> list[list[Action]]:
+    """Every rank's actions of one kind, sorted; default: by stage, then by micro-batch."""
+    rows: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
+    for stage, m in product(range(len(rank_of)), micro_batches):
+        rows[rank_of[stage]].append(Action(kind, stage, m))
+    return [sorted(row, key=key) for row in rows]
+
+
+def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
+    every = range(micro_batches)
+    passes = zip(_rows(rank_of, "F", every), _rows(rank_of, "B", every), strict=True)
+    return [forwards + backwards for forwards, backwards in passes]
+
+
+def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
     """The last stage alternates at once; each earlier one runs one more forward ahead of it."""
-    ahead = min(ranks - rank - 1, micro_batches)
-    actions = [Action("F", rank, m) for m in range(ahead)]
-    for m in range(ahead, micro_batches):
-        actions += [Action("F", rank, m), Action("B", rank, m - ahead)]
-    return actions + [Action("B", rank, m) for m in range(micro_batches - ahead, micro_batches)]
+    ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
+    every = range(micro_batches)
+    return _alternating(_rows(rank_of, "F", every), _rows(rank_of, "B", every), ahead)
 
 
-def _forward_only(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    return [Action("F", rank, m) for m in range(micro_batches)]
+def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
+    """A rank takes a group of micro-batches, one or more for each rank, through each of its stages.
+
+    It runs as many forwards ahead as bring the first group to the last stage, and two for each
+    later rank: one for the way there and one for the way back.
+    """
+    ranks = max(rank_of) + 1
+    virtual, rounds = len(rank_of) // ranks, max(1, micro_batches // ranks)
+    group = [m * rounds // micro_batches for m in range(micro_batches)]
+
+    def forwards_first(a: Action) -> tuple[int, ...]:
+        return group[a.micro_batch], a.stage, a.micro_batch
+
+    def backwards_first(a: Action) -> tuple[int, ...]:
+        return group[a.micro_batch], -a.stage, a.micro_batch
+
+    ahead = [2 * (ranks - 1 - r) + (virtual - 1) * group.count(0) for r in range(ranks)]
+    forwards = _rows(rank_of, "F", range(micro_batches), forwards_first)
+    backwards = _rows(rank_of, "B", range(micro_batches), backwards_first)
+    return _alternating(forwards, backwards, ahead)
+
+
+def _alternating(
+    forwards: list[list[Action]], backwards: list[list[Action]], ahead: list[int]
+) -> list[list[Action]]:
+    """For each rank so many forwards ahead, then forward and backward by turns, and the rest."""
+    rows = []
+    for first, then, count in zip(forwards, backwards, ahead, strict=True):
+        pairs = zip(first[count:], then)  # ends with the forwards
+        left = then[max(0, len(first) - count) :]
+        rows.append([*first[:count], *(action for pair in pairs for action in pair), *left])
+    return rows
+
+
+def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
+    """1F1B whose weight gradients come later, rank r's by r backwards, and fill the idle time.
+
+    Then every rank holds as many activations as the first one of 1F1B.
+    """
+    rows = []
+    for rank, actions in enumerate(_one_f_one_b(rank_of, micro_batches)):
+        row: list[Action] = []
+        waiting: deque[Action] = deque()
+        for action in actions:
+            row.append(action)
+            if action.kind == "B":
+                waiting.append(action._replace(kind="W"))
+            if len(waiting) > rank:
+                row.append(waiting.popleft())
+        rows.append([*row, *waiting])
+    return rows
+
+
+def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
+    """Found by `list_rows` for passes that all take as long, in the memory of 1F1B's first rank."""
+    stages, ranks = len(rank_of), max(rank_of) + 1
+    seconds = {(kind, stage): 1.0 for kind in "FBW" for stage in range(stages)}
+    rows = list_rows(rank_of, micro_batches, seconds, limits=[float(stages)] * ranks)
+    return [[Action(*action) for action in row] for row in rows]
+
+
+# Every schedule that --schedule offers: a function of `rank_of` and the micro-batches.
+ORDERS: dict[str, Callable[[tuple[int, ...], int], list[list[Action]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_f_one_b,
+    "interleaved": _interleaved,
+    "zb-h1": _zero_bubble_h1,
+    "zb-v": _zero_bubble_v,
+}
 
 
 # ---- Checking ------------------------------------------------------------------------------------

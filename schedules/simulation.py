@@ -5,11 +5,11 @@
 
 `simulate` is the definition; tests hold `makespan` to it. With more micro-batches a named
 schedule repeats the same actions more often (1F1B: a forward and a backward), so `named` builds it
-with as many micro-batches as ranks and with one more, and takes what differs as often as needed.
+with few micro-batches and with a few more, and takes what differs as often as needed.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -19,10 +19,26 @@ from schedules.schedule import STEPS, Action, Schedule, build, dependency_order
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
 
-# Of each schedule in schedule.NAMES, how many actions of a rank repeat at each place where a
-# longer schedule differs: a forward and a backward together in 1F1B, first one forward and later
-# one backward in GPipe. A schedule that is not listed is built in full.
-REPEATED = {"gpipe": (1, 1), "1f1b": (2,), "forward": (1,)}
+
+class Growth(NamedTuple):
+    """How a schedule gets longer, from `first` micro-batches on, by `step` of them.
+
+    lengths: how many actions of a rank are added at each place where the longer one differs: a
+    forward and a backward together in 1F1B, first one forward and later one backward in GPipe.
+    None: a stretch of time is added, the same for all ranks.
+    """
+
+    first: int
+    step: int
+    lengths: tuple[int, ...] | None = None
+
+
+def growth(name: str, ranks: int, micro_batches: int) -> Growth | None:
+    """That of a named schedule; None if it must be built in full."""
+    if name == "interleaved":  # in groups of as many micro-batches as ranks
+        return Growth(3 * ranks, ranks) if micro_batches % ranks == 0 else None
+    lengths = {"gpipe": (1, 1), "1f1b": (2,)}.get(name)
+    return Growth(ranks if lengths else 3 * ranks, 1, lengths)
 
 
 class Slot(NamedTuple):
@@ -76,17 +92,17 @@ class LongSchedule:
     """What a schedule holds and takes, without a list of all its actions."""
 
     base: Schedule
+    longer: Schedule | None = None  # `base` and the repeated actions once more
+    lengths: tuple[int, ...] | None = None  # as in Growth
     more: int = 0  # how often the repeated actions come more often than in `base`
 
-    @cached_property
-    def peak(self) -> tuple[int, ...]:
-        """As `Schedule.peak`."""
-        if not self.more:
-            return self.base.peak
-        ranks = len(self.base.ranks)
-        longer = _built(self.base.name, ranks, ranks + 1).peak
-        peaks = zip(self.base.peak, longer, strict=True)
-        return tuple(held + self.more * (then - held) for held, then in peaks)
+    def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
+        """As `Schedule.most_held`."""
+        held = self.base.most_held(sizes)
+        if self.longer is None:
+            return held
+        grown = zip(held, self.longer.most_held(sizes), strict=True)
+        return tuple(less + self.more * (then - less) for less, then in grown)
 
     @cached_property
     def parts(self) -> list[tuple[list[tuple[int, Action]], int]]:
@@ -94,9 +110,9 @@ class LongSchedule:
 
         A part that runs again stands for the same actions of the next micro-batches.
         """
-        if not self.more:
+        if self.longer is None:
             return [(dependency_order(self.base), 1)]
-        parts = enumerate(_repeating(self.base.name, len(self.base.ranks)))
+        parts = enumerate(_repeating(self.base, self.longer, self.lengths))
         return [(order, self.more if number % 2 else 1) for number, order in parts]
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
@@ -131,28 +147,59 @@ _built = lru_cache(maxsize=128)(build)
 
 
 @lru_cache(maxsize=4096)
-def named(name: str, ranks: int, micro_batches: int) -> LongSchedule:
-    """The schedule of that name, for any two counts >= 1; `name` is checked by config."""
-    more = max(0, micro_batches - ranks) if name in REPEATED else 0
-    return LongSchedule(_built(name, ranks, micro_batches - more), more)
+def named(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> LongSchedule:
+    """The schedule of that name, for any counts >= 1; `name` is checked by config."""
+    grows = growth(name, ranks, micro_batches)
+    if grows is None or micro_batches <= grows.first:
+        return LongSchedule(build(name, ranks, micro_batches, virtual))
+    more, rest = divmod(micro_batches - grows.first, grows.step)
+    base = _built(name, ranks, grows.first + rest, virtual)
+    longer = _built(name, ranks, grows.first + rest + grows.step, virtual)
+    try:
+        _repeating(base, longer, grows.lengths)
+    except ValueError:  # what was found by simulation need not grow evenly
+        return LongSchedule(build(name, ranks, micro_batches, virtual))
+    return LongSchedule(base, longer, grows.lengths, more)
 
 
 @lru_cache(maxsize=256)
-def _repeating(name: str, ranks: int) -> list[list[tuple[int, Action]]]:
-    """Actions with one micro-batch more than ranks, in parts: every second one is what is repeated.
+def _repeating(
+    base: Schedule, longer: Schedule, lengths: tuple[int, ...] | None
+) -> list[list[tuple[int, Action]]]:
+    """The actions of `longer` in parts: every second one is what is repeated.
 
-    Raises ValueError if the schedule does not grow as REPEATED says: a mistake in that table.
+    Raises ValueError if it does not add actions to `base` as `lengths` says.
     """
-    base, longer = (_built(name, ranks, ranks + more) for more in (0, 1))
-    lengths = REPEATED[name]
     part_of: dict[Action, int] = {}
-    for before, after in zip(base.ranks, longer.ranks, strict=True):
-        part_of |= zip(after, part_numbers(before, after, lengths), strict=True)
+    if lengths is None:
+        part_of = _parts_in_time(base, longer)
+    else:
+        for before, after in zip(base.ranks, longer.ranks, strict=True):
+            part_of |= zip(after, part_numbers(before, after, lengths), strict=True)
     # What a part needs is in itself or in earlier parts, so it can run once they have.
-    parts: list[list[tuple[int, Action]]] = [[] for _ in range(2 * len(lengths) + 1)]
+    parts: list[list[tuple[int, Action]]] = [[] for _ in range(max(part_of.values()) + 1)]
     for rank, action in dependency_order(longer):
         parts[part_of[action]].append((rank, action))
     return parts
+
+
+def _parts_in_time(base: Schedule, longer: Schedule) -> dict[Action, int]:
+    """The part of each action of `longer`: before, in or after a stretch of time that `base` has
+    not. Raises ValueError if there is none.
+    """
+    slots, before = simulate(longer), simulate(base)
+    period = max(row[-1].end for row in slots) - max(row[-1].end for row in before)
+    wanted = [[action[:2] for action in row] for row in base.ranks]
+    forwards = [slot.start for slot in slots[0] if slot.action[:2] == ("F", 0)]
+    for since in forwards[len(forwards) // 2 :: max(1, len(forwards) // 8)]:
+        part_of = {
+            slot.action: (slot.start >= since) + (slot.start >= since + period)
+            for row in slots
+            for slot in row
+        }
+        if wanted == [[a[:2] for a in row if part_of[a] != 1] for row in longer.ranks]:
+            return part_of
+    raise ValueError(f"{longer.name} of {len(longer.ranks)} ranks does not repeat itself")
 
 
 def part_numbers(

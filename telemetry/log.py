@@ -259,7 +259,8 @@ class Log:
         layout = self.config.layout
         if layout.pp > 1:
             largest = max(level.batch for level in self.config.batches.levels())
-            order = build(layout.schedule, layout.pp, self.config.micro_batches(largest))
+            count, virtual = self.config.micro_batches(largest), layout.stages_per_rank
+            order = build(layout.schedule, layout.pp, count, virtual)
             slots = simulation.simulate(order)
             lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
             lines.append(drawing.draw(slots, columns=24))

@@ -1,12 +1,18 @@
 """What NCCL demands of the hosts, as a simulation: lazy connections of point-to-point messages.
 
 Two ranks connect at their first message of a group and direction, and the hosts of both are blocked
-until the other one is there. Later messages block no host.
+until the other one is there. Later messages block no host. StreamMesh records what the simulation
+of emulator/nccl_rules.py takes: messages that hold up those behind them on their group's stream.
 """
 
 from typing import NamedTuple
 
 import torch
+
+from distributed.mesh import CHANNELS, Mesh
+from emulator.matching import World
+from emulator.nccl_rules import deadlock
+from emulator.recording import Event
 
 
 class Message(NamedTuple):
@@ -42,10 +48,63 @@ class RecordedMesh:
 
     def __init__(self, rank: int, ranks: int, recorder):
         self.trace: list[Message] = []
-        self.forward = RecordedGroup("forward", rank, ranks, self.trace)
-        self.backward = RecordedGroup("backward", rank, ranks, self.trace)
-        self.pp, self.recorder = self.forward, recorder
+        self.groups = {kind: RecordedGroup(kind, rank, ranks, self.trace) for kind in "FB"}
+        self.pp, self.recorder = self.groups["F"], recorder
         self.tp = RecordedGroup("tp", 0, 1, [])
+
+    def channel(self, kind, source, to):
+        return self.groups[kind]
+
+
+class StreamGroup:
+    """A group whose messages and waits for them are written into its rank's list of events."""
+
+    def __init__(self, role: str, rank: int, size: int, events: list[Event]):
+        self.role, self.rank, self.size, self.events = role, rank, size, events
+        self.counts: dict[tuple[str, int], int] = {}
+
+    def send(self, tensor, to):
+        return self._message("send", to)
+
+    def receive(self, tensor, source):
+        tensor.zero_()
+        return self._message("receive", source)
+
+    def _message(self, kind: str, peer: int) -> "StreamWait":
+        number = self.counts[kind, peer] = self.counts.get((kind, peer), 0) + 1
+        self.events.append(Event(kind, self.role, number, peer=peer))
+        return StreamWait(self.events, len(self.events) - 1)
+
+
+class StreamWait:
+    """The handle of a message: the compute stream waits for it."""
+
+    def __init__(self, events: list[Event], index: int):
+        self.events, self.index = events, index
+
+    def wait(self) -> None:
+        self.events.append(Event("wait", number=self.index))
+
+
+class StreamMesh:
+    """A mesh for one of `ranks` pipeline ranks; channels: as of Mesh. events: what it did."""
+
+    channel = Mesh.channel
+
+    def __init__(self, rank: int, ranks: int, recorder, channels: bool):
+        self.events: list[Event] = []
+        self.roles = [f"{kind} {name}" if channels else kind for kind in "FB" for name in CHANNELS]
+        groups = {role: StreamGroup(role, rank, ranks, self.events) for role in self.roles}
+        named = [groups[role] for role in self.roles]
+        self._channels = {"F": named[:4], "B": named[4:]}
+        self.pp, self.recorder = named[0], recorder
+        self.tp = RecordedGroup("tp", 0, 1, [])
+
+
+def stuck_streams(meshes: list[StreamMesh]) -> str | None:
+    """Which ranks wait for one another for ever, if a send ends only with its receive."""
+    rows = {role: [tuple(range(len(meshes)))] for mesh in meshes for role in mesh.roles}
+    return deadlock(World(rows, [mesh.events for mesh in meshes]))
 
 
 class Passing(torch.nn.Module):

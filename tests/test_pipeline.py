@@ -3,13 +3,16 @@
 On real ranks it runs in test_golden and test_train.
 """
 
+import weakref
+from collections import Counter
+
 import handmade_schedules as handmade
 import pytest
 import torch
 from compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_rules import Passing, RecordedMesh, blocked_hosts
+from nccl_rules import Passing, RecordedMesh, StreamMesh, blocked_hosts, stuck_streams
 from test_peaks import PeakBytes
 
 from parallel import DeferredGradients, linear
@@ -65,9 +68,12 @@ class OneProcessMesh:
     """What the pipeline asks of a mesh."""
 
     def __init__(self, wires, rank, ranks):
-        self.forward, self.backward = (End(wires, kind, rank, ranks) for kind in "FB")
-        self.pp, self.recorder = self.forward, FlightRecorder()
+        self.ends = {kind: End(wires, kind, rank, ranks) for kind in "FB"}
+        self.pp, self.recorder = self.ends["F"], FlightRecorder()
         self.tp = type("Alone", (), {"rank": 0})()
+
+    def channel(self, kind, source, to):
+        return self.ends[kind]
 
 
 class Multiply(torch.nn.Module):
@@ -94,15 +100,19 @@ def pipeline_of(order, wires, rank) -> Pipeline:
         s: Multiply(s, s == order.stages - 1, pipeline.deferred) for s in order.stages_on(rank)
     }
     pipeline.shape, pipeline.dtype, pipeline.device = (1, WIDTH), torch.float64, "cpu"
+    pipeline.sending = []
     return pipeline
 
 
 def make(name: str, ranks: int, micro_batches: int) -> schedule.Schedule:
-    if name == "interleaved":
+    if name == "blockwise":
         return handmade.interleaved(ranks, 2, micro_batches)
     if name == "there and back":
         return handmade.there_and_back(ranks, micro_batches)
-    return schedule.build(name, ranks, micro_batches)
+    if name.startswith("forward"):
+        placed = schedule.rank_of_stages(name, ranks, 2 if name == "forward interleaved" else 1)
+        return schedule.forward_only(placed, micro_batches)
+    return schedule.build(name, ranks, micro_batches, 2 if name == "interleaved" else 1)
 
 
 def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]]:
@@ -118,14 +128,14 @@ def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]
     return pipelines, executions
 
 
-NAMES = ["gpipe", "1f1b", "interleaved", "there and back"]
+NAMES = [*schedule.ORDERS, "blockwise", "there and back"]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.booleans(), st.integers(1, 5), st.integers(1, 20))
 def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, micro_batches):
     order = make(name, ranks, micro_batches)
-    if split:
+    if split and not order.split:
         order = handmade.split(order, micro_batches)
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(micro_batches, 2, WIDTH, generator=generator, dtype=torch.float64)
@@ -145,6 +155,8 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
     for s, weight in enumerate(theirs):
         assert_close(ours[s].grad, weight.grad, 1e-9, s, scale=weight.grad.abs().max().item())
     assert not any(wires.boxes.values())
+    for pipeline in pipelines:
+        pipeline.finish_sending()
     assert wires.held == 0
     # A rank holds no more messages than micro-batches are on their way between two stages.
     if name == "1f1b":
@@ -153,16 +165,17 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_held_is_what_the_schedule_says(name):
-    """Inputs and outputs of forwards whose backward has not run: never more than `peak`."""
+    """Forwards whose last pass has not run: never more than `peak`, and at some time as many."""
     order = make(name, 3, 6)
     wires, most = Wires(), [0] * 3
     pipelines = [pipeline_of(order, wires, rank) for rank in range(3)]
     ones = torch.ones(1, WIDTH, dtype=torch.float64)
-    executions = [Execution(p, order, lambda m: (ones, ones), 1.0) for p in pipelines]
+    batches = lambda m: (ones.clone().requires_grad_(), ones)  # noqa: E731
+    executions = [Execution(p, order, batches, 1.0) for p in pipelines]
     steps = [iter(execution) for execution in executions]
     for rank, _ in schedule.dependency_order(order):
         next(steps[rank])
-        most[rank] = max(most[rank], len(executions[rank].held))
+        most[rank] = max(most[rank], len(executions[rank].held) + len(executions[rank].left))
     assert tuple(most) == order.peak
 
 
@@ -203,11 +216,12 @@ def test_layers_that_defer_and_the_schedule_must_agree(split):
         Execution(pipeline, order, lambda m: (None, None), 1.0)  # an evaluation defers nothing
 
 
-def recording_pipeline(order, rank: int, shape: tuple[int, ...]) -> Pipeline:
+def recording_pipeline(order, rank: int, shape: tuple[int, ...], mesh=None) -> Pipeline:
     """A rank's pipeline of stages without matrices, over groups that only write messages down."""
     pipeline = Pipeline.__new__(Pipeline)
-    pipeline.mesh = RecordedMesh(rank, len(order.ranks), FlightRecorder())
-    pipeline.deferred, pipeline._connected = None, set()
+    pipeline.mesh = mesh or RecordedMesh(rank, len(order.ranks), FlightRecorder())
+    pipeline.deferred = DeferredGradients() if order.split else None
+    pipeline._connected, pipeline.sending = set(), []
     pipeline.stages = {s: Passing(s == order.stages - 1) for s in order.stages_on(rank)}
     pipeline.shape, pipeline.dtype, pipeline.device = shape, torch.float32, "cpu"
     return pipeline
@@ -236,13 +250,16 @@ def recorded(order, run) -> list[list]:
     return traces
 
 
-@pytest.mark.parametrize("name", [*NAMES, "forward"])
+FORWARD = ["forward", "forward interleaved", "forward zb-v"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FORWARD])
 def test_no_host_waits_for_ever_for_a_first_message(name):
     """NCCL connects at the first message of two ranks and blocks both hosts until then."""
     for ranks in (2, 3, 4, 5, 8, 12):
         for micro_batches in (1, 2, 3, 8, 16):
             order = make(name, ranks, micro_batches)
-            with torch.set_grad_enabled(name != "forward"):
+            with torch.set_grad_enabled(name not in FORWARD):
                 traces = recorded(order, lambda one, batches: one.run(order, batches))  # noqa: B023
             assert blocked_hosts(traces) == [], (ranks, micro_batches)
             sent = sum(message.sends for trace in traces for message in trace)
@@ -259,3 +276,65 @@ def test_one_micro_batch_alone_would_block(name, ranks):
     traces = recorded(order, lambda one, batches: [one.run(order, batches) for _ in range(2)])
     assert blocked_hosts(traces) == []
     assert sum(map(len, traces)) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps
+
+
+def streams(order, channels: bool, steps: int = 2) -> list[StreamMesh]:
+    """What every rank's host launches in some steps, and what its compute stream waits for."""
+    meshes, ones = [], torch.ones(1, WIDTH)
+    for rank in range(len(order.ranks)):
+        mesh = StreamMesh(rank, len(order.ranks), FlightRecorder(), channels)
+        pipeline = recording_pipeline(order, rank, (1, WIDTH), mesh)
+        for _ in range(steps):
+            pipeline.run(order, lambda m: (ones.clone().requires_grad_(), ones))
+        pipeline.finish_sending()
+        meshes.append(mesh)
+    return meshes
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FORWARD])
+def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
+    for ranks in (2, 3, 4, 7):
+        for micro_batches in (1, 2, 3, 8, 14):
+            order = make(name, ranks, micro_batches)
+            with torch.set_grad_enabled(name not in FORWARD):
+                meshes = streams(order, channels=order.stages > ranks)
+            assert stuck_streams(meshes) is None, (ranks, micro_batches)
+            assert all(mesh.events for mesh in meshes)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_one_stream_for_both_ways_would_wait_for_ever(name):
+    """Why ranks of several stages have a group for each channel."""
+    assert stuck_streams(streams(make(name, 4, 8), channels=False)).startswith("deadlock: rank")
+
+
+class Counting(torch.nn.Module):
+    """A stage whose every forward is counted until nothing holds what it saved any more."""
+
+    def __init__(self, last: bool, deferred, alive: Counter):
+        super().__init__()
+        self.last, self.deferred, self.alive = last, deferred, alive
+        self.weight = torch.nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x, labels=None):
+        x = x * 1.0  # saved by the product alone
+        self.alive["now"] += 1
+        self.alive["most"] = max(self.alive["most"], self.alive["now"])
+        weakref.finalize(x, self.alive.subtract, ["now"])
+        y = linear(x, self.weight, None, self.deferred)
+        return y.sum() if self.last else y
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_live_activations_are_as_many_as_the_schedule_says(name):
+    """Counted as tensors: what a stage saved is freed by the last pass that needs it."""
+    order, ones = make(name, 3, 6), torch.ones(1, WIDTH)
+    for rank in range(3):
+        pipeline, alive = recording_pipeline(order, rank, (1, WIDTH)), Counter()
+        pipeline.stages = {
+            s: Counting(s == order.stages - 1, pipeline.deferred, alive)
+            for s in order.stages_on(rank)
+        }
+        pipeline.run(order, lambda m: (ones.clone().requires_grad_(), ones))
+        assert alive["most"] == order.peak[rank]
+        assert alive["now"] == 0

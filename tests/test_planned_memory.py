@@ -133,7 +133,7 @@ def test_the_fullest_stage_is_found_among_few(layers, pp, partition, name, recom
     table = memory.stages(Job(model, layout, training(16), A100))
     found = memory.fullest(Job(model, layout, training(16), A100))
     assert found.total == max(stage.total for stage in table)
-    assert memory.fullest(Job(model, layout, training(16), A100), [1] * pp).total <= found.total
+    assert memory.fullest(Job(model, layout, training(16), A100), in_flight=1).total <= found.total
 
 
 def test_held_parameters_are_the_models():

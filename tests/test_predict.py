@@ -170,17 +170,21 @@ def rows(priced: simulation.LongSchedule) -> list[list[tuple[str, int]]]:
 @settings(deadline=None, max_examples=150)
 @given(
     st.data(),
-    st.sampled_from(schedule.NAMES),
+    st.sampled_from(list(schedule.ORDERS)),
     st.integers(1, 8),
     st.integers(1, 40),
     st.floats(0, 1),
 )
 def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, transfer):
-    """The same actions, activations in flight and end, with micro-batches below and above ranks."""
-    order, priced = schedule.build(name, ranks, count), simulation.named(name, ranks, count)
+    """The same actions, memory and end, with micro-batches below and above ranks."""
+    virtual = data.draw(st.integers(1, 3)) if name == "interleaved" else 1
+    order = schedule.build(name, ranks, count, virtual)
+    priced = simulation.named(name, ranks, count, virtual)
     assert rows(priced) == [[action[:2] for action in row] for row in order.ranks]
-    assert priced.peak == order.peak
-    seconds = data.draw(durations(ranks))
+    sizes = [1.0 + stage for stage in range(order.stages)]
+    assert priced.most_held(sizes) == pytest.approx(order.most_held(sizes))
+    assert priced.most_held([1] * order.stages) == order.peak
+    seconds = data.draw(durations(order.stages))
     expected = simulated(order, seconds, transfer)
     assert priced.makespan(seconds, transfer) == pytest.approx(expected, rel=1e-9)
 
@@ -222,9 +226,17 @@ def test_a_step_is_priced_by_its_schedule():
     """Stages of unequal seconds: step_time.makespan is the built schedule's simulation."""
     passes = tuple(step_time.Pass(1 + 0.1 * s, 2 + 0.3 * s) for s in range(4))
     seconds = step_time.action_seconds(passes)
-    for name in ("1f1b", "gpipe"):
-        expected = simulated(schedule.build(name, 4, 9), seconds, 0.25)
-        assert step_time.makespan(name, passes, 0.25, 9) == pytest.approx(expected, rel=1e-9)
+    weights = tuple(1 + 0.1 * s for s in range(4))
+    apart = step_time.action_seconds(passes, weights)
+    assert apart["B", 3] + apart["W", 3] == pytest.approx(seconds["B", 3])
+    for name, ranks, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 2, 2)):
+        expected = simulated(schedule.build(name, ranks, 9, virtual), seconds, 0.25)
+        found = step_time.makespan(name, passes, 0.25, 9, virtual)
+        assert found == pytest.approx(expected, rel=1e-9)
+    for name, ranks, virtual in (("zb-h1", 4, 1), ("zb-v", 2, 2)):
+        expected = simulated(schedule.build(name, ranks, 9), apart, 0.25)
+        found = step_time.makespan(name, passes, 0.25, 9, virtual, weights)
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_equal_stages_take_m_plus_p_minus_1_slots():

@@ -20,14 +20,15 @@ MICRO_BATCHES = st.integers(1, 24)
 def schedules(draw):
     """Any schedule that there is, with its number of micro-batches."""
     ranks, count = draw(RANKS), draw(MICRO_BATCHES)
-    kind = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "there and back"]))
-    if kind == "interleaved":
-        found = handmade.interleaved(ranks, draw(st.integers(1, 3)), count)
+    kind = draw(st.sampled_from([*schedule.ORDERS, "blockwise", "there and back"]))
+    virtual = draw(st.integers(1, 4)) if kind in ("interleaved", "blockwise") else 1
+    if kind == "blockwise":
+        found = handmade.interleaved(ranks, virtual, count)
     elif kind == "there and back":
         found = handmade.there_and_back(ranks, count)
     else:
-        found = schedule.build(kind, ranks, count)
-    if draw(st.booleans()):
+        found = schedule.build(kind, ranks, count, virtual)
+    if not found.split and draw(st.booleans()):
         found = handmade.split(found, count, draw(st.integers(0, 4)))
     return found, count
 
@@ -70,6 +71,50 @@ def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
         assert bubble(simulate(order)) == pytest.approx(expected)
 
 
+@settings(deadline=None)
+@given(RANKS, st.integers(1, 4), st.integers(1, 4))
+def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, virtual, groups):
+    """(p - 1)(f + b) / v, arXiv 2104.04473 section 2.2, in groups of as many as ranks."""
+    order = schedule.build("interleaved", ranks, groups * ranks, virtual)
+    expected = (ranks - 1) / (virtual * groups * ranks + ranks - 1)
+    assert bubble(simulate(order)) == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(RANKS, MICRO_BATCHES)
+def test_zero_bubble_h1_leaves_a_third_in_the_memory_of_1f1b(ranks, more):
+    """(p - 1)(f + b - w), arXiv 2401.10241 section 2.3; nobody holds more than 1F1B's first."""
+    count = 2 * ranks + more
+    order = schedule.build("zb-h1", ranks, count)
+    assert bubble(simulate(order)) == pytest.approx((ranks - 1) / (3 * count + ranks - 1))
+    assert max(order.peak) <= max(schedule.build("1f1b", ranks, count).peak)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 9), MICRO_BATCHES)
+def test_the_v_leaves_less_than_a_third_in_the_memory_of_1f1b(ranks, more):
+    """Stages of half the size: a rank holds twice as many activations."""
+    count = 2 * ranks + more
+    order, plain = schedule.build("zb-v", ranks, count), schedule.build("1f1b", ranks, count)
+    halves = {key: 0.5 * unit for key, unit in unit_seconds(order).items()}
+    idle = max(row[-1].end for row in simulate(order, halves)) - 3 * count
+    assert idle <= (3 * (ranks - 1)) / 3 + 1e-9
+    assert max(order.peak) <= 2 * max(plain.peak)
+    assert order.rank_of[0] == order.rank_of[-1] == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(RANKS, MICRO_BATCHES, st.sampled_from(list(schedule.ORDERS)), st.integers(1, 4))
+def test_no_named_schedule_is_slower_than_1f1b(ranks, count, name, virtual):
+    """A micro-batch takes three units on every rank, in whatever stages and passes."""
+    order = schedule.build(name, ranks, count, virtual if name == "interleaved" else 1)
+    stages = order.stages // ranks
+    seconds = {key: unit / stages for key, unit in unit_seconds(order).items()}
+    plain = LongSchedule(schedule.build("1f1b", ranks, count))
+    end = LongSchedule(order).makespan(seconds)
+    assert end <= plain.makespan(unit_seconds(plain.base)) + 1e-9
+
+
 def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
     plain = schedule.build("1f1b", 3, 8)
     assert handmade.split(plain, 8, delay=0).peak == plain.peak
@@ -79,8 +124,11 @@ def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
 @settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_evaluation_only_goes_forward(ranks, micro_batches):
-    order = schedule.build("forward", ranks, micro_batches)
-    assert all(action.kind == "F" for row in order.ranks for action in row)
+    for name, virtual in (("1f1b", 1), ("interleaved", 3), ("zb-v", 2)):
+        placed = schedule.rank_of_stages(name, ranks, virtual)
+        order = schedule.forward_only(placed, micro_batches)
+        assert all(action.kind == "F" for row in order.ranks for action in row)
+        assert order.rank_of == schedule.build(name, ranks, micro_batches, virtual).rank_of
 
 
 def test_the_module_shows_what_is_drawn():

@@ -1,0 +1,128 @@
+"""The schedule does not change the result: each against the single-rank run, on four ranks.
+
+Every pair of values of schedule, mesh, ZeRO stage, recomputation, sequence parallelism, tied head,
+partition, micro-batch size and precision occurs, in one start of ranks. Checkpoints know no
+schedule: what one saves, the next continues.
+"""
+
+import itertools
+import json
+import random
+
+import pytest
+from compare import assert_close
+from golden_worker import options
+from ranks import mpirun
+from test_checkpoint import execute
+from test_golden import TOLERANCE, covering, distance, reference
+
+from config import validation
+from config.messages import UserError
+
+LAYERS = 6
+VALUES = {
+    "mesh": ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}),
+    "schedule": ("interleaved 2", "interleaved 3", "zb-h1", "zb-v"),
+    "zero": (0, 1, 2),
+    "recompute": ("none", "selective", "full"),
+    "sequence_parallel": (False, True),
+    "tied": (False, True),
+    "partition": ("balanced", "uneven", "empty ends"),
+    "micro_batch_size": (1, 2),  # with 2, a pipeline of 4 ranks has 2 micro-batches
+    "precision": ("fp32", "fp64"),
+}
+
+
+def blocks(kind: str, stages: int) -> str:
+    """A partition of LAYERS: balanced, some list, or one whose first and last stage have none."""
+    if kind == "balanced":
+        return kind
+    generator = random.Random(stages)
+    free = range(stages) if kind == "uneven" else range(1, stages - 1) or range(1)
+    found = [0] * stages
+    for _ in range(LAYERS):
+        found[generator.choice(free)] += 1
+    return ",".join(map(str, found))
+
+
+def every_case() -> list[dict]:
+    """All combinations that config allows, as VALUES names them."""
+    found = []
+    for values in itertools.product(*VALUES.values()):
+        case = dict(zip(VALUES, values, strict=True))
+        if case["sequence_parallel"] <= ("tp" in case["mesh"]) and allowed(case):
+            found.append(case | {"mesh": json.dumps(case["mesh"])})
+    return found
+
+
+def allowed(case: dict) -> bool:
+    try:
+        validation.check(options(asked(case)), 4)
+    except UserError:
+        return False
+    return True
+
+
+def asked(case: dict) -> dict:
+    """A combination as options of the command line."""
+    mesh = case["mesh"] if isinstance(case["mesh"], dict) else json.loads(case["mesh"])
+    name, _, virtual = case["schedule"].partition(" ")
+    stages = mesh["pp"] * (int(virtual) if virtual else 1 + (name == "zb-v"))
+    found = case | mesh | {"layers": LAYERS, "global_batch_size": 4, "schedule": name}
+    found |= {"virtual_stages": int(virtual)} if virtual else {}
+    del found["mesh"]
+    return found | {"partition": blocks(case["partition"], stages)}
+
+
+@pytest.mark.slow
+def test_every_schedule_equals_the_single_rank_run(tmp_path):
+    cases = [asked(case) for case in covering(every_case(), seed=15)]
+    source, target = tmp_path / "cases.json", tmp_path / "results.json"
+    source.write_text(json.dumps(cases))
+    worker = ("tests/golden_worker.py", str(source), str(target))
+    outcome = mpirun(4, *worker, timeout=90 + 30 * len(cases))
+    assert outcome.status == 0, outcome.err[-4000:]
+    worst = {"fp32": 0.0, "fp64": 0.0}
+    for case, result in zip(cases, json.loads(target.read_text()), strict=True):
+        off = distance(result, reference(case))
+        assert off <= TOLERANCE[case["precision"]], case
+        worst[case["precision"]] = max(worst[case["precision"]], off)
+    print(f"{len(cases)} cases, largest relative difference {worst}")
+
+
+def test_the_cases_are_what_they_are_meant_to_be():
+    """Every schedule with every ZeRO stage, a tied head, empty stages, fewer micro-batches."""
+    cases = [asked(case) for case in covering(every_case(), seed=15)]
+    names = {case["schedule"] for case in cases}
+    assert names == {"interleaved", "zb-h1", "zb-v"}
+    assert any(case["pp"] == 4 and case["micro_batch_size"] == 2 for case in cases)
+    for name in names:
+        own = [case for case in cases if case["schedule"] == name]
+        assert {case["zero"] for case in own} == {0, 1, 2}
+        assert {case["tied"] for case in own} == {False, True}
+        assert any(case["partition"].startswith("0,") for case in own)
+        assert any(case["sequence_parallel"] for case in own)
+
+
+def test_a_checkpoint_knows_no_schedule(tmp_path):
+    """Saved under 1F1B, continued under interleaved and from there under ZB-V, and back."""
+    common = {"layers": 4, "save_every": 2, "precision": "fp64"}
+    layouts = [
+        {"pp": 2},
+        {"pp": 2, "schedule": "interleaved"},
+        {"pp": 2, "schedule": "zb-v"},
+        {"pp": 2, "schedule": "zb-h1", "zero": 2},
+        {"pp": 2, "partition": "1,3"},
+    ]
+    jobs = {}
+    for number, layout in enumerate(layouts):
+        folder = {"out": str(tmp_path / str(number))}
+        folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
+        job = {"options": common | layout | folder, "before": 2, "after": 2}
+        jobs[(number,)] = (2, job)
+    plain = {"options": common | {"out": str(tmp_path / "plain")}, "before": 0, "after": 12}
+    ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
+    for (number,), result in execute(jobs, tmp_path).items():
+        assert result["progress"]["iteration"] == 2 * number + 2
+        first = 2 * number + 2
+        assert_close(result["numbers"], expected["numbers"][first : first + 2], 1e-10, number)
