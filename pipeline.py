@@ -18,8 +18,10 @@ from config.schema import Config
 from distributed.collectives import Handle
 from model import Stage
 from parallel import ParamFactory
+from schedules.automatic import stage_costs
+from schedules.compiler import build
 from schedules.partition import placement
-from schedules.schedule import Action, Schedule, build, forward_only
+from schedules.schedule import Action, Schedule, forward_only
 
 # Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -39,6 +41,7 @@ class Pipeline:
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
         self._layout, self._schedules = layout, dict[int, Schedule]()
+        self._costs = stage_costs(model, layout, self.device.type)
         self.sending: list[Handle] = []  # the last messages of the last pass
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
@@ -46,7 +49,7 @@ class Pipeline:
         """The configured schedule for that many micro-batches; the last one is kept."""
         if micro_batches not in self._schedules:
             name, virtual = self._layout.schedule, self._layout.stages_per_rank
-            built = build(name, self.mesh.pp.size, micro_batches, virtual)
+            built = build(name, self.mesh.pp.size, micro_batches, virtual, self._costs)
             self._schedules = {micro_batches: built}
         return self._schedules[micro_batches]
 

@@ -31,6 +31,7 @@ from model import Stage, attention_kernel
 from optim.fsdp import block_sharder
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
+from schedules.automatic import settled
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import memory_report, step_stats
 from telemetry.log import Log
@@ -69,9 +70,11 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 
     `config` has passed validation.check. Without a context it is a world of one on the CPU.
     """
+    device = context.device if context else CPU
+    config, _ = settled(config, device.type)
     layout, training = config.layout, config.training
     mesh = Mesh(layout.axes, context, channels=layout.stages_per_rank > 1)
-    dtype, device = DTYPES[training.precision], context.device if context else CPU
+    dtype = DTYPES[training.precision]
     seed, std = training.seed, training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
@@ -161,7 +164,8 @@ def main(
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.model.seq_length, on_gpu)
-        config = replace(config, layout=layout)
+        config, choice = settled(replace(config, layout=layout), context.device.type)
+        layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config.training.precision, context)
@@ -176,6 +180,8 @@ def main(
         predicted = predict_memory(config) if predict_memory else None
         log = Log(config, context, state.stage_specs, kernels, before, predicted)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
+        if choice:
+            log.note(f"--schedule auto: {choice}")
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)

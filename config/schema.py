@@ -48,7 +48,7 @@ ELEMENTWISE = ("adamw", "apex", "sgd")
 BUCKET_ELEMENTS = 16 * 2**20
 
 # Pipeline schedules; schedules/schedule.py builds them.
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 # ---- The five groups of options ------------------------------------------------------------------
 
@@ -155,7 +155,9 @@ class Layout:
         None,
         "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
     )
-    schedule: str = option("1f1b", "pipeline schedule", choices=SCHEDULES)
+    schedule: str = option(
+        "1f1b", "pipeline schedule, auto: the fastest in simulation", choices=SCHEDULES
+    )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=1
     )
@@ -187,7 +189,7 @@ class Layout:
         """Stages of one pipeline rank: several are called virtual stages."""
         if self.schedule == "interleaved":
             return self.virtual_stages or 2
-        return 2 if self.schedule == "zb-v" else 1
+        return 2 if self.schedule.endswith("-v") else 1
 
     @property
     def stages(self) -> int:
@@ -197,7 +199,7 @@ class Layout:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule has gradients of inputs and those of weights in passes apart."""
-        return self.schedule.startswith("zb")
+        return self.schedule.startswith(("zb", "searched"))
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
         """With the options that are left to the machine decided, when dp is filled in."""

@@ -89,7 +89,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
     name, virtual = layout.schedule, layout.virtual_stages
-    if layout.pp == 1 and name not in ("gpipe", "1f1b"):
+    if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
         raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
     if virtual is not None and name != "interleaved":
         raise UserError(

@@ -19,8 +19,10 @@ from planner import memory
 from planner.hardware import Machine
 from planner.job import Job
 from planner.step_time import Prediction, block_pass, predict
+from schedules.automatic import settled_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+SEARCHED = 8  # layouts for which --schedule auto is searched: the fastest with 1F1B
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ def rank(
     UserError if the model itself, or the ramp-up of the batch, is impossible.
     """
     check_shape(model)
+    if (fixed or {}).get("schedule") == "auto":
+        plain = dict(fixed or {}) | {"schedule": "1f1b"}
+        found = rank(model, training, machine, gpus, plain, wanted)
+        return _searched(*found, model, training, machine)
     schedule = batch_schedule(training, model.seq_length)
     ranked, rejected = [], []
     for candidate in _candidates(model, training, machine, gpus, fixed or {}):
@@ -67,6 +73,31 @@ def rank(
                 prediction = predict(model, candidate, training, machine)
                 ranked.append(Ranked(candidate, prediction, rampup_verdict(candidate, schedule)))
     return sorted(ranked, key=lambda r: r.prediction.seconds), rejected
+
+
+def _searched(
+    ranked: list[Ranked],
+    rejected: list[Rejected],
+    model: ModelShape,
+    training: Training,
+    machine: Machine,
+) -> tuple[list[Ranked], list[Rejected]]:
+    """The fastest layouts, priced with the schedule that --schedule auto finds for each.
+
+    The others keep the price of 1F1B, of which auto is never slower in simulation.
+    """
+    found = []
+    for one in ranked[:SEARCHED]:
+        job = Job(model, one.layout, training, machine)
+        asked = replace(one.layout, schedule="auto")
+        layout, _ = settled_layout(model, asked, job.micro_batches)
+        prediction = predict(model, layout, training, machine)
+        faster = prediction.fits and prediction.seconds < one.prediction.seconds
+        found.append(
+            replace(one, layout=asked, prediction=prediction if faster else one.prediction)
+        )
+    rest = [replace(one, layout=replace(one.layout, schedule="auto")) for one in ranked[SEARCHED:]]
+    return sorted(found + rest, key=lambda r: r.prediction.seconds), rejected
 
 
 def _candidates(

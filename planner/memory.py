@@ -16,7 +16,8 @@ from config.model_stats import block_parameters, norm_parameters
 from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
 from planner.job import Job
-from schedules import simulation
+from schedules.automatic import settled, stage_costs
+from schedules.compiler import long_schedule
 from schedules.partition import StageSpec, stage_specs
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
@@ -89,7 +90,8 @@ def _held(job: Job, in_flight: int | None) -> list[_Held]:
         sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
         return [_Held(own, in_flight * sum_, in_flight) for own, sum_ in zip(of_rank, sums)]
     virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
-    schedule = simulation.named(layout.schedule, layout.pp, job.micro_batches, virtual)
+    order = layout.schedule, layout.pp, job.micro_batches, virtual
+    schedule = long_schedule(*order, stage_costs(job.model, layout))
     # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
     # measured rows alone.
     more = 1.0 + (layout.pp - 1) / (layout.pp * software) if software > 1 else 1.0
@@ -108,6 +110,7 @@ def of_run(config: Config) -> list[dict[str, float]]:
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.batches.levels())
     training = replace(config.training, global_batch_size=batch)
+    config, _ = settled(config, "cpu" if config.run.device == "cpu" else "cuda")
     table = stages(Job(config.model, config.layout, training, machine))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
 

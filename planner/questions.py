@@ -19,7 +19,8 @@ from config.schema import Config
 from planner import hardware, layouts, memory, step_time
 from planner.job import Job
 from schedules import drawing, partition, simulation
-from schedules.schedule import build
+from schedules.automatic import settled_layout, stage_costs
+from schedules.compiler import build
 
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
 # Models of the questions that need one only as an example.
@@ -287,7 +288,9 @@ def timeline(question: Question) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
-    order = build(job.layout.schedule, job.layout.pp, count, job.layout.stages_per_rank)
+    layout, choice = settled_layout(job.model, job.layout, job.micro_batches)
+    job, costs = job._replace(layout=layout), stage_costs(job.model, layout)
+    order = build(layout.schedule, layout.pp, count, layout.stages_per_rank, costs)
     weights = step_time.stage_weights(job) if order.split else None
     seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
     slots = simulation.simulate(order, seconds)
@@ -299,6 +302,7 @@ def timeline(question: Question) -> Answer:
     trace, bubble = drawing.trace(events), simulation.bubble(slots)
     lines = [drawing.draw(simulation.simulate(order))]
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
+    lines += [f"auto: {choice}"] if choice else []
     if path:
         try:
             Path(path).write_text(json.dumps(trace))

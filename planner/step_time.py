@@ -17,7 +17,8 @@ from config.schema import Layout, ModelShape, Training
 from planner import memory, op_costs
 from planner.hardware import Machine
 from planner.job import Job
-from schedules import simulation
+from schedules.automatic import stage_costs
+from schedules.compiler import StageCosts, long_schedule
 from schedules.partition import executed_flops, stage_specs
 
 
@@ -190,7 +191,8 @@ def pipeline_time(job: Job) -> tuple[float, float]:
     else:
         weights = tuple(stage_weights(job)) if layout.splits_backward else None
         virtual = layout.stages_per_rank
-        seconds = makespan(layout.schedule, passes, sent, count, virtual, weights)
+        costs = stage_costs(job.model, layout)
+        seconds = makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
     busy = count * sum(map(sum, passes)) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
@@ -205,13 +207,14 @@ def makespan(
     count: int,
     virtual: int = 1,
     weights: tuple[float, ...] | None = None,
+    costs: StageCosts | None = None,
 ) -> float:
     """Seconds of the schedule `name` with `virtual` stages on each rank and `count` micro-batches.
 
-    weights: as in `action_seconds`. Cached, since layouts that differ in ZeRO alone, for example,
-    ask for the same.
+    weights: as in `action_seconds`. costs: what its order was searched with. Cached, since layouts
+    that differ in ZeRO alone, for example, ask for the same.
     """
-    schedule = simulation.named(name, len(passes) // virtual, count, virtual)
+    schedule = long_schedule(name, len(passes) // virtual, count, virtual, costs)
     return schedule.makespan(action_seconds(passes, weights), transfer)
 
 

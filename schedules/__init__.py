@@ -3,6 +3,8 @@
     schedule         actions, the named schedules, what makes one valid
     list_scheduling  orders found by a greedy simulation
     simulation       when each action runs, how long it all takes, how much time is idle
+    compiler         what is fastest in simulation: partition, placement and order
+    automatic        what --schedule auto decides for a run
     drawing          grids of characters, events of a Chrome trace
     partition        which blocks each stage holds
 

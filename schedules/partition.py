@@ -5,13 +5,13 @@ output matrix, loss). A stage is a run of blocks, the first one with the embeddi
 with the head.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from config import model_stats
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
+from schedules.compiler import balanced_ranks
 from schedules.schedule import rank_of_stages
 
 # What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
@@ -107,34 +107,14 @@ def blocks_per_stage(
         return [units[0] - 1, *units[1:-1], units[-1] - 1]
     costs = costs or part_costs(model)
     if layout.stages_per_rank > 1:
-        return balanced_ranks(model.layers, placement(layout), costs)
+        parts = costs.embedding, costs.block, costs.head
+        return balanced_ranks(model.layers, placement(layout), *parts)
     return list(balanced_partition(model.layers, layout.pp, costs))
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
     """The rank that holds each stage of a layout."""
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
-
-
-def balanced_ranks(layers: int, rank_of: Sequence[int], costs: PartCosts) -> list[int]:
-    """Blocks per stage such that the slowest rank is as fast as possible, and then its stages.
-
-    Blocks are alike, so each goes to the rank that has least, the last one of several, and there to
-    the stage that has least.
-    """
-    blocks, ends = [0] * len(rank_of), {0: costs.embedding, len(rank_of) - 1: costs.head}
-    of_stage = [ends.get(stage, 0.0) for stage in range(len(rank_of))]
-    of_rank = [0.0] * (max(rank_of) + 1)
-    for stage, cost in ends.items():
-        of_rank[rank_of[stage]] += cost
-    for _ in range(layers):
-        stage = min(
-            range(len(blocks)), key=lambda s: (of_rank[rank_of[s]], -rank_of[s], of_stage[s])
-        )
-        blocks[stage] += 1
-        of_stage[stage] += costs.block
-        of_rank[rank_of[stage]] += costs.block
-    return blocks
 
 
 @lru_cache(maxsize=4096)

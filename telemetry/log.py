@@ -30,7 +30,8 @@ from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
-from schedules.schedule import build
+from schedules.automatic import stage_costs
+from schedules.compiler import build
 from telemetry import memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
@@ -260,7 +261,8 @@ class Log:
         if layout.pp > 1:
             largest = max(level.batch for level in self.config.batches.levels())
             count, virtual = self.config.micro_batches(largest), layout.stages_per_rank
-            order = build(layout.schedule, layout.pp, count, virtual)
+            costs = stage_costs(self.config.model, layout, self.context.device.type)
+            order = build(layout.schedule, layout.pp, count, virtual, costs)
             slots = simulation.simulate(order)
             lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
             lines.append(drawing.draw(slots, columns=24))

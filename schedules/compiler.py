@@ -1,0 +1,288 @@
+"""Chooses partition, stages of a rank, their placement, and the order of passes: `--schedule auto`.
+
+    choice = search(Task(parts, layers, ranks, micro_batches, limits, transfer))
+    choice.name, choice.virtual, choice.blocks      what Layout takes
+    build(choice.name, ranks, micro_batches, choice.virtual, choice.costs)
+
+Every named schedule is tried with the balanced partition, and orders made by `list_rows` with the
+stages' own seconds, one stage or a V of two on each rank; of these the best partition is improved
+by moving blocks. What holds more than a rank's limit is not taken. The result is the fastest in
+simulation, so never slower than a named schedule that fits. Equal on every rank: it is arithmetic
+on the same numbers in the same order.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from schedules import schedule
+from schedules.list_scheduling import list_rows
+from schedules.schedule import ORDERS, Action, Schedule, ScheduleError, rank_of_stages
+from schedules.simulation import LongSchedule, Seconds, named
+
+SEARCHED = ("searched", "searched-v")  # orders from stages' own costs: one stage a rank, or a V
+PATIENCE = (0.0, 0.5, 1.0)  # what list_rows is tried with
+SCREENED = 4  # micro-batches for each rank in the first comparison
+FINALISTS = 4  # that are compared with all micro-batches
+MOVED_ACTIONS = 400_000  # that may be scheduled while blocks are moved
+
+
+class PassCosts(NamedTuple):
+    """Of one micro-batch: seconds of forward, gradients of inputs and of weights; bytes held."""
+
+    forward: float
+    inputs: float
+    weights: float
+    held: float
+
+
+class StageCosts(NamedTuple):
+    """The costs of every stage; the bytes that each rank may hold; seconds of a message."""
+
+    stages: tuple[PassCosts, ...]
+    limits: tuple[float, ...]
+    transfer: float
+
+    def seconds(self, split: bool) -> Seconds:
+        """By kind of action and stage."""
+        rows = list(enumerate(self.stages))
+        found = {("F", s): one.forward for s, one in rows}
+        found |= {("B", s): one.inputs + (0.0 if split else one.weights) for s, one in rows}
+        return found | ({("W", s): one.weights for s, one in rows} if split else {})
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model of `layers` blocks between embedding and head (`parts`: embedding, block, head), and
+    a pipeline. blocks: a partition that is given, of one stage on each rank. tied: the head uses
+    the embedding's matrix, so that on one rank its weight gradients come with those of inputs.
+    """
+
+    parts: tuple[PassCosts, PassCosts, PassCosts]
+    layers: int
+    ranks: int
+    micro_batches: int
+    limits: tuple[float, ...]
+    transfer: float = 0.0
+    blocks: tuple[int, ...] | None = None
+    tied: bool = False
+
+    def costs(self, name: str, blocks: Sequence[int]) -> StageCosts:
+        """Of the stages of a partition under the schedule of that name."""
+        embedding, block, head = self.parts
+        if self.tied and name.endswith("-v"):
+            head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
+        rows = []
+        for stage, count in enumerate(blocks):
+            ends = (stage == 0, stage == len(blocks) - 1)
+            values = zip(embedding, block, head, strict=True)
+            rows.append(PassCosts(*(ends[0] * e + count * b + ends[1] * h for e, b, h in values)))
+        return StageCosts(tuple(rows), self.limits, self.transfer)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was found, its seconds in simulation, and those of 1F1B with the balanced partition
+    (None if that holds too much). idle: the share of the ranks' time in which nothing runs.
+    """
+
+    name: str
+    virtual: int
+    blocks: tuple[int, ...]
+    costs: StageCosts
+    seconds: float
+    idle: float
+    plain: "Choice | None" = None
+
+    def __str__(self) -> str:
+        text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
+        text += f", blocks {','.join(map(str, self.blocks))}"
+        if self.plain is None:
+            return f"{text}: 1F1B would hold too much"
+        gain, before = 1 - self.seconds / self.plain.seconds, self.plain
+        slowest = f"slowest rank {self._slowest() / before._slowest() - 1:+.1%}"
+        return (
+            f"{text}: {gain:.1%} less time than 1F1B in simulation, idle {self.idle:.1%} for "
+            f"{before.idle:.1%}, {slowest}"
+        )
+
+    def _slowest(self) -> float:
+        """Seconds that the busiest rank computes for one micro-batch."""
+        of_rank = [0.0] * len(self.costs.limits)
+        placed = rank_of_stages(self.name, len(of_rank), self.virtual)
+        for rank, one in zip(placed, self.costs.stages, strict=True):
+            of_rank[rank] += one.forward + one.inputs + one.weights
+        return max(of_rank)
+
+
+# ---- Building ------------------------------------------------------------------------------------
+
+
+def build(
+    name: str, ranks: int, micro_batches: int, virtual: int = 1, costs: StageCosts | None = None
+) -> Schedule:
+    """The validated schedule of any name; costs: of its stages, which SEARCHED ones need."""
+    if name in SEARCHED:
+        assert costs is not None
+        return _searched(name, ranks, micro_batches, costs)
+    return schedule.build(name, ranks, micro_batches, virtual)
+
+
+def long_schedule(
+    name: str, ranks: int, micro_batches: int, virtual: int = 1, costs: StageCosts | None = None
+) -> LongSchedule:
+    """As `build`, for what it holds and takes alone."""
+    if name in SEARCHED:
+        return LongSchedule(build(name, ranks, micro_batches, virtual, costs))
+    return named(name, ranks, micro_batches, virtual)
+
+
+@lru_cache(maxsize=64)
+def _searched(name: str, ranks: int, micro_batches: int, costs: StageCosts) -> Schedule:
+    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes.
+
+    Raises ScheduleError if every one holds more than the limits.
+    """
+    rank_of, seconds = rank_of_stages(name, ranks), costs.seconds(split=True)
+    sizes = [one.held for one in costs.stages]
+    published = ORDERS["zb-v" if name.endswith("-v") else "zb-h1"](rank_of, micro_batches)
+    found = [Schedule(name, tuple(map(tuple, published)), rank_of)]
+    for patience in PATIENCE:
+        for ahead in (None, [len(rank_of) - stage for stage in range(len(rank_of))]):
+            try:
+                rows = list_rows(
+                    rank_of,
+                    micro_batches,
+                    seconds,
+                    costs.limits,
+                    sizes,
+                    costs.transfer,
+                    patience,
+                    ahead,
+                )
+            except ValueError:
+                break  # not even one micro-batch fits
+            made = tuple(tuple(Action(*action) for action in row) for row in rows)
+            found.append(Schedule(name, made, rank_of))
+    fitting = [one for one in found if _fits(LongSchedule(one), costs)]
+    if not fitting:
+        raise ScheduleError(f"no order of {name} on {ranks} ranks holds as little as its limits")
+    best = min(fitting, key=lambda one: LongSchedule(one).makespan(seconds, costs.transfer))
+    schedule.check(best, micro_batches, backward=True)
+    return best
+
+
+def _fits(order: LongSchedule, costs: StageCosts) -> bool:
+    held = order.most_held([one.held for one in costs.stages])
+    return all(one <= limit * (1 + 1e-9) for one, limit in zip(held, costs.limits, strict=True))
+
+
+# ---- Searching -----------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def search(task: Task) -> Choice:
+    """The fastest schedule that holds no more than its limits.
+
+    Raises ScheduleError if there is none.
+    """
+    few = min(task.micro_batches, SCREENED * task.ranks)
+    screened = [_priced(task, *entry, few) for entry in _candidates(task)]
+    fitting = sorted((one for one in screened if one), key=lambda one: one.seconds)
+    if not fitting:
+        raise ScheduleError(f"every schedule of {task.ranks} ranks holds more than its limits")
+    finalists = fitting[:FINALISTS]
+    if not task.blocks:
+        finalists.insert(0, _moved(task, finalists[0], few))
+    whole = [_priced(task, one.name, one.virtual, one.blocks) for one in finalists]
+    named_ones = [_priced(task, one.name, one.virtual, one.blocks) for one in fitting[FINALISTS:]]
+    found = [one for one in (*whole, *named_ones) if one]
+    best = min(found, key=lambda one: one.seconds)
+    plain = next((one for one in found if one.name == "1f1b"), None)
+    return Choice(**{**vars(best), "plain": plain})
+
+
+def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """Names, stages of a rank, and partitions to try."""
+    if task.ranks == 1 or task.blocks:
+        names = ("1f1b",) if task.ranks == 1 else ("1f1b", "gpipe", "zb-h1")
+        yield from ((name, 1, task.blocks or (task.layers,)) for name in names)
+        return
+    several = [("interleaved", 2), ("interleaved", 3), ("interleaved", 4)]
+    for name, virtual in [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), *several]:
+        if task.ranks * virtual <= task.layers + 2:
+            yield name, virtual, _balanced(task, rank_of_stages(name, task.ranks, virtual))
+    if task.ranks * 2 <= task.layers + 2:
+        for name in ("zb-v", "searched-v"):
+            yield name, 2, _balanced(task, rank_of_stages(name, task.ranks))
+
+
+def _balanced(task: Task, rank_of: tuple[int, ...]) -> tuple[int, ...]:
+    embedding, block, head = (sum(part[:3]) for part in task.parts)
+    return tuple(balanced_ranks(task.layers, rank_of, embedding, block, head))
+
+
+def balanced_ranks(
+    layers: int, rank_of: Sequence[int], embedding: float, block: float, head: float
+) -> list[int]:
+    """Blocks per stage such that the slowest rank is as fast as possible, and then its stages.
+
+    Blocks are alike, so each goes to the rank that has least, the last one of several, and there to
+    the stage that has least. embedding, block, head: their costs.
+    """
+    blocks, ends = [0] * len(rank_of), {0: embedding}
+    ends[len(rank_of) - 1] = ends.get(len(rank_of) - 1, 0.0) + head
+    of_stage = [ends.get(stage, 0.0) for stage in range(len(rank_of))]
+    of_rank = [0.0] * (max(rank_of) + 1)
+    for stage, cost in ends.items():
+        of_rank[rank_of[stage]] += cost
+
+    def load(stage: int) -> tuple[float, int, float]:
+        return of_rank[rank_of[stage]], -rank_of[stage], of_stage[stage]
+
+    for _ in range(layers):
+        stage = min(range(len(blocks)), key=load)
+        blocks[stage] += 1
+        of_stage[stage] += block
+        of_rank[rank_of[stage]] += block
+    return blocks
+
+
+def _priced(
+    task: Task, name: str, virtual: int, blocks: tuple[int, ...], micro_batches: int | None = None
+) -> Choice | None:
+    """A candidate with its seconds; None if it holds more than the limits."""
+    costs, count = task.costs(name, blocks), micro_batches or task.micro_batches
+    try:
+        order = long_schedule(name, task.ranks, count, virtual, costs)
+    except ScheduleError:
+        return None
+    if not _fits(order, costs):
+        return None
+    seconds = order.makespan(costs.seconds(order.base.split), task.transfer)
+    busy = count * sum(sum(one[:3]) for one in costs.stages)
+    return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
+
+
+def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
+    """The candidate with blocks moved from stage to stage as long as that is faster.
+
+    The number of moves tried is limited by the actions that they schedule.
+    """
+    stages, tries = len(best.blocks), 7 if best.name in SEARCHED else 1
+    left = MOVED_ACTIONS // (3 * stages * micro_batches * tries)
+    improved = True
+    while improved:
+        improved = False
+        for source in range(stages):
+            for to in range(stages):
+                if source == to or best.blocks[source] == 0 or left <= 0:
+                    continue
+                blocks, left = list(best.blocks), left - 1
+                blocks[source] -= 1
+                blocks[to] += 1
+                other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
+                if other and other.seconds < best.seconds * (1 - 1e-9):
+                    best, improved = other, True
+    return best
