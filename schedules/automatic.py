@@ -11,7 +11,15 @@ from functools import lru_cache
 
 from config import model_stats
 from config.schema import Config, Layout, ModelShape
-from schedules.compiler import SEARCHED, Choice, PassCosts, StageCosts, Task, search
+from schedules.compiler import (
+    SEARCHED,
+    Choice,
+    PassCosts,
+    StageCosts,
+    Task,
+    balanced_ranks,
+    search,
+)
 from schedules.partition import FLOPS_PER_BYTE, blocks_per_stage, part_costs
 
 # What one byte of a message between stages costs in FLOPs: about an A100's 312 TFLOP/s over a link
@@ -55,11 +63,13 @@ def _task(model: ModelShape, layout: Layout, device: str) -> Task:
     """The task of a layout that says auto, for one micro-batch."""
     plain, parts = replace(layout, schedule="1f1b"), _parts(model, layout, device)
     given = blocks_per_stage(model, plain, part_costs(model, device))
+    whole = [sum(part[:3]) for part in parts]
     sent = 4.0 * model.hidden * FLOPS_PER_SENT_BYTE[device]
     fixed = None if layout.partition == "balanced" else tuple(given)
     task = Task(parts, model.layers, layout.pp, 1, (), sent, fixed, model.tied)
-    costs = task.costs("1f1b", given)
-    most = max((layout.pp - s) * one.held for s, one in enumerate(costs.stages))
+    tried = [given] if fixed else [given, balanced_ranks(model.layers, range(layout.pp), *whole)]
+    held = [enumerate(task.costs("1f1b", blocks).stages) for blocks in tried]
+    most = max((layout.pp - stage) * one.held for rows in held for stage, one in rows)
     return replace(task, limits=(most,) * layout.pp)
 
 

@@ -22,7 +22,7 @@ from config.messages import UserError
 LAYERS = 6
 VALUES = {
     "mesh": ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}),
-    "schedule": ("interleaved 2", "interleaved 3", "zb-h1", "zb-v"),
+    "schedule": ("interleaved 2", "interleaved 3", "zb-h1", "zb-v", "auto"),
     "zero": (0, 1, 2),
     "recompute": ("none", "selective", "full"),
     "sequence_parallel": (False, True),
@@ -94,7 +94,7 @@ def test_the_cases_are_what_they_are_meant_to_be():
     """Every schedule with every ZeRO stage, a tied head, empty stages, fewer micro-batches."""
     cases = [asked(case) for case in covering(every_case(), seed=15)]
     names = {case["schedule"] for case in cases}
-    assert names == {"interleaved", "zb-h1", "zb-v"}
+    assert names == {"interleaved", "zb-h1", "zb-v", "auto"}
     assert any(case["pp"] == 4 and case["micro_batch_size"] == 2 for case in cases)
     for name in names:
         own = [case for case in cases if case["schedule"] == name]
@@ -112,6 +112,7 @@ def test_a_checkpoint_knows_no_schedule(tmp_path):
         {"pp": 2, "schedule": "interleaved"},
         {"pp": 2, "schedule": "zb-v"},
         {"pp": 2, "schedule": "zb-h1", "zero": 2},
+        {"pp": 2, "schedule": "auto"},
         {"pp": 2, "partition": "1,3"},
     ]
     jobs = {}
@@ -120,7 +121,7 @@ def test_a_checkpoint_knows_no_schedule(tmp_path):
         folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
         job = {"options": common | layout | folder, "before": 2, "after": 2}
         jobs[(number,)] = (2, job)
-    plain = {"options": common | {"out": str(tmp_path / "plain")}, "before": 0, "after": 12}
+    plain = {"options": common | {"out": str(tmp_path / "plain")}, "before": 0, "after": 2 * len(layouts) + 2}
     ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
     for (number,), result in execute(jobs, tmp_path).items():
         assert result["progress"]["iteration"] == 2 * number + 2

@@ -1,0 +1,206 @@
+"""The schedule compiler: never over a memory limit, never slower than a named schedule, the same
+everywhere; and what --schedule auto makes of it in a run.
+"""
+
+import dataclasses
+import subprocess
+import sys
+
+import golden_worker
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ranks import ROOT
+
+from config import validation
+from config.schema import Layout, ModelShape
+from schedules import automatic, compiler, schedule
+from schedules.compiler import PassCosts, Task
+from schedules.list_scheduling import list_rows
+from schedules.partition import blocks_per_stage
+from schedules.schedule import Action, Schedule, ScheduleError
+from schedules.simulation import LongSchedule, simulate
+
+COST = st.floats(0.05, 3.0)
+TIGHT = 1e-9
+
+
+@st.composite
+def tasks(draw, most_ranks=5, most_micro_batches=12):
+    """A small model on a pipeline, with limits from below one micro-batch to more than enough."""
+    ranks, layers = draw(st.integers(1, most_ranks)), draw(st.integers(1, 12))
+    assume(ranks <= layers + 2)
+    parts = tuple(PassCosts(*(draw(COST) for _ in range(4))) for _ in range(3))
+    block = parts[1].held
+    limits = tuple(block * draw(st.floats(1.0, 3.0 * layers)) for _ in range(ranks))
+    count = draw(st.integers(1, most_micro_batches))
+    tied = draw(st.booleans())
+    return Task(parts, layers, ranks, count, limits, draw(st.floats(0, 0.5)), tied=tied)
+
+
+def named_ones(task: Task) -> list[float]:
+    """Seconds of every named schedule with the balanced partition that fits."""
+    found = []
+    for name in schedule.ORDERS:
+        for virtual in (2, 3) if name == "interleaved" else (1,):
+            stages = task.ranks * (2 if name.endswith("-v") else virtual)
+            if stages > task.layers + 2 or task.ranks == 1:
+                continue
+            rank_of = schedule.rank_of_stages(name, task.ranks, virtual)
+            whole = [sum(part[:3]) for part in task.parts]
+            blocks = compiler.balanced_ranks(task.layers, rank_of, *whole)
+            costs = task.costs(name, blocks)
+            order = schedule.build(name, task.ranks, task.micro_batches, virtual)
+            held = order.most_held([one.held for one in costs.stages])
+            if all(one <= limit for one, limit in zip(held, task.limits, strict=True)):
+                seconds = costs.seconds(order.split)
+                found.append(LongSchedule(order).makespan(seconds, task.transfer))
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(tasks())
+def test_what_is_found_runs_within_memory_and_no_named_one_is_faster(task):
+    try:
+        choice = compiler.search(task)
+    except ScheduleError:
+        assert named_ones(task) == []
+        return
+    order = compiler.build(
+        choice.name, task.ranks, task.micro_batches, choice.virtual, choice.costs
+    )
+    schedule.check(order, task.micro_batches, backward=True)
+    assert sum(choice.blocks) == task.layers
+    held = order.most_held([one.held for one in choice.costs.stages])
+    assert all(one <= limit * (1 + TIGHT) for one, limit in zip(held, task.limits, strict=True))
+    slots = simulate(order, choice.costs.seconds(order.split), task.transfer)
+    assert choice.seconds == pytest.approx(max(row[-1].end for row in slots))
+    assert choice.seconds <= min(named_ones(task), default=choice.seconds) * (1 + TIGHT)
+    assert choice.plain is None or choice.seconds <= choice.plain.seconds * (1 + TIGHT)
+    assert choice.name in str(choice)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans(), st.booleans())
+def test_greedy_orders_end_and_hold_no_more_than_they_may(
+    data, ranks, count, there_and_back, split
+):
+    """Whatever the costs, limits and preferences: each pass once, in an order that can run."""
+    name = "zb-v" if there_and_back else "1f1b"
+    rank_of = schedule.rank_of_stages(name, ranks)
+    kinds = "FBW" if split else "FB"
+    seconds = {(kind, s): data.draw(COST) for kind in kinds for s in range(len(rank_of))}
+    sizes = [data.draw(st.floats(0.0, 2.0)) for _ in rank_of]
+    least = [sum(z for z, r in zip(sizes, rank_of, strict=True) if r == n) for n in range(ranks)]
+    limits = [one * data.draw(st.floats(1.0, 4.0)) for one in least]
+    ahead = data.draw(st.none() | st.lists(st.integers(1, 5), min_size=12, max_size=12))
+    transfer, patience = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 2))
+    rows = list_rows(rank_of, count, seconds, limits, sizes, transfer, patience, ahead)
+    order = Schedule(name, tuple(tuple(Action(*a) for a in row) for row in rows), rank_of)
+    schedule.check(order, count, backward=True)
+    held = order.most_held(sizes)
+    assert all(one <= limit + 1e-6 for one, limit in zip(held, limits, strict=True))
+
+
+def test_a_limit_below_one_micro_batch_is_refused():
+    with pytest.raises(ValueError, match="rank 0 may hold 1, one micro-batch takes 2"):
+        list_rows((0, 1, 1, 0), 3, {("F", 0): 1.0}, [1.0, 2.0])
+
+
+def equal_stages(ranks: int, count: int, layers: int | None = None) -> Task:
+    layers = layers or 2 * ranks
+    free, block = PassCosts(0.0, 0.0, 0.0, 0.0), PassCosts(1.0, 1.0, 1.0, 1.0)
+    limits = (float(layers),) * ranks  # what 1F1B's first rank holds
+    return Task((free, block, free), layers, ranks, count, limits)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16)])
+def test_equal_stages_idle_a_third_of_1f1b_in_its_memory(ranks, count):
+    task = equal_stages(ranks, count)
+    choice = compiler.search(task)
+    busy = 3 * task.layers / ranks * count
+    assert choice.plain.seconds - busy == pytest.approx(3 * (ranks - 1) * task.layers / ranks)
+    assert choice.seconds - busy <= (choice.plain.seconds - busy) / 3 + TIGHT
+
+
+def test_a_partition_that_is_given_is_kept():
+    task = dataclasses.replace(equal_stages(4, 8), blocks=(1, 3, 3, 1), limits=(12.0,) * 4)
+    assert compiler.search(task).blocks == (1, 3, 3, 1)
+
+
+def test_blocks_are_moved_where_that_is_faster():
+    """A head as heavy as two blocks, and memory for one micro-batch in flight on the last rank."""
+    task = equal_stages(4, 8)
+    head = PassCosts(2.0, 2.0, 2.0, 0.0)
+    heavy = dataclasses.replace(task, parts=(task.parts[0], task.parts[1], head))
+    choice = compiler.search(heavy)
+    assert choice.seconds < choice.plain.seconds
+    assert sum(choice.blocks) == 8
+
+
+def test_large_pipelines_are_searched_with_all_their_micro_batches():
+    """24 stages x 256 micro-batches: the schedule that is returned is the whole one."""
+    task = equal_stages(24, 256)
+    choice = compiler.search(task)
+    order = compiler.build(choice.name, 24, 256, choice.virtual, choice.costs)
+    assert sum(map(len, order.ranks)) == (3 if order.split else 2) * 256 * order.stages
+    assert choice.seconds < choice.plain.seconds
+
+
+PROGRAM = """
+from test_compiler import SHAPE, LAYOUT
+from schedules import automatic, compiler
+layout, choice = automatic.settled_layout(SHAPE, LAYOUT, 12)
+costs = automatic.stage_costs(SHAPE, layout)
+order = compiler.build(layout.schedule, 4, 12, layout.stages_per_rank, costs)
+print(layout.schedule, layout.partition, [list(map(str, row)) for row in order.ranks])
+"""
+SHAPE = ModelShape(11, 256, 8, vocab_size=8192, seq_length=256)
+LAYOUT = Layout(pp=4, dp=1, schedule="auto")
+
+
+def test_every_process_finds_the_same():
+    """Ranks need not tell one another: whatever Python's hash seed."""
+    seen = set()
+    for seed in ("0", "1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        seen.add(done.stdout)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_built_is_what_was_chosen(device, tied):
+    """Costs from the settled layout are those that the order was searched with."""
+    shape = dataclasses.replace(SHAPE, tied=tied)
+    for pp, count, recompute in ((4, 8, "none"), (3, 5, "full"), (2, 16, "selective")):
+        asked = dataclasses.replace(LAYOUT, pp=pp, recompute=recompute)
+        layout, choice = automatic.settled_layout(shape, asked, count, device)
+        assert layout.schedule == choice.name
+        assert tuple(blocks_per_stage(shape, layout)) == choice.blocks
+        costs = automatic.stage_costs(shape, layout, device)
+        assert costs in (None, choice.costs)
+        assert automatic.settled_layout(shape, layout, count, device) == (layout, None)
+
+
+def test_costs_of_the_passes_add_up_to_those_of_the_parts():
+    """Those by which partitions are balanced: forward, inputs and weights of embedding and head."""
+    from schedules.partition import part_costs
+
+    whole = part_costs(SHAPE, "cpu")
+    task = automatic._task(SHAPE, LAYOUT, "cpu")
+    sums = [sum(part[:3]) for part in task.parts]
+    assert sums == pytest.approx([whole.embedding, whole.block, whole.head])
+
+
+def test_a_run_without_a_pipeline_has_nothing_to_search():
+    config = validation.check(golden_worker.options({"schedule": "auto"}), 1)
+    found, choice = automatic.settled(config, "cpu")
+    assert (found.layout.schedule, choice) == ("1f1b", None)
