@@ -3,6 +3,7 @@
     schedule         actions, the named schedules, what makes one valid
     list_scheduling  orders found by a greedy simulation
     simulation       when each action runs, how long it all takes, how much time is idle
+    exact            the fastest order of a small pipeline
     compiler         what is fastest in simulation: partition, placement and order
     automatic        what --schedule auto decides for a run
     drawing          grids of characters, events of a Chrome trace

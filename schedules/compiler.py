@@ -6,18 +6,22 @@
 
 Every named schedule is tried with the balanced partition, and orders made by `list_rows` with the
 stages' own seconds, one stage or a V of two on each rank; of these the best partition is improved
-by moving blocks. What holds more than a rank's limit is not taken. The result is the fastest in
-simulation, so never slower than a named schedule that fits. Equal on every rank: it is arithmetic
-on the same numbers in the same order.
+by moving blocks. A small pipeline with one stage a rank gets the fastest order that there is
+(exact). What holds more than a rank's limit is not taken. The result is the fastest in simulation,
+so never slower than a named schedule that fits. Equal on every rank: it is arithmetic on the same
+numbers in the same order.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from schedules import schedule
-from schedules.list_scheduling import list_rows
+from schedules.exact import fastest_rows
+from schedules.list_scheduling import Row, list_rows
 from schedules.schedule import ORDERS, Action, Schedule, ScheduleError, rank_of_stages
 from schedules.simulation import LongSchedule, Seconds, named
 
@@ -25,6 +29,7 @@ SEARCHED = ("searched", "searched-v")  # orders from stages' own costs: one stag
 PATIENCE = (0.0, 0.5, 1.0)  # what list_rows is tried with
 SCREENED = 4  # micro-batches for each rank in the first comparison
 FINALISTS = 4  # that are compared with all micro-batches
+EXACT_PASSES = 32  # forwards of all ranks up to which orders are enumerated
 MOVED_ACTIONS = 400_000  # that may be scheduled while blocks are moved
 
 
@@ -140,37 +145,39 @@ def long_schedule(
 
 @lru_cache(maxsize=64)
 def _searched(name: str, ranks: int, micro_batches: int, costs: StageCosts) -> Schedule:
-    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes.
+    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes; with
+    one stage a rank and few passes, the fastest of all.
 
     Raises ScheduleError if every one holds more than the limits.
     """
     rank_of, seconds = rank_of_stages(name, ranks), costs.seconds(split=True)
     sizes = [one.held for one in costs.stages]
-    published = ORDERS["zb-v" if name.endswith("-v") else "zb-h1"](rank_of, micro_batches)
-    found = [Schedule(name, tuple(map(tuple, published)), rank_of)]
-    for patience in PATIENCE:
-        for ahead in (None, [len(rank_of) - stage for stage in range(len(rank_of))]):
-            try:
-                rows = list_rows(
-                    rank_of,
-                    micro_batches,
-                    seconds,
-                    costs.limits,
-                    sizes,
-                    costs.transfer,
-                    patience,
-                    ahead,
-                )
-            except ValueError:
-                break  # not even one micro-batch fits
-            made = tuple(tuple(Action(*action) for action in row) for row in rows)
-            found.append(Schedule(name, made, rank_of))
-    fitting = [one for one in found if _fits(LongSchedule(one), costs)]
+    found: list[Sequence[Row]] = []
+    found.append(ORDERS["zb-v" if name.endswith("-v") else "zb-h1"](rank_of, micro_batches))
+    given = (rank_of, micro_batches, seconds, costs.limits, sizes, costs.transfer)
+    within = [len(rank_of) - stage for stage in range(len(rank_of))]
+    with suppress(ValueError):  # not even one micro-batch fits
+        found += [list_rows(*given, *how) for how in product(PATIENCE, (None, within))]
+    made = [scheduled(name, rows, rank_of) for rows in found]
+    fitting = [one for one in made if _fits(LongSchedule(one), costs)]
     if not fitting:
         raise ScheduleError(f"no order of {name} on {ranks} ranks holds as little as its limits")
-    best = min(fitting, key=lambda one: LongSchedule(one).makespan(seconds, costs.transfer))
+
+    def end(order: Schedule) -> float:
+        return LongSchedule(order).makespan(seconds, costs.transfer)
+
+    best = min(fitting, key=end)
+    if len(rank_of) == ranks and ranks * micro_batches <= EXACT_PASSES:
+        room = [micro_batches if not z else int(costs.limits[r] / z) for r, z in enumerate(sizes)]
+        rows, _ = fastest_rows(ranks, micro_batches, seconds, room, costs.transfer, end(best))
+        best = scheduled(name, rows, rank_of) if rows else best
     schedule.check(best, micro_batches, backward=True)
     return best
+
+
+def scheduled(name: str, rows: Sequence[Row], rank_of: tuple[int, ...]) -> Schedule:
+    """The schedule of rows of plain actions, not validated."""
+    return Schedule(name, tuple(tuple(Action(*action) for action in row) for row in rows), rank_of)
 
 
 def _fits(order: LongSchedule, costs: StageCosts) -> bool:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from math import inf
 
-Row = list[tuple[str, int, int]]  # kind, stage, micro-batch
+Row = Sequence[tuple[str, int, int]]  # kind, stage, micro-batch
 
 
 def list_rows(
@@ -28,7 +28,7 @@ def list_rows(
     transfer: float = 0.0,
     patience: float = 0.0,
     ahead: Sequence[int] | None = None,
-) -> list[Row]:
+) -> Sequence[Row]:
     """Every rank's actions; backwards are split if `seconds` has weight gradients ("W").
 
     rank_of: the rank of each stage, such that no two stages send the same way between two ranks.
@@ -77,7 +77,7 @@ class _Greedy:
         self.done = {kind: [0 for _ in stages] for kind in "FBW"}
         self.arrived: dict[str, list[deque[float]]] = {k: [deque() for _ in stages] for k in "FB"}
         self.arrived["F"][0].extend([0.0] * micro_batches)
-        self.rows: list[Row] = [[] for _ in ranks]
+        self.rows: list[list[tuple[str, int, int]]] = [[] for _ in ranks]
 
     def run(self) -> None:
         """Do all actions, always on the rank that may act first."""

@@ -3,6 +3,8 @@ everywhere; and what --schedule auto makes of it in a run.
 """
 
 import dataclasses
+import itertools
+import math
 import subprocess
 import sys
 
@@ -16,6 +18,7 @@ from config import validation
 from config.schema import Layout, ModelShape
 from schedules import automatic, compiler, schedule
 from schedules.compiler import PassCosts, Task
+from schedules.exact import fastest_rows
 from schedules.list_scheduling import list_rows
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, ScheduleError
@@ -107,6 +110,73 @@ def test_a_limit_below_one_micro_batch_is_refused():
         list_rows((0, 1, 1, 0), 3, {("F", 0): 1.0}, [1.0, 2.0])
 
 
+def sequences(count: int, room: int, done=(0, 0, 0)) -> list[list[tuple[str, int]]]:
+    """Every order of one rank's passes within its memory."""
+    forwards, backwards, weights = done
+    if weights == count:
+        return [[]]
+    found = []
+    for kind, possible in (
+        ("F", forwards < count and forwards - weights < room),
+        ("B", backwards < forwards),
+        ("W", weights < backwards),
+    ):
+        place = "FBW".index(kind)
+        after = tuple(n + (i == place) for i, n in enumerate(done))
+        rest = sequences(count, room, after) if possible else []
+        found += [[(kind, done[place]), *row] for row in rest]
+    return found
+
+
+def fastest_by_trying_all(ranks, count, seconds, room, transfer) -> float:
+    """The end of the fastest of all orders of all ranks together, without any bound."""
+    ends = []
+    for rows in itertools.product(*(sequences(count, room[r]) for r in range(ranks))):
+        made = tuple(tuple(Action(k, r, m) for k, m in row) for r, row in enumerate(rows))
+        try:
+            order = LongSchedule(Schedule("any", made, tuple(range(ranks))))
+            ends.append(order.makespan(seconds, transfer))
+        except ScheduleError:  # these orders deadlock
+            continue
+    return min(ends)
+
+
+@st.composite
+def small_pipelines(draw, sizes):
+    """Ranks, micro-batches, seconds, room and transfer of a pipeline with one stage a rank."""
+    ranks, count = draw(st.sampled_from(sizes))
+    cost = st.sampled_from([0.5, 1.0, 2.0]) | COST
+    seconds = {(kind, r): draw(cost) for kind in "FBW" for r in range(ranks)}
+    room = [draw(st.integers(1, ranks + 1)) for _ in range(ranks)]
+    return ranks, count, seconds, room, draw(st.sampled_from([0.0, 0.3]))
+
+
+@settings(deadline=None, max_examples=12)
+@given(small_pipelines([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)]))
+def test_small_pipelines_get_the_fastest_of_all_orders(pipeline):
+    """Against every order of every rank, tried without bounds."""
+    rows, complete = fastest_rows(*pipeline, below=math.inf)
+    ranks, _, seconds, _, transfer = pipeline
+    order = compiler.scheduled("found", rows, tuple(range(ranks)))
+    assert complete
+    end = LongSchedule(order).makespan(seconds, transfer)
+    assert end == pytest.approx(fastest_by_trying_all(*pipeline), rel=1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(small_pipelines([(4, 6), (4, 4), (3, 6), (2, 6)]))
+def test_up_to_four_stages_and_six_micro_batches_are_searched_completely(pipeline):
+    """And what the compiler builds is as fast: branch and bound came to its end, or found it."""
+    ranks, count, seconds, room, transfer = pipeline
+    stages = [PassCosts(*(seconds[kind, r] for kind in "FBW"), 1.0) for r in range(ranks)]
+    costs = compiler.StageCosts(tuple(stages), tuple(map(float, room)), transfer)
+    order = compiler.build("searched", ranks, count, costs=costs)
+    end = LongSchedule(order).makespan(seconds, transfer)
+    rows, complete = fastest_rows(*pipeline, below=end, nodes=200_000)
+    assert complete
+    assert rows is None, "nothing is faster than what was built"
+
+
 def equal_stages(ranks: int, count: int, layers: int | None = None) -> Task:
     layers = layers or 2 * ranks
     free, block = PassCosts(0.0, 0.0, 0.0, 0.0), PassCosts(1.0, 1.0, 1.0, 1.0)
@@ -162,7 +232,7 @@ LAYOUT = Layout(pp=4, dp=1, schedule="auto")
 def test_every_process_finds_the_same():
     """Ranks need not tell one another: whatever Python's hash seed."""
     seen = set()
-    for seed in ("0", "1", "2"):
+    for seed in ("0", "1"):
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             cwd=ROOT,

@@ -121,7 +121,8 @@ def test_a_checkpoint_knows_no_schedule(tmp_path):
         folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
         job = {"options": common | layout | folder, "before": 2, "after": 2}
         jobs[(number,)] = (2, job)
-    plain = {"options": common | {"out": str(tmp_path / "plain")}, "before": 0, "after": 2 * len(layouts) + 2}
+    plain = {"options": common | {"out": str(tmp_path / "plain")}}
+    plain |= {"before": 0, "after": 2 * len(layouts) + 2}
     ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
     for (number,), result in execute(jobs, tmp_path).items():
         assert result["progress"]["iteration"] == 2 * number + 2
