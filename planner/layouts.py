@@ -59,7 +59,8 @@ def rank(
     check_shape(model)
     if (fixed or {}).get("schedule") == "auto":
         plain = dict(fixed or {}) | {"schedule": "1f1b"}
-        found = rank(model, training, machine, gpus, plain, wanted)
+        asked = lambda layout: wanted(replace(layout, schedule="auto"))  # noqa: E731
+        found = rank(model, training, machine, gpus, plain, asked)
         return _searched(*found, model, training, machine)
     schedule = batch_schedule(training, model.seq_length)
     ranked, rejected = [], []
