@@ -32,6 +32,7 @@ from config.schema import Config
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
+from schedules.automatic import settled
 
 
 def main(arguments: list[str]) -> int:
@@ -49,7 +50,8 @@ def _rehearse(arguments: list[str]) -> int:
     nodes = _nodes(options, machine.node)
     config = check_any_length(parse(rest, __doc__), options.world)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=options.on != "cpu")
-    config = replace(config, layout=layout)
+    device = "cpu" if options.on == "cpu" else "cuda"
+    config, _ = settled(replace(config, layout=layout), device)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
     if options.links or options.write:
@@ -69,6 +71,9 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     """Measure each stage on the device, and print and write the step of the world."""
     if config.layout.zero == 3 and options.world > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
+    if config.layout.schedule not in ("gpipe", "1f1b", "zb-h1"):
+        name = config.layout.schedule
+        raise UserError(f"--on does not emulate --schedule {name}: it takes gpipe, 1f1b or zb-h1")
     import torch
 
     from emulator import emulation, emulation_report, links

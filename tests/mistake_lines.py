@@ -56,6 +56,8 @@ BLOCKS = {
 --zero 0 --overlap-param-gather | --overlap-param-gather needs --zero 1 or 2, not 0
 --zero 2 --optimizer muon | --optimizer muon needs whole matrices: use --zero 0 or 1, not 2
 --schedule zigzag | --schedule is one of gpipe, 1f1b, interleaved, zb-h1, zb-v, auto, not 'zigzag'
+--schedule zb-v | --schedule zb-v needs a pipeline: pp is 1
+--virtual-stages 3 | --virtual-stages 3 needs --schedule interleaved, not 1f1b
 --partition 3,2 | --partition 3,2 has 2 stages, but pp is 1
 --partition 2;2 | --partition is balanced, blocks, layers or a list like 3,4,4,3, not '2;2'
 --partition -1,5 | --partition: expected one argument

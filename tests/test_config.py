@@ -55,6 +55,8 @@ def test_dp_follows_from_the_ranks():
         ("--pp 7", 7, "pp(7) is more stages than there are parts to place: 4 blocks"),
         ("--pp 2 --partition 1,2", 2, "--partition 1,2 places 3 blocks, but layers is 4"),
         ("--pp 2 --partition 1,2,1", 2, "has 3 stages, but pp is 2"),
+        ("--pp 2 --schedule zb-v --partition 1,3", 2, "but pp is 2, each with 2 stages"),
+        ("--pp 2 --schedule interleaved --virtual-stages 9", 2, "pp(2) * 9 is more stages than"),
         ("--partition evenly", 1, "or a list like 3,4,4,3, not 'evenly'"),
         (
             "--seq-length 30 --tp 4 --sequence-parallel",

@@ -95,12 +95,12 @@ def test_the_cases_are_what_they_are_meant_to_be():
     cases = [asked(case) for case in covering(every_case(), seed=15)]
     names = {case["schedule"] for case in cases}
     assert names == {"interleaved", "zb-h1", "zb-v", "auto"}
-    assert any(case["pp"] == 4 and case["micro_batch_size"] == 2 for case in cases)
+    assert {(c["pp"], c["micro_batch_size"]) for c in cases} >= {(4, 1), (4, 2), (2, 1), (2, 2)}
     for name in names:
         own = [case for case in cases if case["schedule"] == name]
         assert {case["zero"] for case in own} == {0, 1, 2}
         assert {case["tied"] for case in own} == {False, True}
-        assert any(case["partition"].startswith("0,") for case in own)
+        assert any("0" in case["partition"].split(",") for case in own)
         assert any(case["sequence_parallel"] for case in own)
 
 
