@@ -14,7 +14,7 @@ numbers in the same order.
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -27,8 +27,7 @@ from schedules.simulation import LongSchedule, Seconds, named
 
 SEARCHED = ("searched", "searched-v")  # orders from stages' own costs: one stage a rank, or a V
 PATIENCE = (0.0, 0.5, 1.0)  # what list_rows is tried with
-SCREENED = 4  # micro-batches for each rank in the first comparison
-FINALISTS = 4  # that are compared with all micro-batches
+SCREENED = 4  # micro-batches for each rank while partitions are compared
 EXACT_PASSES = 32  # forwards of all ranks up to which orders are enumerated
 MOVED_ACTIONS = 400_000  # that may be scheduled while blocks are moved
 
@@ -195,19 +194,15 @@ def search(task: Task) -> Choice:
     Raises ScheduleError if there is none.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
-    screened = [_priced(task, *entry, few) for entry in _candidates(task)]
-    fitting = sorted((one for one in screened if one), key=lambda one: one.seconds)
-    if not fitting:
+    screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few))]
+    if screened and not task.blocks:
+        screened.append(_moved(task, min(screened, key=lambda one: one.seconds), few))
+    entries = [(one.name, one.virtual, one.blocks) for one in screened]
+    found = [one for entry in entries if (one := _priced(task, *entry, task.micro_batches))]
+    if not found:
         raise ScheduleError(f"every schedule of {task.ranks} ranks holds more than its limits")
-    finalists = fitting[:FINALISTS]
-    if not task.blocks:
-        finalists.insert(0, _moved(task, finalists[0], few))
-    whole = [_priced(task, one.name, one.virtual, one.blocks) for one in finalists]
-    named_ones = [_priced(task, one.name, one.virtual, one.blocks) for one in fitting[FINALISTS:]]
-    found = [one for one in (*whole, *named_ones) if one]
     best = min(found, key=lambda one: one.seconds)
-    plain = next((one for one in found if one.name == "1f1b"), None)
-    return Choice(**{**vars(best), "plain": plain})
+    return replace(best, plain=next((one for one in found if one.name == "1f1b"), None))
 
 
 def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
@@ -257,10 +252,10 @@ def balanced_ranks(
 
 
 def _priced(
-    task: Task, name: str, virtual: int, blocks: tuple[int, ...], micro_batches: int | None = None
+    task: Task, name: str, virtual: int, blocks: tuple[int, ...], count: int
 ) -> Choice | None:
-    """A candidate with its seconds; None if it holds more than the limits."""
-    costs, count = task.costs(name, blocks), micro_batches or task.micro_batches
+    """A candidate with its seconds for that many micro-batches; None if it holds too much."""
+    costs = task.costs(name, blocks)
     try:
         order = long_schedule(name, task.ranks, count, virtual, costs)
     except ScheduleError:
