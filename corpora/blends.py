@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from config.messages import UserError
+from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
+
+RULE = 1  # version of `blend_order`: cached orders of another one are not used
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -56,26 +60,89 @@ def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return taken + (rank < left[:, None])
 
 
+@dataclass(frozen=True)
+class BlendOrder:
+    """which: part of each sample; number: its number within that part; taken: samples by part."""
+
+    which: np.ndarray
+    number: np.ndarray
+    taken: list[int]
+    found: Found
+
+
+def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:
+    """`blend_order`, from the cache if it is there."""
+
+    def build() -> dict[str, np.ndarray]:
+        which, number = blend_order(shares, size)
+        taken = np.bincount(which, minlength=len(shares))
+        return {"which": which, "number": number, "taken": taken}
+
+    found = cache.find({"blend": RULE, "shares": shares, "size": size}, build)
+    arrays = found.arrays
+    return BlendOrder(arrays["which"], arrays["number"], arrays["taken"].tolist(), found)
+
+
 class Blend:
     """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
 
-    def __init__(self, parts: list[GPTSamples], which: np.ndarray, number: np.ndarray):
-        self.parts, self.which, self.number = parts, which, number
-        for part, taken in zip(parts, np.bincount(which, minlength=len(parts)).tolist()):
+    def __init__(self, parts: list[GPTSamples], order: BlendOrder):
+        self.parts, self.order = parts, order
+        for part, taken in zip(parts, order.taken):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
                 raise UserError(f"{asked}, which has {len(part)}")
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.order.which)
+
+    def _place(self, k: int) -> tuple[GPTSamples, int]:
+        self.order.found.check()
+        return self.parts[self.order.which[k]], int(self.order.number[k])
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of the blend's sample k: (seq_length + 1,), int64."""
-        return self.parts[self.which[k]].sample(int(self.number[k]))
+        part, number = self._place(k)
+        return part.sample(number)
 
     def spans(self, k: int) -> list[TextSpan]:
         """Where its tokens are."""
-        return self.parts[self.which[k]].spans(int(self.number[k]))
+        part, number = self._place(k)
+        return part.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """The file that holds them."""
+        part, number = self._place(k)
+        return part.file_of(number)
+
+
+class Epochs:
+    """`num_samples` samples of blends of equal length, one after the other."""
+
+    def __init__(self, epochs: list[Blend], num_samples: int):
+        self.epochs, self.num_samples = epochs, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _place(self, k: int) -> tuple[Blend, int]:
+        epoch, number = divmod(k, len(self.epochs[0]))
+        return self.epochs[epoch], number
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
+        blend, number = self._place(k)
+        return blend.sample(number)
+
+    def spans(self, k: int) -> list[TextSpan]:
+        """Where its tokens are."""
+        blend, number = self._place(k)
+        return blend.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """The file that holds them."""
+        blend, number = self._place(k)
+        return blend.file_of(number)
 
 
 def normalise(weights: Sequence[float]) -> list[float]:

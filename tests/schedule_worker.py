@@ -79,12 +79,13 @@ def run(case: dict, context) -> dict:
     stages = nn.ModuleList(Stage(factory, config.model, layout, specs[s]) for s in own)
     optimizer = Optimizer(stages, factory, config.training, layout)
     pipeline = Pipeline(dict(zip(own, stages)), factory, config)
-    state = trainer.TrainState(config, factory, specs, stages, pipeline, optimizer)
+    reader = data.BatchReader(config, mesh.dp.rank, context.device)
+    state = trainer.TrainState(config, factory, specs, stages, pipeline, optimizer, reader)
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, config.training.seed)
     losses, norms = [], []
     for iteration in range(STEPS):
         consumed = iteration * config.training.global_batch_size
-        batches = data.batches(samples, consumed, layout, mesh.dp.rank, context.device)
+        batches = reader.batches(samples, consumed, config)
         targets = config.training.global_batch_size * config.model.seq_length
         weight = optimizer.begin_step(targets, micro_batches)
         total = config.total_samples

@@ -65,7 +65,7 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
     assert tokenizer.get_vocab_size() == 300
     assert sorted(os.listdir(tmp_path / "new")) == ["c.bin", "c.idx", "c.tokenizer.json"]
     printed = capsys.readouterr().out
-    tokens = len(IndexedDataset(str(tmp_path / "new" / "c")).tokens)
+    tokens = IndexedDataset(str(tmp_path / "new" / "c")).tokens
     per_token = sum(len(text.encode()) for text in documents) / tokens
     assert f"8 documents, {tokens:,} tokens, {per_token:.2f} bytes/token" in printed
     assert "skipped 1 not in UTF-8, 1 empty" in printed
