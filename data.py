@@ -97,7 +97,7 @@ def build(config: Config) -> Splits:
         return Splits(streams[0], others[0], others[1])
     corpora = Corpora(config)
     samples = corpora.split(0, config.total_samples)
-    about = corpora.describe(samples)
+    about = corpora.describe()
     if not evaluated:
         return Splits(samples, None, None, about)
     validation = corpora.split(1, evaluated)
@@ -138,12 +138,9 @@ class Corpora:
             name = f"{num_samples:,} {SPLITS[number]} samples"
             raise UserError(f"no memory for the order of {name}") from None
 
-    def describe(self, samples: Samples) -> str:
-        """How tokens are read and where the order comes from, for the start of a run."""
-        parts = samples.parts if isinstance(samples, Blend) else [samples]
-        built = any(part.found.built for part in parts if isinstance(part, GPTSamples))
-        where = f"{'built into' if built else 'mapped from'} {self.cache.folder}"
-        order = f"{self.config.data.order} order {where if self.cache.folder else 'in memory'}"
+    def describe(self) -> str:
+        """How tokens are read and where orders are kept, for the start of a run."""
+        order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
     def _part(
