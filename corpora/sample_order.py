@@ -88,10 +88,11 @@ class GPTSamples:
     def spans(self, k: int) -> list[TextSpan]:
         """Where sample k's tokens are, in order; none is empty."""
         prefix, document_of = self.dataset.prefix, self.dataset.document_of
-        cuts = zip(*self._cuts(k))
+        sequences, offsets, lengths = self._cuts(k)
+        cuts = zip(sequences.tolist(), offsets, lengths)
         return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in cuts if cut[2]]
 
-    def _cuts(self, k: int) -> tuple[list[int], list[int], list[int]]:
+    def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
         """Sequences, first tokens and numbers of tokens of sample k's cuts, some maybe empty.
 
         UserError if a mapped file has become shorter.
@@ -100,22 +101,24 @@ class GPTSamples:
         self.dataset.check_size()
         row = int(self.shuffle_index[k])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
-        if first == last:  # the token at the next sample's start is this one's last label
-            return [int(self.document_index[first])], [begin], [end + 1 - begin]
         sequences = self.document_index[first : last + 1]
+        if first == last:  # the token at the next sample's start is this one's last label
+            return sequences, [begin], [end + 1 - begin]
         lengths = self.dataset.lengths[sequences].tolist()
         lengths[0] -= begin
         lengths[-1] = end + 1
-        return sequences.tolist(), [begin] + [0] * (last - first), lengths
+        return sequences, [begin] + [0] * (last - first), lengths
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of sample k: (seq_length + 1,), int64; UserError for one past the vocabulary."""
-        tokens = self.dataset.read(*self._cuts(k)).astype(np.int64)  # (seq_length + 1,)
-        # Negative ids are huge as unsigned ones, so that one pass finds both mistakes.
+        tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
-        if limit is not None and tokens.view(np.uint64).max() >= limit:
-            self._refuse(k, limit)
-        return tokens
+        if limit is not None:
+            # Negative ids are huge as unsigned ones, so that one pass finds both mistakes.
+            unsigned = tokens.view(self.dataset.unsigned)
+            if unsigned.max() >= limit:
+                self._refuse(k, limit)
+        return tokens.astype(np.int64)
 
     def _refuse(self, k: int, limit: int) -> None:
         """Raise the UserError that says where in the corpus a foreign token id is."""

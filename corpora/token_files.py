@@ -54,6 +54,7 @@ class IndexedDataset:
         self._index, self._tokens = _map(self._index_path), _open(self._tokens_path)
         weakref.finalize(self, os.close, self._tokens)
         self.token_type, sequences, boundaries = self._read_header(self._index.bytes)
+        self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
         places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
         # An array of modes (one byte per sequence) may follow; text does not use it.
         raw = self._index.bytes
@@ -85,17 +86,18 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {size}")
-        return self.read([sequence], [offset], [length])
+        return self.read(np.array([sequence]), [offset], [length])
 
-    def read(self, sequences: list[int], offsets: list[int], lengths: list[int]) -> np.ndarray:
+    def read(self, sequences: np.ndarray, offsets: list[int], lengths: list[int]) -> np.ndarray:
         """Tokens of several cuts (sequence, first token, number of tokens), one after the other.
 
         UserError, with the file's name, if it has become shorter or cannot be read.
         """
-        width, starts = self.token_type.itemsize, self.offsets[sequences].tolist()
+        width, starts = self.unsigned.itemsize, self.offsets[sequences].tolist()
+        file, pread = self._tokens, os.pread
         try:
             parts = [
-                os.pread(self._tokens, width * length, start + width * offset)
+                pread(file, width * length, start + width * offset)
                 for start, offset, length in zip(starts, offsets, lengths)
             ]
         except OSError as error:
