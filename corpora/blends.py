@@ -1,7 +1,7 @@
 """Samples of several corpora mixed by weight, in Megatron's order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,8 @@ from config.messages import UserError
 from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
 
+# Comparisons from which on compiling is worth its second; about as many take numpy that long.
+WORTH_COMPILING = 3 * 10**7
 RULE = 1  # version of `blend_order`: cached orders of another one are not used
 
 
@@ -19,16 +21,54 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
     most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
 
-    One sample after the other, that is slow in Python. Instead, chunks of about sqrt(size) samples
-    advance side by side, each from a guess of what was taken before it. A chunk whose guess is not
-    what the chunk before it ended with runs again, until there is none: then the result is the
-    sequential one, exactly. The rule corrects itself, so this takes two or three passes.
+    One sample after the other, that is slow in Python: numba compiles it where it is installed and
+    the order is long, else `by_chunks` gives the same.
+    """
+    if size * len(shares) >= WORTH_COMPILING:
+        try:
+            import numba
+        except ImportError:
+            return by_chunks(shares, size)
+        return one_by_one(shares, size, numba.njit(_fill))
+    return by_chunks(shares, size)
+
+
+def one_by_one(
+    shares: list[float], size: int, fill: Callable[..., None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_order` by `_fill`, as it is or compiled."""
+    which, number = np.empty(size, np.int16), np.empty(size, _number_type(size))
+    fill(np.asarray(shares, np.float64), np.zeros(len(shares)), which, number)
+    return which, number
+
+
+def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.ndarray) -> None:
+    for i in range(len(which)):
+        position, chosen = float(max(i, 1)), 0
+        most = shares[0] * position - taken[0]
+        for part in range(1, len(shares)):
+            below = shares[part] * position - taken[part]
+            if below > most:
+                most, chosen = below, part
+        which[i] = chosen
+        number[i] = taken[chosen]
+        taken[chosen] += 1
+
+
+def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_order` in numpy.
+
+    Chunks of about sqrt(size) samples advance side by side, each from a guess of what was taken
+    before it. A chunk whose guess is not what the chunk before it ended with runs again, until
+    there is none: then the result is the sequential one, exactly. The rule corrects itself, so
+    this takes a few passes; more where shares are much smaller than 1 / sqrt(size).
     """
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1
     chunks = -(-size // steps)
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
     which = np.empty((chunks, steps), np.int16)
+    number = np.empty((chunks, steps), _number_type(size))
     stale = np.arange(chunks)
     while len(stale):
         taken, every = starts[stale], np.arange(len(stale))
@@ -36,19 +76,18 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)
             which[stale, step] = chosen
+            number[stale, step] = taken[every, chosen]
             taken[every, chosen] += 1
         inner = stale + 1 < chunks
         following, taken = stale[inner] + 1, taken[inner]
         changed = (starts[following] != taken).any(axis=1)
         starts[following] = taken
         stale = following[changed]
-    flat = which.reshape(-1)[:size]
-    # The number within its part: the position among the equal entries.
-    order = np.argsort(flat, kind="stable")
-    first = np.searchsorted(flat[order], np.arange(len(weights)))
-    number = np.empty(size, np.int64)
-    number[order] = np.arange(size) - first[flat[order]]
-    return flat, number
+    return which.reshape(-1)[:size], number.reshape(-1)[:size]
+
+
+def _number_type(size: int) -> type[np.signedinteger]:
+    return np.int32 if size <= np.iinfo(np.int32).max else np.int64
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:

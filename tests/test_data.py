@@ -1,6 +1,7 @@
 """Samples and batches: bit for bit those of megatron-core, and the same in every layout."""
 
 import itertools
+import sys
 import tempfile
 import warnings
 from collections import OrderedDict
@@ -255,10 +256,25 @@ def test_blend_order_is_megatrons(megatron, weights, size):
     weights = blends.normalise(weights)
     which, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron.build_blending_indices(which, number, weights, len(weights), size, False)
-    ours = blend_order(weights, size)
-    assert np.array_equal(ours[0], which)
-    assert np.array_equal(ours[1], number)
-    assert (ours[0].dtype, ours[1].dtype) == (which.dtype, number.dtype)
+    for ours in (blend_order(weights, size), blends.one_by_one(weights, size, blends._fill)):
+        assert np.array_equal(ours[0], which)
+        assert np.array_equal(ours[1], number)
+        assert (ours[0].dtype, ours[1].dtype) == (which.dtype, np.int32)
+
+
+def test_a_long_blend_is_compiled_where_numba_is_installed(monkeypatch):
+    """By a stand-in for numba, because the tests do not need it; without it numpy does the work."""
+    shares, compiled = blends.normalise([1.0, 2.0, 1e-3]), []
+    expected = blends.by_chunks(shares, 1000)
+    stand_in = SimpleNamespace(njit=lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(blends, "WORTH_COMPILING", 3000)
+    for numba, uses in ((stand_in, [blends._fill]), (None, [])):
+        compiled.clear()
+        monkeypatch.setitem(sys.modules, "numba", numba)
+        for size in (999, 1000):
+            ours = blend_order(shares, size)
+            assert all(np.array_equal(a, b[:size]) for a, b in zip(ours, expected, strict=True))
+            assert compiled == (uses if size == 1000 else [])
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.6, 0.1], [1, 5, 3]])
