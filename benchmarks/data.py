@@ -36,7 +36,7 @@ from corpora.mapped_files import ArrayCache
 from corpora.sample_order import GPTSamples
 from corpora.token_files import HEADER, MAGIC, VERSION, IndexedDataset
 
-LENGTH, SEED, VOCAB = 2048, 1234, 50257
+LENGTH, SEED, VOCAB = 2048, 1234, 8192
 warnings.simplefilter("ignore")  # megatron-core misses Apex and Transformer Engine
 
 
@@ -223,8 +223,8 @@ def measure_steps(prefix: str, folder: Path, steps: int) -> None:
 
     Variants take turns, so that the load of the machine is the same for all.
     """
-    words = f"--layers 4 --hidden 512 --heads 8 --seq-length {LENGTH} --vocab-size {VOCAB}"
-    words += f" --data {prefix} --split 1 --steps {10 * steps} --global-batch-size 4"
+    words = f"--layers 4 --hidden 256 --heads 4 --seq-length 512 --vocab-size {VOCAB}"
+    words += f" --data {prefix} --split 1 --steps {10 * steps} --global-batch-size 8"
     words += f" --micro-batch-size 2 --cache {folder / 'cache'}"
     config = validation.check(parse(words.split()), 1)
     state, samples = trainer.build(config), data.build(config).train
@@ -235,7 +235,7 @@ def measure_steps(prefix: str, folder: Path, steps: int) -> None:
         return own(*place)
 
     def late(*place):
-        time.sleep(0.02 / 4.4)  # a sample of 2,049 tokens is read in 4.4 cuts
+        time.sleep(0.02 / 1.85)  # a sample of 513 tokens is read in 1.85 cuts
         return own(*place)
 
     variants = {"warm": own, "always cold": cold, "20 ms late": late}
@@ -244,10 +244,10 @@ def measure_steps(prefix: str, folder: Path, steps: int) -> None:
     for turn in range(steps):
         for name, read in variants.items():
             token_files.os.pread = read
-            for repeat in range(6):  # what was read ahead is of the variant before: not counted
+            for repeat in range(5):  # what was read ahead is of the variant before: not counted
                 took = seconds(trainer.step, state, samples, consumed, 1e-4)
-                consumed += 4
-                times[name] += [took] if repeat >= 4 and turn else []
+                consumed += 8
+                times[name] += [took] if repeat >= 2 and turn else []
     token_files.os.pread = own
     for name, taken in times.items():
         row(f"step, {name}, against warm", "s", taken, times["warm"])
