@@ -202,8 +202,10 @@ def sample_starts(
         ends = passed + np.cumsum(sizes, dtype=np.int64)
         passed = int(ends[-1])
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
+        # The last row that starts before each sequence ends; none starts in an empty one.
+        last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
+        found = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
-        found = np.searchsorted(ends, tokens, side="right")  # skips the empty sequences
         starts[row:stop, 0] = begin + found
         starts[row:stop, 1] = tokens - (ends[found] - sizes[found])
         row = stop
