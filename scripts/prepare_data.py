@@ -5,9 +5,9 @@
     python scripts/prepare_data.py --out data/new --tokenizer data/books.tokenizer.json new/
 
 A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a table are one (all
-formats: scripts/text_sources.py). Documents are shuffled
-with a fixed seed, so that a split by range is a random one, and each ends with the end-of-document
-token. The outputs are OUT.bin and OUT.idx (format: corpora/token_files.py) and OUT.tokenizer.json.
+formats: scripts/text_sources.py). Documents are shuffled with a fixed seed, so that a split by
+range is a random one, and each ends with the end-of-document token. The outputs are OUT.bin and
+OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json and OUT.sha256 (scripts/corpus.py).
 
 Texts are read twice, to train the tokenizer and to encode, and are not held in memory.
 """
@@ -36,6 +36,7 @@ with messages.installed():
     from config.messages import Parser, UserError, exit_with
     from config.validation import check_folder
     from corpora.token_files import IndexedDatasetWriter
+    from scripts.corpus import write_checksums
     from scripts.text_sources import (
         LINES,
         SHOWN,
@@ -51,7 +52,7 @@ with messages.installed():
 MOST_IDS = 2**22  # of a new tokenizer: more than any text needs, and its trainer allocates them all
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 BATCH_BYTES = 1 << 22  # text encoded at a time: enough for all cores
-PIECE = 1 << 20  # characters of a long document that are encoded as one text
+PIECE, AT_ONCE = 1 << 17, 16  # characters of a piece of a long document; pieces encoded at a time
 
 
 class Texts:
@@ -202,9 +203,9 @@ def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int
     for text in progress.track(texts, len(texts), description="encoding"):
         if text is None:
             continue
-        if cuts and len(text) > 2 * PIECE:
+        if cuts and len(text) > AT_ONCE * PIECE:
             flush()
-            writer.add_document(np.append(_encode_long(text, tokenizer), end))
+            writer.add_document(np.append(_encode_long(text, tokenizer), np.int32(end)))
             total += len(text.encode())
             continue
         batch.append(text)
@@ -230,13 +231,17 @@ def _encode_long(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
     A piece ends before a single space between two words, where a token ends too.
     """
-    found, begin, boundary = [], 0, re.compile(r"(?<=\w)(?= \w)")
+    pieces, begin, boundary = [], 0, re.compile(r"(?<=\w)(?= \w)")
     while begin < len(text):
         place = boundary.search(text, begin + PIECE)
         stop = place.start() if place else len(text)
-        pieces = tokenizer.encode_batch_fast([text[begin:stop]], add_special_tokens=False)
-        found.append(np.array(pieces[0].ids, np.int32))
+        pieces.append((begin, stop))
         begin = stop
+    found = []
+    for first in range(0, len(pieces), AT_ONCE):
+        batch = [text[begin:stop] for begin, stop in pieces[first : first + AT_ONCE]]
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        found += [np.array(encoding.ids, np.int32) for encoding in encodings]
     return np.concatenate(found)
 
 
@@ -318,8 +323,10 @@ def prepare(texts: Texts, options: argparse.Namespace, begin: float) -> None:
                 raise UserError(f"none of the {len(texts)} documents has text in UTF-8")
             texts.bad.write(options.out + ".bad.txt")
             # An older corpus of this name must not remain beside the new tokenizer.
-            Path(options.out + ".idx").unlink(missing_ok=True)
+            for suffix in (".idx", ".sha256"):
+                Path(options.out + suffix).unlink(missing_ok=True)
             tokenizer.save(options.out + ".tokenizer.json")
+    write_checksums(options.out)
     seconds = time.perf_counter() - begin
     print(
         f"{options.out}: {writer.documents:,} documents, {writer.tokens:,} tokens, "

@@ -68,7 +68,12 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
     assert sorted(back) == documents
     assert back != documents  # shuffled
     assert tokenizer.get_vocab_size() == 300
-    assert sorted(os.listdir(tmp_path / "new")) == ["c.bin", "c.idx", "c.tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "c.bin",
+        "c.idx",
+        "c.sha256",
+        "c.tokenizer.json",
+    ]
     printed = capsys.readouterr().out
     tokens = IndexedDataset(str(tmp_path / "new" / "c")).tokens
     per_token = sum(len(text.encode()) for text in documents) / tokens
@@ -197,6 +202,35 @@ def test_every_format_gives_the_same_documents(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.glob("*partial*"))
 
 
+def test_parquet_arrow_and_zstandard(tmp_path):
+    """A folder as `datasets` writes it, too; a row without a text is bad."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet, zstandard = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("zstandard")
+    folder, texts = tmp_path / "texts", [f"row {i} Grüße" for i in range(3000)]
+    folder.mkdir()
+    table = arrow.table({"id": range(3000), "text": texts})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=700)
+    with arrow.ipc.new_stream(str(folder / "b.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    with arrow.ipc.new_file(str(folder / "c.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    packed = zstandard.ZstdCompressor().compress("\n".join(texts).encode())
+    (folder / "d.txt.zst").write_bytes(packed)
+    (folder / "state.json").write_text("{}")
+    prepare(tmp_path / "c", "--vocab-size", 300, folder)
+    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts * 3, "\n".join(texts)])
+    parquet.write_table(arrow.table({"text": ["a", None]}), tmp_path / "e.parquet")
+    with pytest.raises(UserError, match=r"e\.parquet:2 has a NoneType as 'text', not a text"):
+        prepare(tmp_path / "c", tmp_path / "e.parquet")
+    with pytest.raises(UserError, match=r"e\.parquet has no column 'body', but text"):
+        prepare(tmp_path / "c", "--json-key", "body", tmp_path / "e.parquet")
+    (tmp_path / "f.txt.zst").write_bytes(packed[:9] + b"xx" + packed[11:-3])
+    (tmp_path / "g.parquet").write_bytes(b"PAR1" + bytes(100))
+    for name in ("f.txt.zst", "g.parquet"):
+        with pytest.raises(UserError, match="is damaged, or not what its name says"):
+            prepare(tmp_path / "c", tmp_path / name)
+
+
 def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
     good = json.dumps({"text": "good"})
     bad = ['{"text": "cut', '{"body": 1}', '{"text": 7}', '{"text": "\\ud800"}', "[" * 100_000]
@@ -222,6 +256,7 @@ def test_a_long_document_is_encoded_in_pieces_to_the_same_tokens(tmp_path, monke
     (tmp_path / "a.txt").write_text(text)
     prepare(tmp_path / "whole", "--vocab-size", 400, tmp_path / "a.txt")
     sizes = []
+    monkeypatch.setattr(prepare_data, "AT_ONCE", 3)
     for piece in (1, 7, 1000):
         monkeypatch.setattr(prepare_data, "PIECE", piece)
         prepare(tmp_path / "pieces", "--vocab-size", 400, tmp_path / "a.txt")
