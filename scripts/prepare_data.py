@@ -21,7 +21,9 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,7 +40,6 @@ with messages.installed():
     from corpora.token_files import IndexedDatasetWriter
     from scripts.corpus import write_checksums
     from scripts.text_sources import (
-        LINES,
         SHOWN,
         WHOLE,
         BadTexts,
@@ -51,8 +52,9 @@ with messages.installed():
 
 MOST_IDS = 2**22  # of a new tokenizer: more than any text needs, and its trainer allocates them all
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-BATCH_BYTES = 1 << 22  # text encoded at a time: enough for all cores
-PIECE, AT_ONCE = 1 << 17, 16  # characters of a piece of a long document; pieces encoded at a time
+BATCH_BYTES = 1 << 20  # text encoded at a time: enough for all cores
+MOST_OPEN = 64  # files of lines
+PIECE, AT_ONCE = 1 << 16, 16  # characters of a piece of a long document; pieces encoded at a time
 
 
 class Texts:
@@ -64,7 +66,9 @@ class Texts:
     def __init__(self, paths: list[Path], json_key: str, shuffle_seed: int, bad: BadTexts):
         self.paths, self.json_key, self.bad = paths, json_key, bad
         self.undecodable = self.empty = 0
-        lines = [_line_starts(path) if kind_of(path) in LINES else [0] for path in paths]
+        self._whole = [kind_of(path) in WHOLE for path in paths]
+        self._open: dict[Path, BinaryIO] = {}
+        lines = [[0] if whole else _line_starts(path) for path, whole in zip(paths, self._whole)]
         counts = [len(starts) for starts in lines]
         order = np.random.RandomState(shuffle_seed).permutation(sum(counts))
         self._file = np.repeat(np.arange(len(paths), dtype=np.int32), counts)[order]
@@ -78,7 +82,7 @@ class Texts:
         self.undecodable = self.empty = 0
         for file, offset in zip(self._file, self._offset):
             try:
-                text = self._read(self.paths[file], int(offset))
+                text = self._read(file, int(offset))
             except UnicodeDecodeError:
                 self.undecodable += 1
                 yield None
@@ -86,12 +90,17 @@ class Texts:
             self.empty += text is not None and not text.strip()
             yield text if text and text.strip() else None
 
-    def _read(self, path: Path, offset: int) -> str | None:
-        if kind_of(path) in WHOLE:
+    def _read(self, number: int, offset: int) -> str | None:
+        path = self.paths[number]
+        if self._whole[number]:
             return path.read_bytes().decode("utf-8")
-        with open(path, "rb") as file:
-            file.seek(offset)
-            line = file.readline()
+        if path not in self._open:
+            if len(self._open) == MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[path] = open(path, "rb")  # noqa: SIM115 (closed when others are needed)
+        file = self._open[path]
+        file.seek(offset)
+        line = file.readline()
         # Where a line is takes long to find, so only if it is bad.
         found = BadTexts(limit=1)
         text = parse_line(line, "", self.json_key, found)
@@ -193,28 +202,53 @@ def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int
     # A text that contains the name of a special token must not end a document.
     tokenizer.encode_special_tokens = True
     cuts = _is_cut_at_spaces(tokenizer)
-    total, size, batch = 0, 0, []
 
-    def flush() -> None:
+    def encoded(batch: list[str]) -> tuple[np.ndarray, list[int]]:
+        ids: list[int] = []
+        lengths = []
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            writer.add_document(np.append(encoding.ids, end))
-        batch.clear()
+            own = encoding.ids
+            ids += own
+            ids.append(end)
+            lengths.append(len(own) + 1)
+        return np.array(ids, np.int64), lengths
 
-    for text in progress.track(texts, len(texts), description="encoding"):
+    total, waiting = 0, []
+    with ThreadPoolExecutor(1) as thread:  # the library's own threads run while texts are read
+        for batch in _batches(progress.track(texts, len(texts), description="encoding")):
+            total += sum(len(text.encode()) for text in batch)
+            for ids, lengths in (future.result() for future in waiting):
+                writer.add_documents(ids, lengths)
+            waiting = []
+            if len(batch) == 1 and cuts and len(batch[0]) > AT_ONCE * PIECE:
+                ids = _encode_long(batch[0], tokenizer)
+                writer.add_document(np.append(ids, np.int32(end)))
+            else:
+                waiting = [thread.submit(encoded, batch)]
+        for ids, lengths in (future.result() for future in waiting):
+            writer.add_documents(ids, lengths)
+    return total
+
+
+def _batches(texts) -> Iterator[list[str]]:
+    """Texts of about BATCH_BYTES together; a long one is alone. None is left out."""
+    batch, size = [], 0
+    for text in texts:
         if text is None:
             continue
-        if cuts and len(text) > AT_ONCE * PIECE:
-            flush()
-            writer.add_document(np.append(_encode_long(text, tokenizer), np.int32(end)))
-            total += len(text.encode())
+        if len(text) > AT_ONCE * PIECE:
+            if batch:
+                yield batch
+            yield [text]
+            batch, size = [], 0
             continue
         batch.append(text)
-        size += len(text.encode())
+        size += len(text)
         if size >= BATCH_BYTES:
-            flush()
-            total, size = total + size, 0
-    flush()
-    return total + size
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _is_cut_at_spaces(tokenizer: Tokenizer) -> bool:
