@@ -10,6 +10,7 @@ epoch by itself, so that a longer run reads what a shorter one did, and then mor
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,17 +64,21 @@ class GPTSamples:
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # exact, where floats round
-        # Samples in the first 0, 1, 2, ... epochs.
-        samples = [(max(0, e * tokens - 1)) // seq_length for e in range(self.epochs + 1)]
-        mixed = _mixed_epochs(samples, wanted) if order == "megatron" else range(self.epochs + 1)
-        cuts = [samples[e] for e in mixed], [e * len(sequences) for e in mixed]
+        cuts: list[int] | range = range(self.epochs + 1)  # epochs between which nothing is mixed
+        if order == "megatron":
+            samples = [max(0, e * tokens - 1) // seq_length for e in (1, self.epochs - 1)]
+            last = self.epochs > 1 and wanted - samples[1] < int(0.80 * samples[0])
+            # If less than 80 % of the last epoch is wanted, it is shuffled by itself and comes
+            # last: mixed with the others, its unread part would be missing from their text too.
+            cuts = [0, self.epochs - 1, self.epochs] if last else [0, self.epochs]
         facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
         facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
+        facts |= {"epochs": self.epochs, "cuts": len(cuts)}
 
         def build() -> dict[str, np.ndarray]:
-            return _build(dataset, sequences, seq_length, seed, order, *cuts)
+            return _build(dataset, sequences, seq_length, seed, order, cuts)
 
-        self.found = (cache or ArrayCache()).find(facts | {"cuts": cuts}, build)
+        self.found = (cache or ArrayCache()).find(facts, build)
         self.document_index = self.found.arrays["document_index"]
         self.sample_index = self.found.arrays["sample_index"]
         self.shuffle_index = self.found.arrays["shuffle_index"]
@@ -131,19 +136,6 @@ class GPTSamples:
                 raise UserError(f"{found}, but vocab-size is {limit}")
 
 
-def _mixed_epochs(samples: list[int], wanted: int) -> list[int]:
-    """Megatron's: the epochs between which its shuffles do not mix, as [0, E] or [0, E - 1, E].
-
-    samples: in the first 0, 1, ... epochs. If less than 80 % of the last epoch is wanted, it is
-    shuffled by itself and comes last: mixed with the others, its unread part would be missing from
-    their text as well.
-    """
-    epochs = len(samples) - 1
-    if epochs > 1 and wanted - samples[-2] < int(0.80 * samples[1]):
-        return [0, epochs - 1, epochs]
-    return [0, epochs]
-
-
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:
     """Tokens in a range of sequences; UserError if they are too few for one sample."""
     tokens = dataset.tokens_in(sequences)
@@ -161,10 +153,9 @@ def _build(
     seq_length: int,
     seed: int,
     order: str,
-    samples: list[int],
-    documents: list[int],
+    cuts: Sequence[int],
 ) -> dict[str, np.ndarray]:
-    """The three arrays of an order; samples, documents: where they are cut for the shuffles.
+    """The three arrays of an order; cuts: the epochs between which the shuffles do not mix.
 
     Megatron's generator draws for the documents, then for the samples, so all samples depend on
     the number of epochs. In the stable order each has one of its own, and each epoch is shuffled
@@ -172,9 +163,10 @@ def _build(
     """
     first = np.random.RandomState(seed if order == "megatron" else [seed, 0])
     second = first if order == "megatron" else np.random.RandomState([seed, 1])
-    kind, epochs = _index_type(len(dataset)), documents[-1] // len(sequences)
-    document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), epochs)
-    _shuffle(document_index, documents, first)
+    kind, tokens = _index_type(len(dataset)), dataset.tokens_in(sequences)
+    document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), cuts[-1])
+    _shuffle(document_index, [e * len(sequences) for e in cuts], first)
+    samples = [max(0, e * tokens - 1) // seq_length for e in cuts]
     total = samples[-1]
     shuffle_index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
     sample_index = sample_starts(dataset.lengths, document_index, seq_length, total)
