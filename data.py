@@ -5,28 +5,34 @@ PREFIX.bin, PREFIX.idx   tokens on disk                            corpora/token
     |  a split is a range of sequences: [train | validation | test]
     v
 samples                  in Megatron's order, or blended           corpora/sample_order.py
-    |
+    |                                                              corpora/mapped_files.py: cache
     v
 step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that order
 """
 
 import math
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from config.messages import UserError
 from config.schema import Config, Layout
-from corpora.blends import Blend, blend_order, normalise, parse_blend
-from corpora.sample_order import SPLITS, GPTSamples, TextSpan, split_ranges, tokens_per_epoch
+from corpora.blends import Blend, Epochs, find_blend_order, normalise, parse_blend
+from corpora.mapped_files import ArrayCache
+from corpora.prefetch import AHEAD, READERS, Prefetcher
+from corpora.sample_order import (
+    SPLITS,
+    GPTSamples,
+    TextSpan,
+    TooFewTokens,
+    split_ranges,
+    tokens_per_epoch,
+)
 from corpora.token_files import IndexedDataset
 
-Result = TypeVar("Result")
 # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
 SURPLUS = 0.005
 
@@ -53,142 +59,207 @@ class Synthetic:
         """None: there is no text."""
         return []
 
+    def file_of(self, k: int) -> str:
+        """None: a name for messages."""
+        return "synthetic"
+
 
 # What a batch is made of: sample k is the same on every rank and in every layout.
-Samples = Synthetic | GPTSamples | Blend
+Samples = Synthetic | GPTSamples | Blend | Epochs
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples of a run; None where the run reads none."""
+    """The samples of a run; None where the run reads none.
+
+    source: how they are read and where their order comes from. notes: what the user should know.
+    """
 
     train: Samples
     validation: Samples | None
     test: Samples | None
+    source: str = "synthetic tokens"
+    notes: tuple[str, ...] = ()
 
 
 def build(config: Config) -> Splits:
     """The samples that a run needs: all of its steps, and one evaluation.
 
     Every evaluation reads the same first eval_samples, so that two evaluations differ only by the
-    model. The test split is built if --split gives it a share. UserError on bad data or shares.
+    model. The test split is built if --split gives it a share and it holds a sample. UserError on
+    bad data or shares.
     """
-    model, text = config.model, config.data
-    tested, evaluated = True, text.eval_samples
-    if text.data == ("synthetic",):
-
-        def split(i: int, count: int) -> Samples:
-            return Synthetic(model.vocab_size, model.seq_length, config.training.seed, i)
-
-    else:
-        prefixes, weights = parse_blend(text.data)
-        datasets = [IndexedDataset(prefix) for prefix in prefixes]
-        ranges = [split_ranges(text.split, len(dataset)) for dataset in datasets]
-        tested = any(parts[SPLITS.index("test")] for parts in ranges)
-
-        def split(i: int, count: int) -> Samples:
-            try:
-                return _build_split(datasets, [r[i] for r in ranges], weights, count, config)
-            except UserError as error:
-                raise UserError(f"{SPLITS[i]} samples (--split {text.split}): {error}") from None
-            except MemoryError:
-                raise UserError(
-                    f"no memory for the order of {count:,} {SPLITS[i]} samples"
-                ) from None
-
-    return Splits(
-        train=split(0, config.total_samples),
-        validation=split(1, evaluated) if evaluated else None,
-        test=split(2, evaluated) if evaluated and tested else None,
-    )
+    evaluated = config.data.eval_samples
+    if config.data.data == ("synthetic",):
+        model, seed = config.model, config.training.seed
+        streams = [Synthetic(model.vocab_size, model.seq_length, seed, i) for i in range(3)]
+        others = streams[1:] if evaluated else [None, None]
+        return Splits(streams[0], others[0], others[1])
+    corpora = Corpora(config)
+    samples = corpora.split(0, config.total_samples)
+    about = corpora.describe()
+    if not evaluated:
+        return Splits(samples, None, None, about)
+    validation = corpora.split(1, evaluated)
+    if not any(ranges[SPLITS.index("test")] for ranges in corpora.ranges):
+        return Splits(samples, validation, None, about)
+    try:
+        return Splits(samples, validation, corpora.split(2, evaluated), about)
+    except TooFewTokens as error:
+        return Splits(samples, validation, None, about, (f"no test loss: {error}",))
 
 
-def _build_split(
-    datasets: list[IndexedDataset],
-    sequences: list[range],
-    weights: list[float] | None,
-    num_samples: int,
-    config: Config,
-) -> Samples:
-    """Samples of one split: of the only corpus, or of a blend.
+class Corpora:
+    """The token files of a run, and its splits of them.
 
-    The order of a part depends on how much is requested of it, so that follows Megatron's rule
-    (blended_megatron_dataset_builder.py): with weights, its share and some surplus; without, one
-    epoch, and parts are mixed by the samples in it. Where that falls short of what the blend
-    takes, where Megatron fails, what is taken is requested.
-    """
-    length, seed, vocab = config.model.seq_length, config.training.seed, config.model.vocab_size
-    if weights is None and len(datasets) == 1:
-        return GPTSamples(datasets[0], sequences[0], num_samples, length, seed, vocab)
-    epoch = [(tokens_per_epoch(d, s, length) - 1) // length for d, s in zip(datasets, sequences)]
-    shares = normalise(epoch if weights is None else weights)
-    # Megatron normalises given weights once for the requests and once more for the order.
-    which, number = blend_order(shares if weights is None else normalise(shares), num_samples)
-    surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
-    requests = epoch if weights is None else surplus
-    taken = np.bincount(which, minlength=len(datasets)).tolist()
-    parts = [
-        GPTSamples(dataset, own, max(request, count), length, seed, vocab)
-        for dataset, own, request, count in zip(datasets, sequences, requests, taken)
-    ]
-    return Blend(parts, which, number)
-
-
-def batches(
-    samples: Samples, first: int, layout: Layout, dp_rank: int, device: torch.device, count: int = 0
-) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    """The function that gives a replica's micro-batches, by index, of the global batch that starts
-    at sample `first`: tokens and labels as `micro_batch` makes them, on the device.
-
-    For a GPU a thread reads the next of `count` while this one is computed.
+    ranges: by corpus, the sequences of each split. UserError on bad data or shares.
     """
 
-    def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return micro_batch(samples, first, index, layout, dp_rank)
+    def __init__(self, config: Config):
+        self.config, self.cache = config, ArrayCache(config.data.cache_folder)
+        prefixes, self.weights = parse_blend(config.data.data)
+        self.datasets = [IndexedDataset(prefix, self.cache) for prefix in prefixes]
+        self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
-    if device.type != "cuda":
-        return read
-    take = read_ahead(read, count)
+    def split(self, number: int, num_samples: int) -> Samples:
+        """At least so many samples of a split: of the only corpus, or of a blend."""
+        ranges = [own[number] for own in self.ranges]
+        try:
+            if self.weights is None and len(self.datasets) == 1:
+                return self._part(0, ranges, num_samples)
+            if self.weights is None:
+                return self._by_size(ranges, num_samples)
+            return self._by_weight(self.weights, ranges, num_samples)
+        except UserError as error:
+            raise type(error)(
+                f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
+            ) from None
+        except MemoryError:
+            name = f"{num_samples:,} {SPLITS[number]} samples"
+            raise UserError(f"no memory for the order of {name}") from None
 
-    def batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # torch gives pinned memory away again only when the copy from it has ended.
-        tokens, labels = (t.pin_memory().to(device, non_blocking=True) for t in take(index))
-        return tokens, labels
+    def describe(self) -> str:
+        """How tokens are read and where orders are kept, for the start of a run."""
+        order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
+        return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
-    return batch
+    def _part(
+        self, i: int, ranges: list[range], count: int | None, seed: int | None = None
+    ) -> GPTSamples:
+        config = self.config
+        seed = config.training.seed if seed is None else seed
+        about = config.model.seq_length, seed, config.model.vocab_size, config.data.order
+        return GPTSamples(self.datasets[i], ranges[i], count, *about, self.cache)
+
+    def _by_weight(self, weights: list[float], ranges: list[range], num_samples: int) -> Blend:
+        """A blend whose parts are requested as Megatron does: their share and some surplus.
+
+        The order of a part depends on how much is requested of it. Where that falls short of what
+        the blend takes, where Megatron fails, what is taken is requested.
+        """
+        shares = normalise(weights)
+        # Megatron normalises given weights once for the requests and once more for the order.
+        order = find_blend_order(normalise(shares), num_samples, self.cache)
+        surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
+        requests = [max(pair) for pair in zip(surplus, order.taken)]
+        return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
+
+    def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
+        """Parts mixed by the samples in them, an epoch of each, as Megatron does; further epochs,
+        which Megatron has none of, are the same with each part in the order of another seed.
+        """
+        length, seed = self.config.model.seq_length, self.config.training.seed
+        epoch = [
+            (tokens_per_epoch(dataset, own, length) - 1) // length
+            for dataset, own in zip(self.datasets, ranges)
+        ]
+        number = range(len(self.datasets))
+        order = find_blend_order(normalise(epoch), min(num_samples, sum(epoch)), self.cache)
+        epochs = [
+            Blend([self._part(i, ranges, None, (seed + e) % 2**32) for i in number], order)
+            for e in range(-(-num_samples // sum(epoch)))
+        ]
+        return epochs[0] if len(epochs) == 1 else Epochs(epochs, num_samples)
 
 
-def read_ahead(read: Callable[[int], Result], count: int) -> Callable[[int], Result]:
-    """`read`, which begins to read index + 1 in a thread when index is asked for, below `count`.
-
-    An error of what was read ahead is raised when that is asked for.
+class BatchReader:
+    """Gives a replica's micro-batches, tokens and labels as `micro_batch` makes them, on the
+    device; they are read ahead (corpora/prefetch.py).
     """
-    thread = ThreadPoolExecutor(1)
-    ahead: dict[int, Future[Result]] = {}
 
-    def take(index: int) -> Result:
-        found = ahead.pop(index, None) or thread.submit(read, index)
-        if index + 1 < count and index + 1 not in ahead:
-            ahead[index + 1] = thread.submit(read, index + 1)
-        return found.result()
+    def __init__(self, config: Config, dp_rank: int, device: torch.device):
+        self.layout, self.dp_rank, self.device = config.layout, dp_rank, device
+        # Before the watchdog, which does not know the file.
+        seconds = 0.8 * (config.run.hang_timeout or 300.0)
+        shape = self.layout.micro_batch_size, config.model.seq_length
+        self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds)
 
-    return take
+    def batches(
+        self, samples: Samples, first: int, config: Config, count: int | None = None
+    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Micro-batches by index, of the global batch that starts at sample `first`.
+
+        count: of an evaluation's micro-batches; None: training, which goes on after them.
+        """
+        begun = False
+
+        def take(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal begun
+            begin = first_of_micro_batch(first, index, self.layout, self.dp_rank)
+            check_end(samples, begin, self.layout.micro_batch_size)
+            if not begun:  # only now: ranks that ask for nothing read nothing
+                self.prefetcher.go_on(samples, begin, self._upcoming(first, config, count))
+                begun = True
+            tokens, labels = self.prefetcher.take(samples, begin)
+            if self.device.type == "cpu":
+                return tokens, labels
+            # torch gives pinned memory away again only when the copy from it has ended.
+            moved = tokens.to(self.device, non_blocking=True)
+            return moved, labels.to(self.device, non_blocking=True)
+
+        return take
+
+    def _upcoming(self, first: int, config: Config, count: int | None) -> Iterator[int]:
+        """The first samples of this replica's micro-batches from the global batch at `first` on."""
+        while True:
+            batch = config.batches.batch(first)
+            micro_batches = config.micro_batches(batch) if count is None else count
+            if count is not None or not config.passes_over(first, batch):
+                for index in range(micro_batches):
+                    yield first_of_micro_batch(first, index, self.layout, self.dp_rank)
+            if count is not None:
+                return
+            first += batch
+
+    def close(self) -> None:
+        """End the threads."""
+        self.prefetcher.close()
+
+
+def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank: int) -> int:
+    """Where micro-batch `index` of replica `dp_rank` begins, in the global batch at first_sample.
+
+    Over all of them the global batch is first_sample, first_sample + 1, ... in that order, whatever
+    dp and micro_batch_size are.
+    """
+    return first_sample + (index * layout.dp + dp_rank) * layout.micro_batch_size
+
+
+def check_end(samples: Samples, begin: int, count: int) -> None:
+    """UserError if the samples end before `count` from `begin` on."""
+    if begin + count > len(samples):
+        needed = f"samples {begin} to {begin + count} are needed"
+        raise UserError(f"{needed}, but there are only {len(samples)}")
 
 
 def micro_batch(
     samples: Samples, first_sample: int, index: int, layout: Layout, dp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 of shape (micro_batch_size, seq_length), for one forward pass.
-
-    Micro-batch `index` on replica `dp_rank` of the global batch that starts at `first_sample`.
-    Over all of them the global batch is first_sample, first_sample + 1, ... in that order, whatever
-    dp and micro_batch_size are. UserError if the samples end before the micro-batch does.
+    """Tokens and labels, int64 of shape (micro_batch_size, seq_length), for one forward pass, read
+    now; `first_of_micro_batch` says which. UserError if the samples end before it does.
     """
     size = layout.micro_batch_size
-    begin = first_sample + (index * layout.dp + dp_rank) * size
-    if begin + size > len(samples):
-        raise UserError(
-            f"samples {begin} to {begin + size} are needed, but there are only {len(samples)}"
-        )
+    begin = first_of_micro_batch(first_sample, index, layout, dp_rank)
+    check_end(samples, begin, size)
     batch = torch.from_numpy(np.stack([samples.sample(begin + i) for i in range(size)]))
     return batch[:, :-1].contiguous(), batch[:, 1:].contiguous()

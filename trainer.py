@@ -4,7 +4,7 @@
     result = step(state, samples, consumed, lr)    one optimizer step
     main(config, launch, signals)                  a whole run, as train.py starts it
 
-A step has one direction: data.batches gives micro-batches, pipeline.train runs them through
+A step has one direction: data.BatchReader gives micro-batches, pipeline.train runs them through
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
 """
 
@@ -63,6 +63,7 @@ class TrainState:
     stages: nn.ModuleList  # those of this rank, in the model's order
     pipeline: Pipeline
     optimizer: Optimizer
+    reader: data.BatchReader
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
@@ -90,16 +91,16 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     stages = nn.ModuleList(stage_of.values())
     optimizer = Optimizer(stages, factory, training, layout)
     pipeline = Pipeline(stage_of, factory, config)
-    return TrainState(config, factory, specs, stages, pipeline, optimizer)
+    reader = data.BatchReader(config, mesh.dp.rank, factory.device)
+    return TrainState(config, factory, specs, stages, pipeline, optimizer, reader)
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
-    config, factory = state.config, state.factory
+    config = state.config
     size = config.batches.batch(consumed)
     micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
-    place = config.layout, factory.mesh.dp.rank, factory.device
-    batches = data.batches(samples, consumed, *place, micro_batches)
+    batches = state.reader.batches(samples, consumed, config)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     loss_sum = state.pipeline.train(batches, micro_batches, loss_weight)
     return state.optimizer.step(lr, loss_sum)
@@ -111,8 +112,7 @@ def evaluate(state: TrainState, samples: data.Samples) -> float:
     count = config.data.eval_samples
     mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
-    device = state.factory.device
-    batches = data.batches(samples, 0, layout, mesh.dp.rank, device, micro_batches)
+    batches = state.reader.batches(samples, 0, config, micro_batches)
     loss_sum = state.pipeline.evaluate(batches, micro_batches).view(1)
     mesh.world.all_reduce(loss_sum).wait()
     (total,) = mesh.world.values(loss_sum)
@@ -171,9 +171,11 @@ def main(
         check_precision(config.training.precision, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state, micro_batch = build(config, context), layout.micro_batch_size
+        end.callback(state.reader.close)
         kernels = {
             "optimizer": state.optimizer.kernel,
             "attention": attention_kernel(config.model, state.factory, micro_batch),
+            "data": splits.source,
         }
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
@@ -182,6 +184,8 @@ def main(
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         if choice:
             log.note(f"--schedule auto: {choice}")
+        for note in splits.notes:
+            log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)

@@ -8,6 +8,8 @@ and help text from them; validation.py checks which go together.
 
 import dataclasses
 import math
+import os
+import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -294,9 +296,25 @@ class Data:
     split: str = option("95,5,0", "shares of train, validation and test, by document")
     eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    order: str = option(
+        "megatron",
+        "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",
+        choices=("megatron", "stable"),
+    )
+    cache: str = option(
+        None,
+        "folder of this node for orders of samples, none: each rank builds its own; default: "
+        "trine-UID in TMPDIR or /tmp",
+    )
     skip_samples: tuple = option(
         None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
     )
+
+    @property
+    def cache_folder(self) -> str | None:
+        """The folder of --cache; None for --cache none."""
+        own = os.path.join(tempfile.gettempdir(), f"trine-{os.getuid()}")
+        return None if self.cache == "none" else self.cache or own
 
 
 @dataclass(frozen=True)

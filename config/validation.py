@@ -215,6 +215,8 @@ def check_paths(config: Config) -> None:
     """UserError if files that the run reads are missing, or those that it writes cannot be made."""
     run = config.run
     check_folder("--out", run.out)
+    if config.data.cache_folder and config.data.data != ("synthetic",):
+        check_folder("--cache", config.data.cache_folder)
     for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")

@@ -3,6 +3,8 @@
     token_files   the .bin/.idx pair of Megatron-LM, read and written
     sample_order  which tokens each sample of a corpus is cut from
     blends        samples of several corpora, mixed by weight
+    mapped_files  the cache of orders, built by one process of a node and mapped by all
+    prefetch      micro-batches that threads read before they are asked for
 
 data.py makes the samples of a run of them; scripts/prepare_data.py writes token files.
 """

@@ -1,12 +1,18 @@
 """Samples of several corpora mixed by weight, in Megatron's order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from config.messages import UserError
+from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
+
+# Comparisons from which on compiling is worth its second; about as many take numpy that long.
+WORTH_COMPILING = 3 * 10**7
+RULE = 1  # version of `blend_order`: cached orders of another one are not used
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -15,16 +21,54 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     Megatron's rule (build_blending_indices of helpers.cpp): sample i comes from the part that is
     most below its share, argmax_d of shares[d] * max(i, 1) - taken[d], the first on a tie.
 
-    One sample after the other, that is slow in Python. Instead, chunks of about sqrt(size) samples
-    advance side by side, each from a guess of what was taken before it. A chunk whose guess is not
-    what the chunk before it ended with runs again, until there is none: then the result is the
-    sequential one, exactly. The rule corrects itself, so this takes two or three passes.
+    One sample after the other, that is slow in Python: numba compiles it where it is installed and
+    the order is long, else `by_chunks` gives the same.
+    """
+    if size * len(shares) >= WORTH_COMPILING:
+        try:
+            import numba
+        except ImportError:
+            return by_chunks(shares, size)
+        return one_by_one(shares, size, numba.njit(_fill))
+    return by_chunks(shares, size)
+
+
+def one_by_one(
+    shares: list[float], size: int, fill: Callable[..., None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_order` by `_fill`, as it is or compiled."""
+    which, number = np.empty(size, np.int16), np.empty(size, _number_type(size))
+    fill(np.asarray(shares, np.float64), np.zeros(len(shares)), which, number)
+    return which, number
+
+
+def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.ndarray) -> None:
+    for i in range(len(which)):
+        position, chosen = float(max(i, 1)), 0
+        most = shares[0] * position - taken[0]
+        for part in range(1, len(shares)):
+            below = shares[part] * position - taken[part]
+            if below > most:
+                most, chosen = below, part
+        which[i] = chosen
+        number[i] = taken[chosen]
+        taken[chosen] += 1
+
+
+def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_order` in numpy.
+
+    Chunks of about sqrt(size) samples advance side by side, each from a guess of what was taken
+    before it. A chunk whose guess is not what the chunk before it ended with runs again, until
+    there is none: then the result is the sequential one, exactly. The rule corrects itself, so
+    this takes a few passes; more where shares are much smaller than 1 / sqrt(size).
     """
     weights = np.asarray(shares, np.float64)
     steps = math.isqrt(max(size - 1, 0)) + 1
     chunks = -(-size // steps)
     starts = _guess_taken(weights, np.arange(chunks) * steps)  # (chunks, parts)
     which = np.empty((chunks, steps), np.int16)
+    number = np.empty((chunks, steps), _number_type(size))
     stale = np.arange(chunks)
     while len(stale):
         taken, every = starts[stale], np.arange(len(stale))
@@ -32,19 +76,18 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)
             which[stale, step] = chosen
+            number[stale, step] = taken[every, chosen]
             taken[every, chosen] += 1
         inner = stale + 1 < chunks
         following, taken = stale[inner] + 1, taken[inner]
         changed = (starts[following] != taken).any(axis=1)
         starts[following] = taken
         stale = following[changed]
-    flat = which.reshape(-1)[:size]
-    # The number within its part: the position among the equal entries.
-    order = np.argsort(flat, kind="stable")
-    first = np.searchsorted(flat[order], np.arange(len(weights)))
-    number = np.empty(size, np.int64)
-    number[order] = np.arange(size) - first[flat[order]]
-    return flat, number
+    return which.reshape(-1)[:size], number.reshape(-1)[:size]
+
+
+def _number_type(size: int) -> type[np.signedinteger]:
+    return np.int32 if size <= np.iinfo(np.int32).max else np.int64
 
 
 def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
@@ -56,26 +99,89 @@ def _guess_taken(weights: np.ndarray, begins: np.ndarray) -> np.ndarray:
     return taken + (rank < left[:, None])
 
 
+@dataclass(frozen=True)
+class BlendOrder:
+    """which: part of each sample; number: its number within that part; taken: samples by part."""
+
+    which: np.ndarray
+    number: np.ndarray
+    taken: list[int]
+    found: Found
+
+
+def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:
+    """`blend_order`, from the cache if it is there."""
+
+    def build() -> dict[str, np.ndarray]:
+        which, number = blend_order(shares, size)
+        taken = np.bincount(which, minlength=len(shares))
+        return {"which": which, "number": number, "taken": taken}
+
+    found = cache.find({"blend": RULE, "shares": shares, "size": size}, build)
+    arrays = found.arrays
+    return BlendOrder(arrays["which"], arrays["number"], arrays["taken"].tolist(), found)
+
+
 class Blend:
     """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
 
-    def __init__(self, parts: list[GPTSamples], which: np.ndarray, number: np.ndarray):
-        self.parts, self.which, self.number = parts, which, number
-        for part, taken in zip(parts, np.bincount(which, minlength=len(parts)).tolist()):
+    def __init__(self, parts: list[GPTSamples], order: BlendOrder):
+        self.parts, self.order = parts, order
+        for part, taken in zip(parts, order.taken):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
                 raise UserError(f"{asked}, which has {len(part)}")
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.order.which)
+
+    def _place(self, k: int) -> tuple[GPTSamples, int]:
+        self.order.found.check()
+        return self.parts[self.order.which[k]], int(self.order.number[k])
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of the blend's sample k: (seq_length + 1,), int64."""
-        return self.parts[self.which[k]].sample(int(self.number[k]))
+        part, number = self._place(k)
+        return part.sample(number)
 
     def spans(self, k: int) -> list[TextSpan]:
         """Where its tokens are."""
-        return self.parts[self.which[k]].spans(int(self.number[k]))
+        part, number = self._place(k)
+        return part.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """The file that holds them."""
+        part, number = self._place(k)
+        return part.file_of(number)
+
+
+class Epochs:
+    """`num_samples` samples of blends of equal length, one after the other."""
+
+    def __init__(self, epochs: list[Blend], num_samples: int):
+        self.epochs, self.num_samples = epochs, num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _place(self, k: int) -> tuple[Blend, int]:
+        epoch, number = divmod(k, len(self.epochs[0]))
+        return self.epochs[epoch], number
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
+        blend, number = self._place(k)
+        return blend.sample(number)
+
+    def spans(self, k: int) -> list[TextSpan]:
+        """Where its tokens are."""
+        blend, number = self._place(k)
+        return blend.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """The file that holds them."""
+        blend, number = self._place(k)
+        return blend.file_of(number)
 
 
 def normalise(weights: Sequence[float]) -> list[float]:

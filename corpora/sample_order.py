@@ -1,23 +1,31 @@
-"""The order in which samples are cut from one corpus: Megatron's, bit for bit.
+"""The order in which samples are cut from one corpus: Megatron's, bit for bit, or a stable one.
 
     document order   3 0 2 1 | 0 2 3 1 | ...        shuffled, once per epoch needed
     sample order     |-----|-----|-----|-----|...   cut every seq_length tokens, then shuffled
 
 As in megatron/core/datasets, 0.16: the same corpus, split, length and seed give the same samples in
-the same order. It follows from those alone; every rank computes it in memory.
+the same order, which depends on the number of epochs. The stable order does not: it shuffles each
+epoch by itself, so that a longer run reads what a shorter one did, and then more.
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from config.messages import UserError
+from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset
 
-BLOCK = 1 << 22  # entries of a large array handled at a time, to bound temporary memory
+RULE = 1  # version of the rules below: cached orders of another one are not used
+BLOCK = 1 << 16  # sequences handled at a time: their temporary arrays fit into a core's cache
 SPLITS = ("train", "validation", "test")
+
+
+class TooFewTokens(UserError):
+    """A split of a corpus does not hold one sample."""
 
 
 class TextSpan(NamedTuple):
@@ -31,7 +39,7 @@ class TextSpan(NamedTuple):
 
 
 class GPTSamples:
-    """Samples of one corpus in Megatron's order (gpt_dataset.py, `GPTDataset`).
+    """Samples of one corpus, in Megatron's order (gpt_dataset.py, `GPTDataset`) or the stable one.
 
     `sequences` is the split's range, `num_samples` how many are needed (None: one epoch). There
     are at least so many, `len` says how many, drawn from `epochs` passes over the range.
@@ -47,6 +55,8 @@ class GPTSamples:
         seq_length: int,
         seed: int,
         vocab_size: int | None = None,
+        order: str = "megatron",
+        cache: ArrayCache | None = None,
     ):
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
@@ -54,51 +64,66 @@ class GPTSamples:
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # exact, where floats round
-        total = (self.epochs * tokens - 1) // seq_length
-        # If less than 80 % of the last epoch is wanted, it is shuffled by itself and comes last:
-        # mixed with the others, its unread part would be missing from their text as well.
-        first_samples, first_epochs = total, self.epochs
-        before = ((self.epochs - 1) * tokens - 1) // seq_length
-        if self.epochs > 1 and wanted - before < int(0.80 * ((tokens - 1) // seq_length)):
-            first_samples, first_epochs = before, self.epochs - 1
-        random = np.random.RandomState(seed)  # one for both shuffles, documents first
-        kind = _index_type(len(dataset))
-        epoch: np.ndarray = np.arange(sequences.start, sequences.stop, dtype=kind)
-        self.document_index = np.tile(epoch, self.epochs)
-        _shuffle(self.document_index, first_epochs * len(sequences), random)
-        self.sample_index = sample_starts(dataset.lengths, self.document_index, seq_length, total)
-        small = total < np.iinfo(np.uint32).max - 1
-        self.shuffle_index = np.arange(total, dtype=np.uint32 if small else np.int64)
-        _shuffle(self.shuffle_index, first_samples, random)
+        cuts: list[int] | range = range(self.epochs + 1)  # epochs between which nothing is mixed
+        if order == "megatron":
+            samples = [max(0, e * tokens - 1) // seq_length for e in (1, self.epochs - 1)]
+            last = self.epochs > 1 and wanted - samples[1] < int(0.80 * samples[0])
+            # If less than 80 % of the last epoch is wanted, it is shuffled by itself and comes
+            # last: mixed with the others, its unread part would be missing from their text too.
+            cuts = [0, self.epochs - 1, self.epochs] if last else [0, self.epochs]
+        facts = {"order of samples": RULE, "files": dataset.identity, "order": order, "seed": seed}
+        facts |= {"sequences": [sequences.start, sequences.stop], "seq_length": seq_length}
+        facts |= {"epochs": self.epochs, "cuts": len(cuts)}
+
+        def build() -> dict[str, np.ndarray]:
+            return _build(dataset, sequences, seq_length, seed, order, cuts)
+
+        self.found = (cache or ArrayCache()).find(facts, build)
+        self.document_index = self.found.arrays["document_index"]
+        self.sample_index = self.found.arrays["sample_index"]
+        self.shuffle_index = self.found.arrays["shuffle_index"]
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
-    def spans(self, k: int) -> list[TextSpan]:
-        """Where sample k's tokens are, in order."""
-        prefix, document_of = self.dataset.prefix, self.dataset.document_of
-        return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in self._cuts(k)]
+    def file_of(self, k: int) -> str:
+        """The file that holds sample k's tokens."""
+        return self.dataset.prefix + ".bin"
 
-    def _cuts(self, k: int) -> list[tuple[int, int, int]]:
-        """(sequence, offset, length) of every span of sample k."""
+    def spans(self, k: int) -> list[TextSpan]:
+        """Where sample k's tokens are, in order; none is empty."""
+        prefix, document_of = self.dataset.prefix, self.dataset.document_of
+        sequences, offsets, lengths = self._cuts(k)
+        cuts = zip(sequences.tolist(), offsets, lengths)
+        return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in cuts if cut[2]]
+
+    def _cuts(self, k: int) -> tuple[np.ndarray, list[int], list[int]]:
+        """Sequences, first tokens and numbers of tokens of sample k's cuts, some maybe empty.
+
+        UserError if a mapped file has become shorter.
+        """
+        self.found.check()
+        self.dataset.check_size()
         row = int(self.shuffle_index[k])
         (first, begin), (last, end) = self.sample_index[row : row + 2].tolist()
         sequences = self.document_index[first : last + 1]
-        ends = self.dataset.lengths[sequences].tolist()
-        ends[-1] = end + 1  # the token at the next sample's start is this one's last label
-        starts = [begin] + [0] * (len(ends) - 1)
-        cuts = zip(sequences.tolist(), starts, ends)
-        return [(sequence, a, b - a) for sequence, a, b in cuts if b > a]
+        if first == last:  # the token at the next sample's start is this one's last label
+            return sequences, [begin], [end + 1 - begin]
+        lengths = self.dataset.lengths[sequences].tolist()
+        lengths[0] -= begin
+        lengths[-1] = end + 1
+        return sequences, [begin] + [0] * (last - first), lengths
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of sample k: (seq_length + 1,), int64; UserError for one past the vocabulary."""
-        parts = [self.dataset.get(*cut) for cut in self._cuts(k)]
-        tokens = np.concatenate(parts, dtype=np.int64)  # (seq_length + 1,)
-        # Negative ids are huge as unsigned ones, so that one pass finds both mistakes.
+        tokens = self.dataset.read(*self._cuts(k))  # (seq_length + 1,)
         limit = self.vocab_size
-        if limit is not None and tokens.view(np.uint64).max() >= limit:
-            self._refuse(k, limit)
-        return tokens
+        if limit is not None:
+            # Negative ids are huge as unsigned ones, so that one pass finds both mistakes.
+            unsigned = tokens.view(self.dataset.unsigned)
+            if unsigned.max() >= limit:
+                self._refuse(k, limit)
+        return tokens.astype(np.int64)
 
     def _refuse(self, k: int, limit: int) -> None:
         """Raise the UserError that says where in the corpus a foreign token id is."""
@@ -113,13 +138,44 @@ class GPTSamples:
 
 def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int) -> int:
     """Tokens in a range of sequences; UserError if they are too few for one sample."""
-    begin, end = sequences.start, sequences.stop
-    tokens = int(dataset.lengths[begin:end].sum(dtype=np.int64))
+    tokens = dataset.tokens_in(sequences)
     if tokens <= seq_length:
+        begin, end = sequences.start, sequences.stop
         where = f"sequences {begin} to {end} of the {len(dataset)} in {dataset.prefix}"
         needed = f"one sample takes seq-length({seq_length}) + 1"
-        raise UserError(f"{where} hold {tokens} tokens, but {needed}")
+        raise TooFewTokens(f"{where} hold {tokens} tokens, but {needed}")
     return tokens
+
+
+def _build(
+    dataset: IndexedDataset,
+    sequences: range,
+    seq_length: int,
+    seed: int,
+    order: str,
+    cuts: Sequence[int],
+) -> dict[str, np.ndarray]:
+    """The three arrays of an order; cuts: the epochs between which the shuffles do not mix.
+
+    Megatron's generator draws for the documents, then for the samples, so all samples depend on
+    the number of epochs. In the stable order each has one of its own, and each epoch is shuffled
+    by itself: more epochs change none before them.
+    """
+    first = np.random.RandomState(seed if order == "megatron" else [seed, 0])
+    second = first if order == "megatron" else np.random.RandomState([seed, 1])
+    kind, tokens = _index_type(len(dataset)), dataset.tokens_in(sequences)
+    document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), cuts[-1])
+    _shuffle(document_index, [e * len(sequences) for e in cuts], first)
+    samples = [max(0, e * tokens - 1) // seq_length for e in cuts]
+    total = samples[-1]
+    shuffle_index = np.arange(total, dtype=np.uint32 if total < 2**32 - 2 else np.int64)
+    sample_index = sample_starts(dataset.lengths, document_index, seq_length, total)
+    _shuffle(shuffle_index, samples, second)
+    return {
+        "document_index": document_index,
+        "sample_index": sample_index,
+        "shuffle_index": shuffle_index,
+    }
 
 
 def sample_starts(
@@ -138,8 +194,10 @@ def sample_starts(
         ends = passed + np.cumsum(sizes, dtype=np.int64)
         passed = int(ends[-1])
         stop = max(row, min(num_samples, (passed - 1) // seq_length) + 1)
+        # The last row that starts before each sequence ends; none starts in an empty one.
+        last = np.clip((ends - 1) // seq_length, row - 1, stop - 1)
+        found = np.repeat(np.arange(len(ends)), np.diff(last, prepend=row - 1))
         tokens = np.arange(row, stop, dtype=np.int64) * seq_length
-        found = np.searchsorted(ends, tokens, side="right")  # skips the empty sequences
         starts[row:stop, 0] = begin + found
         starts[row:stop, 1] = tokens - (ends[found] - sizes[found])
         row = stop
@@ -150,10 +208,10 @@ def _index_type(count: int) -> type[np.signedinteger]:
     return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
-def _shuffle(order: np.ndarray, cut: int, random: np.random.RandomState) -> None:
-    """Shuffle what comes before the cut, then what comes after it, each in its place."""
-    random.shuffle(order[:cut])
-    random.shuffle(order[cut:])
+def _shuffle(order: np.ndarray, cuts: list[int], random: np.random.RandomState) -> None:
+    """Shuffle what is between every two neighbouring cuts, in place."""
+    for begin, end in itertools.pairwise(cuts):
+        random.shuffle(order[begin:end])
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:

@@ -16,45 +16,70 @@ files, and for the same documents both write the same bytes.
 """
 
 import array
+import contextlib
+import itertools
 import os
+import stat
 import struct
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from config.messages import UserError
+from corpora.mapped_files import ArrayCache, MappedFile
 
 MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document boundaries
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-BLOCK = 1 << 22  # sequences checked at a time, to bound temporary memory
+BLOCK = 1 << 16  # sequences checked at a time: temporary arrays stay in a core's cache
 
 
 class IndexedDataset:
-    """Read-only view of a .bin/.idx pair; both are memory-mapped, so ranks share the page cache.
+    """Read-only view of a .bin/.idx pair: the index is mapped, tokens are read by their offset.
 
     `lengths` (tokens) and `offsets` (bytes) have an entry per sequence, `documents` holds the
-    first sequence of each document and a final S. A damaged pair raises UserError.
+    first sequence of each document and a final S. `identity` is what tells this pair from one that
+    has replaced it. A damaged pair raises UserError; one that the cache knows is not checked again.
+
+    A mapping of the tokens would read 128 KiB and more around every cold page, and hold Python's
+    lock until they are there; `os.pread` reads what is needed, and other threads go on.
     """
 
-    def __init__(self, prefix: str):
+    def __init__(self, prefix: str, cache: ArrayCache | None = None):
         self.prefix = prefix
         self._index_path, self._tokens_path = prefix + ".idx", prefix + ".bin"
-        index = _map(self._index_path)
-        kind, sequences, boundaries = self._read_header(index)
+        self.identity = [_identity(path) for path in (self._index_path, self._tokens_path)]
+        self._index, self._tokens = _map(self._index_path), _open(self._tokens_path)
+        weakref.finalize(self, os.close, self._tokens)
+        self.token_type, sequences, boundaries = self._read_header(self._index.bytes)
+        self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
         places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
         # An array of modes (one byte per sequence) may follow; text does not use it.
-        self.lengths = np.frombuffer(index, "<i4", sequences, places[0])
-        self.offsets = np.frombuffer(index, "<i8", sequences, places[1])
-        self.documents = np.frombuffer(index, "<i8", boundaries, places[2])
-        raw = _map(self._tokens_path)
-        self._check_documents()
-        self._check_sequences(len(raw), kind.itemsize)
-        self.tokens = raw.view(kind)
+        raw = self._index.bytes
+        self.lengths = np.frombuffer(raw, "<i4", sequences, places[0])
+        self.offsets = np.frombuffer(raw, "<i8", sequences, places[1])
+        self.documents = np.frombuffer(raw, "<i8", boundaries, places[2])
+        self.bytes = os.fstat(self._tokens).st_size
+        (cache or ArrayCache()).find({"checked pair": 1, "files": self.identity}, self._check)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens in all sequences."""
+        return self.bytes // self.token_type.itemsize
+
+    def tokens_in(self, sequences: range) -> int:
+        """The number of tokens in a range of sequences."""
+        ends = [
+            int(self.offsets[place]) if place < len(self) else self.bytes
+            for place in (sequences.start, sequences.stop)
+        ]
+        return (ends[1] - ends[0]) // self.token_type.itemsize
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of a sequence from token `offset` on; None: up to its end. IndexError."""
@@ -62,8 +87,36 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if not 0 <= offset <= offset + length <= size:
             raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {size}")
-        begin = int(self.offsets[sequence]) // self.tokens.itemsize + offset
-        return self.tokens[begin : begin + length]
+        return self.read(np.array([sequence]), [offset], [length])
+
+    def read(self, sequences: np.ndarray, offsets: list[int], lengths: list[int]) -> np.ndarray:
+        """Tokens of several cuts (sequence, first token, number of tokens), one after the other.
+
+        UserError, with the file's name, if it has become shorter or cannot be read.
+        """
+        width, starts = self.unsigned.itemsize, self.offsets[sequences].tolist()
+        file, pread = self._tokens, os.pread
+        try:
+            parts = [
+                pread(file, width * length, start + width * offset)
+                for start, offset, length in zip(starts, offsets, lengths)
+            ]
+        except OSError as error:
+            raise UserError(f"cannot read {self._tokens_path}: {error.strerror}") from None
+        raw = parts[0] if len(parts) == 1 else b"".join(parts)
+        if len(raw) != width * sum(lengths):
+            raise UserError(self._short())
+        return np.frombuffer(raw, self.token_type)
+
+    def check_size(self) -> None:
+        """UserError if the index has become shorter since it was opened: reading it would end the
+        process. `read` sees by itself that tokens are missing.
+        """
+        self._index.check()
+
+    def _short(self) -> str:
+        now = f"it has {os.fstat(self._tokens).st_size} bytes and had {self.bytes}"
+        return f"{self._tokens_path} was cut short while the run reads it: {now}"
 
     def document_of(self, sequence: int) -> int:
         """The document that a sequence belongs to."""
@@ -89,6 +142,12 @@ class IndexedDataset:
                 f"{boundaries} document boundaries) needs {expected}"
             )
         return np.dtype(TOKEN_TYPES[code]), sequences, boundaries
+
+    def _check(self) -> dict[str, np.ndarray]:
+        """Raise UserError if lengths, offsets or boundaries are wrong; nothing is to be kept."""
+        self._check_documents()
+        self._check_sequences(self.bytes, self.token_type.itemsize)
+        return {}
 
     def _check_documents(self) -> None:
         bounds, sequences = self.documents, len(self)
@@ -127,19 +186,43 @@ class IndexedDataset:
             raise UserError(f"{found}, but {path} describes {expected}")
 
 
-def _map(path: str) -> np.ndarray:
-    """The bytes of a file, mapped; of an empty file, which cannot be mapped, an empty array."""
+def _map(path: str) -> MappedFile:
+    with _opening(path):
+        return MappedFile(path)
+
+
+def _open(path: str) -> int:
+    """A descriptor of the file, of which the kernel reads no more ahead than is asked for."""
+    with _opening(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
+@contextlib.contextmanager
+def _opening(path: str) -> Iterator[None]:
+    """Around the opening of a file: UserError if it is not there or cannot be read."""
     try:
-        if os.path.getsize(path) == 0:
-            return np.empty(0, np.uint8)
-        # A plain view: slicing a memmap takes three times as long as slicing an array.
-        return np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+        yield
     except FileNotFoundError:
         raise UserError(
             f"{path} does not exist; --data takes the PREFIX of a pair PREFIX.bin, PREFIX.idx"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _identity(path: str) -> list:
+    """What differs if the file is another one or was written to: path, size, times, number.
+
+    UserError if it is not there, or is a folder or a pipe.
+    """
+    with _opening(path):
+        facts = os.stat(path)
+    if not stat.S_ISREG(facts.st_mode):
+        raise UserError(f"cannot read {path}: it is no file ({stat.filemode(facts.st_mode)})")
+    times = facts.st_mtime_ns, facts.st_ctime_ns
+    return [os.path.realpath(path), facts.st_size, *times, facts.st_ino]
 
 
 def check_pair(prefix: str) -> None:
@@ -200,6 +283,19 @@ class IndexedDatasetWriter:
             self._lengths.append(len(ids))
             self.tokens += len(ids)
         self._documents.append(len(self._lengths))
+
+    def add_documents(self, ids: np.ndarray, lengths: list[int]) -> None:
+        """Append documents of one sequence each: their tokens one after the other, and how many
+        each has. UserError as of `add_document`, but once for all.
+        """
+        starts = np.cumsum([0, *lengths]).tolist()
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            for begin, end in itertools.pairwise(starts):  # one of them raises it
+                self.add_document(ids[begin:end])
+        self._file.write(ids.astype(self.token_type).tobytes())
+        self._documents.extend(range(len(self._lengths) + 1, len(self._lengths) + len(starts)))
+        self._lengths.extend(lengths)
+        self.tokens += len(ids)
 
     def _finish(self) -> None:
         """Write the index, then rename both files."""

@@ -122,9 +122,9 @@ def _step(
         laps.append((kind, own - apart, operations))
         began = time.perf_counter()
 
-    config, factory, size = state.config, state.factory, state.config.batches.batch(0)
+    config, size = state.config, state.config.batches.batch(0)
     micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
-    batches = data.batches(samples, 0, config.layout, factory.mesh.dp.rank, factory.device)
+    batches = state.reader.batches(samples, 0, config)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     schedule = state.pipeline.schedule(micro_batches)
     execution = Execution(state.pipeline, schedule, batches, loss_weight)

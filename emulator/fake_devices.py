@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -93,7 +94,7 @@ def _replacements(
         "Event": lambda *_, **__: stream,
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
-    yield Tensor, "numpy", lambda tensor, **_: np.broadcast_to(np.float32(0), tensor.shape)
+    yield Tensor, "numpy", _one_number
     yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
     yield torch.UntypedStorage, "resize_", _resize(meter)
@@ -103,6 +104,11 @@ def _replacements(
     draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
+
+
+def _one_number(tensor: Tensor, **_: Any) -> np.ndarray:
+    """An array of the tensor's shape, to read and write, whose elements share their memory."""
+    return as_strided(np.zeros(1, np.float32), tensor.shape, (0,) * tensor.dim())
 
 
 class _Stream:

@@ -21,12 +21,12 @@ from pathlib import Path
 import kill_worker
 import psutil
 
-import data
 import trainer
 import zero
 from checkpointing import file_format
 from config import validation
 from config.command_line import parse
+from corpora.prefetch import Prefetcher
 from distributed.launch import Launch, discover
 
 SHAPE = (
@@ -81,7 +81,7 @@ def inject(fault: str) -> None:
     if fault in SIGNALS:
         Fault(zero.Optimizer, "step", 10 * FAULT_STEP, lambda: os.kill(os.getpid(), SIGNALS[fault]))
     elif fault == "data":
-        Fault(data, "micro_batch", 4 * FAULT_STEP + 1, sleep_in_the_data_loader)
+        Fault(Prefetcher, "take", 4 * FAULT_STEP + 1, sleep_in_the_data_loader)
     elif fault == "loop":
         Fault(zero.Optimizer, "step", FAULT_STEP, loop_for_ever)
     elif fault == "gil":

@@ -111,7 +111,7 @@ def test_each_reads_the_others_files(megatron, case, multimodal):
 def test_token_type_follows_the_vocabulary(tmp_path, vocab_size, dtype):
     write(f"{tmp_path}/c", vocab_size, [[[vocab_size - 1]]])
     dataset = IndexedDataset(f"{tmp_path}/c")
-    assert dataset.tokens.dtype == dtype
+    assert dataset.token_type == dtype
     assert dataset.get(0).tolist() == [vocab_size - 1]
 
 

@@ -1,7 +1,8 @@
 """Samples and batches: bit for bit those of megatron-core, and the same in every layout."""
 
+import itertools
+import sys
 import tempfile
-import threading
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
@@ -19,6 +20,7 @@ from config.messages import UserError
 from config.schema import Layout
 from corpora import blends, sample_order
 from corpora.blends import blend_order
+from corpora.mapped_files import ArrayCache
 from corpora.sample_order import GPTSamples, split_ranges
 from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from data import Synthetic, micro_batch
@@ -79,6 +81,11 @@ def write_corpus(prefix: str, lengths, seed: int = 0) -> IndexedDataset:
 
 def samples_of(dataset, num_samples=None, seq_length=8, seed=1234, vocab_size=VOCAB):
     return GPTSamples(dataset, range(len(dataset)), num_samples, seq_length, seed, vocab_size)
+
+
+def three(splits: data.Splits) -> list:
+    """Train, validation and test."""
+    return [splits.train, splits.validation, splits.test]
 
 
 def config_of(data, **options):
@@ -249,10 +256,25 @@ def test_blend_order_is_megatrons(megatron, weights, size):
     weights = blends.normalise(weights)
     which, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
     megatron.build_blending_indices(which, number, weights, len(weights), size, False)
-    ours = blend_order(weights, size)
-    assert np.array_equal(ours[0], which)
-    assert np.array_equal(ours[1], number)
-    assert (ours[0].dtype, ours[1].dtype) == (which.dtype, number.dtype)
+    for ours in (blend_order(weights, size), blends.one_by_one(weights, size, blends._fill)):
+        assert np.array_equal(ours[0], which)
+        assert np.array_equal(ours[1], number)
+        assert (ours[0].dtype, ours[1].dtype) == (which.dtype, np.int32)
+
+
+def test_a_long_blend_is_compiled_where_numba_is_installed(monkeypatch):
+    """By a stand-in for numba, because the tests do not need it; without it numpy does the work."""
+    shares, compiled = blends.normalise([1.0, 2.0, 1e-3]), []
+    expected = blends.by_chunks(shares, 1000)
+    stand_in = SimpleNamespace(njit=lambda function: compiled.append(function) or function)
+    monkeypatch.setattr(blends, "WORTH_COMPILING", 3000)
+    for numba, uses in ((stand_in, [blends._fill]), (None, [])):
+        compiled.clear()
+        monkeypatch.setitem(sys.modules, "numba", numba)
+        for size in (999, 1000):
+            ours = blend_order(shares, size)
+            assert all(np.array_equal(a, b[:size]) for a, b in zip(ours, expected, strict=True))
+            assert compiled == (uses if size == 1000 else [])
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.6, 0.1], [1, 5, 3]])
@@ -276,7 +298,7 @@ def test_a_blend_is_megatrons(megatron, tmp_path, weights, split, steps, eval_sa
         lambda: True,
         megatron_config(megatron, prefixes, weights, split, 8, 1234, None),
     ).build()
-    for ours, oracle, size in zip(vars(splits).values(), theirs, sizes, strict=True):
+    for ours, oracle, size in zip(three(splits), theirs, sizes, strict=True):
         assert (ours is None) == (oracle is None)
         if ours is None:
             continue
@@ -286,14 +308,26 @@ def test_a_blend_is_megatrons(megatron, tmp_path, weights, split, steps, eval_sa
             assert ours.spans(k)[0].prefix == prefixes[oracle[k]["dataset_id"]]
 
 
-def test_parts_without_weights_are_read_by_size_also_beyond_an_epoch(tmp_path):
-    for name, documents in (("a", 30), ("b", 10)):
-        write_corpus(f"{tmp_path}/{name}", [24] * documents)
-    config = config_of([tmp_path / "a", tmp_path / "b"], split="1", steps=50)
-    train = data.build(config).train  # 400 samples of 89 + 29 in an epoch
-    assert len(train) == 400
-    assert np.bincount(train.which) == pytest.approx([400 * 89 / 118, 400 * 29 / 118], abs=1)
-    assert [part.epochs for part in train.parts] == [4, 4]
+def test_parts_without_weights_are_an_epoch_of_each_as_often_as_needed(megatron, tmp_path):
+    """Megatron's dataset ends with the first epoch; later ones have other orders of the parts."""
+    prefixes = [f"{tmp_path}/{name}" for name in "ab"]
+    for prefix, documents in zip(prefixes, (30, 10)):
+        write_corpus(prefix, [24] * documents)
+    train = data.build(config_of(prefixes, split="1", steps=50)).train
+    epoch = 89 + 29  # samples
+    settings = megatron_config(megatron, prefixes, None, "1", 8, 1234, None)
+    oracle, _, _ = megatron.ParamFactory(
+        megatron.GPTDataset, [400, 0, 0], lambda: True, settings
+    ).build()
+    assert (len(train), len(oracle)) == (400, epoch)
+    for k in range(epoch):
+        assert train.sample(k)[:-1].tolist() == oracle[k]["tokens"].tolist()
+    for first in (0, epoch, 2 * epoch):
+        read = [train.spans(k)[0].prefix for k in range(first, first + epoch)]
+        assert [read.count(prefix) for prefix in prefixes] == [89, 29]
+    orders = {str([train.spans(k) for k in range(e * epoch, (e + 1) * epoch)]) for e in range(3)}
+    assert len(orders) == 3
+    assert train.file_of(399) == train.spans(399)[0].prefix + ".bin"
 
 
 def test_a_blend_asks_for_half_a_percent_more(tmp_path):
@@ -316,9 +350,9 @@ def test_a_blend_asks_each_part_for_what_it_takes(tmp_path, monkeypatch):
 def test_a_blend_of_too_few_samples(tmp_path):
     parts = [samples_of(write_corpus(f"{tmp_path}/{name}", [9])) for name in "ab"]
     assert [len(part) for part in parts] == [1, 1]
-    which, number = blend_order([0.5, 0.5], 4)
+    order = blends.find_blend_order([0.5, 0.5], 4, ArrayCache())
     with pytest.raises(UserError, match=r"takes 2 samples from .*/a, which has 1"):
-        blends.Blend(parts, which, number)
+        blends.Blend(parts, order)
 
 
 @pytest.mark.parametrize(
@@ -362,6 +396,63 @@ def test_too_little_text(tmp_path):
         GPTSamples(dataset, range(2, 3), 5, 1, 0)
     with pytest.raises(UserError, match=r"seed\(4294967296\)"):
         samples_of(dataset, seq_length=7, seed=2**32)
+
+
+def test_a_test_split_without_a_sample_is_a_note(tmp_path):
+    """Evaluation on the validation split is asked for by --eval-samples, a share of a split not."""
+    write_corpus(f"{tmp_path}/c", [30] * 9 + [4])
+    splits = data.build(config_of([tmp_path / "c"], split="8,1,1", eval_samples=4))
+    assert splits.test is None
+    assert len(splits.validation) >= 4
+    (note,) = splits.notes
+    assert "no test loss: test samples (--split 8,1,1): sequences 9 to 10" in note
+    assert "hold 4 tokens, but one sample takes seq-length(8) + 1" in note
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=30),
+    st.integers(2, 20),
+    st.integers(1, 5),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_stable_order_of_a_longer_run_begins_with_that_of_a_shorter_one(
+    lengths, seq_length, epochs, seed
+):
+    if sum(lengths) <= seq_length:
+        lengths[0] += seq_length + 1
+    tokens = sum(lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_corpus(f"{folder}/c", lengths)
+
+        def order(samples, kind="stable"):
+            about = range(len(lengths)), samples, seq_length, seed, VOCAB, kind
+            return GPTSamples(dataset, *about)
+
+        whole = order((epochs * tokens - 1) // seq_length)
+        assert whole.epochs == epochs
+        assert sorted(whole.shuffle_index.tolist()) == list(range(len(whole)))
+        each = whole.document_index.reshape(epochs, -1)
+        assert all(sorted(epoch) == list(range(len(lengths))) for epoch in each.tolist())
+        for shorter in {1, len(whole) // 2 or 1, len(whole) - 1 or 1}:
+            short = order(shorter)
+            assert short.epochs <= epochs
+            for k in range(len(short)):
+                assert short.sample(k).tolist() == whole.sample(k).tolist()
+
+
+def test_megatrons_order_is_not_stable_and_the_stable_one_is_shuffled(tmp_path):
+    dataset = write_corpus(f"{tmp_path}/c", [9] * 200)
+
+    def first(kind, count, seed=1):
+        samples = GPTSamples(dataset, range(200), count, 8, seed, VOCAB, kind)
+        return [samples.spans(k)[0].sequence for k in range(200)]
+
+    assert first("megatron", 200) != first("megatron", 500)
+    stable = first("stable", 200)
+    assert stable == first("stable", 500)
+    assert stable != first("stable", 200, seed=2)
+    assert sum(a < b for a, b in itertools.pairwise(stable)) < 140  # not in the order of the file
 
 
 def test_an_empty_split_is_named(tmp_path):
@@ -454,60 +545,15 @@ def test_build_reads_what_the_run_needs(tmp_path):
     assert len(splits.train) >= 240
     assert len(splits.validation) >= 16
     assert len(splits.test) >= 16
-    seen = [{p.sequence for k in range(len(s)) for p in s.spans(k)} for s in vars(splits).values()]
+    seen = [{p.sequence for k in range(len(s)) for p in s.spans(k)} for s in three(splits)]
     assert seen == [set(range(80)), set(range(80, 90)), set(range(90, 100))]
     splits = data.build(config_of([tmp_path / "c"]))
     assert splits.validation is None
     assert splits.test is None
     splits = data.build(config_of(["synthetic"], eval_samples=4))
-    assert len({str(s.sample(0)) for s in vars(splits).values()}) == 3
+    assert len({str(s.sample(0)) for s in three(splits)}) == 3
     assert data.build(config_of(["synthetic"])).validation is None
     assert data.build(config_of(["synthetic"], seed=7)).train.seed == 7
-
-
-def test_the_next_micro_batch_is_read_while_this_one_is_computed():
-    """In order, none twice, none beyond the count; an error is raised where it belongs."""
-    started, seen = [threading.Event() for _ in range(4)], []
-
-    def read(index):
-        seen.append(index)
-        started[index].set()
-        if index == 2:
-            raise UserError("the samples end")
-        return index * 10
-
-    take = data.read_ahead(read, 4)
-    assert take(0) == 0
-    assert started[1].wait(60), "it is read before it is asked for"
-    assert take(1) == 10
-    with pytest.raises(UserError, match="the samples end"):
-        take(2)
-    assert take(3) == 30
-    assert take(0) == 0, "another stage of the rank asks again"
-    assert started[1].wait(60)
-    take(1)
-    assert seen[:5] == [0, 1, 2, 3, 0]
-    assert max(seen) == 3
-    assert [data.read_ahead(lambda i: i, 0)(index) for index in (3, 1, 2)] == [3, 1, 2]
-
-
-def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypatch):
-    samples, layout, moved = Synthetic(VOCAB, 16, 3), Layout(dp=2, micro_batch_size=2), []
-
-    def to(self, device, non_blocking):
-        moved.append((self.data_ptr() in pinned, device.type, non_blocking))
-        return self
-
-    pinned = {}
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda self: pinned.setdefault(self.data_ptr(), self)
-    )
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    batch = data.batches(samples, 8, layout, 1, torch.device("cuda"), 3)
-    for index in range(3):
-        expected = micro_batch(samples, 8, index, layout, 1)
-        assert all(torch.equal(a, b) for a, b in zip(batch(index), expected, strict=True))
-    assert moved == 6 * [(True, "cuda", True)]
 
 
 def test_an_order_that_no_memory_holds_is_a_sentence(tmp_path):

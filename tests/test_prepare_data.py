@@ -1,6 +1,11 @@
 """prepare_data: text of every accepted kind becomes documents; what is refused says why."""
 
+import bz2
+import csv
+import gzip
+import io
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -63,9 +68,14 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
     assert sorted(back) == documents
     assert back != documents  # shuffled
     assert tokenizer.get_vocab_size() == 300
-    assert sorted(os.listdir(tmp_path / "new")) == ["c.bin", "c.idx", "c.tokenizer.json"]
+    assert sorted(os.listdir(tmp_path / "new")) == [
+        "c.bin",
+        "c.idx",
+        "c.sha256",
+        "c.tokenizer.json",
+    ]
     printed = capsys.readouterr().out
-    tokens = len(IndexedDataset(str(tmp_path / "new" / "c")).tokens)
+    tokens = IndexedDataset(str(tmp_path / "new" / "c")).tokens
     per_token = sum(len(text.encode()) for text in documents) / tokens
     assert f"8 documents, {tokens:,} tokens, {per_token:.2f} bytes/token" in printed
     assert "skipped 1 not in UTF-8, 1 empty" in printed
@@ -155,7 +165,7 @@ def test_stdlib_leaves_out_packages_and_tests(tmp_path, monkeypatch):
         ('{"text": "cut', r"bad\.jsonl:4 is not JSON"),
         ('{"body": "b"}', r"bad\.jsonl:4 has no key 'text'"),
         ('["text"]', r"bad\.jsonl:4 has no key 'text'"),
-        ('{"text": 7}', r"bad\.jsonl:4: 'text' is a int, not a text"),
+        ('{"text": 7}', r"bad\.jsonl:4 has a int as 'text', not a text"),
     ],
 )
 def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, line, message):
@@ -171,6 +181,89 @@ def test_the_key_of_json_lines(tmp_path):
     assert read(tmp_path / "c")[0] == ["b"]
 
 
+def test_every_format_gives_the_same_documents(tmp_path, monkeypatch, capsys):
+    """Compressed files, tables and standard input; what is not read is counted."""
+    folder, texts = tmp_path / "texts", [f'Grüße {i},\n"x"' for i in range(20)]
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    for name, pack in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
+        (folder / f"a.jsonl.{name}").write_bytes(pack(lines))
+    (folder / "b.txt.gz").write_bytes(gzip.compress(b"one document\nof two lines"))
+    with open(folder / "c.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    (folder / "picture.png").write_bytes(b"")
+    (folder / "notes.tar.gz").write_bytes(b"")
+    (folder / "LICENSE").write_text("not read either")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    prepare(tmp_path / "c", "--vocab-size", 300, folder, "-")
+    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts * 5, "one document\nof two lines"])
+    printed = capsys.readouterr().out
+    assert "not read, because their kind is not known: 1 .png, 1 .tar.gz, 1 LICENSE" in printed
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_parquet_arrow_and_zstandard(tmp_path):
+    """A folder as `datasets` writes it, too; a row without a text is bad."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet, zstandard = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("zstandard")
+    folder, texts = tmp_path / "texts", [f"row {i} Grüße" for i in range(3000)]
+    folder.mkdir()
+    table = arrow.table({"id": range(3000), "text": texts})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=700)
+    with arrow.ipc.new_stream(str(folder / "b.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=500)
+    with arrow.ipc.new_file(str(folder / "c.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    packed = zstandard.ZstdCompressor().compress("\n".join(texts).encode())
+    (folder / "d.txt.zst").write_bytes(packed)
+    (folder / "state.json").write_text("{}")
+    prepare(tmp_path / "c", "--vocab-size", 300, folder)
+    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts * 3, "\n".join(texts)])
+    parquet.write_table(arrow.table({"text": ["a", None]}), tmp_path / "e.parquet")
+    with pytest.raises(UserError, match=r"e\.parquet:2 has a NoneType as 'text', not a text"):
+        prepare(tmp_path / "c", tmp_path / "e.parquet")
+    with pytest.raises(UserError, match=r"e\.parquet has no column 'body', but text"):
+        prepare(tmp_path / "c", "--json-key", "body", tmp_path / "e.parquet")
+    (tmp_path / "f.txt.zst").write_bytes(packed[:9] + b"xx" + packed[11:-3])
+    (tmp_path / "g.parquet").write_bytes(b"PAR1" + bytes(100))
+    for name in ("f.txt.zst", "g.parquet"):
+        with pytest.raises(UserError, match="is damaged, or not what its name says"):
+            prepare(tmp_path / "c", tmp_path / name)
+
+
+def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
+    good = json.dumps({"text": "good"})
+    bad = ['{"text": "cut', '{"body": 1}', '{"text": 7}', '{"text": "\\ud800"}', "[" * 100_000]
+    for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack("\n".join([good, "", *bad, good]).encode()))
+    both = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
+    prepare(tmp_path / "c", "--skip-bad", 10, *both)
+    assert read(tmp_path / "c")[0] == ["good"] * 4
+    assert f"10 bad ({tmp_path}/c.bad.txt)" in capsys.readouterr().out
+    listed = sorted((tmp_path / "c.bad.txt").read_text().splitlines())
+    assert [line.split()[0] for line in listed] == [f"{p}:{n}" for p in both for n in range(3, 8)]
+    assert "has half of a character, U+D800, at place 0" in listed[3]
+    with pytest.raises(UserError, match=r"\(--skip-bad 9 skips that many\)"):
+        prepare(tmp_path / "d", "--skip-bad", 9, *both)
+    assert not list(tmp_path.glob("d.*"))
+    (tmp_path / "e.txt").write_text("good")
+    prepare(tmp_path / "c", tmp_path / "e.txt")
+    assert not (tmp_path / "c.bad.txt").exists(), "of the run before"
+
+
+def test_a_long_document_is_encoded_in_pieces_to_the_same_tokens(tmp_path, monkeypatch):
+    text = " ".join(f"word{i % 97}  two, it's\n\n x{i} 'tis" for i in range(500)) + " "
+    (tmp_path / "a.txt").write_text(text)
+    prepare(tmp_path / "whole", "--vocab-size", 400, tmp_path / "a.txt")
+    sizes = []
+    monkeypatch.setattr(prepare_data, "AT_ONCE", 3)
+    for piece in (1, 7, 1000):
+        monkeypatch.setattr(prepare_data, "PIECE", piece)
+        prepare(tmp_path / "pieces", "--vocab-size", 400, tmp_path / "a.txt")
+        sizes.append((tmp_path / "pieces.bin").read_bytes())
+    assert sizes == 3 * [(tmp_path / "whole.bin").read_bytes()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -179,6 +272,16 @@ def test_the_key_of_json_lines(tmp_path):
         (["missing"], "missing does not exist"),
         (["picture.png"], r"picture\.png is not one of \.py"),
         (["nothing"], r"no \.py, .* file in nothing"),
+        (["rows.parquet"], r"rows\.parquet needs the package pyarrow: pip install pyarrow"),
+        (["a.txt.zst"], r"a\.txt\.zst needs the package zstandard: pip install zstandard"),
+        (["cut.txt.gz"], r"cut\.txt\.gz is damaged, or not what its name says"),
+        (["text.csv"], r"text\.csv has no column 'text' in its first line"),
+        (["noise.jsonl.gz"], r"noise\.jsonl\.gz is damaged, or not what its name says"),
+        (["noise.jsonl.bz2"], r"noise\.jsonl\.bz2 is damaged, or not what its name says"),
+        (["noise.jsonl.xz"], r"noise\.jsonl\.xz is damaged, or not what its name says"),
+        (["latin.jsonl.gz"], r"latin\.jsonl\.gz:1 is not UTF-8"),
+        (["long.jsonl"], r"long\.jsonl:1 is not JSON: Exceeds the limit"),
+        (["a.txt", "--skip-bad", "-1"], r"--skip-bad\(-1\) must be at least 0"),
         (["latin.txt"], "none of the 1 documents has text in UTF-8"),
         (["a.txt", "--vocab-size", "256"], r"--vocab-size\(256\) must hold 256 bytes"),
         (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
@@ -193,6 +296,16 @@ def test_mistakes(tmp_path, monkeypatch, arguments, message):
     (tmp_path / "a.txt").write_text("a text")
     (tmp_path / "picture.png").write_text("")
     (tmp_path / "latin.txt").write_bytes(b"\xfc")
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"a text" * 100)[:-9])
+    for suffix, magic in (("gz", b"\x1f\x8b\x08\0"), ("bz2", b"BZh9"), ("xz", b"\xfd7zXZ\0")):
+        (tmp_path / f"noise.jsonl.{suffix}").write_bytes(magic + bytes(range(256)))
+    (tmp_path / "latin.jsonl.gz").write_bytes(gzip.compress(b'{"text": "\xfc"}'))
+    (tmp_path / "long.jsonl").write_text('{"text": ' + 5000 * "1" + "}")
+    (tmp_path / "text.csv").write_text("body\n1\n")
+    for package in ("pyarrow", "pyarrow.parquet", "zstandard"):
+        monkeypatch.setitem(sys.modules, package, None)
+    for name in ("rows.parquet", "a.txt.zst"):
+        (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=message):
         prepare("c", *arguments)
     assert not list(tmp_path.glob("c.*"))

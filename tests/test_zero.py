@@ -151,7 +151,7 @@ def test_products_add_weight_gradients_by_themselves(positions):
     config = run.config
     theirs = Stage(run.factory, config.model, config.layout, run.stage_specs[0])  # no main_grad
     weights = [p.numel() for p in run.stages[0].blocks.parameters() if p.spec.decay]
-    batches = data.batches(data.Synthetic(61, 16, 1), 0, config.layout, 0, run.factory.device)
+    batches = run.reader.batches(data.Synthetic(61, 16, 1), 0, config)
     with Operations() as operations:
         run.pipeline.train(batches, 2, run.optimizer.begin_step(100, 2))
     for index in range(2):

@@ -1,0 +1,290 @@
+"""Data, side by side with megatron-core in one run: random samples, orders, blends, cold pages.
+
+    python benchmarks/data.py                          # 1 M documents; about 10 minutes
+    python benchmarks/data.py --documents 50000000     # and the ranks of a node, --ranks 8
+
+Each figure is the median of --repeats runs, ours and Megatron's in turn; `load` is the machine's
+load average when it was taken. The corpus has lengths of an exponential distribution, mean 600.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+
+import data
+import trainer
+from config import validation
+from config.command_line import parse
+from config.messages import Parser
+from corpora import token_files
+from corpora.blends import blend_order, normalise
+from corpora.mapped_files import ArrayCache
+from corpora.sample_order import GPTSamples
+from corpora.token_files import HEADER, MAGIC, VERSION, IndexedDataset
+
+LENGTH, SEED, VOCAB = 2048, 1234, 8192
+warnings.simplefilter("ignore")  # megatron-core misses Apex and Transformer Engine
+
+
+def write_corpus(prefix: str, documents: int, tokens_too: bool = True) -> None:
+    """Random tokens; without tokens the .bin is a hole of the right size."""
+    random = np.random.default_rng(0)
+    lengths = np.maximum(1, random.exponential(600, documents)).astype("<i4")
+    sizes, tokens = lengths.astype("<i8") * 2, int(lengths.sum(dtype=np.int64))
+    with open(prefix + ".bin", "wb") as file:
+        for begin in range(0, tokens if tokens_too else 0, 1 << 24):
+            count = min(1 << 24, tokens - begin)
+            file.write(random.integers(VOCAB, size=count, dtype=np.uint16).tobytes())
+        file.truncate(2 * tokens)
+    with open(prefix + ".idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
+        for column in (lengths, np.cumsum(sizes) - sizes, np.arange(documents + 1, dtype="<i8")):
+            file.write(column.tobytes())
+
+
+class Megatron:
+    """megatron-core's data sets, imported when they are needed."""
+
+    def __init__(self):
+        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
+
+        self.gpt, self.indexed, self.helpers = gpt_dataset, indexed_dataset, helpers
+        self.train = utils.Split.train
+
+    def samples(self, prefix: str, count: int | None, cache: str, resets: bool = False):
+        """Its GPTDataset of the whole corpus."""
+        names = OrderedDict(), VOCAB
+        tokenizer = SimpleNamespace(unique_identifiers=names[0], vocab_size=VOCAB, eod=0, pad=-1)
+        config = self.gpt.GPTDatasetConfig(
+            random_seed=SEED,
+            sequence_length=LENGTH,
+            blend=([prefix], None),
+            split="1",
+            path_to_cache=cache,
+            tokenizer=tokenizer,
+            reset_position_ids=resets,
+            reset_attention_mask=resets,
+            eod_mask_loss=resets,
+            create_attention_mask=resets,
+        )
+        dataset = self.indexed.IndexedDataset(prefix)
+        documents = np.arange(len(dataset), dtype=np.int32)
+        return self.gpt.GPTDataset(dataset, prefix, documents, count, self.train, config)
+
+    def blend(self, shares: list[float], size: int):
+        """Its blending indices."""
+        which, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        self.helpers.build_blending_indices(which, number, shares, len(shares), size, False)
+        return which, number
+
+
+def ours(prefix: str, count: int | None, cache: str | None) -> GPTSamples:
+    """Our samples of the whole corpus."""
+    store = ArrayCache(cache)
+    dataset = IndexedDataset(prefix, store)
+    return GPTSamples(dataset, range(len(dataset)), count, LENGTH, SEED, VOCAB, "megatron", store)
+
+
+def seconds(call, *values) -> float:
+    began = time.perf_counter()
+    call(*values)
+    return time.perf_counter() - began
+
+
+def read_all(get, numbers) -> None:
+    for number in numbers:
+        get(number)
+
+
+def row(name: str, unit: str, own: list[float], theirs: list[float] | None = None) -> None:
+    """Print the medians, our share of Megatron's, and the load."""
+    text = f"| {name} | {unit} | {statistics.median(own):.4g} |"
+    if theirs:
+        a, b = statistics.median(own), statistics.median(theirs)
+        text += f" {b:.4g} | {a / b:.2f} |"
+    else:
+        text += " | |"
+    print(f"{text} {os.getloadavg()[0]:.1f} |", flush=True)
+
+
+# ---- Orders and samples --------------------------------------------------------------------------
+
+
+def measure_orders(megatron: Megatron, prefix: str, folder: Path, repeats: int) -> None:
+    """Cold (built and stored) and from the cache, for 1 and 3 epochs."""
+    epoch = (IndexedDataset(prefix).tokens - 1) // LENGTH
+    for epochs in (1, 3):
+        cold, warm = ([], []), ([], [])
+        for _ in range(repeats):
+            for side, make in enumerate((ours, megatron.samples)):
+                cache = tempfile.mkdtemp(dir=folder)
+                for times in (cold, warm):
+                    times[side].append(seconds(make, prefix, epochs * epoch, cache))
+                shutil.rmtree(cache)
+        row(f"order, {epochs} epochs, cold", "s", *cold)
+        row(f"order, {epochs} epochs, from the cache", "s", *warm)
+
+
+def measure_samples(megatron: Megatron, prefix: str, folder: Path, repeats: int) -> None:
+    """Random samples per second, pages in memory."""
+    cache = str(folder / "cache")
+    theirs = {resets: megatron.samples(prefix, None, cache, resets) for resets in (False, True)}
+    own = ours(prefix, None, cache)
+    rates: dict[str, list[float]] = {"ours": [], "plain": [], "resets": []}
+    for turn in range(repeats + 1):
+        chosen = range(turn * 4000, turn * 4000 + 4000)
+        read_all(own.sample, chosen)  # into memory
+        rates["ours"].append(4000 / seconds(read_all, own.sample, chosen))
+        rates["plain"].append(4000 / seconds(read_all, theirs[False].__getitem__, chosen))
+        rates["resets"].append(50 / seconds(read_all, theirs[True].__getitem__, chosen[:50]))
+    row("random samples, warm", "1/s", rates["ours"], rates["plain"])
+    row("random samples, theirs with resets", "1/s", rates["ours"], rates["resets"])
+
+
+def measure_blends(megatron: Megatron, repeats: int, small: bool) -> None:
+    """Blending indices: many samples of a few sets, and sets of tiny weights."""
+    random, scale = np.random.default_rng(1), 10 if small else 1
+    cases = {
+        f"blend of 10 sets, {10**8 // scale:.0e} samples": (random.random(10), 10**8 // scale),
+        f"blend of 100 sets, tiny weights, {10**7 // scale:.0e} samples": (
+            np.array([1.0, *10 ** random.uniform(-6, -3, 99)]),
+            10**7 // scale,
+        ),
+    }
+    for name, (weights, size) in cases.items():
+        shares = normalise(weights)
+        found: list = [None, None]
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats):
+            for side, make in enumerate((blend_order, megatron.blend)):
+                began = time.perf_counter()
+                found[side] = make(shares, size)
+                times[side].append(time.perf_counter() - began)
+            assert all(np.array_equal(a, b) for a, b in zip(*found)), "the blends differ"
+        row(name, "s", *times)
+
+
+# ---- Ranks of a node -----------------------------------------------------------------------------
+
+
+def measure_ranks(prefix: str, folder: Path, ranks: int) -> None:
+    """Processes that need the same order of 3 epochs at once: seconds, CPU seconds, memory."""
+    cache = tempfile.mkdtemp(dir=folder)
+    program = [sys.executable, __file__, "--one-rank", prefix, cache]
+    before = os.times()
+    began = time.perf_counter()
+    processes = [subprocess.Popen(program, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
+    outs = [process.communicate()[0].split() for process in processes]
+    wall, after = time.perf_counter() - began, os.times()
+    used = after.children_user + after.children_system
+    used -= before.children_user + before.children_system
+    row(f"{ranks} ranks, 3 epochs: time, with imports", "s", [wall])
+    row(f"{ranks} ranks: CPU time, with imports", "s", [used])
+    row(f"{ranks} ranks: CPU time of orders", "s", [sum(float(out[0]) for out in outs)])
+    row(f"{ranks} ranks: largest resident memory of one", "GB", [max(float(o[1]) for o in outs)])
+    row(f"{ranks} ranks: sum of own memory (PSS)", "GB", [sum(float(o[2]) for o in outs)])
+    shutil.rmtree(cache)
+
+
+def one_rank(prefix: str, cache: str) -> None:
+    """Print CPU seconds, peak resident and proportional GB of one rank that finds its order."""
+    import resource
+
+    began = time.process_time()
+    epoch = (IndexedDataset(prefix, ArrayCache(cache)).tokens - 1) // LENGTH
+    samples = ours(prefix, 3 * epoch, cache)
+    used = time.process_time() - began
+    int(samples.shuffle_index[::1024].sum()) + int(samples.sample_index[::1024].sum())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e6
+    print(used, peak, own)
+
+
+# ---- Steps ---------------------------------------------------------------------------------------
+
+
+def measure_steps(prefix: str, folder: Path, steps: int) -> None:
+    """Steps of a small model: warm pages, always cold pages, 20 ms of delay for each sample.
+
+    Variants take turns, so that the load of the machine is the same for all.
+    """
+    words = f"--layers 4 --hidden 256 --heads 4 --seq-length 512 --vocab-size {VOCAB}"
+    words += f" --data {prefix} --split 1 --steps {10 * steps} --global-batch-size 8"
+    words += f" --micro-batch-size 2 --cache {folder / 'cache'}"
+    config = validation.check(parse(words.split()), 1)
+    state, samples = trainer.build(config), data.build(config).train
+    own, descriptor = os.pread, os.open(prefix + ".bin", os.O_RDONLY)
+
+    def cold(*place):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return own(*place)
+
+    def late(*place):
+        time.sleep(0.02 / 1.85)  # a sample of 513 tokens is read in 1.85 cuts
+        return own(*place)
+
+    variants = {"warm": own, "always cold": cold, "20 ms late": late}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    consumed = 0
+    for turn in range(steps):
+        for name, read in variants.items():
+            token_files.os.pread = read
+            for repeat in range(5):  # what was read ahead is of the variant before: not counted
+                took = seconds(trainer.step, state, samples, consumed, 1e-4)
+                consumed += 8
+                times[name] += [took] if repeat >= 2 and turn else []
+    token_files.os.pread = own
+    for name, taken in times.items():
+        row(f"step, {name}, against warm", "s", taken, times["warm"])
+    state.reader.close()
+    os.close(descriptor)
+
+
+def main() -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--small", action="store_true", help="blends of a tenth of the samples")
+    parser.add_argument("--only", nargs="+", default=["orders", "samples", "blends", "steps"])
+    parser.add_argument("--folder", default=None, help="for the corpus and the caches")
+    parser.add_argument("--one-rank", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one_rank:
+        return one_rank(*options.one_rank)
+    torch.set_num_threads(2)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()}, numpy {np.__version__}")
+    print("\n| what | unit | ours | megatron-core | ratio | load |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder, prefix = Path(name), f"{name}/c"
+        write_corpus(prefix, options.documents, tokens_too="ranks" not in options.only)
+        if "ranks" in options.only:
+            return measure_ranks(prefix, folder, options.ranks)
+        megatron = Megatron()
+        if "orders" in options.only:
+            measure_orders(megatron, prefix, folder, options.repeats)
+        if "samples" in options.only:
+            measure_samples(megatron, prefix, folder, options.repeats)
+        if "blends" in options.only:
+            measure_blends(megatron, 1 if not options.small else options.repeats, options.small)
+        if "steps" in options.only:
+            measure_steps(prefix, folder, options.repeats)
+
+
+if __name__ == "__main__":
+    main()

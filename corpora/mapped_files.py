@@ -1,0 +1,200 @@
+"""Files that the processes of a node map: to read, and a cache of arrays that one of them builds.
+
+    cache = ArrayCache("/tmp/trine-1000")                   None: nothing is stored
+    found = cache.find({"rule": 1, ...}, build)             built by one process, mapped by all
+    found.arrays["shuffle_index"]                           read-only
+
+    FOLDER/DIGEST.arrays    magic, length of the header, header (JSON), arrays at multiples of 64
+    FOLDER/DIGEST.partial   the same while it is written
+    FOLDER/0.lock ...       locked while an entry whose digest begins so is built
+
+DIGEST is that of the facts that determine the arrays, so a file is never changed, only replaced by
+an equal one. It needs no lock to be read, and a process that is killed leaves no wrong file: the
+system then opens its lock. The facts include the start of the operating system, because after a
+power failure a file may have its name and size without its contents.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config.messages import UserError
+
+MAGIC = b"TRINEARR"
+HEADER = struct.Struct("<8sQ")  # magic, bytes of the JSON text that follows
+ALIGNMENT = 64
+SECONDS_UNUSED = 30 * 24 * 3600.0  # after which an entry is removed
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class MappedFile:
+    """The bytes of a file, mapped to read; of an empty one, which cannot be mapped, no bytes.
+
+    Access beyond the end of a file that has been cut short ends the process (SIGBUS), so whoever
+    reads later than at once calls `check` before. OSError if it cannot be opened.
+    """
+
+    def __init__(self, path: str):
+        self.path, self._map = path, None
+        with open(path, "rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size:
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
+        # A plain array: slicing np.memmap takes three times as long.
+        self.bytes = np.frombuffer(self._map or b"", np.uint8)
+
+    def check(self) -> None:
+        """UserError if the file has become shorter since it was mapped."""
+        if self._map is not None and self._map.size() < self.size:
+            now = f"it has {self._map.size()} bytes and had {self.size}"
+            raise UserError(f"{self.path} was cut short while the run reads it: {now}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """Arrays by name, read-only if they are mapped from `file`. built: by this call."""
+
+    arrays: Mapping[str, np.ndarray]
+    file: MappedFile | None = None
+    built: bool = True
+
+    def check(self) -> None:
+        """UserError if the file that they are mapped from has become shorter."""
+        if self.file is not None:
+            self.file.check()
+
+
+class ArrayCache:
+    """Arrays that one process of a node builds and all others map; see the module.
+
+    folder: for this node and user; it is made if it does not exist. None: every process builds its
+    own. UserError if the folder cannot be used.
+    """
+
+    def __init__(self, folder: str | None = None):
+        self.folder = folder
+        self._system = {"boot": BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""}
+        if folder is None:
+            return
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            owner = os.stat(folder).st_uid
+        except OSError as error:
+            raise self._unusable(error) from None
+        if owner not in (0, os.getuid()):
+            raise UserError(f"--cache {folder} belongs to user {owner}, not to you or root")
+
+    def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
+        """The arrays that follow from `facts` (JSON values): from the cache, or built and stored.
+
+        Of the processes of a node that call it at once, one builds and the others wait.
+        """
+        if self.folder is None:
+            return Found(build())
+        text = json.dumps(facts | self._system, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        path = os.path.join(self.folder, f"{digest}.arrays")
+        try:
+            found = _read(path, text)
+            if found is not None:
+                return found
+            with self._locked(digest[0]):
+                found = _read(path, text)
+                if found is None:
+                    self._remove_unused()
+                    _write(path, text, build())
+                    written = _read(path, text)
+                    found = written and replace(written, built=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        if found is None:
+            raise UserError(f"{path} was removed or changed while this run wrote it")
+        return found
+
+    @contextlib.contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        """One process of the node at a time; the lock ends with the process that holds it."""
+        with open(os.path.join(self.folder or "", f"{name}.lock"), "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _remove_unused(self) -> None:
+        """Remove entries that no run has opened for long."""
+        oldest = time.time() - SECONDS_UNUSED
+        for suffix in ("arrays", "partial"):
+            for path in Path(self.folder or "").glob(f"*.{suffix}"):
+                try:
+                    if path.stat().st_mtime < oldest:
+                        path.unlink()
+                except FileNotFoundError:  # another process has removed it
+                    continue
+
+    def _unusable(self, error: OSError) -> UserError:
+        return UserError(
+            f"--cache {self.folder}: cannot store the order of samples ({error.strerror}): name a "
+            f"folder of this node with room and file locks, or --cache none"
+        )
+
+
+def _read(path: str, text: str) -> Found | None:
+    """The arrays in that file; None if it is not there, not whole, or of other facts."""
+    try:
+        file = MappedFile(path)
+    except FileNotFoundError:
+        return None
+    if file.size < HEADER.size:
+        return None
+    magic, length = HEADER.unpack(file.bytes[: HEADER.size].tobytes())
+    if magic != MAGIC or HEADER.size + length > file.size:
+        return None
+    try:
+        header = json.loads(file.bytes[HEADER.size : HEADER.size + length].tobytes())
+    except ValueError:
+        return None
+    if header["facts"] != text or header["size"] != file.size:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # so that it is not removed as unused
+    arrays, place = {}, _aligned(HEADER.size + length)
+    for name, kind, shape in header["arrays"]:
+        flat = np.frombuffer(file.bytes, kind, math.prod(shape), place)
+        arrays[name] = flat.reshape(shape)
+        place = _aligned(place + flat.nbytes)
+    return Found(arrays, file, built=False)
+
+
+def _write(path: str, text: str, arrays: dict[str, np.ndarray]) -> None:
+    """Write the file under another name, then give it its own. Frees each array when written."""
+    listed = [(name, a.dtype.str, a.shape) for name, a in arrays.items()]
+    size = sum(_aligned(a.nbytes) for a in arrays.values())
+    header = {"facts": text, "arrays": listed, "size": 0}
+    while True:  # the header holds the file's size, which depends on the header's length
+        encoded = json.dumps(header).encode()
+        whole = _aligned(HEADER.size + len(encoded)) + size
+        if header["size"] == whole:
+            break
+        header["size"] = whole
+    partial = path.removesuffix("arrays") + "partial"
+    with open(partial, "wb") as file:
+        file.write(HEADER.pack(MAGIC, len(encoded)) + encoded)
+        for name in list(arrays):
+            file.write(bytes(_aligned(file.tell()) - file.tell()))
+            file.write(np.ascontiguousarray(arrays.pop(name)).reshape(-1).view(np.uint8).data)
+        file.write(bytes(whole - file.tell()))
+    os.rename(partial, path)
+
+
+def _aligned(place: int) -> int:
+    return -(-place // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,155 @@
+"""Micro-batches of one rank, read by threads before the rank asks for them.
+
+    reader = Prefetcher(shape=(4, 2048), pinned=True)
+    reader.go_on(samples, 120, iter([120, 124, 128]))    the first samples of the next ones
+    tokens, labels = reader.take(samples, 120)
+    reader.close()
+
+What is read follows from the samples' numbers alone, so a resumed run reads the same.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from config.messages import UserError
+
+READERS = 4  # threads: reads that wait for a disk or a file system at the same time
+AHEAD = 8  # micro-batches that are read or being read before they are asked for
+SECONDS_TO_END = 2.0  # for a thread whose read is under way when the run ends
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Readable(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
+
+    def file_of(self, k: int) -> str:
+        """The file that holds sample k's tokens."""
+
+
+class _Read(Future[None]):
+    """A micro-batch that is being read; `sample`: the one whose tokens are awaited."""
+
+    def __init__(self, samples: Readable, first: int, batch: Batch):
+        super().__init__()
+        self.samples, self.sample, self.batch = samples, first, batch
+
+    def run(self) -> None:
+        """Read its samples, one after the other."""
+        # Arrays, because torch would start a pool of threads in each thread that copies much.
+        tokens, labels = (tensor.numpy() for tensor in self.batch)
+        for row in range(len(tokens)):
+            sample = self.samples.sample(self.sample)
+            tokens[row], labels[row] = sample[:-1], sample[1:]
+            self.sample += 1
+
+
+class Prefetcher:
+    """Reads micro-batches ahead, in threads that start with the first one: a rank that asks for
+    none, in the middle of a pipeline, reads none.
+
+    shape: (micro-batch size, seq_length). pinned: allocate them in memory from which a GPU copies
+    by itself. seconds: after which a sample that has not arrived is an error.
+    """
+
+    def __init__(self, shape: tuple[int, int], pinned: bool = False, seconds: float = 240.0):
+        self.shape, self.pinned, self.seconds = shape, pinned, seconds
+        self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        # By samples: where the next micro-batches begin, and those that are read or under way.
+        self._upcoming: dict[int, Iterator[int]] = {}
+        self._reads: dict[int, dict[int, _Read]] = {}
+        # Also if nobody calls it: no thread stays when this object is gone.
+        self.close = weakref.finalize(self, _end, self._jobs, self._threads, self._reads)
+
+    def go_on(self, samples: Readable, first: int, upcoming: Iterator[int]) -> None:
+        """Read ahead the micro-batches of `upcoming`, the first of which begins at sample `first`;
+        nothing changes if that one is read already.
+        """
+        if first in self._reads.setdefault(id(samples), {}):
+            return
+        for read in self._reads[id(samples)].values():
+            read.cancel()
+        self._reads[id(samples)] = {}
+        self._upcoming[id(samples)] = upcoming
+        self._fill(samples)
+
+    def take(self, samples: Readable, first: int) -> Batch:
+        """Tokens and labels, each (micro-batch size, seq_length), of the samples from `first` on.
+
+        Raises what reading them raised; UserError, with the file's name, if that takes too long.
+        """
+        read = self._reads.setdefault(id(samples), {}).pop(first, None)
+        read = read or self._begin(samples, first)
+        self._fill(samples)
+        try:
+            read.result(self.seconds)
+        except TimeoutError:
+            if read.done():
+                raise
+            file = samples.file_of(read.sample)
+            late = f"tokens of sample {read.sample} have not arrived within {self.seconds:g} s"
+            raise UserError(f"{late} from {file}: does its file system answer?") from None
+        return read.batch
+
+    def _fill(self, samples: Readable) -> None:
+        reads, upcoming = self._reads[id(samples)], self._upcoming.get(id(samples), iter(()))
+        while len(reads) < AHEAD:
+            first = next(upcoming, None)
+            if first is None or first + self.shape[0] > len(samples):
+                return
+            reads[first] = self._begin(samples, first)
+
+    def _begin(self, samples: Readable, first: int) -> _Read:
+        tokens, labels = (
+            torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2)
+        )
+        read = _Read(samples, first, (tokens, labels))
+        while len(self._threads) < READERS:
+            # Daemons: a read that never returns does not keep the process from ending.
+            thread = threading.Thread(target=_work, args=(self._jobs,), name="reader", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put(read)
+        return read
+
+
+def _work(jobs: "queue.SimpleQueue[_Read | None]") -> None:
+    """Read what is asked for, until None."""
+    while (read := jobs.get()) is not None:
+        if not read.set_running_or_notify_cancel():
+            continue
+        try:
+            read.run()
+        except BaseException as error:  # for the thread that takes it
+            read.set_exception(error)
+        else:
+            read.set_result(None)
+        del read  # else its tensors would stay until the next one
+
+
+def _end(
+    jobs: "queue.SimpleQueue[_Read | None]",
+    threads: list[threading.Thread],
+    reads: dict[int, dict[int, _Read]],
+) -> None:
+    """Drop what is not read yet, end the threads, and wait for those whose read does not hang."""
+    for read in [read for own in reads.values() for read in own.values()]:
+        read.cancel()
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(SECONDS_TO_END)

@@ -1,0 +1,144 @@
+"""Shows, verifies and joins corpora: pairs PREFIX.bin, PREFIX.idx that `train.py --data` reads.
+
+    python scripts/corpus.py show data/books --seq-length 2048
+    python scripts/corpus.py verify data/books data/news
+    python scripts/corpus.py merge --out data/all data/books data/news
+    python scripts/corpus.py split --out data/part data/books --shares 9,1
+
+prepare_data.py writes PREFIX.sha256, in the format of sha256sum, beside the pair; `verify` reads
+the pair from end to end and compares.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    import numpy as np
+
+    from config.messages import Parser, UserError, exit_with
+    from config.validation import check_folder
+    from corpora.sample_order import split_ranges
+    from corpora.token_files import IndexedDataset, IndexedDatasetWriter
+
+AT_ONCE = 1 << 22  # tokens or bytes read at a time
+
+
+def digest_of(path: str) -> str:
+    """The SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksums(prefix: str) -> None:
+    """Write PREFIX.sha256, which `sha256sum --check` in that folder reads too."""
+    names = [prefix + suffix for suffix in (".bin", ".idx")]
+    lines = [f"{digest_of(name)}  {os.path.basename(name)}\n" for name in names]
+    partial = f"{prefix}.{os.getpid()}.partial.sha256"
+    Path(partial).write_text("".join(lines))
+    os.replace(partial, prefix + ".sha256")
+
+
+def verify(prefix: str) -> str:
+    """Check a pair from end to end; a line that says what was checked. UserError."""
+    dataset = IndexedDataset(prefix)
+    sums = Path(prefix + ".sha256")
+    if not sums.exists():
+        return f"{prefix}: the index fits the tokens; no {sums.name} to compare with"
+    wanted = {}
+    for line in sums.read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        wanted[name] = digest
+    for suffix in (".bin", ".idx"):
+        path = prefix + suffix
+        expected = wanted.get(os.path.basename(path), "missing")
+        found = digest_of(path)
+        if found != expected:
+            short = f"{found[:16]}..., but {sums} has {expected[:16]}..."
+            raise UserError(f"{path} has the SHA-256 {short}: it has changed since it was written")
+    return f"{prefix}: {len(dataset):,} sequences, {dataset.tokens:,} tokens, checksums equal"
+
+
+def show(prefix: str, seq_length: int) -> str:
+    """What a corpus holds, and how many samples an epoch of it has."""
+    dataset = IndexedDataset(prefix)
+    lengths = np.diff(np.append(0, np.cumsum(dataset.lengths, dtype=np.int64))[dataset.documents])
+    shown = [0, 0, 0, 0]
+    if len(lengths):
+        shown = np.percentile(lengths, [0, 50, 90, 100]).astype(int).tolist()
+    samples = max(0, dataset.tokens - 1) // seq_length
+    return (
+        f"{prefix}: {dataset.tokens:,} tokens of type {dataset.token_type}, "
+        f"{len(lengths):,} documents, {len(dataset):,} sequences\n"
+        f"tokens in a document: {shown[0]:,} to {shown[3]:,}, half have at most {shown[1]:,}, "
+        f"nine of ten at most {shown[2]:,}\n"
+        f"samples of seq-length {seq_length}: {samples:,} in an epoch"
+    )
+
+
+def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
+    """Write the documents of these ranges, one after the other, as a new pair."""
+    types = {part.token_type for part, _ in parts}
+    if len(types) > 1:
+        kinds = ", ".join(f"{part.prefix} {part.token_type}" for part, _ in parts)
+        raise UserError(f"these corpora have tokens of different types: {kinds}")
+    (kind,) = types
+    Path(out + ".sha256").unlink(missing_ok=True)  # of an older pair of this name
+    if kind not in (np.dtype("<u2"), np.dtype("<i4")):
+        raise UserError(f"tokens of type {kind} cannot be written, only uint16 and int32")
+    with IndexedDatasetWriter(out, 65499 if kind.itemsize == 2 else 2**31) as writer:
+        writer.vocab_size = 2 ** (16 if kind.itemsize == 2 else 31)
+        for part, documents in parts:
+            for document in documents:
+                sequences = range(*part.documents[document : document + 2].tolist())
+                writer.add_document(*(part.get(sequence) for sequence in sequences))
+    write_checksums(out)
+    return f"{out}: {writer.documents:,} documents, {writer.tokens:,} tokens"
+
+
+def main(arguments: list[str]) -> None:
+    """Do one command; raises UserError."""
+    form = argparse.RawDescriptionHelpFormatter
+    text, _, usage = (__doc__ or "").partition("\n\n")
+    parser = Parser(description=text, epilog=usage, formatter_class=form, allow_abbrev=False)
+    parser.add_argument("command", choices=("show", "verify", "merge", "split"))
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX")
+    parser.add_argument("--out", metavar="PREFIX", help="of merge; split adds .0, .1, ...")
+    parser.add_argument("--seq-length", type=int, default=2048, help="of show (2048)")
+    parser.add_argument("--shares", default="95,5", help="of split, up to three (95,5)")
+    options = parser.parse_intermixed_args(arguments)
+    if options.seq_length < 1:
+        raise UserError(f"--seq-length({options.seq_length}) must be at least 1")
+    if options.command in ("show", "verify"):
+        for prefix in options.prefixes:
+            asked = (verify,) if options.command == "verify" else (show, options.seq_length)
+            print(asked[0](prefix, *asked[1:]))
+        return
+    if not options.out or not os.path.basename(options.out):
+        raise UserError(f"{options.command} needs --out PREFIX, as data/books")
+    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    parts = [IndexedDataset(prefix) for prefix in options.prefixes]
+    every = [(part, range(len(part.documents) - 1)) for part in parts]
+    if options.command == "merge":
+        print(copy(every, options.out))
+        return
+    if len(parts) > 1:
+        raise UserError(f"split takes one PREFIX, not {len(parts)}")
+    shares = options.shares.count(",") + 1
+    for number, documents in enumerate(split_ranges(options.shares, len(every[0][1]))[:shares]):
+        print(copy([(parts[0], documents)], f"{options.out}.{number}"))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        exit_with(error)
+    except OSError as error:  # a file that cannot be read, a disk that is full
+        exit_with(UserError(str(error)))

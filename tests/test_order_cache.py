@@ -1,0 +1,329 @@
+"""The cache of orders: built once per node, never met by another corpus, safe against crashes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ranks import ROOT, start_ranks
+from test_data import VOCAB, config_of, write_corpus
+
+import data
+from config.messages import UserError
+from corpora import blends, mapped_files, sample_order
+from corpora.mapped_files import ArrayCache
+from corpora.sample_order import GPTSamples
+from corpora.token_files import IndexedDataset
+
+FACTS = {"order": "test", "numbers": [1, 2]}
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.arrays"))
+
+
+def never() -> dict:
+    raise AssertionError("it is in the cache")
+
+
+def some_arrays() -> dict[str, np.ndarray]:
+    return {
+        "rows": np.arange(2000, dtype=np.int32).reshape(1000, 2),
+        "none": np.zeros((0, 2), np.int64),
+        "numbers": np.arange(7, dtype=np.uint32),
+    }
+
+
+def assert_equal(found, arrays) -> None:
+    assert set(found.arrays) == set(arrays)
+    for name, array in arrays.items():
+        assert found.arrays[name].dtype == array.dtype
+        assert np.array_equal(found.arrays[name], array), name
+
+
+def test_arrays_are_built_once_and_mapped_read_only(tmp_path):
+    cache, arrays = ArrayCache(str(tmp_path)), some_arrays()
+    first = cache.find(FACTS, some_arrays)
+    again = ArrayCache(str(tmp_path)).find(dict(reversed(FACTS.items())), never)
+    assert (first.built, again.built) == (True, False)
+    for found in (first, again):
+        assert_equal(found, arrays)
+        with pytest.raises(ValueError, match="read-only"):
+            found.arrays["rows"][0] = 5
+    assert len(entries(tmp_path)) == 1
+    assert not list(tmp_path.glob("*.partial"))
+    assert cache.find(FACTS | {"numbers": [1, 3]}, some_arrays).built
+    nothing = ArrayCache(None).find(FACTS, some_arrays)
+    assert nothing.file is None
+    assert_equal(nothing, arrays)
+
+
+@pytest.mark.parametrize("damage", ["empty", "header", "short", "long", "zeros", "magic", "other"])
+def test_a_damaged_entry_is_built_anew(tmp_path, damage):
+    cache = ArrayCache(str(tmp_path))
+    cache.find(FACTS, some_arrays)
+    (path,) = tmp_path.glob("*.arrays")
+    raw = path.read_bytes()
+    other = raw.replace(b"test", b"TEST")
+    path.unlink()  # else the file that is mapped would change
+    path.write_bytes(
+        {
+            "empty": b"",
+            "header": raw[:100],
+            "short": raw[:-64],
+            "long": raw + bytes(64),
+            "zeros": bytes(len(raw)),
+            "magic": b"x" + raw[1:],
+            "other": other,
+        }[damage]
+    )
+    found = cache.find(FACTS, some_arrays)
+    assert found.built
+    assert_equal(found, some_arrays())
+    assert path.read_bytes() == raw
+
+
+def test_another_start_of_the_system_meets_no_old_entry(tmp_path, monkeypatch):
+    ArrayCache(str(tmp_path)).find(FACTS, some_arrays)
+    (tmp_path / "boot").write_text("another")
+    monkeypatch.setattr(mapped_files, "BOOT_ID", tmp_path / "boot")
+    assert ArrayCache(str(tmp_path)).find(FACTS, some_arrays).built
+
+
+def test_entries_that_nobody_uses_are_removed(tmp_path):
+    cache = ArrayCache(str(tmp_path))
+    for number in range(3):
+        cache.find({"number": number}, some_arrays)
+    (tmp_path / "killed.partial").write_bytes(b"x")
+    (tmp_path / "mine.txt").write_bytes(b"x")
+    old = time.time() - mapped_files.SECONDS_UNUSED - 60
+    for path in tmp_path.iterdir():
+        os.utime(path, (old, old))
+    assert not cache.find({"number": 1}, never).built  # used: it stays
+    cache.find({"number": 9}, some_arrays)
+    assert len(entries(tmp_path)) == 2
+    assert not cache.find({"number": 1}, never).built
+    assert not (tmp_path / "killed.partial").exists()
+    assert (tmp_path / "mine.txt").exists()
+
+
+def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"--cache .*file/sub: cannot store .*Not a directory.*none"
+    ):
+        ArrayCache(str(tmp_path / "file" / "sub"))
+    cache = ArrayCache(str(tmp_path / "full"))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(mapped_files, "_write", full)
+    with pytest.raises(UserError, match=r"full: cannot store .*No space left.* --cache none"):
+        cache.find(FACTS, some_arrays)
+    monkeypatch.setattr(mapped_files.os, "getuid", lambda: 12345)
+    owner = os.stat(tmp_path).st_uid
+    if owner:
+        with pytest.raises(UserError, match=f"belongs to user {owner}, not to you"):
+            ArrayCache(str(tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------
+# Orders
+# ------------------------------------------------------------------------------------------------
+
+
+def order_of(dataset, cache, samples=30, first=0, length=8, seed=1, order="megatron") -> GPTSamples:
+    about = range(first, len(dataset)), samples, length, seed, VOCAB, order
+    return GPTSamples(dataset, *about, cache)
+
+
+def test_an_order_from_the_cache_is_the_order(tmp_path):
+    cache, lengths = ArrayCache(str(tmp_path / "cache")), [30, 0, 7] * 20
+    dataset = write_corpus(f"{tmp_path}/c", lengths)
+    own = order_of(dataset, None)
+    for built in (True, False):
+        found = order_of(dataset, cache)
+        assert found.found.built == built
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            assert np.array_equal(getattr(found, name), getattr(own, name))
+        assert [found.sample(k).tolist() for k in range(len(found))] == [
+            own.sample(k).tolist() for k in range(len(own))
+        ]
+    assert not order_of(dataset, cache, samples=31).found.built  # it follows from the epochs
+
+
+def test_every_input_of_an_order_has_its_entry(tmp_path, monkeypatch):
+    cache = ArrayCache(str(tmp_path / "cache"))
+    dataset = write_corpus(f"{tmp_path}/c", [30] * 20)
+    options = [{}, {"samples": 200}, {"first": 1}, {"length": 9}, {"seed": 2}, {"order": "stable"}]
+    for each in options:
+        assert order_of(dataset, cache, **each).found.built
+        assert not order_of(dataset, cache, **each).found.built
+    monkeypatch.setattr(sample_order, "RULE", 99)
+    assert order_of(dataset, cache).found.built
+    assert blends.find_blend_order([0.5, 0.5], 9, cache).found.built
+    assert not blends.find_blend_order([0.5, 0.5], 9, cache).found.built
+    assert blends.find_blend_order([0.4, 0.6], 9, cache).found.built
+    assert blends.find_blend_order([0.5, 0.5], 8, cache).found.built
+
+
+@pytest.mark.parametrize("how", ["rewritten", "same size", "same time", "moved here"])
+def test_a_changed_corpus_never_meets_an_old_order(tmp_path, how):
+    cache, prefix = ArrayCache(str(tmp_path / "cache")), f"{tmp_path}/c"
+    dataset = write_corpus(prefix, [30] * 10 + [10] * 10)
+    order_of(dataset, cache)
+    before = os.stat(prefix + ".idx")
+    if how == "rewritten":
+        write_corpus(prefix, [30] * 11 + [10] * 10)
+    elif how == "moved here":
+        write_corpus(f"{tmp_path}/d", [10] * 10 + [30] * 10)
+        for suffix in (".idx", ".bin"):
+            os.utime(f"{tmp_path}/d{suffix}", ns=(before.st_atime_ns, before.st_mtime_ns))
+            os.rename(f"{tmp_path}/d{suffix}", prefix + suffix)
+    else:
+        with open(prefix + ".idx", "r+b") as file:  # in its place: the same file number
+            other = write_corpus(f"{tmp_path}/d", [10] * 10 + [30] * 10)
+            file.write(Path(other.prefix + ".idx").read_bytes())
+        if how == "same time":
+            os.utime(prefix + ".idx", ns=(before.st_atime_ns, before.st_mtime_ns))
+    now = IndexedDataset(prefix, cache)
+    found, own = order_of(now, cache), order_of(now, None)
+    assert found.found.built
+    assert np.array_equal(found.sample_index, own.sample_index)
+
+
+def test_a_pair_is_checked_once(tmp_path, monkeypatch):
+    cache, prefix = ArrayCache(str(tmp_path / "cache")), f"{tmp_path}/c"
+    write_corpus(prefix, [30] * 10)
+    IndexedDataset(prefix, cache)
+    monkeypatch.setattr(IndexedDataset, "_check", lambda self: never())
+    IndexedDataset(prefix, cache)
+    with pytest.raises(AssertionError, match="it is in the cache"):
+        IndexedDataset(prefix)
+
+
+def test_a_cached_order_that_is_cut_short_is_named(tmp_path):
+    cache = ArrayCache(str(tmp_path / "cache"))
+    samples = order_of(write_corpus(f"{tmp_path}/c", [9] * 3000), cache, samples=3000)
+    os.truncate(samples.found.file.path, 200)
+    with pytest.raises(UserError, match=r"\.arrays was cut short .*: it has 200 bytes and had"):
+        samples.sample(2999)
+
+
+# ------------------------------------------------------------------------------------------------
+# Several processes
+# ------------------------------------------------------------------------------------------------
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from corpora.mapped_files import ArrayCache
+
+folder, log = sys.argv[1:]
+
+def build():
+    with open(log, "a") as file:
+        file.write("built\\n")
+    time.sleep(float(Path(log + ".pause").read_text()))
+    return {"numbers": np.arange(100_000)}
+
+found = ArrayCache(folder).find({"a": 1}, build)
+assert found.arrays["numbers"].sum() == 4999950000
+"""
+
+
+def builder(folder: Path, log: Path) -> subprocess.Popen:
+    words = [sys.executable, "-c", BUILDER, str(folder), str(log)]
+    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_one_process_builds_and_a_killed_one_blocks_nobody(tmp_path):
+    log, folder = tmp_path / "log", tmp_path / "cache"
+    log.touch()
+    pause = tmp_path / "log.pause"
+    pause.write_text("600")
+    killed = builder(folder, log)
+    while not log.read_text():
+        time.sleep(0.01)
+    pause.write_text("0.2")
+    others = [builder(folder, log) for _ in range(4)]
+    time.sleep(0.3)
+    assert log.read_text() == "built\n", "the others wait"
+    assert entries(folder) == []
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert [process.wait(60) for process in others] == [0] * 4
+    assert log.read_text() == "built\n" * 2, "by one of those that waited"
+    assert len(entries(folder)) == 1
+
+
+WRITER = """
+import sys, time
+import numpy as np
+from corpora import mapped_files
+
+own = mapped_files.np.ascontiguousarray
+def slowly(array):
+    print("writing", flush=True)
+    time.sleep(600)
+mapped_files.np.ascontiguousarray = slowly
+mapped_files.ArrayCache(sys.argv[1]).find({"a": 1}, lambda: {"numbers": np.arange(100_000)})
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_no_entry(tmp_path):
+    words = [sys.executable, "-c", WRITER, str(tmp_path)]
+    process = subprocess.Popen(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "writing\n"
+    process.kill()
+    process.wait(60)
+    assert entries(tmp_path) == []
+    assert len(list(tmp_path.glob("*.partial"))) == 1
+    found = ArrayCache(str(tmp_path)).find({"a": 1}, some_arrays)
+    assert_equal(found, some_arrays())
+    assert list(tmp_path.glob("*.partial")) == []
+
+
+def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
+    """Two stages: the losses are those of a run without a cache."""
+    write_corpus(f"{tmp_path}/a", [30] * 60)
+    write_corpus(f"{tmp_path}/b", [20] * 60, seed=1)
+    words = (
+        f"train.py --layers 2 --hidden 16 --heads 2 --vocab-size {VOCAB} --seq-length 8 --steps 4"
+    )
+    words += f" --data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2"
+    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2"
+    seen = {}
+    for cache in ("none", f"{tmp_path}/cache"):
+        outcome = start_ranks(2, *words.split(), "--cache", cache, timeout=120)
+        assert outcome.status == 0, outcome.err
+        line = next(line for line in outcome.out.splitlines() if line.startswith("data: "))
+        losses = [line for line in outcome.out.splitlines() if "lm loss" in line]
+        seen[line] = [line.split("lm loss: ")[1][:12] for line in losses]
+        assert len(losses) == 6
+    assert len({str(losses) for losses in seen.values()}) == 1
+    assert [line.rpartition("; ")[2] for line in seen] == [
+        "megatron order in memory",
+        f"megatron order in {tmp_path}/cache",
+    ]
+    # Two pairs, an order of each in three splits, and two blends: two splits need equal ones.
+    assert len(entries(tmp_path / "cache")) == 2 + 6 + 2
+
+
+def test_the_default_folder_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = config_of([f"{tmp_path}/c"])
+    assert config.data.cache_folder == f"{tmp_path}/trine-{os.getuid()}"
+    assert config_of([f"{tmp_path}/c"], cache="none").data.cache_folder is None
+    assert config_of([f"{tmp_path}/c"], cache="x").data.cache_folder == "x"
+    write_corpus(f"{tmp_path}/c", [30] * 20)
+    data.build(config)
+    assert os.stat(config.data.cache_folder).st_mode & 0o777 == 0o700

@@ -1,0 +1,265 @@
+"""Reading ahead: exact, in time, with an error that names the file, and nothing left behind."""
+
+import gc
+import os
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from test_data import VOCAB, config_of, write_corpus
+
+from config.messages import UserError
+from config.validation import check
+from corpora import prefetch, token_files
+from corpora.prefetch import AHEAD, READERS, Prefetcher
+from corpora.sample_order import GPTSamples
+from corpora.token_files import IndexedDataset
+from data import BatchReader, Synthetic, micro_batch
+
+CPU = torch.device("cpu")
+
+
+class Watched(Synthetic):
+    """Notes which samples are read; those from `blocked` on wait for `go_on`."""
+
+    def __init__(self, count: int = 10**6, blocked: int = 10**9, bad: int = -1):
+        super().__init__(VOCAB, 8, seed=3)
+        self.count, self.blocked, self.bad = count, blocked, bad
+        self.seen, self.arrived = [], threading.Condition()
+        self.go_on, self.waiting = threading.Event(), threading.Event()
+
+    def __len__(self):
+        return self.count
+
+    def file_of(self, k):
+        return f"part{k // 100}.bin"
+
+    def sample(self, k):
+        with self.arrived:
+            self.seen.append(k)
+            self.arrived.notify_all()
+        if k >= self.blocked:
+            self.waiting.set()
+            assert self.go_on.wait(60)
+        if k == self.bad:
+            raise UserError(f"sample {k} is bad")
+        return super().sample(k)
+
+    def wait_for(self, samples):
+        """Until exactly these have been read or are being read."""
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: set(self.seen) >= set(samples), 60)
+        assert sorted(self.seen) == sorted(samples), "each once, and no other"
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "reader"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    for thread in readers():
+        thread.join(60)
+    assert readers() == []
+
+
+def reader_of(dp=1, rank=0, device=CPU, **options) -> tuple[BatchReader, object]:
+    config = check(config_of(["synthetic"], **{"steps": 100, "global_batch_size": 8} | options), dp)
+    return BatchReader(config, rank, device), config
+
+
+def test_what_comes_next_is_read_before_it_is_asked_for():
+    """Beyond the step's end too, each sample once; a rank that asks for nothing reads nothing."""
+    reader, config = reader_of(dp=2, rank=1, micro_batch_size=2)
+    samples = Watched()
+    take = reader.batches(samples, 0, config)
+    assert readers() == []
+    assert samples.seen == []
+    own = [k for first in range(2, 1000, 4) for k in (first, first + 1)]  # of this replica
+    for step in range(3):
+        take = reader.batches(samples, 8 * step, config)
+        for index in range(2):
+            expected = micro_batch(Watched(), 8 * step, index, config.layout, 1)
+            assert all(torch.equal(a, b) for a, b in zip(take(index), expected, strict=True))
+            samples.wait_for(own[: 2 * (2 * step + index + 1 + AHEAD)])
+    assert len(readers()) == READERS
+    reader.close()
+
+
+def test_skipped_batches_growing_batches_and_the_end_are_followed():
+    reader, config = reader_of(skip_samples="12:13", micro_batch_size=4)
+    samples = Watched(count=27)
+    reader.batches(samples, 0, config)(0)
+    samples.wait_for([*range(8), *range(16, 24)])  # 24 to 27 would be past the end
+    reader.close()
+
+
+def test_an_evaluation_between_steps_costs_no_second_reading():
+    reader, config = reader_of(micro_batch_size=8)
+    train, validation = Watched(), Watched()
+    reader.batches(train, 0, config)(0)
+    train.wait_for(range(8 * (1 + AHEAD)))
+    for turn in (1, 2):
+        take = reader.batches(validation, 0, config, 3)
+        for index in range(3):
+            tokens, _ = take(index)
+            assert torch.equal(
+                tokens, micro_batch(Synthetic(VOCAB, 8, 3), 0, index, config.layout, 0)[0]
+            )
+        assert sorted(validation.seen) == sorted(turn * [*range(24)]), "and not beyond its end"
+    reader.batches(train, 8, config)(0)
+    train.wait_for(range(8 * (2 + AHEAD)))
+    reader.close()
+
+
+def test_another_place_and_another_stage_of_the_rank():
+    """After a restart from elsewhere what was read is dropped; a second request reads again."""
+    reader, config = reader_of()
+    samples = Watched()
+    first = reader.batches(samples, 0, config)(0)
+    jumped = reader.batches(samples, 800, config)
+    assert torch.equal(jumped(0)[0], micro_batch(samples, 800, 0, config.layout, 0)[0])
+    assert torch.equal(jumped(1)[0], jumped(1)[0])
+    back = reader.batches(samples, 0, config)
+    assert all(torch.equal(a, b) for a, b in zip(back(0), first, strict=True))
+    assert torch.equal(back(3)[0], micro_batch(samples, 0, 3, config.layout, 0)[0])
+    reader.close()
+
+
+def test_an_error_is_raised_where_its_sample_is_asked_for():
+    reader, config = reader_of()
+    samples = Watched(bad=2)
+    take = reader.batches(samples, 0, config)
+    take(0)
+    take(1)
+    with pytest.raises(UserError, match="sample 2 is bad"):
+        take(2)
+    take(3)
+    reader.close()
+    few = Watched(count=3)
+    reader, config = reader_of()
+    take = reader.batches(few, 0, config)
+    [take(i) for i in range(3)]
+    with pytest.raises(UserError, match="samples 3 to 4 are needed, but there are only 3"):
+        take(3)
+    reader.close()
+
+
+def test_a_read_that_does_not_end_names_its_file():
+    samples = Watched(blocked=205)
+    slow = Prefetcher((4, 8), seconds=0.05)
+    with pytest.raises(
+        UserError, match=r"tokens of sample 205 .* within 0.05 s from part2.bin: does its file"
+    ):
+        slow.take(samples, 204)
+    samples.go_on.set()
+    slow.close()
+
+
+def test_threads_end_with_the_run_also_if_nobody_ends_them(monkeypatch):
+    """After `close`, after an exception, and while a read hangs."""
+    monkeypatch.setattr(prefetch, "SECONDS_TO_END", 0.01)
+    samples = Watched(blocked=5)
+    reader, config = reader_of()
+    reader.batches(samples, 0, config)(0)
+    assert samples.waiting.wait(60)
+    reader.close()
+    assert all(thread.daemon for thread in readers())
+    samples.go_on.set()
+    for thread in readers():
+        thread.join(60)
+    assert max(samples.seen) < AHEAD + 1
+    reader, config = reader_of()
+    reader.batches(Watched(), 0, config)(0)
+    gone = weakref.ref(reader.prefetcher)
+    del reader
+    gc.collect()
+    assert gone() is None
+
+
+def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypatch):
+    made, moved = [], []
+    empty = torch.empty
+
+    def pinned(*shape, pin_memory=False, **options):
+        tensor = empty(*shape, **options)
+        made.extend([tensor.data_ptr()] if pin_memory else [])
+        return tensor
+
+    def to(self, device, non_blocking):
+        moved.append((self.data_ptr() in made, device.type, non_blocking))
+        return self
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    reader, config = reader_of(dp=2, rank=1, device=torch.device("cuda"), micro_batch_size=2)
+    samples = Synthetic(VOCAB, 8, 3)
+    take = reader.batches(samples, 8, config)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    got = [take(index) for index in range(2)]
+    for index, batch in enumerate(got):
+        expected = micro_batch(samples, 8, index, config.layout, 1)
+        assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True))
+    assert moved == 4 * [(True, "cuda", True)]
+    reader.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Files that change under a run
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_short_is_named(tmp_path, suffix):
+    """In a process of its own: an access beyond the end of a mapping would end it."""
+    dataset = write_corpus(f"{tmp_path}/c", [9] * 5000)
+    samples = GPTSamples(dataset, range(5000), None, 8, 1, VOCAB)
+    expected = samples.sample(0).tolist()
+    os.truncate(f"{tmp_path}/c{suffix}", 100)
+    reader, config = reader_of()
+    take = reader.batches(samples, 0, config)
+    with pytest.raises(UserError, match=rf"c\{suffix} was cut short .*: it has 100 bytes and had"):
+        [take(index) for index in range(8)]
+    reader.close()
+    assert len(expected) == 9
+
+
+def test_tokens_are_read_by_offset_and_no_more_than_a_sample_needs(tmp_path, monkeypatch):
+    asked, own = [], os.pread
+
+    def pread(descriptor, count, offset):
+        asked.append(count)
+        return own(descriptor, count, offset)
+
+    dataset = write_corpus(f"{tmp_path}/c", np.random.default_rng(1).integers(0, 30, size=400))
+    samples = GPTSamples(dataset, range(400), None, 8, 1, VOCAB)
+    monkeypatch.setattr(token_files.os, "pread", pread)
+    for k in range(100):
+        samples.sample(k)
+    assert sum(asked) == 100 * 9 * 2
+    open_before = len(os.listdir("/proc/self/fd"))
+    del samples, dataset
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_before - 2
+
+
+def test_an_error_of_the_disk_is_named(tmp_path, monkeypatch):
+    dataset = write_corpus(f"{tmp_path}/c", [30])
+
+    def pread(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(token_files.os, "pread", pread)
+    with pytest.raises(UserError, match=r"cannot read .*/c\.bin: Input/output error"):
+        dataset.get(0)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    write_corpus(f"{tmp_path}/c", [30])
+    os.remove(tmp_path / "c.bin")
+    os.mkfifo(tmp_path / "c.bin")
+    with pytest.raises(UserError, match=r"cannot read .*/c\.bin: it is no file \(prw"):
+        IndexedDataset(f"{tmp_path}/c")
