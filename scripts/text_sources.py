@@ -31,7 +31,7 @@ LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".parquet", ".arrow")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES)
-SHOWN = ", ".join((*KNOWN, *(f"any of them with {suffix}" for suffix in COMPRESSED)))
+SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError)
 
 
