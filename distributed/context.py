@@ -155,8 +155,8 @@ class Context(Meeting):
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """End in order, with the job's status; collective. With several ranks, or a status other
-        than 0, it does not return.
+        """End in order, with the job's status; collective. With several ranks that MPI did not
+        start, or a status other than 0, it does not return.
         """
         self.recorder.enter("end")
         if self.size > 1:
@@ -170,7 +170,7 @@ class Context(Meeting):
             self.watchdog.close()
             # It ends when all ranks have deregistered.
             self.watchdog.end_monitor(SECONDS_FOR_MONITOR_TO_END)
-        if status or self.size > 1:
+        if status or (self.size > 1 and not self.launch.mpi):
             self._exit_job(status)
 
     def _exit_job(self, status: int) -> None:
@@ -186,7 +186,7 @@ class Context(Meeting):
         for output in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
                 output.flush()
-        if status and self.launch.launcher.startswith("mpirun"):
+        if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
                 time.sleep(SECONDS_TO_BE_ENDED)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing failed: hide MPI_Abort's message
@@ -195,9 +195,9 @@ class Context(Meeting):
             from mpi4py import MPI
 
             MPI.Finalize()
-            if status and self.rank != 0:
+            if self.rank != 0:
                 os._exit(0)
-            time.sleep(SECONDS_AFTER_OTHERS if status else 0.0)
+            time.sleep(SECONDS_AFTER_OTHERS)
         os._exit(status)
 
     def _fail(self, error: BaseException) -> None:
