@@ -17,11 +17,13 @@ import dataclasses
 import functools
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
 SECONDS_FOR_MONITOR_TO_END = 5.0
+SECONDS_FOR_THREADS_TO_REST = 5.0
 M_ARENA_MAX = -8  # of glibc's malloc.h
 # Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
 # under mpirun it ends them, and they wait for that at most so long.
@@ -75,6 +78,27 @@ def share_heap() -> None:
     libc = ctypes.CDLL(None)
     if not chosen and hasattr(libc, "mallopt"):  # glibc has it
         libc.mallopt(M_ARENA_MAX, 1)
+
+
+def await_other_threads(seconds: float) -> None:
+    """Return when all other threads of this process sleep, or after so many seconds.
+
+    A thread of gloo may free the tensor of its last operation when the rank that waited for it has
+    gone on. It needs the interpreter for that: one that has begun to end would abort the process.
+    """
+    own, end, quiet = str(threading.get_native_id()), time.monotonic() + seconds, 0
+    # Twice: a thread that sleeps since it waits for the interpreter gets it during our sleep.
+    while quiet < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+        threads = [path for path in Path("/proc/self/task").iterdir() if path.name != own]
+        quiet = quiet + 1 if all(map(_sleeps, threads)) else 0
+
+
+def _sleeps(thread: Path) -> bool:
+    """Whether a thread, a folder of /proc, sleeps or is gone; the state follows the name."""
+    with contextlib.suppress(OSError):
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return True
 
 
 @dataclass
@@ -155,8 +179,8 @@ class Context(Meeting):
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """End in order, with the job's status; collective. With several ranks that MPI did not
-        start, or a status other than 0, it does not return.
+        """End in order, with the job's status; collective. With a status other than 0 it does not
+        return.
         """
         self.recorder.enter("end")
         if self.size > 1:
@@ -170,14 +194,13 @@ class Context(Meeting):
             self.watchdog.close()
             # It ends when all ranks have deregistered.
             self.watchdog.end_monitor(SECONDS_FOR_MONITOR_TO_END)
-        if status or (self.size > 1 and not self.launch.mpi):
+        if self.size > 1:
+            await_other_threads(SECONDS_FOR_THREADS_TO_REST)
+        if status:
             self._exit_job(status)
 
     def _exit_job(self, status: int) -> None:
-        """Exit such that the launcher reports this status.
-
-        Not by way of the interpreter's end: a thread of gloo that still frees the tensor of its
-        last operation needs the interpreter, and would abort the process.
+        """Exit such that the launcher reports this status, which is not 0.
 
         When a rank exits with another status than 0, launchers kill the others and may report the
         kill's. So under srun only rank 0 exits with ours, after the others. MPICH's mpirun reports

@@ -1,6 +1,5 @@
 """One of several ranks fails on purpose: `mpirun -n 4 python THIS KIND RANK`."""
 
-import atexit
 import resource
 import sys
 import time
@@ -51,9 +50,7 @@ def main() -> None:
         if kind != "port":
             world.all_reduce(torch.ones(10_000_000)).wait()
         print(f"rank {context.rank} of {context.size} {context.launch.launcher}")
-    atexit.register(print, "the interpreter has ended")  # threads of gloo may still need it
     context.stop()
-    print("stop has returned")
 
 
 if __name__ == "__main__":
