@@ -41,7 +41,8 @@ from timed_collectives import Plan, beside_plain_loop, check_sum, measure, pair_
 from worlds import HostWorld, TorchWorld, group_rows, placed
 
 from config.messages import Parser, UserError, exit_with
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from config.validation import check_folder
 from distributed.launch import Launch, discover
 from planner import hardware

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from distributed.collectives import Group
 from distributed.context import start
 from distributed.launch import discover

@@ -30,7 +30,7 @@ import data
 import trainer
 from config import validation
 from config.command_line import parse
-from config.schema import Run
+from config.run_options import Run
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.mesh import ROLES

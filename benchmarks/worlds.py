@@ -8,7 +8,8 @@ import numpy as np
 import psutil
 
 from config.messages import UserError
-from config.schema import Layout, Run, rows_along
+from config.run_options import Run
+from config.schema import Layout, rows_along
 from distributed.context import start
 from distributed.launch import Launch, find_local, node_name
 

@@ -21,7 +21,7 @@ import torch
 
 from checkpointing import file_format, folders
 from checkpointing.load import Progress, global_boxes, unpadded_shards
-from config.schema import Run
+from config.run_options import Run
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from zero import Optimizer, ParamShard

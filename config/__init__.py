@@ -1,6 +1,7 @@
 """What a run is: its options, how they are read, and which go together. No torch.
 
 schema          the dataclasses of all options, and the axes of the mesh of ranks
+run_options     of these the options of data and run
 command_line    flags and TOML to a `Config`, with what was given; models by name (presets.toml)
 validation      every check across options; an error shows both sides with their numbers
 batch_schedule  samples per step, ramp-ups, samples that are skipped

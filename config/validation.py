@@ -11,7 +11,8 @@ import os
 import tempfile
 
 from config.messages import UserError
-from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Run, Training, batch_schedule
+from config.run_options import Run
+from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
 
 
 def check(config: Config, ranks: int) -> Config:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from config.messages import UserError, exit_with
-from config.schema import Run
+from config.run_options import Run
 from distributed.job_store import host_address
 from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet

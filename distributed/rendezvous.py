@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from config.messages import UserError, exit_with
-from config.schema import Run
+from config.run_options import Run
 from distributed import placement
 from distributed.job_store import open_store
 from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name

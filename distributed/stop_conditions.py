@@ -28,7 +28,7 @@ from collections.abc import Callable
 
 import psutil
 
-from config.schema import Run
+from config.run_options import Run
 from distributed.launch import Launch
 
 STOPPED_EARLY = 75

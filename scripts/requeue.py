@@ -29,7 +29,7 @@ from pathlib import Path
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.schema import Run
+from config.run_options import Run
 
 STOPPED_EARLY = 75
 LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor

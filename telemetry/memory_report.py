@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from config.messages import UserError
-from config.schema import Config, Layout, Run
+from config.run_options import Run
+from config.schema import Config, Layout
 from distributed.context import Context
 from telemetry.step_stats import StepStats, ranks_of_stages
 

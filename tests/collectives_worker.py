@@ -5,7 +5,8 @@ Rank 0 prints `ok` and the number of checks; a wrong result is a RuntimeError.
 
 import torch
 
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from distributed.collectives import MAX, Group
 from distributed.context import start
 from distributed.launch import discover

@@ -8,7 +8,8 @@ from datetime import timedelta
 import torch
 
 from config.messages import UserError
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh

@@ -12,7 +12,7 @@ from pathlib import Path
 import golden_worker
 from ranks import Outcome, start_ranks
 
-from config import schema, validation
+from config import run_options, schema, validation
 from distributed.context import start as start_context
 from distributed.launch import Launch
 
@@ -69,6 +69,6 @@ class LayoutRuns:
         key = json.dumps({name: value for name, value in case.items() if name not in layout})
         if key not in self.single:
             config = validation.check(golden_worker.options(json.loads(key)), 1)
-            run = schema.Run(device=self.device, watchdog=False)
+            run = run_options.Run(device=self.device, watchdog=False)
             self.single[key] = golden_worker.run(config, start_context(Launch("python"), run))
         return self.single[key]

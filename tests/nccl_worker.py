@@ -16,7 +16,7 @@ from pathlib import Path
 
 import golden_worker
 
-from config import schema, validation
+from config import run_options, schema, validation
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.placement import placement_warnings
@@ -41,7 +41,9 @@ def main() -> None:
     """Run the cases of a file; rank 0 writes."""
     source, target, device, backend = sys.argv[1:5]
     cases = json.loads(Path(source).read_text())
-    run = schema.Run(device=device, backend=backend, watchdog=False)  # the timer below ends a hang
+    run = run_options.Run(
+        device=device, backend=backend, watchdog=False
+    )  # the timer below ends a hang
     context = start(discover(), run)
     for sentence in placement_warnings(context.places, schema.Layout(dp=context.size)):
         print(f"note: {sentence}", flush=True)

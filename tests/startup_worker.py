@@ -6,7 +6,8 @@ import threading
 import torch
 import torch.distributed as dist
 
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh

@@ -33,7 +33,7 @@ WORKER = "tests/failing_worker.py"
 START = [
     sys.executable,
     "-c",
-    "from config.schema import Run; from distributed.context import start; "
+    "from config.run_options import Run; from distributed.context import start; "
     "from distributed.launch import discover; start(discover(), Run())",
 ]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from config.messages import UserError, number_ranges
-from config.schema import Layout, Run
+from config.run_options import Run
+from config.schema import Layout
 from distributed import placement, rendezvous
 from distributed.placement import Place
 

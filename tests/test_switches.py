@@ -31,7 +31,7 @@ from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config import validation
-from config.schema import Run
+from config.run_options import Run
 from distributed import stop_conditions
 from distributed.stop_conditions import RequestedAction, Signals, StopConditions
 

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from config.messages import UserError
-from config.schema import GROUPS, Config, Layout, Run
+from config.run_options import Run
+from config.schema import GROUPS, Config, Layout
 from config.validation import check_any_length
 from planner import layouts
 from planner.hardware import Machine

@@ -1,0 +1,117 @@
+"""Options of a run that change neither model nor layout: its data, where it executes, what it writes.
+
+`option` makes a field of one of the dataclasses of options, here and in schema.py.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    nargs: int | str | None = None,
+    item: type = str,
+) -> Any:
+    """A dataclass field that is also a command-line flag and a TOML key of the same name.
+
+    Its annotation is its type. A number is finite, and a whole one is below 2^63. minimum and
+    maximum are allowed, `above` and `below` are not. nargs: number of a tuple's values, as in
+    argparse; item: the type of these values.
+    """
+    facts = {"help": help, "choices": choices, "nargs": nargs, "item": item}
+    limits = {"minimum": minimum, "maximum": maximum, "above": above, "below": below}
+    return field(default=default, metadata=facts | limits)
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where samples come from."""
+
+    data: tuple = option(
+        ("synthetic",), "prefixes of .bin/.idx pairs ([WEIGHT] PREFIX ...), or synthetic", nargs="+"
+    )
+    split: str = option("95,5,0", "shares of train, validation and test, by document")
+    eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
+    eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    order: str = option(
+        "megatron",
+        "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",
+        choices=("megatron", "stable"),
+    )
+    cache: str = option(
+        None,
+        "folder of this node for orders of samples, none: each rank builds its own; default: "
+        "trine-UID in TMPDIR or /tmp",
+    )
+    skip_samples: tuple = option(
+        None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
+    )
+
+    @property
+    def cache_folder(self) -> str | None:
+        """The folder of --cache; None for --cache none."""
+        own = os.path.join(tempfile.gettempdir(), f"trine-{os.getuid()}")
+        return None if self.cache == "none" else self.cache or own
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run executes, what it checks, and what it writes."""
+
+    out: str = option("runs/latest", "folder for run.json and metrics.jsonl")
+    device: str = option("auto", "device of each rank", choices=("auto", "cpu", "cuda"))
+    backend: str = option(
+        "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
+    )
+    bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
+    log_every: int = option(1, "steps between log lines", minimum=1)
+    check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
+    spike_sigma: float = option(
+        6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0
+    )
+    max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
+    memory_snapshot: bool = option(
+        False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
+    )
+    tensorboard: bool = option(False, "also write TensorBoard events")
+    save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
+    save_every_minutes: float = option(
+        0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
+    )
+    save_weights_only: bool = option(False, "checkpoints without optimizer state, 4 bytes a weight")
+    async_save: bool = option(True, "write checkpoints while training continues")
+    keep_last: int = option(0, "checkpoints to keep, the newest, 0: all", minimum=0)
+    keep_every: int = option(0, "with --keep-last, also keep multiples of this step", minimum=0)
+    resume: str = option(None, "auto: the newest checkpoint of --out, if any; or the folder of one")
+    load_weights_only: bool = option(False, "take only the weights from --resume, begin at step 0")
+    preflight: bool = option(None, "test every node before step 1, default: if there are several")
+    exit_after_minutes: float = option(
+        0.0, "save and stop with status 75 before so many minutes, 0: no limit", minimum=0.0
+    )
+    kill_switch: str = option(None, "save and stop with status 75 when this file appears")
+    save_switch: str = option(None, "save when this file appears, remove it, and continue")
+    watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")
+    hang_timeout: float = option(
+        None,
+        "seconds without progress that count as a hang, default: 300, or 10 median steps if longer",
+        minimum=1.0,
+    )
+    check_speed_every: int = option(100, "steps between checks for slow ranks, 0: never", minimum=0)
+    slow_rank_percent: float = option(
+        20.0, "per cent by which a slow rank computes longer than its peers", minimum=0.0
+    )
+    blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
+    deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
+    profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
+    node_mtbf_hours: float = option(
+        7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
+    )
