@@ -1,4 +1,4 @@
-"""Options of a run that change neither model nor layout: its data, where it executes, what it writes.
+"""Options that change neither model nor layout: data, where a run executes, what it writes.
 
 `option` makes a field of one of the dataclasses of options, here and in schema.py.
 """

@@ -72,7 +72,8 @@ def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
     names = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "CUBLAS_WORKSPACE_CONFIG")
     names += ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     code = (
-        "import os, sys; from distributed.context import prepare; from config.run_options import Run; "
+        "import os, sys; from config.run_options import Run; "
+        "from distributed.context import prepare; "
         "prepare(Run(blocking=True, deterministic=True), {}); assert 'torch' not in sys.modules; "
         f"print(*(os.environ.get(name) for name in {names}))"
     )
