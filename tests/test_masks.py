@@ -216,9 +216,10 @@ ALL = {"eod_token": EOD, "reset_attention": True, "mask_eod_loss": True, "vocab_
 @pytest.mark.parametrize("objective", ["causal", "prefix"])
 @pytest.mark.parametrize("positions", ["learned", "alibi", "rotary"])
 def test_a_step_is_that_of_the_dense_reference(positions, objective):
-    """Loss, gradient norm and evaluation; the loss is divided by the targets of the batch."""
+    """Loss, gradients and evaluation; the loss is divided by the targets of the batch."""
     case = ALL | {"positions": positions, "objective": objective, "precision": "fp64"}
     case |= {"reset_positions": positions != "alibi", "kv_heads": 4, "eval_samples": 8}
+    case |= {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0, "clip_grad": 0.0}
     config = validation.check(options(case | {"micro_batch_size": 2}), 1)
     samples, state = data.build(config).train, trainer.build(config)
     objectives = Objective(config.data, config.training.seed)
@@ -230,9 +231,12 @@ def test_a_step_is_that_of_the_dense_reference(positions, objective):
     gradients = torch.autograd.grad(mean, list(state.stages.parameters()))
     norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
     assert_close(trainer.evaluate(state, samples), mean.item(), 1e-12)
-    result = trainer.step(state, samples, 0, 1e-3)
+    before = [p.detach().clone() for p in state.stages.parameters()]
+    result = trainer.step(state, samples, 0, 1.0)
     assert_close(result.loss, mean.item(), 1e-12)
     assert_close(result.grad_norm, norm.item(), 1e-10)
+    for p, old, gradient in zip(state.stages.parameters(), before, gradients, strict=True):
+        assert_close(old - p, gradient, 1e-9, p.spec.name, scale=norm.item())
     state.reader.close()
 
 
