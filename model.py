@@ -348,8 +348,8 @@ class Stage(nn.Module):
         if self.head is None or batch is None:
             return x
         losses = self.head(x, batch.labels)  # s b
-        if batch.targets is not None:
-            losses = losses.masked_fill(~batch.targets.t(), 0.0)
+        if batch.count < batch.labels.numel():
+            losses = losses.masked_fill(batch.labels.t() < 0, 0.0)
         return losses.sum()
 
     def hidden_states(self, x: Tensor, batch: Batch | None = None) -> Tensor:

@@ -3,10 +3,9 @@
     text of sample k, s + 1 tokens            sample_order.py, blends.py
         |   --objective fim                   the parts of documents change places
         v
-    tokens, labels
+    tokens, labels     a label that does not count in the loss is NO_TARGET
     starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
     positions          of tokens in their documents; without them, 0 to s - 1
-    targets            whether each label counts in the loss; without them, all do
 
 A document ends with its token --eod-token, as in Megatron. What is random follows from (seed, k):
 it is the same in every layout and after a restart.
@@ -18,6 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from config.run_options import Data
+
+NO_TARGET = -1
 
 
 class Readable(Protocol):
@@ -38,8 +39,8 @@ class Readable(Protocol):
 class Objective:
     """Makes rows of batches of samples, as the options say.
 
-    fields: the names of a row's arrays, each of shape (seq_length,): targets are bool, the others
-    int64.
+    fields: the names of a row's arrays, each of shape (seq_length,), int64. masks_loss: whether
+    some labels may be NO_TARGET.
     """
 
     def __init__(self, options: Data, seed: int = 0):
@@ -47,8 +48,8 @@ class Objective:
         self.fields = ["tokens", "labels"]
         self.fields += ["starts", "stops"] if options.masks_attention else []
         self.fields += ["positions"] if options.reset_positions else []
-        self.fields += ["targets"] if options.masks_loss else []
-        self.random = options.objective != "causal"
+        self.masks_loss, self.random = options.masks_loss, options.objective != "causal"
+        self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
         """The row of sample k, by field."""
@@ -57,7 +58,7 @@ class Objective:
         if options.objective == "fim" and random is not None:
             text = fill_in_the_middle(text, options, random)
         row = {"tokens": text[:-1], "labels": text[1:]}
-        if len(self.fields) == 2:
+        if self.plain:
             return row
         size = len(row["tokens"])
         places, whole = np.arange(size), np.array([0, size])
@@ -79,7 +80,7 @@ class Objective:
         if options.answers_only:
             counted &= samples.answers(k)[1:] != 0
         if options.masks_loss:
-            row["targets"] = counted
+            row["labels"] = np.where(counted, row["labels"], NO_TARGET)
         return row
 
 

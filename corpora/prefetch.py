@@ -30,8 +30,8 @@ SECONDS_TO_END = 2.0  # for a thread whose read is under way when the run ends
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None of those that
-    the options do not ask for. count: of the labels that count in the loss.
+    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None are those that
+    the options do not ask for. count: of labels that count in the loss; the others are negative.
     """
 
     tokens: Tensor
@@ -40,7 +40,6 @@ class Batch:
     starts: Tensor | None = None
     stops: Tensor | None = None
     positions: Tensor | None = None
-    targets: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device, to which its copies are under way."""
@@ -70,7 +69,8 @@ class _Read(Future[None]):
             row = self.objective.row(self.samples, self.sample)
             for name, values in row.items():
                 arrays[name][place] = values
-            self.count += int(row["targets"].sum()) if "targets" in row else len(row["labels"])
+            some = self.objective.masks_loss
+            self.count += int((row["labels"] >= 0).sum()) if some else len(row["labels"])
             self.sample += 1
 
     @property
@@ -144,11 +144,9 @@ class Prefetcher:
             reads[first] = self._begin(samples, first)
 
     def _begin(self, samples: Readable, first: int) -> _Read:
-        types = dict.fromkeys(self.objective.fields, torch.int64)
-        types |= {"targets": torch.bool} if "targets" in types else {}
         tensors = {
-            name: torch.empty(self.shape, dtype=dtype, pin_memory=self.pinned)
-            for name, dtype in types.items()
+            name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
+            for name in self.objective.fields
         }
         read = _Read(samples, first, self.objective, tensors)
         while len(self._threads) < READERS:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import data
 from config.command_line import parse
 from config.messages import UserError
-from corpora.objectives import Objective
+from corpora.objectives import NO_TARGET, Objective
 from corpora.token_files import IndexedDataset
 from scripts import prepare_chats
 
@@ -89,11 +89,11 @@ def test_training_reads_them_aligned(folder):
     for k in range(16):
         row = Objective(config.data).row(samples, k)
         spans = samples.spans(k)
-        tokens = np.concatenate([dataset.get(*span[1:4]) for span in spans])
+        tokens = np.concatenate([dataset.get(*span[1:4]) for span in spans]).astype(np.int64)
         marks = np.concatenate([dataset.answers.get(*span[1:4]) for span in spans])
-        assert row["labels"].tolist() == tokens[1:].tolist()
-        assert row["targets"].tolist() == (marks[1:] == 1).tolist()
-        counted += row["targets"].sum()
+        assert row["tokens"].tolist() == tokens[:-1].tolist()
+        assert row["labels"].tolist() == np.where(marks[1:] == 1, tokens[1:], NO_TARGET).tolist()
+        counted += marks[1:].sum()
     assert 0 < counted < 16 * 8
 
 

@@ -60,6 +60,11 @@ def seen_by(row) -> np.ndarray:
     return (places >= row["starts"][:, None]) & (places < row["stops"][:, None])
 
 
+def counted_in(row) -> np.ndarray:
+    """Which labels of a row count in the loss."""
+    return row["labels"] >= 0
+
+
 # ---- The rules, one token after the other --------------------------------------------------------
 
 
@@ -76,7 +81,7 @@ def test_each_rule_by_its_definition(text, k, attention, positions, eod, prefix)
     first = [groups.index(group) for group in groups]
     last = {group: size - 1 - groups[::-1].index(group) for group in groups}
     assert row["tokens"].tolist() == tokens
-    assert row["labels"].tolist() == text[1:]
+    assert [b if a == -1 else a for a, b in zip(row["labels"], text[1:])] == text[1:]
     ends = [row["stops"][first[q]] if prefix else first[q] + 1 for q in range(size)]
     if attention or prefix:
         expected = [
@@ -90,15 +95,14 @@ def test_each_rule_by_its_definition(text, k, attention, positions, eod, prefix)
     for q in range(size) if prefix else []:
         tokens_there = last[groups[q]] - first[q] + 1
         assert 1 <= ends[q] - first[q] <= max(1, tokens_there - 1)
-    if eod or prefix:
-        counted = [
-            not (eod and tokens[q] == EOD) and (not prefix or q + 1 >= ends[q]) for q in range(size)
-        ]
-        assert row["targets"].tolist() == counted
+    counted = [
+        not (eod and tokens[q] == EOD) and (not prefix or q + 1 >= ends[q]) for q in range(size)
+    ]
+    assert counted_in(row).tolist() == counted
     if positions:
         begin = [documents.index(document) for document in documents]
         assert row["positions"].tolist() == [q - begin[q] for q in range(size)]
-    assert ("targets" in row, "starts" in row) == (eod or prefix, attention or prefix)
+    assert "starts" in row or not (attention or prefix)
 
 
 def test_prefixes_are_of_every_length_and_follow_from_the_sample():
@@ -110,7 +114,7 @@ def test_prefixes_are_of_every_length_and_follow_from_the_sample():
 
 def test_only_labels_that_are_answers_count():
     row = row_of(range(4, 15), answers_only=True)
-    assert row["targets"].tolist() == [place + 1 >= 5 for place in range(10)]
+    assert counted_in(row).tolist() == [place + 1 >= 5 for place in range(10)]
 
 
 @given(texts, st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
@@ -162,7 +166,7 @@ def test_masks_are_megatrons(megatron_masks, text, positions, attention, eod):
     size = len(tokens)
     ours = seen_by(row) if attention else np.tri(size, dtype=bool)
     assert (~hidden[0]).tolist() == ours.tolist()
-    assert counted.bool().tolist() == row.get("targets", np.ones(size, bool)).tolist()
+    assert counted.bool().tolist() == counted_in(row).tolist()
     assert places.tolist() == row.get("positions", np.arange(size)).tolist()
 
 
@@ -204,10 +208,10 @@ def dense_loss(state: trainer.TrainState, rows: list[dict]) -> tuple[torch.Tenso
             y = F.gelu(y, approximate="tanh")
             x = x + F.linear(y, w[f"{name}.down.weight"], w[f"{name}.down.bias"])
         logits = F.linear(norm(x, "head.norm"), w["embedding.tokens.weight"])[:, : model.vocab_size]
-        counted = torch.from_numpy(row["targets"])
+        counted = torch.from_numpy(counted_in(row))
         labels = torch.from_numpy(row["labels"])[counted]
         total = total + F.cross_entropy(logits[counted], labels, reduction="sum")
-    return total, sum(int(row["targets"].sum()) for row in rows)
+    return total, sum(int(counted_in(row).sum()) for row in rows)
 
 
 ALL = {"eod_token": EOD, "reset_attention": True, "mask_eod_loss": True, "vocab_size": 13}
