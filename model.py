@@ -215,11 +215,15 @@ class Embedding(nn.Module):
         """positions: of the tokens, (b, s); None: 0 to s - 1 in each sample."""
         x = self.tokens(tokens)
         if self.positions is not None:
-            added = self.positions[: tokens.shape[1], None]
-            if positions is not None:
-                added = F.embedding(positions.t().contiguous(), self.positions)  # s b h
-            x = x + (self.part.shard(added) if self.part else added)
+            if positions is None:
+                x = x + self._own_part(self.positions[: tokens.shape[1], None])
+            else:
+                x = x + F.embedding(self._own_part(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
+
+    def _own_part(self, rows: Tensor) -> Tensor:
+        """Of rows along the sequence those of this rank: all without sequence parallelism."""
+        return self.part.shard(rows) if self.part else rows
 
 
 class Head(nn.Module):

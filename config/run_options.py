@@ -63,7 +63,7 @@ class Data:
     )
     eod_token: int = option(None, "id of the token that ends a document", minimum=0)
     reset_attention: bool = option(False, "tokens see only tokens of their own document")
-    reset_positions: bool = option(False, "positions count from the begin of the document")
+    reset_positions: bool = option(False, "positions count from 0 in each document")
     mask_eod_loss: bool = option(False, "do not learn what follows the end of a document")
     answers_only: bool = option(
         False, "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it"

@@ -58,7 +58,7 @@ class Template:
 
     def answers(self, conversation: list[dict]) -> tuple[str, list[tuple[int, int]]]:
         """The whole text, and where the assistant's messages are in it; UserError if the template
-        writes the begin of a conversation in another way once it goes on.
+        writes the start of a conversation in another way once it goes on.
         """
         whole, spans = self.text(conversation), []
         for place, message in enumerate(conversation):
