@@ -10,6 +10,7 @@ samples                  in Megatron's order, or blended           corpora/sampl
 step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that order
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from config.messages import UserError
 from config.schema import Config, Layout
 from corpora.blends import Blend, Epochs, find_blend_order, normalise, parse_blend
 from corpora.mapped_files import ArrayCache
-from corpora.prefetch import AHEAD, READERS, Prefetcher
+from corpora.objectives import Objective
+from corpora.prefetch import AHEAD, READERS, Batch, Prefetcher
 from corpora.sample_order import (
     SPLITS,
     GPTSamples,
@@ -58,6 +60,10 @@ class Synthetic:
     def spans(self, k: int) -> list[TextSpan]:
         """None: there is no text."""
         return []
+
+    def answers(self, k: int) -> np.ndarray:
+        """Every token is one: (seq_length + 1,)."""
+        return np.ones(self.seq_length + 1, np.int64)
 
     def file_of(self, k: int) -> str:
         """None: a name for messages."""
@@ -119,6 +125,8 @@ class Corpora:
         self.config, self.cache = config, ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
         self.datasets = [IndexedDataset(prefix, self.cache) for prefix in prefixes]
+        for dataset in self.datasets if config.data.answers_only else []:
+            dataset.open_answers()
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
     def split(self, number: int, num_samples: int) -> Samples:
@@ -183,8 +191,8 @@ class Corpora:
 
 
 class BatchReader:
-    """Gives a replica's micro-batches, tokens and labels as `micro_batch` makes them, on the
-    device; they are read ahead (corpora/prefetch.py).
+    """Gives a replica's micro-batches, whose tokens are those of `micro_batch`, on the device; they
+    are read ahead (corpora/prefetch.py).
     """
 
     def __init__(self, config: Config, dp_rank: int, device: torch.device):
@@ -192,32 +200,31 @@ class BatchReader:
         # Before the watchdog, which does not know the file.
         seconds = 0.8 * (config.run.hang_timeout or 300.0)
         shape = self.layout.micro_batch_size, config.model.seq_length
-        self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds)
+        objective = Objective(config.data, config.training.seed)
+        self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
 
     def batches(
         self, samples: Samples, first: int, config: Config, count: int | None = None
-    ) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Callable[[int], Batch]:
         """Micro-batches by index, of the global batch that starts at sample `first`.
 
-        count: of an evaluation's micro-batches; None: training, which goes on after them.
+        count: of an evaluation's micro-batches; None: training, which goes on after them. Where a
+        rank has several stages, which may all ask for it, a micro-batch is kept.
         """
         begun = False
 
-        def take(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def take(index: int) -> Batch:
             nonlocal begun
             begin = first_of_micro_batch(first, index, self.layout, self.dp_rank)
             check_end(samples, begin, self.layout.micro_batch_size)
             if not begun:  # only now: ranks that ask for nothing read nothing
                 self.prefetcher.go_on(samples, begin, self._upcoming(first, config, count))
                 begun = True
-            tokens, labels = self.prefetcher.take(samples, begin)
-            if self.device.type == "cpu":
-                return tokens, labels
+            batch = self.prefetcher.take(samples, begin)
             # torch gives pinned memory away again only when the copy from it has ended.
-            moved = tokens.to(self.device, non_blocking=True)
-            return moved, labels.to(self.device, non_blocking=True)
+            return batch if self.device.type == "cpu" else batch.to(self.device)
 
-        return take
+        return functools.cache(take) if self.layout.stages_per_rank > 1 else take
 
     def _upcoming(self, first: int, config: Config, count: int | None) -> Iterator[int]:
         """The first samples of this replica's micro-batches from the global batch at `first` on."""

@@ -18,6 +18,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
+from corpora.attention_masks import Mask, masked_attention, visible
+from data import Batch
 from distributed.collectives import MAX, Group
 from parallel import ColumnLinear, ParamFactory, ParamSpec, RowLinear, VocabEmbedding, column_linear
 from schedules.partition import StageSpec
@@ -52,16 +54,19 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
+def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
+    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
+    return factory.mesh.tp.shard(alibi_slopes(model.heads))
+
+
 def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
     """What ALiBi adds to the scores of the local heads, and -inf above the diagonal: (1, a, s, s).
 
-    Written as -slope * distance, so that the near tokens are exact in bf16. Slopes are those of
-    the whole model's heads, sliced afterwards.
+    Written as -slope * distance, so that the near tokens are exact in bf16.
     """
     place = torch.arange(model.seq_length, dtype=torch.float64)
     distance = place[:, None] - place  # (s, s), of query and key
-    slopes = factory.mesh.tp.shard(alibi_slopes(model.heads))
-    bias = -slopes[:, None, None] * distance
+    bias = -local_slopes(model, factory)[:, None, None] * distance
     bias.masked_fill_(distance < 0, -torch.inf)
     return bias[None].to(factory.device, factory.dtype)
 
@@ -77,7 +82,7 @@ def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on (s, b, heads, d)."""
+    """Rotary positions on (s, b, heads, d), by tables of (s, 1 or b, 1, d)."""
     cos, sin = tables
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
@@ -87,7 +92,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries.
+    """Self-attention with grouped queries, causal unless a mask says what each token sees.
 
     q, k and v are one matrix, kept as (g, a/g + 2, d, h): for each key/value head its queries,
     then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
@@ -102,7 +107,7 @@ class Attention(nn.Module):
         inputs, std = model.heads * self.d, _residual_std(factory, model)
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
-    def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
         if rotary is not None:
@@ -121,9 +126,14 @@ def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
     return [t.flatten(2, 3) for t in parts]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None) -> Tensor:
     """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
-    mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
+    if isinstance(bias, Mask):
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+        mixed = masked_attention(q, k, v, bias, grouped)
+    else:
+        mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
     return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -166,12 +176,12 @@ class Block(nn.Module):
         self.mlp = MLP(factory, f"{name}.mlp", model)
         self.recompute = recompute == "full"
 
-    def forward(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, x, bias, rotary, use_reentrant=False)
         return self._run(x, bias, rotary)
 
-    def _run(self, x: Tensor, bias: Tensor | None, rotary) -> Tensor:
+    def _run(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
         x = x + self.attention(self.attention_norm(x), bias, rotary)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -201,12 +211,19 @@ class Embedding(nn.Module):
             self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """positions: of the tokens, (b, s); None: 0 to s - 1 in each sample."""
         x = self.tokens(tokens)
         if self.positions is not None:
-            positions = self.positions[: tokens.shape[1]]
-            x = x + (self.part.shard(positions) if self.part else positions)[:, None, :]
+            if positions is None:
+                x = x + self._own_part(self.positions[: tokens.shape[1], None])
+            else:
+                x = x + F.embedding(self._own_part(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
+
+    def _own_part(self, rows: Tensor) -> Tensor:
+        """Of rows along the sequence those of this rank: all without sequence parallelism."""
+        return self.part.shard(rows) if self.part else rows
 
 
 class Head(nn.Module):
@@ -288,8 +305,9 @@ def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) ->
 class Stage(nn.Module):
     """The slice of the model that one pipeline stage holds; `spec` says which.
 
-    forward(x, labels): x is tokens (b, s) on the first stage, else activations (s, b, h); the
-    result is activations, or on the last stage the sum of the tokens' losses.
+    forward(x, batch): x is tokens (b, s) on the first stage, else activations (s, b, h); the
+    result is activations, or on the last stage the sum of the targets' losses. The last stage needs
+    the batch, and with masks every stage does.
     """
 
     def __init__(
@@ -299,8 +317,10 @@ class Stage(nn.Module):
         layout: Layout,
         spec: StageSpec,
         first: "Stage | None" = None,
+        masked: bool = False,
     ):
-        """first: the pipeline's first stage, if another one is and this rank holds it too.
+        """first: the pipeline's first stage, if another one is and this rank holds it too. masked:
+        whether each batch says what its tokens see.
 
         Raises ValueError if it has not the parameters that `spec` says.
         """
@@ -321,25 +341,45 @@ class Stage(nn.Module):
         for p in shared:
             p.passes = 2  # gradients in a micro-batch: one of each stage's backward
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
-        self.bias = alibi_bias(model, factory) if alibi else None
+        self.bias = alibi_bias(model, factory) if alibi and not masked else None
+        self.slopes = local_slopes(model, factory).to(factory.device) if alibi and masked else None
+        self.dtype = factory.dtype
         self.rotary = rotary_tables(model, factory) if rotary else None
         _check_count(self, shared)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        x = self.hidden_states(x)
-        return x if self.head is None else self.head(x, labels).sum()
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        x = self.hidden_states(x, batch)
+        if self.head is None or batch is None:
+            return x
+        losses = self.head(x, batch.labels)  # s b
+        if batch.count < batch.labels.numel():
+            losses = losses.masked_fill(batch.labels.t() < 0, 0.0)
+        return losses.sum()
 
-    def hidden_states(self, x: Tensor) -> Tensor:
+    def hidden_states(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """What leaves the last block of this stage."""
+        positions = None if batch is None else batch.positions
         if self.embedding is not None:
-            x = self.embedding(x)
+            x = self.embedding(x, positions)
+        bias: Tensor | Mask | None = self.bias
+        if batch is not None and batch.starts is not None and batch.stops is not None:
+            bias = visible(batch.starts, batch.stops, self.slopes, self.dtype)
+        rotary = self.rotary
+        if rotary is not None and positions is not None:
+            cos, sin = (table[positions.t(), 0] for table in rotary)  # s b 1 d
+            rotary = cos, sin
         for block in self.blocks:
-            x = block(x, self.bias, self.rotary)
+            x = block(x, bias, rotary)
         return x
 
 
-def attention_kernel(model: ModelShape, factory: ParamFactory, micro_batch: int) -> str:
+def attention_kernel(
+    model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
+) -> str:
     """Which of torch's attention kernels runs in training, for micro-batches of that size."""
+    if masked:
+        kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
+        return f"torch {kernel}_attention, of masks"
     tp, s, of = factory.mesh.tp.size, model.seq_length, (factory.dtype, factory.device)
     qkv = torch.empty(s, micro_batch, model.qkv_width // tp, dtype=of[0], device=of[1])
     queries = model.heads // model.kv_heads

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from config.schema import Config
+from data import Batch
 from distributed.collectives import Handle
 from model import Stage
 from parallel import ParamFactory
@@ -23,21 +24,23 @@ from schedules.compiler import build
 from schedules.partition import placement
 from schedules.schedule import Action, Schedule, forward_only
 
-# Tokens and labels of a micro-batch by its index: (b, s) each, on the stage's device.
-Batches = Callable[[int], tuple[Tensor, Tensor]]
+# A micro-batch by its index, on the stage's device.
+Batches = Callable[[int], Batch]
 
 
 class Pipeline:
     """The stages that one rank holds, by their number, ready to run a schedule.
 
     Micro-batches have one shape for the whole run: (s, b, h), or (s/tp, b, h) with sequence
-    parallelism. Their number may change from step to step.
+    parallelism. Their number may change from step to step. masked: every stage reads the batch,
+    which says what its attention sees.
     """
 
     def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
         layout, model = config.layout, config.model
         self.stages, self.mesh, self.deferred = stages, factory.mesh, factory.deferred
         self.dtype, self.device = factory.dtype, factory.device
+        self.masked = config.data.masks_attention or config.data.reset_positions
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
         self._layout, self._schedules = layout, dict[int, Schedule]()
@@ -53,28 +56,32 @@ class Pipeline:
             self._schedules = {micro_batches: built}
         return self._schedules[micro_batches]
 
-    def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> Tensor:
-        """Forward and backward of one step; returns the loss sum of this replica on the one rank
-        that counts it (last stage, first tensor rank), 0 on the others.
+    def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
+        """Forward and backward of one step; returns the loss sum of this replica and the number of
+        its targets on the one rank that counts them (last stage, first tensor rank), 0 on others.
 
         Gradients are those of the sum times `loss_weight`, which `Optimizer.begin_step` gives.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
     @torch.no_grad()
-    def evaluate(self, batches: Batches, micro_batches: int) -> Tensor:
-        """The loss sum over that many micro-batches of this replica, forward only."""
+    def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
+        """The loss sum and targets of that many micro-batches of this replica, forward only."""
         return self.run(forward_only(placement(self._layout), micro_batches), batches)
 
-    def run(self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0) -> Tensor:
-        """Do all of this rank's actions in order; the loss sum as `train` returns it."""
+    def run(
+        self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
+    ) -> tuple[Tensor, int]:
+        """Do all of this rank's actions in order; returns what `train` does."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
             pass
-        return execution.loss if self.mesh.tp.rank == 0 else torch.zeros_like(execution.loss)
+        if self.mesh.tp.rank > 0:
+            return torch.zeros_like(execution.loss), 0
+        return execution.loss, execution.targets
 
     def finish_sending(self) -> None:
         """Wait for the last messages of the last pass. By the next one they have arrived; at its
@@ -105,7 +112,8 @@ class Pipeline:
 class Execution:
     """One pass through a rank's actions, with the messages and activations that it holds.
 
-    Iterating over it does one action at a time and yields it. loss: the loss sum so far.
+    Iterating over it does one action at a time and yields it. loss, targets: the loss sum so far,
+    and of how many targets.
     """
 
     def __init__(
@@ -133,6 +141,7 @@ class Execution:
         self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        self.targets = 0
 
     def __iter__(self) -> Iterator[Action]:
         run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
@@ -145,27 +154,29 @@ class Execution:
 
     def _forward(self, action: Action) -> None:
         stage, last = self.pipeline.stages[action.stage], self._is_last(action)
-        x, labels = self._inputs(action, last)
-        y = stage(x, labels)
-        if last:
+        x, batch = self._inputs(action, last)
+        y = stage(x, batch)
+        if last and batch:
             self.loss += y.detach()
+            self.targets += batch.count
             y = y * self.loss_weight
         else:
             self._pass_on(y.detach(), action, action.stage + 1)
         if torch.is_grad_enabled():
             self.held[action.stage, action.micro_batch] = (x, get_gradient_edge(y))
 
-    def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Tensor | None]:
-        """What the stage's forward takes: only the first and the last stage read the batch."""
+    def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Batch | None]:
+        """What the stage's forward takes: without masks only the first and the last stage read the
+        batch.
+        """
         batch = None
-        if action.stage == 0 or last:
+        if action.stage == 0 or last or self.pipeline.masked:
             self.mesh.recorder.at("data", action.micro_batch)
             batch = self.batches(action.micro_batch)
         self.mesh.recorder.at("F", action.micro_batch)
         if batch and action.stage == 0:
-            return batch
-        x = self._take_input(action).requires_grad_(torch.is_grad_enabled())
-        return x, batch[1] if batch else None
+            return batch.tokens, batch
+        return self._take_input(action).requires_grad_(torch.is_grad_enabled()), batch
 
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or where the schedule splits it that for inputs."""

@@ -87,7 +87,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     for spec in specs:
         if spec.rank == mesh.pp.rank:
             first = stage_of.get(0)
-            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first)
+            masked = config.data.masks_attention
+            stage_of[spec.index] = Stage(factory, config.model, layout, spec, first, masked)
     stages = nn.ModuleList(stage_of.values())
     optimizer = Optimizer(stages, factory, training, layout)
     pipeline = Pipeline(stage_of, factory, config)
@@ -102,21 +103,24 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
     batches = state.reader.batches(samples, consumed, config)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
-    loss_sum = state.pipeline.train(batches, micro_batches, loss_weight)
-    return state.optimizer.step(lr, loss_sum)
+    loss_sum, counted = state.pipeline.train(batches, micro_batches, loss_weight)
+    return state.optimizer.step(lr, loss_sum, counted if config.data.masks_loss else None)
 
 
 def evaluate(state: TrainState, samples: data.Samples) -> float:
-    """Mean loss per token over the first --eval-samples; collective over all ranks."""
+    """Mean loss per target over the first --eval-samples; collective over all ranks. 0 if no label
+    there counts.
+    """
     config, mesh, layout = state.config, state.factory.mesh, state.config.layout
     count = config.data.eval_samples
     mesh.recorder.enter("evaluate")
     micro_batches = count // (layout.micro_batch_size * layout.dp)
     batches = state.reader.batches(samples, 0, config, micro_batches)
-    loss_sum = state.pipeline.evaluate(batches, micro_batches).view(1)
-    mesh.world.all_reduce(loss_sum).wait()
-    (total,) = mesh.world.values(loss_sum)
-    return total / (count * config.model.seq_length)
+    loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
+    sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
+    mesh.world.all_reduce(sums).wait()
+    total, targets = mesh.world.values(sums)
+    return total / max(1.0, targets)
 
 
 def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
@@ -168,13 +172,14 @@ def main(
         layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
-        check_precision(config.training.precision, context)
+        check_precision(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state, micro_batch = build(config, context), layout.micro_batch_size
+        masked = config.data.masks_attention
         end.callback(state.reader.close)
         kernels = {
             "optimizer": state.optimizer.kernel,
-            "attention": attention_kernel(config.model, state.factory, micro_batch),
+            "attention": attention_kernel(config.model, state.factory, micro_batch, masked),
             "data": splits.source,
         }
         mesh, samples = state.factory.mesh, splits.train
@@ -338,11 +343,14 @@ class Trainer:
         return False
 
 
-def check_precision(precision: str, context: Context) -> None:
+def check_precision(config: Config, context: Context) -> None:
     """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
     slowly: run.json and the start-up lines say which precision runs.
     """
-    if precision != "bf16" or context.device.type != "cuda":
+    precision, on_gpu = config.training.precision, context.device.type == "cuda"
+    if on_gpu and precision == "fp64" and config.data.masks_attention:
+        raise UserError("--precision fp64: flex_attention, which masks need on GPUs, has none")
+    if not on_gpu or precision != "bf16":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(context.device)

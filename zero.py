@@ -44,7 +44,8 @@ from parallel import ParamFactory
 class StepResult:
     """What one optimizer step did: equal on every rank of the world, to the bit.
 
-    skipped: whether gradients overflowed. loss_scale: the one that the step ran with.
+    skipped: whether gradients overflowed, or no label counted. loss_scale: the one that the step
+    ran with.
     """
 
     grad_norm: float
@@ -108,9 +109,10 @@ class Optimizer:
     def begin_step(self, targets: int, micro_batches: int) -> float:
         """What to multiply the sum of losses by before each backward pass of the step.
 
-        targets: tokens of the whole global batch whose loss counts. Gradients are then those of
-        their mean loss, times the loss scale. Each parameter gets a gradient in every micro-batch;
-        a bucket is reduced when its last one is there, at --zero 2 in every micro-batch.
+        targets: tokens of the whole global batch, whose loss counts unless `step` is told another
+        number. Gradients are then those of their mean loss, times the loss scale. Each parameter
+        gets a gradient in every micro-batch; a bucket is reduced when its last one is there, at
+        --zero 2 in every micro-batch.
         """
         self._targets, self._next = targets, 0
         for bucket in self.buckets:
@@ -178,30 +180,38 @@ class Optimizer:
 
     # -- the step ---------------------------------------------------------------------------
 
-    def step(self, lr: float, loss_sum: Tensor) -> StepResult:
+    def step(self, lr: float, loss_sum: Tensor, targets: int | None = None) -> StepResult:
         """Reduce, clip, update and gather; collective over the world.
 
         `loss_sum`: this rank's share of the sum of losses, 0 where another rank has counted it; the
-        result holds the mean over `begin_step`'s targets. A gradient norm that is not finite skips
-        the update on all ranks. UserError if fp16 overflows for good.
+        result holds the mean over the targets. `targets`: its share of their number, where that was
+        known to no rank before; None: they are `begin_step`'s. A gradient norm that is not finite
+        skips the update on all ranks, and so does a batch without targets, whose norm and loss
+        are 0. UserError if fp16 overflows for good.
         """
         recorder = self.mesh.recorder
         recorder.at("reduce")
         self._finish_reducing()
-        sums = torch.stack([self._own_square_sum(), loss_sum.double()])
+        parts = [self._own_square_sum(), loss_sum.double()]
+        if targets is not None:
+            parts.append(torch.full_like(parts[1], targets))
+        sums = torch.stack(parts)
         self.mesh.world.all_reduce(sums).wait()
-        square, loss = self.mesh.world.values(sums)
+        square, loss, *found = self.mesh.world.values(sums)
+        counted = int(found[0]) if found else self._targets
+        # The backward passes divided by begin_step's number.
+        share = self._targets / counted if counted else 0.0
         scale = self.scale.value
-        norm = math.sqrt(square) / scale if square >= 0 else math.nan
-        skipped = not math.isfinite(norm)
+        norm = math.sqrt(square) / scale * share if square >= 0 else math.nan
+        overflowed = not math.isfinite(norm)
         recorder.at("optimizer")
-        if not skipped:
-            self._update(lr, norm)
+        if counted and not overflowed:
+            self._update(lr, norm, share)
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
         if buffers:
             torch._foreach_zero_(buffers)
-        self.scale.update(skipped)
-        return StepResult(norm, loss / self._targets, skipped, scale)
+        self.scale.update(overflowed)
+        return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
 
     def _own_square_sum(self) -> Tensor:
         """Sum of squares of the gradients that count on this rank; a float64 scalar."""
@@ -211,13 +221,13 @@ class Optimizer:
         exact = torch.promote_types(gradients[0].dtype, torch.float32)
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square().sum()
 
-    def _update(self, lr: float, norm: float) -> None:
-        """Update all masters, and gather the weights."""
+    def _update(self, lr: float, norm: float, share: float) -> None:
+        """Update all masters by their gradients times `share`, and gather the weights."""
         clip = self.training.clip_grad
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
         for each in self.update_sets:
-            each.update(factor / self.scale.value, lr)
+            each.update(factor * share / self.scale.value, lr)
         if not self._overlap:
             self.finish_gathering()
 

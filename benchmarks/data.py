@@ -8,6 +8,7 @@ load average when it was taken. The corpus has lengths of an exponential distrib
 """
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -30,9 +31,11 @@ import trainer
 from config import validation
 from config.command_line import parse
 from config.messages import Parser
+from config.run_options import Data
 from corpora import token_files
 from corpora.blends import blend_order, normalise
 from corpora.mapped_files import ArrayCache
+from corpora.objectives import Objective
 from corpora.sample_order import GPTSamples
 from corpora.token_files import HEADER, MAGIC, VERSION, IndexedDataset
 
@@ -144,15 +147,25 @@ def measure_samples(megatron: Megatron, prefix: str, folder: Path, repeats: int)
     cache = str(folder / "cache")
     theirs = {resets: megatron.samples(prefix, None, cache, resets) for resets in (False, True)}
     own = ours(prefix, None, cache)
+    resets = {"eod_token": 0, "reset_attention": True, "reset_positions": True}
+    makers = {
+        "own resets": Objective(Data(mask_eod_loss=True, **resets)),
+        "own prefixes": Objective(Data(objective="prefix", mask_eod_loss=True, **resets)),
+    }
     rates: dict[str, list[float]] = {"ours": [], "plain": [], "resets": []}
+    rates |= {name: [] for name in makers}
     for turn in range(repeats + 1):
         chosen = range(turn * 4000, turn * 4000 + 4000)
         read_all(own.sample, chosen)  # into memory
         rates["ours"].append(4000 / seconds(read_all, own.sample, chosen))
         rates["plain"].append(4000 / seconds(read_all, theirs[False].__getitem__, chosen))
         rates["resets"].append(50 / seconds(read_all, theirs[True].__getitem__, chosen[:50]))
+        for name, maker in makers.items():
+            make = functools.partial(maker.row, own)
+            rates[name].append(4000 / seconds(read_all, make, chosen))
     row("random samples, warm", "1/s", rates["ours"], rates["plain"])
-    row("random samples, theirs with resets", "1/s", rates["ours"], rates["resets"])
+    row("random samples with resets and masked ends", "1/s", rates["own resets"], rates["resets"])
+    row("the same with prefixes, Megatron without", "1/s", rates["own prefixes"], rates["resets"])
 
 
 def measure_blends(megatron: Megatron, repeats: int, small: bool) -> None:

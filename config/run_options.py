@@ -55,6 +55,36 @@ class Data:
     skip_samples: tuple = option(
         None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
     )
+    objective: str = option(
+        "causal",
+        "prefix: each token of a random prefix sees all of it, and what follows is learned; fim: "
+        "documents are reordered to fill in their middle",
+        choices=("causal", "prefix", "fim"),
+    )
+    eod_token: int = option(None, "id of the token that ends a document", minimum=0)
+    reset_attention: bool = option(False, "tokens see only tokens of their own document")
+    reset_positions: bool = option(False, "positions count from 0 in each document")
+    mask_eod_loss: bool = option(False, "do not learn what follows the end of a document")
+    answers_only: bool = option(
+        False, "learn only what PREFIX.targets.bin marks, as scripts/prepare_chats.py writes it"
+    )
+    fim_tokens: tuple = option(
+        None, "ids of fim's marks: before the PREFIX, the MIDDLE, the SUFFIX", nargs=3, item=int
+    )
+    fim_rate: float = option(0.5, "share of documents that fim changes", minimum=0.0, maximum=1.0)
+    fim_spm_rate: float = option(
+        0.5, "share of these with the suffix before the prefix", minimum=0.0, maximum=1.0
+    )
+
+    @property
+    def masks_attention(self) -> bool:
+        """Whether a token may see others than all those before it."""
+        return self.reset_attention or self.objective == "prefix"
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether some labels do not count: the number of targets is known when they are read."""
+        return self.mask_eod_loss or self.answers_only or self.objective == "prefix"
 
     @property
     def cache_folder(self) -> str | None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 
 from config.messages import UserError
-from config.run_options import Run
+from config.run_options import Data, Run
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
 
 
@@ -24,6 +24,7 @@ def check(config: Config, ranks: int) -> Config:
     check_batches(config)
     _ = config.skipped  # UserError if the ranges are malformed or overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
+    _check_objective(config.data, config.model)
     _check_sharding(layout, config.training)
     _check_precision(config.training)
     _check_length(config)
@@ -169,6 +170,27 @@ def _check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(
             f"--recompute-layers {layout.recompute_layers} needs --recompute selective or full"
         )
+
+
+def _check_objective(data: Data, model: ModelShape) -> None:
+    """Raise UserError if the masks and the objective do not go together, or lack a token's id."""
+    fim = data.objective == "fim"
+    needs_end = {"--reset-attention": data.reset_attention, "--mask-eod-loss": data.mask_eod_loss}
+    needs_end |= {"--reset-positions": data.reset_positions, "--objective fim": fim}
+    for flag in [flag for flag, given in needs_end.items() if given and data.eod_token is None]:
+        raise UserError(f"{flag} needs --eod-token: the id of the token that ends a document")
+    if fim != (data.fim_tokens is not None):
+        raise UserError("--objective fim and --fim-tokens PREFIX MIDDLE SUFFIX need each other")
+    for flag, ids in (("eod-token", [data.eod_token]), ("fim-tokens", data.fim_tokens or ())):
+        for token in ids:
+            if token is not None and not 0 <= token < model.vocab_size:
+                raise UserError(f"{flag}: {token} is not below vocab-size({model.vocab_size})")
+    if data.reset_positions and model.positions == "alibi":
+        raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
+    if data.answers_only and data.objective != "causal":
+        raise UserError(f"--answers-only needs --objective causal, not {data.objective}")
+    if data.answers_only and data.data == ("synthetic",):
+        raise UserError("--answers-only needs the files of --data: random tokens have no answers")
 
 
 def _check_precision(training: Training) -> None:

@@ -144,6 +144,11 @@ class Blend:
         part, number = self._place(k)
         return part.sample(number)
 
+    def answers(self, k: int) -> np.ndarray:
+        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
+        part, number = self._place(k)
+        return part.answers(number)
+
     def spans(self, k: int) -> list[TextSpan]:
         """Where its tokens are."""
         part, number = self._place(k)
@@ -172,6 +177,11 @@ class Epochs:
         """Tokens of sample k: (seq_length + 1,), int64."""
         blend, number = self._place(k)
         return blend.sample(number)
+
+    def answers(self, k: int) -> np.ndarray:
+        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
+        blend, number = self._place(k)
+        return blend.answers(number)
 
     def spans(self, k: int) -> list[TextSpan]:
         """Where its tokens are."""

@@ -2,7 +2,7 @@
 
     reader = Prefetcher(shape=(4, 2048), pinned=True)
     reader.go_on(samples, 120, iter([120, 124, 128]))    the first samples of the next ones
-    tokens, labels = reader.take(samples, 120)
+    batch = reader.take(samples, 120)
     reader.close()
 
 What is read follows from the samples' numbers alone, so a resumed run reads the same.
@@ -13,47 +13,70 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from config.messages import UserError
+from config.run_options import Data
+from corpora.objectives import Objective, Readable
 
 READERS = 4  # threads: reads that wait for a disk or a file system at the same time
 AHEAD = 8  # micro-batches that are read or being read before they are asked for
 SECONDS_TO_END = 2.0  # for a thread whose read is under way when the run ends
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None are those that
+    the options do not ask for. count: of labels that count in the loss; the others are negative.
+    """
 
-class Readable(Protocol):
-    """Samples by number."""
+    tokens: Tensor
+    labels: Tensor
+    count: int
+    starts: Tensor | None = None
+    stops: Tensor | None = None
+    positions: Tensor | None = None
 
-    def __len__(self) -> int: ...
-
-    def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64."""
-
-    def file_of(self, k: int) -> str:
-        """The file that holds sample k's tokens."""
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device, to which its copies are under way."""
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if torch.is_tensor(value)
+        }
+        return replace(self, **moved)
 
 
 class _Read(Future[None]):
     """A micro-batch that is being read; `sample`: the one whose tokens are awaited."""
 
-    def __init__(self, samples: Readable, first: int, batch: Batch):
+    def __init__(
+        self, samples: Readable, first: int, objective: Objective, tensors: dict[str, Tensor]
+    ):
         super().__init__()
-        self.samples, self.sample, self.batch = samples, first, batch
+        self.samples, self.sample, self.objective = samples, first, objective
+        self.tensors, self.count = tensors, 0
 
     def run(self) -> None:
         """Read its samples, one after the other."""
         # Arrays, because torch would start a pool of threads in each thread that copies much.
-        tokens, labels = (tensor.numpy() for tensor in self.batch)
-        for row in range(len(tokens)):
-            sample = self.samples.sample(self.sample)
-            tokens[row], labels[row] = sample[:-1], sample[1:]
+        arrays = {name: tensor.numpy() for name, tensor in self.tensors.items()}
+        for place in range(len(arrays["tokens"])):
+            row = self.objective.row(self.samples, self.sample)
+            for name, values in row.items():
+                arrays[name][place] = values
+            some = self.objective.masks_loss
+            self.count += int((row["labels"] >= 0).sum()) if some else len(row["labels"])
             self.sample += 1
+
+    @property
+    def batch(self) -> Batch:
+        """What was read."""
+        return Batch(count=self.count, **self.tensors)
 
 
 class Prefetcher:
@@ -61,11 +84,19 @@ class Prefetcher:
     none, in the middle of a pipeline, reads none.
 
     shape: (micro-batch size, seq_length). pinned: allocate them in memory from which a GPU copies
-    by itself. seconds: after which a sample that has not arrived is an error.
+    by itself. seconds: after which a sample that has not arrived is an error. objective: default:
+    the next token, all of which count.
     """
 
-    def __init__(self, shape: tuple[int, int], pinned: bool = False, seconds: float = 240.0):
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        pinned: bool = False,
+        seconds: float = 240.0,
+        objective: Objective | None = None,
+    ):
         self.shape, self.pinned, self.seconds = shape, pinned, seconds
+        self.objective = objective or Objective(Data())
         self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         # By samples: where the next micro-batches begin, and those that are read or under way.
@@ -87,7 +118,7 @@ class Prefetcher:
         self._fill(samples)
 
     def take(self, samples: Readable, first: int) -> Batch:
-        """Tokens and labels, each (micro-batch size, seq_length), of the samples from `first` on.
+        """The micro-batch of the samples from `first` on.
 
         Raises what reading them raised; UserError, with the file's name, if that takes too long.
         """
@@ -113,10 +144,11 @@ class Prefetcher:
             reads[first] = self._begin(samples, first)
 
     def _begin(self, samples: Readable, first: int) -> _Read:
-        tokens, labels = (
-            torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned) for _ in range(2)
-        )
-        read = _Read(samples, first, (tokens, labels))
+        tensors = {
+            name: torch.empty(self.shape, dtype=torch.int64, pin_memory=self.pinned)
+            for name in self.objective.fields
+        }
+        read = _Read(samples, first, self.objective, tensors)
         while len(self._threads) < READERS:
             # Daemons: a read that never returns does not keep the process from ending.
             thread = threading.Thread(target=_work, args=(self._jobs,), name="reader", daemon=True)

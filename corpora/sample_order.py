@@ -125,6 +125,12 @@ class GPTSamples:
                 self._refuse(k, limit)
         return tokens.astype(np.int64)
 
+    def answers(self, k: int) -> np.ndarray:
+        """Which of sample k's tokens are of answers: (seq_length + 1,), 0 or 1."""
+        if self.dataset.answers is None:
+            raise ValueError(f"the answers of {self.dataset.prefix} are not open")
+        return self.dataset.answers.read(*self._cuts(k))
+
     def _refuse(self, k: int, limit: int) -> None:
         """Raise the UserError that says where in the corpus a foreign token id is."""
         for prefix, sequence, offset, length, document in self.spans(k):

@@ -34,6 +34,7 @@ MAGIC = b"MMIDIDX\0\0"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type, sequences, document boundaries
 TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
+ANSWERS = ".targets"  # PREFIX.targets.bin and .idx: which tokens are of answers
 BLOCK = 1 << 16  # sequences checked at a time: temporary arrays stay in a core's cache
 
 
@@ -43,6 +44,8 @@ class IndexedDataset:
     `lengths` (tokens) and `offsets` (bytes) have an entry per sequence, `documents` holds the
     first sequence of each document and a final S. `identity` is what tells this pair from one that
     has replaced it. A damaged pair raises UserError; one that the cache knows is not checked again.
+
+    `answers` is a pair of marks for the tokens, once `open_answers` has been called.
 
     A mapping of the tokens would read 128 KiB and more around every cold page, and hold Python's
     lock until they are there; `os.pread` reads what is needed, and other threads go on.
@@ -63,7 +66,21 @@ class IndexedDataset:
         self.offsets = np.frombuffer(raw, "<i8", sequences, places[1])
         self.documents = np.frombuffer(raw, "<i8", boundaries, places[2])
         self.bytes = os.fstat(self._tokens).st_size
-        (cache or ArrayCache()).find({"checked pair": 1, "files": self.identity}, self._check)
+        self.cache = cache or ArrayCache()
+        self.answers: IndexedDataset | None = None
+        self.cache.find({"checked pair": 1, "files": self.identity}, self._check)
+
+    def open_answers(self) -> None:
+        """Open PREFIX.targets.bin and .idx: for each token 1 if it is of an answer, else 0.
+
+        UserError if there is no such pair, or if it is one of other sequences.
+        """
+        answers = IndexedDataset(self.prefix + ANSWERS, self.cache)
+        if not np.array_equal(answers.lengths, self.lengths):
+            ours = f"{self.prefix}: {len(self)} sequences of {self.tokens} tokens"
+            theirs = f"{len(answers)} of {answers.tokens}, or of other lengths"
+            raise UserError(f"{ours}, but {answers.prefix} has {theirs}")
+        self.answers = answers
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
 import parallel
+from corpora import attention_masks
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
@@ -101,6 +102,7 @@ def _replacements(
     yield DeviceMesh, "from_group", staticmethod(_real_mesh(DeviceMesh.from_group))
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
+    yield attention_masks, "flex", flex
     draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
@@ -160,6 +162,13 @@ def attention(
         attn_mask = attn_mask.expand(*q.shape[:2], q.shape[2], k.shape[2])
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
+
+
+def flex(q, k, v, mask, grouped):
+    """The kernel of flex_attention, by what it allocates: as flash, the keys read by groups."""
+    if grouped:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    return attention(q, k, v, is_causal=True)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -23,8 +23,8 @@ def plant_nan(steps: list[int]) -> None:
     """Make this rank's stage return NaN in these steps, if it does one forward pass in each."""
     forward, count = model.Stage.forward, itertools.count(1)
 
-    def poisoned(self, x, labels):
-        y = forward(self, x, labels)
+    def poisoned(self, x, batch):
+        y = forward(self, x, batch)
         return y * float("nan") if next(count) in steps else y
 
     model.Stage.forward = poisoned

@@ -36,8 +36,8 @@ def options(case: dict) -> configuration.Config:
 
 def run(config: configuration.Config, context=None) -> dict:
     """Loss and gradient norm of every step, the final weights in sums, and unequal replicas."""
-    model, training = config.model, config.training
-    samples = data.Synthetic(model.vocab_size, model.seq_length, training.seed)
+    training = config.training
+    samples = data.build(config).train
     state = trainer.build(config, context)
     losses, norms = [], []
     for iteration in range(config.total_steps):

@@ -1,4 +1,4 @@
-"""Forty right configurations: presets, layouts, features; tests rehearse the first ten."""
+"""Right configurations: presets, layouts, features; tests rehearse the first eleven."""
 
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
@@ -17,6 +17,7 @@ CASES: dict[str, tuple[int, str]] = {
     "ALiBi, full recomputation": (4, SMALL + BLOOM + "--pp 2 --recompute full"),
     "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather"),
     "Muon": (2, SMALL + "--optimizer muon"),
+    "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "one rank, fp32": (1, SMALL + "--precision fp32"),
     "tp 2": (2, SMALL + "--tp 2"),
     "tp 8": (8, SMALL + "--tp 8"),
@@ -64,4 +65,4 @@ CASES: dict[str, tuple[int, str]] = {
         " --recompute full --global-batch-size 2048",
     ),
 }
-IN_SUITE = list(CASES)[:10]
+IN_SUITE = list(CASES)[:11]

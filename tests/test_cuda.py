@@ -55,7 +55,7 @@ def losses(options: dict, device: str) -> list[float]:
     config = validation.check(golden_worker.options(options), 1)
     context = start_cluster(Launch("python"), config.run)
     pieces = trainer.build(config, context)
-    samples = data.Synthetic(500, 64, 1)
+    samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 1)
     return [trainer.step(pieces, samples, 8 * i, 1e-3).loss for i in range(10)]
 
 
@@ -69,6 +69,20 @@ def test_the_gpu_computes_what_the_cpu_does(cuda_device, kind, precision, tolera
     ours = losses(kind | {"precision": precision}, cuda_device)
     theirs = losses(kind | {"precision": exact}, "cpu")
     assert_close(ours, theirs, tolerance, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("precision", "recompute", "tolerance"),
+    [("fp32", "none", 1e-4), ("bf16", "selective", 2e-2), ("bf16", "full", 2e-2)],
+)
+def test_masks_on_the_gpu(cuda_device, kind, precision, tolerance, recompute):
+    """flex_attention against the mask written out; a prefix in each document."""
+    masks = {"objective": "prefix", "reset_attention": True, "eod_token": 3, "vocab_size": 40}
+    masks |= {"mask_eod_loss": True, "reset_positions": kind["positions"] != "alibi"}
+    masks |= {"seq_length": 140} | kind
+    ours = losses(masks | {"precision": precision, "recompute": recompute}, cuda_device)
+    assert_close(ours, losses(masks, "cpu"), tolerance, kind)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -8,6 +8,7 @@ from checkpointing.hf_mappings import hf_config, rules
 from config import model_stats
 from config import schema as configuration
 from config.command_line import PRESETS, preset
+from data import Batch
 from distributed.mesh import Mesh
 from model import Stage, alibi_slopes, attention_kernel
 from parallel import ParamFactory
@@ -105,7 +106,7 @@ def test_logits_equal_transformers(family, dtype, tolerance, recompute):
     assert_close(logits, expected, tolerance, scale=scale)
 
     labels = torch.randint(V, (2, S))
-    loss = stage(tokens, labels)
+    loss = stage(tokens, Batch(tokens, labels, labels.numel()))
     reference = torch.nn.functional.cross_entropy(
         expected.flatten(0, 1), labels.flatten(), reduction="sum"
     )
@@ -175,7 +176,7 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
     factory, layout = ParamFactory(Mesh()), configuration.Layout(micro_batch_size=3)
     (spec,) = partition.stage_specs(model, layout, partition.part_costs(model, "cpu"))
     tokens = torch.zeros(3, 16, dtype=torch.int64)
-    Stage(factory, model, layout, spec)(tokens, tokens).backward()
+    Stage(factory, model, layout, spec)(tokens, Batch(tokens, tokens, 48)).backward()
     kernel = attention_kernel(model, factory, 3)
     assert len(asked) == 2
     assert asked[0] == asked[1]

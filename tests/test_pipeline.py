@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from nccl_rules import Passing, RecordedMesh, StreamMesh, blocked_hosts, stuck_streams
 from test_peaks import PeakBytes
 
+from data import Batch
 from parallel import DeferredGradients, linear
 from pipeline import Execution, Pipeline
 from schedules import schedule
@@ -86,14 +87,15 @@ class Multiply(torch.nn.Module):
         weight = torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
         self.weight = torch.nn.Parameter(weight)
 
-    def forward(self, x, labels=None):
+    def forward(self, x, batch=None):
         x = linear(x, self.weight, None, self.deferred)
-        return (x * labels).sum() if self.last else x
+        return (x * batch.labels).sum() if self.last else x
 
 
 def pipeline_of(order, wires, rank) -> Pipeline:
     """One rank's pipeline, of as many stages as the schedule gives it."""
     pipeline = Pipeline.__new__(Pipeline)  # not from a model's configuration
+    pipeline.masked = False
     pipeline.mesh = OneProcessMesh(wires, rank, len(order.ranks))
     pipeline.deferred = DeferredGradients() if order.split else None
     pipeline.stages = {
@@ -141,7 +143,7 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
     data = torch.randn(micro_batches, 2, WIDTH, generator=generator, dtype=torch.float64)
     wires = Wires()
     pipelines, executions = run_together(
-        order, wires, lambda m: (data[m, :1].clone().requires_grad_(), data[m, 1:])
+        order, wires, lambda m: Batch(data[m, :1].clone().requires_grad_(), data[m, 1:], 1)
     )
     ours = {s: stage.weight for p in pipelines for s, stage in p.stages.items()}
     theirs = [ours[s].detach().clone().requires_grad_() for s in range(order.stages)]
@@ -170,7 +172,7 @@ def test_what_is_held_is_what_the_schedule_says(name):
     wires, most = Wires(), [0] * 3
     pipelines = [pipeline_of(order, wires, rank) for rank in range(3)]
     ones = torch.ones(1, WIDTH, dtype=torch.float64)
-    batches = lambda m: (ones.clone().requires_grad_(), ones)  # noqa: E731
+    batches = lambda m: Batch(ones.clone().requires_grad_(), ones, 1)  # noqa: E731
     executions = [Execution(p, order, batches, 1.0) for p in pipelines]
     steps = [iter(execution) for execution in executions]
     for rank, _ in schedule.dependency_order(order):
@@ -211,14 +213,15 @@ def test_layers_that_defer_and_the_schedule_must_agree(split):
     pipeline = pipeline_of(order, Wires(), 0)
     pipeline.deferred = None if split else DeferredGradients()
     with pytest.raises(ValueError, match="disagree on a split backward"):
-        Execution(pipeline, order, lambda m: (None, None), 1.0)
+        Execution(pipeline, order, lambda m: None, 1.0)
     with torch.no_grad():
-        Execution(pipeline, order, lambda m: (None, None), 1.0)  # an evaluation defers nothing
+        Execution(pipeline, order, lambda m: None, 1.0)  # an evaluation defers nothing
 
 
 def recording_pipeline(order, rank: int, shape: tuple[int, ...], mesh=None) -> Pipeline:
     """A rank's pipeline of stages without matrices, over groups that only write messages down."""
     pipeline = Pipeline.__new__(Pipeline)
+    pipeline.masked = False
     pipeline.mesh = mesh or RecordedMesh(rank, len(order.ranks), FlightRecorder())
     pipeline.deferred = DeferredGradients() if order.split else None
     pipeline._connected, pipeline.sending = set(), []
@@ -233,7 +236,7 @@ def test_an_output_is_freed_when_it_has_been_sent():
     order = make("gpipe", 2, count)
     inputs = torch.ones(size)
     with PeakBytes() as bytes_held:
-        recording_pipeline(order, 0, (size,)).run(order, lambda m: (inputs, None))
+        recording_pipeline(order, 0, (size,)).run(order, lambda m: Batch(inputs, inputs, 1))
     assert 4 * size <= bytes_held.peak <= 4 * size * 4 < 4 * size * count
 
 
@@ -245,7 +248,7 @@ def recorded(order, run) -> list[list]:
     traces, ones = [], torch.ones(1, WIDTH)
     for rank in range(len(order.ranks)):
         pipeline = recording_pipeline(order, rank, (1, WIDTH))
-        run(pipeline, lambda m: (ones.clone().requires_grad_(), ones))
+        run(pipeline, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         traces.append(pipeline.mesh.trace)
     return traces
 
@@ -285,7 +288,7 @@ def streams(order, channels: bool, steps: int = 2) -> list[StreamMesh]:
         mesh = StreamMesh(rank, len(order.ranks), FlightRecorder(), channels)
         pipeline = recording_pipeline(order, rank, (1, WIDTH), mesh)
         for _ in range(steps):
-            pipeline.run(order, lambda m: (ones.clone().requires_grad_(), ones))
+            pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         pipeline.finish_sending()
         meshes.append(mesh)
     return meshes
@@ -316,7 +319,7 @@ class Counting(torch.nn.Module):
         self.last, self.deferred, self.alive = last, deferred, alive
         self.weight = torch.nn.Parameter(torch.eye(WIDTH))
 
-    def forward(self, x, labels=None):
+    def forward(self, x, batch=None):
         x = x * 1.0  # saved by the product alone
         self.alive["now"] += 1
         self.alive["most"] = max(self.alive["most"], self.alive["now"])
@@ -335,6 +338,6 @@ def test_live_activations_are_as_many_as_the_schedule_says(name):
             s: Counting(s == order.stages - 1, pipeline.deferred, alive)
             for s in order.stages_on(rank)
         }
-        pipeline.run(order, lambda m: (ones.clone().requires_grad_(), ones))
+        pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         assert alive["most"] == order.peak[rank]
         assert alive["now"] == 0

@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from corpora import prefetch, token_files
 from corpora.prefetch import AHEAD, READERS, Prefetcher
 from corpora.sample_order import GPTSamples
 from corpora.token_files import IndexedDataset
-from data import BatchReader, Synthetic, micro_batch
+from data import Batch, BatchReader, Synthetic, micro_batch
 
 CPU = torch.device("cpu")
 
@@ -72,6 +73,13 @@ def reader_of(dp=1, rank=0, device=CPU, **options) -> tuple[BatchReader, object]
     return BatchReader(config, rank, device), config
 
 
+def equal(batch: Batch, expected: tuple) -> bool:
+    """Whether a batch has these tokens and labels, all of which count, and nothing else."""
+    plain = Batch(*expected, expected[1].numel())
+    same = all(map(torch.equal, (batch.tokens, batch.labels), expected))
+    return same and replace(batch, tokens=plain.tokens, labels=plain.labels) == plain
+
+
 def test_what_comes_next_is_read_before_it_is_asked_for():
     """Beyond the step's end too, each sample once; a rank that asks for nothing reads nothing."""
     reader, config = reader_of(dp=2, rank=1, micro_batch_size=2)
@@ -84,7 +92,7 @@ def test_what_comes_next_is_read_before_it_is_asked_for():
         take = reader.batches(samples, 8 * step, config)
         for index in range(2):
             expected = micro_batch(Watched(), 8 * step, index, config.layout, 1)
-            assert all(torch.equal(a, b) for a, b in zip(take(index), expected, strict=True))
+            assert equal(take(index), expected)
             samples.wait_for(own[: 2 * (2 * step + index + 1 + AHEAD)])
     assert len(readers()) == READERS
     reader.close()
@@ -106,9 +114,8 @@ def test_an_evaluation_between_steps_costs_no_second_reading():
     for turn in (1, 2):
         take = reader.batches(validation, 0, config, 3)
         for index in range(3):
-            tokens, _ = take(index)
-            assert torch.equal(
-                tokens, micro_batch(Synthetic(VOCAB, 8, 3), 0, index, config.layout, 0)[0]
+            assert equal(
+                take(index), micro_batch(Synthetic(VOCAB, 8, 3), 0, index, config.layout, 0)
             )
         assert sorted(validation.seen) == sorted(turn * [*range(24)]), "and not beyond its end"
     reader.batches(train, 8, config)(0)
@@ -122,11 +129,11 @@ def test_another_place_and_another_stage_of_the_rank():
     samples = Watched()
     first = reader.batches(samples, 0, config)(0)
     jumped = reader.batches(samples, 800, config)
-    assert torch.equal(jumped(0)[0], micro_batch(samples, 800, 0, config.layout, 0)[0])
-    assert torch.equal(jumped(1)[0], jumped(1)[0])
+    assert equal(jumped(0), micro_batch(samples, 800, 0, config.layout, 0))
+    assert torch.equal(jumped(1).tokens, jumped(1).tokens)
     back = reader.batches(samples, 0, config)
-    assert all(torch.equal(a, b) for a, b in zip(back(0), first, strict=True))
-    assert torch.equal(back(3)[0], micro_batch(samples, 0, 3, config.layout, 0)[0])
+    assert torch.equal(back(0).tokens, first.tokens)
+    assert equal(back(3), micro_batch(samples, 0, 3, config.layout, 0))
     reader.close()
 
 
@@ -202,7 +209,7 @@ def test_micro_batches_for_a_gpu_are_pinned_and_copied_without_waiting(monkeypat
     got = [take(index) for index in range(2)]
     for index, batch in enumerate(got):
         expected = micro_batch(samples, 8, index, config.layout, 1)
-        assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True))
+        assert equal(batch, expected)
     assert moved == 4 * [(True, "cuda", True)]
     reader.close()
 

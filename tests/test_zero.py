@@ -155,7 +155,8 @@ def test_products_add_weight_gradients_by_themselves(positions):
     with Operations() as operations:
         run.pipeline.train(batches, 2, run.optimizer.begin_step(100, 2))
     for index in range(2):
-        (theirs(*batches(index)) * 0.01).backward()
+        batch = batches(index)
+        (theirs(batch.tokens, batch) * 0.01).backward()
     products = [size for name, size in operations.seen if name == "aten.addmm_"]
     assert sorted(products) == sorted(2 * weights)
     added = [s for name, s in operations.seen if name == "aten.add_" and s in weights]

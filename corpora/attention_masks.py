@@ -1,0 +1,111 @@
+"""Masks of attention from the first and last token that each token sees.
+
+    mask = visible(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
+    mixed = masked_attention(q, k, v, mask, grouped)        in each block
+
+On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
+torch's flex_attention, which skips those that nobody sees: no tensor of s x s numbers is made.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+BLOCK = 128  # tokens; flex_attention's own
+
+
+class Mask(NamedTuple):
+    """What attention adds to the scores: `dense`, for torch's attention, or what flex_attention
+    takes.
+    """
+
+    dense: Tensor | None = None
+    blocks: BlockMask | None = None
+    score: Callable | None = None
+
+
+def visible(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Mask:
+    """The mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
+
+    slopes: of ALiBi for the local heads (a,); the score falls with the distance, on both sides.
+    """
+    if starts.device.type == "cuda":
+        score = None if slopes is None else alibi_score(slopes.float())
+        return Mask(None, visible_blocks(starts, stops), score)
+    return Mask(_dense(starts, stops, slopes, dtype))
+
+
+def _dense(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(b, 1, s, s) of bool, or with ALiBi (b, a, s, s) of what is added to the scores."""
+    places = torch.arange(starts.shape[1], device=starts.device)
+    seen = (places >= starts[..., None]) & (places < stops[..., None])
+    if slopes is None:
+        return seen[:, None]
+    distance = (places[:, None] - places).abs()
+    bias = -slopes[:, None, None] * distance
+    return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
+
+
+def visible_blocks(starts: Tensor, stops: Tensor) -> BlockMask:
+    """The blocks of keys that each block of queries sees: wholly, or in part, or maybe in part."""
+    size, count = starts.shape[1], -(-starts.shape[1] // BLOCK)
+    least, most = (_by_block(starts, by, count) for by in ("amin", "amax"))
+    shortest, longest = (_by_block(stops, by, count) for by in ("amin", "amax"))
+    begin = torch.arange(count, device=starts.device) * BLOCK
+    seen = (least[..., None] < begin + BLOCK) & (longest[..., None] > begin)  # b, queries, keys
+    whole = (most[..., None] <= begin) & (shortest[..., None] >= begin + BLOCK)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k >= starts[b, q]) & (k < stops[b, q])
+
+    kinds = (*_listed(seen & ~whole), *_listed(whole))
+    return BlockMask.from_kv_blocks(*kinds, BLOCK, sees, (size, size))
+
+
+def _by_block(values: Tensor, by: str, count: int) -> Tensor:
+    """The smallest or largest value of each block: (b, s) -> (b, count). The last block repeats
+    the last value.
+    """
+    more = count * BLOCK - values.shape[1]
+    filled = torch.cat([values, values[:, -1:].expand(-1, more)], 1)
+    return getattr(filled.unflatten(1, (count, BLOCK)), by)(2)
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks are marked in each row, and the marked ones first: of one head for all."""
+    numbers = blocks.sum(-1, dtype=torch.int32)
+    order = (~blocks).to(torch.int32).argsort(dim=-1, stable=True)
+    return numbers[:, None], order[:, None].to(torch.int32)
+
+
+def alibi_score(slopes: Tensor) -> Callable:
+    """ALiBi as flex_attention takes it: what a score becomes; slopes of the local heads (a,)."""
+
+    def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return value - slopes[h] * (q - k).abs()
+
+    return score
+
+
+@functools.cache
+def _compiled() -> Callable:
+    """flex_attention as one kernel; as it is, it would write all scores."""
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool) -> Tensor:
+    """`masked_attention` on a GPU."""
+    options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
+    return _compiled()(q, k, v, **options)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool) -> Tensor:
+    """Softmax(q k^T / sqrt(d)) v over what the mask shows; (b, heads, s, d) each."""
+    if mask.blocks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=grouped)
+    return flex(q, k, v, mask, grouped)

@@ -1,0 +1,125 @@
+"""What is learned from a sample: which tokens each token sees, and which labels count.
+
+    text of sample k, s + 1 tokens            sample_order.py, blends.py
+        |   --objective fim                   the parts of documents change places
+        v
+    tokens, labels     a label that does not count in the loss is NO_TARGET
+    starts, stops      token q sees tokens starts[q] to stops[q] - 1; without them, 0 to q
+    positions          of tokens in their documents; without them, 0 to s - 1
+
+A document ends with its token --eod-token, as in Megatron. What is random follows from (seed, k):
+it is the same in every layout and after a restart.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from config.run_options import Data
+
+NO_TARGET = -1
+
+
+class Readable(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
+
+    def answers(self, k: int) -> np.ndarray:
+        """Which of them are answers: (seq_length + 1,), 0 or 1."""
+
+    def file_of(self, k: int) -> str:
+        """The file that holds sample k's tokens."""
+
+
+class Objective:
+    """Makes rows of batches of samples, as the options say.
+
+    fields: the names of a row's arrays, each of shape (seq_length,), int64. masks_loss: whether
+    some labels may be NO_TARGET.
+    """
+
+    def __init__(self, options: Data, seed: int = 0):
+        self.options, self.seed = options, seed
+        self.fields = ["tokens", "labels"]
+        self.fields += ["starts", "stops"] if options.masks_attention else []
+        self.fields += ["positions"] if options.reset_positions else []
+        self.masks_loss, self.random = options.masks_loss, options.objective != "causal"
+        self.plain = len(self.fields) == 2 and not self.masks_loss
+
+    def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
+        """The row of sample k, by field."""
+        options, text = self.options, samples.sample(k)
+        random = np.random.default_rng((self.seed, k)) if self.random else None
+        if options.objective == "fim" and random is not None:
+            text = fill_in_the_middle(text, options, random)
+        row = {"tokens": text[:-1], "labels": text[1:]}
+        if self.plain:
+            return row
+        size = len(row["tokens"])
+        places, whole = np.arange(size), np.array([0, size])
+        borders = whole
+        if options.reset_attention or options.reset_positions:
+            borders = document_borders(row["tokens"], options.eod_token)
+        if options.reset_positions:
+            row["positions"] = places - _per_token(borders[:-1], borders)
+        borders = borders if options.reset_attention else whole
+        counted = np.ones(size, bool)
+        if options.masks_attention:
+            row["starts"], row["stops"] = _per_token(borders[:-1], borders), places + 1
+        if options.objective == "prefix" and random is not None:
+            ends = _per_token(prefix_ends(borders, random), borders)
+            row["stops"] = np.maximum(row["stops"], ends)
+            counted = places + 1 >= ends
+        if options.mask_eod_loss:
+            counted &= row["tokens"] != options.eod_token
+        if options.answers_only:
+            counted &= samples.answers(k)[1:] != 0
+        if options.masks_loss:
+            row["labels"] = np.where(counted, row["labels"], NO_TARGET)
+        return row
+
+
+def document_borders(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """Where the documents in the tokens begin, and the number of tokens: an end is its document's
+    last token.
+    """
+    after = np.flatnonzero(tokens[:-1] == eod) + 1
+    return np.concatenate([[0], after, [len(tokens)]])
+
+
+def _per_token(of_documents: np.ndarray, borders: np.ndarray) -> np.ndarray:
+    """For each token the value of its document."""
+    return np.repeat(of_documents, np.diff(borders))
+
+
+def prefix_ends(borders: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """Where the prefix of each document ends: it has 1 to n - 1 of n tokens, each as likely; the
+    only one of a document that has one.
+    """
+    return borders[:-1] + random.integers(1, np.maximum(2, np.diff(borders)))
+
+
+def fill_in_the_middle(text: np.ndarray, options: Data, random: np.random.Generator) -> np.ndarray:
+    """A text whose documents are cut in three at random places, its middle to be learned last.
+
+    Of the documents, --fim-rate are changed (arXiv 2207.14255), of these --fim-spm-rate with the
+    suffix first. The marks make the text longer: what is beyond its length is cut off.
+    """
+    before, middle, after = ([token] for token in options.fim_tokens)
+    parts: list[Sequence[int] | np.ndarray] = []
+    for document in np.split(text, np.flatnonzero(text == options.eod_token) + 1):
+        size = len(document) - int((document[-1:] == options.eod_token).sum())
+        if random.random() >= options.fim_rate or not size:
+            parts.append(document)
+            continue
+        first, second = sorted(random.integers(size + 1, size=2).tolist())
+        a, b, c = document[:first], document[first:second], document[second:size]
+        suffix_first = random.random() < options.fim_spm_rate
+        parts += [before, after, c, middle, a] if suffix_first else [before, a, after, c, middle]
+        parts += [b, document[size:]]
+    return np.concatenate(parts)[: len(text)].astype(np.int64)

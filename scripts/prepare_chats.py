@@ -1,0 +1,211 @@
+"""Turn conversations into a corpus for `train.py --data PREFIX --answers-only`.
+
+    python scripts/prepare_chats.py --out data/chats --tokenizer FOLDER chats.jsonl
+    python train.py --data data/chats --answers-only --reset-attention --eod-token ID ...
+
+A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}, ...]}. The
+tokenizer's chat template makes a text of it, and the end token ends it; a conversation is a
+document. OUT.bin and OUT.idx hold the tokens; the pair OUT.targets.bin and .idx, of the same
+lengths, holds 1 for each token that begins in an assistant's message, as the template writes it,
+else 0. The end token counts if the assistant spoke last.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    import jinja2
+    import numpy as np
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from tokenizers import Tokenizer
+
+    from config.messages import Parser, UserError, exit_with
+    from config.validation import check_folder
+    from corpora.token_files import ANSWERS, IndexedDatasetWriter
+    from scripts.corpus import write_checksums
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class Template:
+    """A chat template, in a sandbox that reaches no file and no other object."""
+
+    def __init__(self, text: str, tokens: dict[str, str]):
+        """tokens: what the template may name, as eos_token. UserError if it cannot be parsed."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            self.template, self.tokens = environment.from_string(text), tokens
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template cannot be read: {error}") from None
+
+    def text(self, conversation: list[dict], prompt: bool = False) -> str:
+        """Its text; prompt: with what the template puts before an answer. UserError if it fails."""
+        try:
+            return self.template.render(
+                messages=conversation, add_generation_prompt=prompt, **self.tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
+            raise UserError(f"the chat template refuses it: {error}") from None
+
+    def answers(self, conversation: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+        """The whole text, and where the assistant's messages are in it; UserError if the template
+        writes the start of a conversation in another way once it goes on.
+        """
+        whole, spans = self.text(conversation), []
+        for place, message in enumerate(conversation):
+            if message["role"] != "assistant":
+                continue
+            before = self.text(conversation[:place], prompt=True)
+            after = self.text(conversation[: place + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise UserError(f"the chat template writes message {place + 1} in several ways")
+            spans.append((len(before), len(after)))
+        return whole, spans
+
+
+def _refuse(reason: str) -> None:
+    """What templates call `raise_exception`."""
+    raise jinja2.TemplateError(reason)
+
+
+def parse_conversation(line: str) -> list[dict[str, Any]]:
+    """The messages of a line; UserError if it has none, or other things in their place."""
+    try:
+        found = json.loads(line)["messages"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError('no JSON object with "messages"') from None
+    if not isinstance(found, list) or not found:
+        raise UserError('"messages" is not a list of messages')
+    for place, message in enumerate(found, 1):
+        fine = isinstance(message, dict) and isinstance(message.get("content"), str)
+        if not fine or message.get("role") not in ROLES:
+            raise UserError(f"message {place} has no content of text, or no role of {ROLES}")
+    return found
+
+
+def load_tokenizer(path: Path, end_token: str) -> Tokenizer:
+    """A tokenizer of the `tokenizers` library; UserError if it lacks the end token."""
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read --tokenizer {path}: {error.strerror}") from None
+    except Exception as error:  # the library raises a bare Exception
+        raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
+    if tokenizer.token_to_id(end_token) is None:
+        raise UserError(f"--tokenizer {path} has no token {end_token!r}; name its --end-token")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def load_template(options: argparse.Namespace, folder: Path) -> Template:
+    """The template of --chat-template, else that of the tokenizer's folder; UserError."""
+    about = folder / "tokenizer_config.json"
+    path = Path(options.chat_template) if options.chat_template else about
+    try:
+        facts = json.loads(about.read_text(encoding="utf-8")) if about.exists() else {}
+        text = path.read_text(encoding="utf-8") if options.chat_template else ""
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    text = text or facts.get("chat_template")
+    if not isinstance(text, str):
+        raise UserError(f"{about} has no chat_template of text; give a file as --chat-template")
+    special = {key: value for key, value in facts.items() if key.endswith("_token")}
+    named = {k: v["content"] if isinstance(v, dict) else v for k, v in special.items()}
+    return Template(text, {key: value for key, value in named.items() if isinstance(value, str)})
+
+
+def write(options: argparse.Namespace) -> str:
+    """Write both pairs; a line that says what was written. UserError with FILE:LINE."""
+    source = Path(options.tokenizer)
+    path = source / "tokenizer.json" if source.is_dir() else source
+    tokenizer = load_tokenizer(path, options.end_token)
+    template = load_template(options, path.parent)
+    end = tokenizer.token_to_id(options.end_token)
+    vocab_size, learned = max(tokenizer.get_vocab().values()) + 1, 0
+    marks = IndexedDatasetWriter(options.out + ANSWERS, 2)
+    with marks, IndexedDatasetWriter(options.out, vocab_size) as writer:
+        for place, line in _lines(options.paths, options.shuffle_seed):
+            try:
+                conversation = parse_conversation(line)
+                text, spans = template.answers(conversation)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+            encoding = tokenizer.encode(text, add_special_tokens=False)
+            begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+            answers = np.zeros(len(begins) + 1, np.int64)
+            for begin, stop in spans:
+                answers[:-1] |= (begins >= begin) & (begins < stop)
+            answers[-1] = conversation[-1]["role"] == "assistant"
+            writer.add_document([*encoding.ids, end])
+            marks.add_document(answers)
+            learned += int(answers.sum())
+        # An older corpus of this name must not remain beside the new marks.
+        for name in (options.out, options.out + ANSWERS):
+            for suffix in (".idx", ".sha256"):
+                Path(name + suffix).unlink(missing_ok=True)
+        tokenizer.save(options.out + ".tokenizer.json")
+    for name in (options.out, options.out + ANSWERS):
+        write_checksums(name)
+    what = f"{writer.documents:,} conversations, {writer.tokens:,} tokens, {learned:,} of answers"
+    flags = f"--data {options.out} --answers-only --reset-attention --eod-token {end}"
+    return f"{options.out}: {what}\ntrain with: {flags} --vocab-size {vocab_size}"
+
+
+def _lines(paths: list[str], seed: int):
+    """Every line that is not blank, with its FILE:LINE, in an order that follows from the seed.
+
+    Only the lines' places are held in memory.
+    """
+    places, files = [], [open(path, "rb") for path in paths]  # noqa: SIM115 (until the end)
+    for number, file in enumerate(files):
+        offset = 0
+        for line_number, line in enumerate(file, 1):
+            places += [(number, offset, line_number)] if line.strip() else []
+            offset += len(line)
+    for index in np.random.RandomState(seed).permutation(len(places)):
+        number, offset, line_number = places[index]
+        files[number].seek(offset)
+        yield f"{paths[number]}:{line_number}", files[number].readline().decode(errors="replace")
+
+
+def main(arguments: list[str]) -> None:
+    """Write the corpus that the arguments say; raises UserError."""
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        epilog=__doc__.partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("paths", nargs="+", metavar="FILE", help="JSON lines")
+    add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and .targets.*")
+    add("--tokenizer", required=True, help="a Hugging Face folder, or a tokenizer.json")
+    add("--chat-template", metavar="FILE", help="a Jinja template (that of the tokenizer's folder)")
+    add("--end-token", default="<|endoftext|>", help="ends every conversation (<|endoftext|>)")
+    add("--shuffle-seed", type=int, default=1234, help="seed of the conversations' order (1234)")
+    options = parser.parse_args(arguments)
+    if not os.path.basename(options.out):
+        raise UserError(f"--out {options.out} is a folder: name a prefix in it, as data/chats")
+    if not 0 <= options.shuffle_seed < 2**32:
+        raise UserError(f"--shuffle-seed({options.shuffle_seed}) must be in 0..{2**32 - 1}")
+    check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    print(write(options))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        exit_with(error)
+    except OSError as error:  # a file that cannot be read, a disk that is full
+        exit_with(UserError(str(error)))

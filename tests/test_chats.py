@@ -1,0 +1,130 @@
+"""Conversations as a corpus: which tokens are answers, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import data
+from config.command_line import parse
+from config.messages import UserError
+from corpora.objectives import NO_TARGET, Objective
+from corpora.token_files import IndexedDataset
+from scripts import prepare_chats
+
+TEMPLATE = """{%- for m in messages %}
+<|{{ m.role }}|>{{ m.content }}{{ eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+END = "<|endoftext|>"
+CHATS = [
+    [("system", "Be brief."), ("user", "What is 2+2? é"), ("assistant", "Four: é."), ("user", "?")],
+    [("user", "Say nothing"), ("assistant", "")],
+    [("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", " e\n f")],
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A tokenizer of bytes with a chat template, as Hugging Face lays it out."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [END, "</s>", *(f"<|{role}|>" for role in prepare_chats.ROLES)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        ["What is a and what is b"] * 9,
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    facts = {"chat_template": TEMPLATE, "eos_token": {"content": "</s>"}, "pad_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(facts))
+    lines = [{"messages": [{"role": r, "content": c} for r, c in chat]} for chat in CHATS]
+    (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    return tmp_path
+
+
+def prepare(folder, *more):
+    words = ["--out", folder / "out", "--tokenizer", folder, folder / "c.jsonl", *more]
+    prepare_chats.main([str(word) for word in words])
+
+
+def test_answers_are_what_the_template_writes_for_the_assistant(folder, capsys):
+    prepare(folder)
+    printed = capsys.readouterr().out
+    tokenizer = Tokenizer.from_file(str(folder / "out.tokenizer.json"))
+    dataset = IndexedDataset(str(folder / "out"))
+    dataset.open_answers()
+    end, found = tokenizer.token_to_id(END), {}
+    for i in range(len(dataset)):
+        tokens, answers = dataset.get(i), dataset.answers.get(i)
+        assert tokens[-1] == end
+        runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(answers)) + 1)
+        texts = [tokenizer.decode(tokens[r], skip_special_tokens=False) for r in runs]
+        found["".join(texts)] = [text for text, r in zip(texts, runs) if answers[r[0]]]
+    expected = [["Four: é.</s>"], [f"</s>{END}"], ["b c</s>", f" e\n f</s>{END}"]]
+    assert sorted(map(str, found.values())) == sorted(map(str, expected))
+    whole = "<|system|>Be brief.</s>\n<|user|>What is 2+2? é</s>\n<|assistant|>Four: é.</s>"
+    assert any(whole.replace("\n", "") in text for text in found)
+    assert f"--answers-only --reset-attention --eod-token {end}" in printed
+
+
+def test_training_reads_them_aligned(folder):
+    """A blend of the corpus with itself: each label counts if it is of an answer."""
+    prepare(folder)
+    words = "--layers 1 --hidden 8 --heads 1 --seq-length 8 --steps 2 --split 1 --cache none"
+    words += (
+        f" --vocab-size 400 --answers-only --eod-token 0 --data .5 {folder}/out .5 {folder}/out"
+    )
+    config = parse(words.split())
+    samples = data.build(config).train
+    dataset, counted = IndexedDataset(str(folder / "out")), 0
+    dataset.open_answers()
+    for k in range(16):
+        row = Objective(config.data).row(samples, k)
+        spans = samples.spans(k)
+        tokens = np.concatenate([dataset.get(*span[1:4]) for span in spans]).astype(np.int64)
+        marks = np.concatenate([dataset.answers.get(*span[1:4]) for span in spans])
+        assert row["tokens"].tolist() == tokens[:-1].tolist()
+        assert row["labels"].tolist() == np.where(marks[1:] == 1, tokens[1:], NO_TARGET).tolist()
+        counted += marks[1:].sum()
+    assert 0 < counted < 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", 'c.jsonl:2: no JSON object with "messages"'),
+        ('{"messages": []}', 'c.jsonl:2: "messages" is not a list of messages'),
+        ('{"messages": [{"role": "user"}]}', "c.jsonl:2: message 1 has no content of text"),
+        ('{"messages": [{"role": "x", "content": ""}]}', "c.jsonl:2: message 1 .* no role of"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_left(folder, line, message):
+    first = (folder / "c.jsonl").read_text().splitlines()[0]
+    (folder / "c.jsonl").write_text(f"{first}\n{line}\n")
+    before = sorted(folder.iterdir())
+    with pytest.raises(UserError, match=message):
+        prepare(folder)
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}", "the chat template cannot be read"),
+        ("{{ raise_exception('no system') }}", "refuses it: no system"),
+        ("{{ messages | length }} {{ messages[0].content }}", r"writes message \d in several ways"),
+        ("{{ messages.__class__.__mro__ }}", "the chat template refuses it"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(folder, template, message):
+    (folder / "t.jinja").write_text(template)
+    with pytest.raises(UserError, match=message):
+        prepare(folder, "--chat-template", folder / "t.jinja")
