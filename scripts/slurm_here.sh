@@ -34,6 +34,7 @@ stop() {
         [ -n "$(squeue --noheader 2>&1)" ] || break
         sleep 0.1
     done
+    daemons+=($(cat "$state"/slurmd-*.pid)) # of one that was started again too
     kill "${daemons[@]}"
     for _ in $(seq 100); do
         kill -0 "${daemons[@]}" || break

@@ -58,7 +58,8 @@ class Command:
             return list(self.words)
         tasks = len(nodes) * self.job.tasks_per_node
         places = [f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--nodelist={','.join(nodes)}"]
-        return [self.words[0], *places, *self.words[1:]]
+        # What an ended step holds on a node that does not answer is released minutes later.
+        return [self.words[0], *places, "--overlap", *self.words[1:]]
 
 
 def read_command(words: Sequence[str], spare: int) -> Command:

@@ -86,8 +86,8 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
 
 def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
     """After a lost rank, an exception, or an end of which nothing is known."""
-    same = _same_step(found, recent)
-    at = "before the first step" if found.iteration is None else f"in step {found.iteration}"
+    pair, at = (found.kind, found.iteration), f"in step {found.iteration}"
+    same = [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
     for row in same:
         if found.nodes and row.evidence.nodes and not {*found.nodes} & {*row.evidence.nodes}:
             both = f"{', '.join(row.evidence.nodes)} and {', '.join(found.nodes)}"
@@ -103,19 +103,6 @@ def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> De
     if again and found.kind in LOST:
         return _without(found.nodes, recent, found, choice)
     return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
-
-
-def _same_step(found: Evidence, recent: list[Earlier]) -> list[Earlier]:
-    """Earlier failures of that kind in that step; before the first step, those in a row."""
-    if found.iteration is not None:
-        pair = found.kind, found.iteration
-        return [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
-    same: list[Earlier] = []
-    for row in reversed(recent):
-        if row.evidence.iteration is not None or row.decision.action != Action.RESTART:
-            break
-        same.append(row)
-    return same
 
 
 def _without(

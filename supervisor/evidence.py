@@ -31,7 +31,7 @@ class Evidence:
     ranks: tuple[int, ...] = ()
     error: str = ""  # the last line of an exception, or a sentence
     silent: tuple[str, ...] = ()  # nodes on which no task can be started
-    iteration: int | None = None  # training step in which it ended; None: before its first
+    iteration: int = 1  # training step in which it ended, or before it
     newest: int | None = None  # step of the newest checkpoint
     finite: bool = True  # the last loss
     free: int = 0  # bytes where the run's folder is
@@ -61,11 +61,9 @@ class Evidence:
             parts.append(self.error[:200])
         if self.silent:
             parts.append(f"no answer from {', '.join(self.silent)}")
-        at = "before its first step"
-        if self.iteration is not None:
-            at = f"after step {self.iteration - 1}"
         saved = "no checkpoint" if self.newest is None else f"newest checkpoint {self.newest}"
-        parts += [f"{at}{'' if self.finite else ', whose loss is not finite'}", saved]
+        at = f"after step {self.iteration - 1}"
+        parts += [at if self.finite else f"{at}, whose loss is not finite", saved]
         if self.disk_is_full:
             parts.append(f"{self.free / 1e6:.1f} MB free of {self.needed / 1e6:.1f} needed")
         return "; ".join(parts)
@@ -75,13 +73,13 @@ def read_evidence(
     out: str, status: int, began: float, silent: tuple[str, ...] = (), requested: bool = False
 ) -> Evidence:
     """What is known about a start that ended with this status. began: in seconds since 1970."""
-    case, (iteration, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
+    case, (last, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
     newest, needed = newest_checkpoint(out)
     return Evidence(
         status,
         **case,
         silent=silent,
-        iteration=iteration,
+        iteration=1 + (last or newest or 0),
         newest=newest,
         finite=finite,
         free=free_bytes(out),
@@ -100,10 +98,12 @@ def _case(folder: Path, began: float) -> dict[str, Any]:
     case = _read(folder / "case.json", began)
     if not case:
         return {}
-    ranks = tuple(rank for rank in case.get("culprits") or () if isinstance(rank, int))
+    lists = {name: case.get(name) for name in ("culprits", "nodes")}
+    culprits, named = (value if isinstance(value, list) else [] for value in lists.values())
+    ranks = tuple(rank for rank in culprits if isinstance(rank, int))
     of_ranks = [_read(folder / f"rank_{rank:05d}.json", began) for rank in ranks]
     nodes = {str(rank["node"]) for rank in of_ranks if rank.get("node")}
-    nodes |= {str(node) for node in case.get("nodes") or ()}
+    nodes |= set(map(str, named))
     errors = [str(rank["error"]).rstrip() for rank in of_ranks if rank.get("error")]
     errors += [str(case["error"])] if case.get("error") else []
     return {
@@ -124,7 +124,7 @@ def _read(file: Path, began: float) -> dict[str, Any]:
 
 
 def _last_row(out: Path, began: float) -> tuple[int | None, bool]:
-    """The step after the last of that start, None if it did none; whether its loss is finite."""
+    """The last step of that start, None if it did none; whether its loss is finite."""
     path, rows = out / "metrics.jsonl", []
     try:
         if path.stat().st_mtime >= began:
@@ -137,7 +137,7 @@ def _last_row(out: Path, began: float) -> tuple[int | None, bool]:
     if not rows:
         return None, True
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
-    return rows[-1]["iteration"] + 1, all(map(math.isfinite, losses[-1:]))
+    return rows[-1]["iteration"], all(map(math.isfinite, losses[-1:]))
 
 
 def newest_checkpoint(out: str) -> tuple[int | None, int]:

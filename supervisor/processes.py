@@ -23,7 +23,7 @@ STOPPED_EARLY = 75
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of <sys/prctl.h>
 SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_ENDS = 1.0, 0.05  # at a report; at what ends
-SECONDS_TO_END = 30.0  # for a launcher, after the report of a case
+SECONDS_TO_END = 10.0  # for a launcher, after the report of a case
 SECONDS_TO_REST = 10.0  # for what the launcher has started, after its end
 
 
@@ -92,7 +92,7 @@ class Processes:
                 since = time.monotonic() if reported() else None
             elif time.monotonic() - since > SECONDS_TO_END:
                 say(f"the launcher has not ended {SECONDS_TO_END:g} s after the report: killed")
-                process.kill()
+                _kill(psutil.Process().children(recursive=True))
                 return process.wait()
 
     def _end_descendants(self) -> None:
@@ -101,12 +101,16 @@ class Processes:
         while left := _living_descendants():
             if time.monotonic() > until:
                 say(f"{len(left)} processes are left after the launcher's end: killed")
-                for process in left:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.kill()
+                _kill(left)
                 psutil.wait_procs(left, SECONDS_TO_REST)
                 return
             time.sleep(SECONDS_BETWEEN_ENDS)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _living_descendants() -> list[psutil.Process]:
