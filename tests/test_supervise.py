@@ -4,50 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from ranks import Job, mpi_command, none_left, start
-
-SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 32 --global-batch-size 4"
-WORDS = f"{SHAPE} --device cpu --lr-schedule constant --save-every 1 --hang-timeout 2".split()
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-STEPS = 12
-
-
-def supervised(out: Path, plan, launcher: list[str], *words: str, options=()) -> list[str]:
-    """The command of a supervised run with these faults; its files are in `out`/run."""
-    out.mkdir(exist_ok=True)
-    (out / "plan.json").write_text(json.dumps(plan))
-    program = [sys.executable, "tests/supervised_worker.py", str(out / "plan.json")]
-    run = [*WORDS, "--steps", str(STEPS), "--out", str(out / "run"), "--resume", "auto", *words]
-    return [sys.executable, "supervise.py", *options, "--", *launcher, *program, *run]
-
-
-def decisions(out: Path) -> list[dict]:
-    """The lines of supervisor.jsonl."""
-    return [json.loads(x) for x in (out / "run" / "supervisor.jsonl").read_text().splitlines()]
-
-
-def actions(out: Path) -> list[tuple[str, str]]:
-    """Kind of the evidence and action of every decision."""
-    return [(row["evidence"]["kind"], row["action"]) for row in decisions(out)]
-
-
-def curve(run: Path) -> dict[int, float]:
-    """Losses by step, over all starts; steps that were repeated have the same one again."""
-    losses: dict[int, float] = {}
-    for path in run.glob("metrics.jsonl*"):
-        for line in path.read_text().splitlines():
-            row = json.loads(line)
-            assert losses.setdefault(row["iteration"], row["loss"]) == row["loss"], row
-    return losses
-
-
-def fault(name: str, rank: int, step: int) -> dict:
-    return {"fault": name, "rank": rank, "step": step}
-
+from supervised_runs import ONE_THREAD, STEPS, WORDS, actions, curve, decisions, fault, supervised
 
 # ---- Real runs -----------------------------------------------------------------------------------
 
@@ -143,6 +106,78 @@ def test_signals_reach_the_ranks_and_a_killed_supervisor_leaves_none(tmp_path):
         assert "stopped by SIGTERM" in job.text
     assert actions(tmp_path) == [("", "pass the status on")]  # the killed one has written none
     assert none_left(str(tmp_path)) == []
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+
+
+def end_node(name: str) -> list[str]:
+    """Kill a node of this machine's Slurm: its daemon, its steps and their tasks.
+
+    Returns the command that starts the daemon again.
+    """
+    command: list[str] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words[-2:] == ["-N", name] and Path(words[0]).name == "slurmd":
+            command, doomed = words, [process]
+        elif "tests/paced_worker.py" in words and on_node(process, name):
+            doomed = [process, process.parent()]
+        else:
+            continue
+        for one in doomed:
+            one.kill()
+    return command
+
+
+def on_node(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.environ().get("SLURMD_NODENAME") == name
+    except psutil.Error:
+        return False
+
+
+def wait_for_idle(nodes: int) -> None:
+    words, limit = ["sinfo", "--noheader", "--states=idle", "--format=%D"], time.monotonic() + 60
+    while subprocess.run(words, capture_output=True, text=True).stdout.strip() != str(nodes):
+        assert time.monotonic() < limit, "the node does not come back"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
+    """With its daemon, for good: the spare one takes its place, and the curve stays bitwise."""
+    words = [*WORDS, "--steps", "60", "--tp", "2", "--resume", "auto"]
+    job = ["salloc", "--quiet", "--no-kill", "--nodes=3", "--ntasks-per-node=1"]
+    job += [sys.executable, "supervise.py", "--spare-nodes", "1", "--", "srun", "--mpi=pmi2"]
+    job += [sys.executable, "tests/paced_worker.py", "0.1", *words]
+    daemon: list[str] = []
+    try:
+        with Job([*job, "--out", str(tmp_path / "run")], tmp_path / "run", **ONE_THREAD) as run:
+            run.wait_for(lambda: len(run.rows) > 5)
+            daemon = end_node("n2")
+            assert daemon
+            assert run.status(180) == 0, run.text
+    finally:
+        if daemon:
+            subprocess.Popen(daemon, start_new_session=True, stdout=subprocess.DEVNULL)
+            wait_for_idle(3)
+    gone, finished = decisions(tmp_path)
+    assert (gone["action"], gone["out"]) == ("restart", ["n2"])
+    assert (gone["evidence"]["kind"], gone["evidence"]["silent"]) == ("dead", ["n2"])
+    assert finished["action"] == "pass the status on"
+    assert sorted(path.name for path in tmp_path.glob("run/run.json*")) == [
+        "run.json",
+        "run.json.1",
+    ]
+    places = json.loads((tmp_path / "run" / "run.json").read_text())["cluster"]["places"]
+    assert [place["node"] for place in places] == ["n1", "n3"]
+    straight = [sys.executable, "train.py", *words, "--out", str(tmp_path / "straight")]
+    done = start([*mpi_command(2), *straight], **ONE_THREAD)
+    assert done.status == 0, done.err
+    losses = curve(tmp_path / "run")
+    assert sorted(losses) == list(range(1, 61))
+    assert losses == curve(tmp_path / "straight")
 
 
 # ---- What is asked -------------------------------------------------------------------------------
