@@ -1,6 +1,6 @@
 """Faults in supervised runs: is each decision right, is the curve that of the run without a fault?
 
-    python benchmarks/supervise_faults.py [ROUNDS]        prints the table; 8 faults a round
+    python benchmarks/supervise_faults.py [ROUNDS] [--faults NAME ...]       8 faults a round
 
 Real runs of 2 and 4 ranks under `supervise.py -- mpirun ...`, each with one fault: a rank that is
 killed, stopped or hangs, an exception, a killed launcher, a loss that is not finite, a step that
@@ -152,15 +152,18 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rounds", type=int, nargs="?", default=8)
     try:
-        rounds = parser.parse_args().rounds
-        if rounds < 1:
-            raise UserError(f"ROUNDS({rounds}) is at least 1")
+        parser.add_argument("--faults", nargs="+", choices=EXPECTED, default=list(EXPECTED))
+        given = parser.parse_args()
+        if given.rounds < 1:
+            raise UserError(f"ROUNDS({given.rounds}) is at least 1")
     except UserError as mistake:
         exit_with(mistake)
     results = []
     with tempfile.TemporaryDirectory() as name:
         curves = straight_runs(Path(name))
-        for number, job in enumerate(draw(rounds)):
+        for number, job in enumerate(draw(given.rounds)):
+            if job["fault"] not in given.faults:
+                continue
             results.append(run(job, Path(name, f"run{number}"), curves[job["layout"]]))
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     print(table(results))

@@ -28,13 +28,18 @@ def end_launcher() -> None:
     time.sleep(3600)
 
 
+def stop() -> None:
+    time.sleep(1.5)  # until a heartbeat has reported that the first steps are done
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def fail() -> None:
     raise ValueError("planned")
 
 
 FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop": stop,
     "hang": lambda: time.sleep(3600),
     "raise": fail,
     "launcher": end_launcher,

@@ -3,21 +3,23 @@
 import json
 import os
 import random
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import start
 
-from config.messages import NodeError, UserError
+from config.messages import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
 from supervisor.command import Command, run_options
 from supervisor.decisions import DAY, HOUR, SAME_STEP, Action, Choice, Decision, Earlier, decide
 from supervisor.evidence import LEAST_ROOM, LOST, Evidence, read_evidence
 from supervisor.journal import Journal
-from watchdog.hang_report import read_report, write_refusal
+from watchdog.hang_report import read_report
 
 ROOM = {"free": 10**9, "needed": LEAST_ROOM}
 DEAD = Evidence(9, "dead", ("n1",), (0,), iteration=40, newest=30, **ROOM)
@@ -179,12 +181,26 @@ def test_what_is_damaged_is_no_evidence(tmp_path):
         assert read_evidence(str(tmp_path), 1, 0.0).ranks == ()
 
 
+REFUSED = """
+import sys
+from config.messages import NodeError
+from config.run_options import Run
+from distributed.context import start
+from distributed.launch import Launch
+context = start(Launch("python"), Run(watchdog=False))
+with context.failing_loudly():
+    context.take(sys.argv[1])
+    raise NodeError("preflight: the device of rank 3 (n2) failed: ECC", {"n2"})
+"""
+
+
 def test_the_preflight_leaves_the_nodes_that_it_names(tmp_path):
-    error = NodeError("preflight: the device of rank 3 (n2) failed: ECC", {"n2"})
-    write_refusal(f"{tmp_path}/hang", str(error), error.nodes)
-    assert "the device of rank 3 (n2) failed" in read_report(str(tmp_path))
+    outcome = start([sys.executable, "-c", REFUSED, str(tmp_path)])
+    sentence = "preflight: the device of rank 3 (n2) failed: ECC"
+    assert (outcome.status, outcome.err) == (2, f"error: {sentence}\n")
+    assert sentence in read_report(str(tmp_path))
     found = read_evidence(str(tmp_path), 2, time.time() - 60)
-    assert (found.kind, found.nodes, found.error) == ("preflight", ("n2",), str(error))
+    assert (found.kind, found.nodes, found.error) == ("preflight", ("n2",), sentence)
     assert decided(found).out == ("n2",)
 
 
