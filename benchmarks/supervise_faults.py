@@ -65,22 +65,31 @@ def run(job: dict, folder: Path, straight: dict[int, float]) -> dict:
     plan = planned if name == "always" else [planned]  # a fault of every start, or of the first
     words = [*layout.split(), "--max-nan-steps", "1"]
     command = supervised(folder, [] if name == "disk" else plan, mpi_command(ranks), *words)
-    if name == "disk":
-        fill(out)
+    with contextlib.ExitStack() as end:
+        if name == "disk":
+            fill(out)
+            end.callback(subprocess.run, ["umount", "-l", str(out)], check=True)
+        return job | supervise(command, folder, name, straight)
+
+
+def supervise(command: list[str], folder: Path, name: str, straight: dict[int, float]) -> dict:
+    """Run that command to its end: what was wrong, and seconds since the fault, or since there was
+    room on the disk.
+    """
+    out = folder / "run"
     with Job(command, folder, **ONE_THREAD) as process:
         if name == "disk":
             process.wait_for(lambda: "waiting for room" in process.text)
-            (out / "fault").write_text(repr(time.time()))
             (out / "filler").unlink()
+            (out / "fault").write_text(repr(time.time()))
         trained = watch(process.process, out)
         status = process.process.wait()
-    result = job | judge(name, folder, status, straight)
-    began = float((out / "fault").read_text())
-    result["decided"] = round(decisions(folder)[0]["at"] - began, 1)
-    result["trained"] = round(trained - began, 1) if trained else None
-    if name == "disk":
-        subprocess.run(["umount", "-l", str(out)], check=True)
-    return result
+    began, first = float((out / "fault").read_text()), decisions(folder)[0]["at"]
+    times = {
+        "decided": round(first - began, 1) if first > began else None,
+        "trained": round(trained - began, 1) if trained else None,
+    }
+    return judge(name, folder, status, straight) | times
 
 
 def fill(out: Path) -> None:

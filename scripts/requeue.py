@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from supervisor.command import run_options
 from supervisor.decisions import Action
-from supervisor.journal import read_rows
+from supervisor.journal import read_entries
 
 STOPPED_EARLY = 75
 LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor
@@ -56,9 +56,9 @@ def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tup
         return False, "the run is finished"
     if status == STOPPED_EARLY:
         return True, "stopped early, everything is saved"
-    rows = read_rows(out / "supervisor.jsonl")
-    if rows and rows[-1]["at"] >= began and rows[-1]["action"] == Action.STOP:
-        return False, f"the supervisor has stopped it: {rows[-1]['reason']}"
+    last = read_entries(out / "supervisor.jsonl")[-1:]
+    if last and last[0].at >= began and last[0].decision.action == Action.STOP:
+        return False, f"the supervisor has stopped it: {last[0].decision.reason}"
     newest = _lost_rank(out / "hang", began)
     if newest is None:
         return False, f"status {status}, and no rank was lost according to {out}/hang"

@@ -1,7 +1,6 @@
 """The command that starts the ranks: its launcher, the folder of its run, the nodes it may use."""
 
 import argparse
-import os
 import subprocess
 import tomllib
 from collections.abc import Sequence
@@ -116,7 +115,6 @@ def silent_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ},
         )
         for node in nodes
     }

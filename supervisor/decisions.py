@@ -99,7 +99,7 @@ def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> De
     if not found.nodes or not suspect or choice.spare is None:
         return Decision(Action.RESTART, "no node is known to be the cause")
     if len(found.nodes) <= choice.spare:
-        return Decision(Action.RESTART, _left_out(found.nodes), found.nodes)
+        return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
     if again and found.kind in LOST:
         return _without(found.nodes, recent, found, choice)
     return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
@@ -113,14 +113,10 @@ def _without(
         advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
         return Decision(Action.STOP, advice)
     if len(nodes) <= choice.spare:
-        return Decision(Action.RESTART, _left_out(nodes), nodes)
+        return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
     queued = [row for row in recent if row.decision.action == Action.QUEUE]
     queued = [row for row in queued if row.evidence.newest == found.newest]
     why = f"{', '.join(nodes)} cannot be used, and {choice.spare} nodes are spare"
     if len(queued) >= MOST_QUEUED:
         return Decision(Action.STOP, f"{why}; queued {len(queued)} times without a new checkpoint")
     return Decision(Action.QUEUE, why, nodes)
-
-
-def _left_out(nodes: tuple[str, ...]) -> str:
-    return f"{', '.join(nodes)} left out"

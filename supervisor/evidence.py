@@ -151,13 +151,7 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
     if not found:
         return None, LEAST_ROOM
     step, folder = max(found)
-    total = 0
-    for file in folder.iterdir():
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:  # it is being removed
-            continue
-    return step, max(total, LEAST_ROOM)
+    return step, max(LEAST_ROOM, sum(file.stat().st_size for file in folder.iterdir()))
 
 
 def free_bytes(out: str) -> int:

@@ -4,72 +4,74 @@
  "reason": ..., "out": nodes left out, "evidence": {...}}
 """
 
+import contextlib
 import dataclasses
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from supervisor.decisions import Action, Decision, Earlier
 from supervisor.evidence import Evidence
+from telemetry.row_file import RowFile
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decision. at: seconds since 1970; job: of Slurm, and its start, or empty."""
+
+    at: float
+    job: str
+    evidence: Evidence
+    decision: Decision
 
 
 class Journal:
-    """The decisions of a run, those of earlier supervisors too.
-
-    job: Slurm's number of the job and of its start, or empty. A row that cannot be written counts
-    all the same, until this process ends.
-    """
+    """The decisions of a run, those of earlier supervisors too."""
 
     def __init__(self, out: str, job: str):
-        self.path, self.job = Path(out, "supervisor.jsonl"), job
-        self.rows = read_rows(self.path)
+        self.job, path = job, Path(out, "supervisor.jsonl")
+        self.entries = read_entries(path)
+        self.file = RowFile(str(path), say)  # what a full disk does not take is written later
 
     def add(self, found: Evidence, decision: Decision) -> None:
-        """Append a decision; prints it, and prints if it cannot be written."""
-        when, at = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.time()
-        row: dict[str, Any] = {"time": when, "at": at, "job": self.job, **vars(decision)}
-        row["evidence"] = dataclasses.asdict(found)
-        self.rows.append(json.loads(json.dumps(row)))
+        """Print a decision and append it to the file."""
         say(f"{found.describe()}: {decision.action}: {decision.reason}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
-        except OSError as error:
-            say(f"cannot write {self.path}: {error.strerror}")
+        entry = Entry(time.time(), self.job, found, decision)
+        self.entries.append(entry)
+        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "at": entry.at, "job": self.job}
+        with contextlib.suppress(OSError):  # RowFile says so
+            Path(self.file.path).parent.mkdir(parents=True, exist_ok=True)
+        self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 
     def earlier(self) -> list[Earlier]:
         """The decisions so far, the oldest first."""
-        now, found = time.time(), []
-        for row in self.rows:
-            lists = {name: tuple(row["evidence"][name]) for name in ("nodes", "ranks", "silent")}
-            decision = Decision(Action(row["action"]), row["reason"], tuple(row["out"]))
-            found.append(Earlier(now - row["at"], Evidence(**row["evidence"] | lists), decision))
-        return found
+        now = time.time()
+        return [Earlier(now - e.at, e.evidence, e.decision) for e in self.entries]
 
     def left_out(self) -> set[str]:
         """The nodes that this start of the job has left out."""
-        return {node for row in self.rows if row["job"] == self.job for node in row["out"]}
+        return {node for e in self.entries if e.job == self.job for node in e.decision.out}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The decisions in a file; those that are cut short, or not of this form, are passed over."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
+def read_entries(path: Path) -> list[Entry]:
+    """The decisions in a file; what is cut short, or not of this form, is passed over."""
     found = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-            Evidence(**row["evidence"])
-            Action(row["action"])
-            if isinstance(row["at"], float) and {"job", "reason", "out"} <= row.keys():
-                found.append(row)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            continue
+    with contextlib.suppress(OSError):  # there are none
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                found.append(_entry(json.loads(line)))
     return found
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    given: dict[str, Any] = row["evidence"]
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
+    }
+    decision = Decision(Action(row["action"]), str(row["reason"]), tuple(row["out"]))
+    return Entry(float(row["at"]), str(row["job"]), Evidence(**values), decision)
 
 
 def say(text: str) -> None:

@@ -25,6 +25,9 @@ class Session:
         """Until the run ends for good; the exit status."""
         self._await_earlier_run()
         while not self.processes.stopped:
+            if len(self._nodes()) < self.command.used:
+                say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
+                return STOPPED_EARLY
             status, decision = self._start()
             if decision.action == Action.QUEUE:
                 return STOPPED_EARLY
@@ -63,7 +66,7 @@ class Session:
         while not self.processes.stopped:
             free, needed = free_bytes(out), newest_checkpoint(out)[1]
             if free >= needed:
-                return
+                return self.journal.file.finish()  # what had to wait
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
                 said = time.monotonic()
                 say(f"waiting for room: {free / 1e6:.1f} MB free of {needed / 1e6:.1f} at {out}")

@@ -211,7 +211,7 @@ def test_the_journal_is_read_again(tmp_path, capsys):
     assert "status 9; dead rank 0 on n1; after step 39; newest checkpoint 30: restart: n1 left" in (
         capsys.readouterr().out
     )
-    with open(journal.path, "a") as file:
+    with open(journal.file.path, "a") as file:
         file.write('{"time": "2026')
     again = Journal(str(tmp_path / "run"), "7.0")
     (row,) = again.earlier()

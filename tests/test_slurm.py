@@ -15,6 +15,9 @@ from ranks import ROOT, Job, mpirun, none_left, srun_command, start
 from config import validation
 from config.command_line import parse
 from scripts import requeue
+from supervisor.decisions import Action, Decision
+from supervisor.evidence import Evidence
+from supervisor.journal import Journal
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
@@ -290,3 +293,18 @@ def test_batch_files_request_what_their_run_needs(name):
     layouts = {"train_1b3": (1, 1, 32), "train_104b": (4, 32, 1), "train_176b": (4, 12, 8)}
     layout = checked.layout
     assert (layout.tp, layout.pp, layout.dp) == layouts[name]
+
+
+def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
+    """Though a rank was lost; an earlier start's decision does not count."""
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
+    journal = Journal(str(tmp_path), "7.2")
+    journal.add(Evidence(137, "dead"), Decision(Action.STOP, "6 restarts in an hour"))
+    job, now = JOB.format(*RUNNING), journal.entries[-1].at
+    assert requeue.decide(137, now - 5, tmp_path, job, 2) == (
+        False,
+        "the supervisor has stopped it: 6 restarts in an hour",
+    )
+    os.utime(tmp_path / "hang" / "case.json", (now + 9, now + 9))
+    assert requeue.decide(137, now + 5, tmp_path, job, 2)[0]

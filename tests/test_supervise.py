@@ -81,6 +81,10 @@ def test_a_full_disk_is_waited_for(tmp_path):
             (disk / "filler").unlink()
             assert job.status() == 0, job.text
         assert len(curve(disk)) == STEPS
+        assert [row["action"] for row in decisions(tmp_path)] == [
+            "wait for room on the disk",
+            "pass the status on",
+        ]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
