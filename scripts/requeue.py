@@ -54,11 +54,13 @@ def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tup
         return False, f"the job was cancelled (state {state}, reason {reason})"
     if status == 0:
         return False, "the run is finished"
+    entries = [entry for entry in read_entries(out / "supervisor.jsonl") if entry.at >= began]
+    decision = entries[-1].decision if entries else None
     if status == STOPPED_EARLY:
-        return True, "stopped early, everything is saved"
-    last = read_entries(out / "supervisor.jsonl")[-1:]
-    if last and last[0].at >= began and last[0].decision.action == Action.STOP:
-        return False, f"the supervisor has stopped it: {last[0].decision.reason}"
+        elsewhere = decision and decision.action == Action.QUEUE
+        return True, decision.reason if elsewhere else "stopped early, everything is saved"
+    if decision and decision.action == Action.STOP:
+        return False, f"the supervisor has stopped it: {decision.reason}"
     newest = _lost_rank(out / "hang", began)
     if newest is None:
         return False, f"status {status}, and no rank was lost according to {out}/hang"

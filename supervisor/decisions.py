@@ -93,7 +93,7 @@ def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> De
             both = f"{', '.join(row.evidence.nodes)} and {', '.join(found.nodes)}"
             return Decision(Action.STOP, f"it failed {at} on {both}: it is not the hardware")
     if len(same) + 1 >= SAME_STEP:
-        return Decision(Action.STOP, f"it failed {at} for the {len(same) + 1}th time")
+        return Decision(Action.STOP, f"it failed {len(same) + 1} times {at}")
     again = [row for row in recent if {*found.nodes} & {*row.evidence.nodes}]
     suspect = found.kind in LOST or again
     if not found.nodes or not suspect or choice.spare is None:

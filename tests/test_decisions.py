@@ -63,7 +63,7 @@ def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) 
         (FAILED, [], 1, RESTART, (), "no node is known"),
         (FAILED, after(FAILED), 1, RESTART, ("n1",), "n1 left out"),
         (FAILED, after(FAILED), 0, RESTART, (), "no node is spare"),
-        (FAILED, after(FAILED, FAILED), 1, STOP, (), "it failed in step 40 for the 3th time"),
+        (FAILED, after(FAILED, FAILED), 1, STOP, (), "it failed 3 times in step 40"),
         (FAILED, after(replace(FAILED, nodes=("n2",))), 1, STOP, (), "not the hardware"),
         (DEAD, after(replace(DEAD, nodes=("n2",))), 1, STOP, (), "in step 40 on n2 and n1"),
         (PREFLIGHT, [], 1, RESTART, ("n1",), "n1 left out"),

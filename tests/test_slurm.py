@@ -306,5 +306,7 @@ def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
         False,
         "the supervisor has stopped it: 6 restarts in an hour",
     )
+    journal.add(Evidence(2, "preflight"), Decision(Action.QUEUE, "n1 cannot be used", ("n1",)))
+    assert requeue.decide(75, now - 5, tmp_path, job, 2) == (True, "n1 cannot be used")
     os.utime(tmp_path / "hang" / "case.json", (now + 9, now + 9))
     assert requeue.decide(137, now + 5, tmp_path, job, 2)[0]

@@ -46,7 +46,7 @@ def test_a_step_that_always_fails_stops_the_run(tmp_path):
     assert outcome.status == 1
     assert actions(tmp_path) == [("failed", "restart"), ("failed", "restart"), ("failed", "stop")]
     assert decisions(tmp_path)[0]["evidence"]["error"] == "ValueError: planned"
-    assert decisions(tmp_path)[-1]["reason"] == "it failed in step 3 for the 3th time"
+    assert decisions(tmp_path)[-1]["reason"] == "it failed 3 times in step 3"
 
 
 @pytest.mark.slow
