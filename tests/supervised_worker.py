@@ -63,6 +63,7 @@ def main() -> None:
     def faulty(state, samples, consumed, lr):
         done = consumed // config.training.global_batch_size
         if fault and launch.rank == fault["rank"] and done + 1 == fault["step"]:
+            time.sleep(0.5)  # until the writer has written the row of the step before
             Path(config.run.out, "fault").write_text(str(time.time()))
             if fault["fault"] == "nan":
                 for stage in state.stages:
