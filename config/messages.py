@@ -36,6 +36,14 @@ class UserError(Exception):
     """An error that the user can correct; its message is one sentence."""
 
 
+class NodeError(UserError):
+    """An error of some nodes, without which a run may start."""
+
+    def __init__(self, sentence: str, nodes: Iterable[str]):
+        super().__init__(sentence)
+        self.nodes = sorted(nodes)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that raises UserError and, unless it is part of another, has --version."""
 

@@ -28,13 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config.messages import UserError, exit_with
+from config.messages import NodeError, UserError, exit_with
 from config.run_options import Run
 from distributed.job_store import host_address
 from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
+from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
@@ -110,10 +111,12 @@ class Context(Meeting):
     job_nodes: int | None = None  # of the Slurm job
     watchdog: Watchdog | None = None
     run_lock: RunLock | None = None  # on rank 0, from `take` on
+    out: str = ""  # the folder of the run, from `take` on
     _groups: dict = field(default_factory=dict)
 
     def take(self, out: str) -> None:
         """Lock the folder of the run until the end; UserError, on rank 0, if another run has it."""
+        self.out = out
         if self.rank == 0:
             self.run_lock = RunLock(out, self.end_all_ranks)
             atexit.register(self.run_lock.release)
@@ -236,6 +239,9 @@ class Context(Meeting):
         if self.watchdog is None or self.watchdog.fail(trace, mistake):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
             print(f"error: {error}" if mistake else where + trace, file=sys.stderr, flush=True)
+            if isinstance(error, NodeError) and self.out:
+                with contextlib.suppress(OSError):  # the sentence is printed
+                    hang_report.write_refusal(f"{self.out}/hang", str(error), error.nodes)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(2 if mistake else 1)

@@ -12,6 +12,7 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -149,6 +150,29 @@ def job_nodes() -> int | None:
     """The number of nodes of the Slurm job, if this process is in one."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     return _number(os.environ, "SLURM_JOB_NUM_NODES") if nodes else None
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """The Slurm job around a batch script: which start of which job, its nodes, tasks on each."""
+
+    start: str
+    nodes: tuple[str, ...]
+    tasks_per_node: int  # 0: not given
+
+
+def slurm_job() -> SlurmJob | None:
+    """The Slurm job of this process, if it is in one; raises UserError."""
+    if not (job := os.environ.get("SLURM_JOB_ID")):
+        return None
+    words = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"the nodes of job {job} are not known: {done.stderr.strip()}")
+    per_node = "SLURM_NTASKS_PER_NODE"
+    tasks = _number(os.environ, per_node) if per_node in os.environ else 0
+    start = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return SlurmJob(start, tuple(done.stdout.split()), tasks)
 
 
 def cores_asked_for() -> int | None:

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import torch
 
-from config.messages import UserError
+from config.messages import NodeError, UserError
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
@@ -63,25 +63,27 @@ class Peers(StoreExchange):
         try:
             return super().gather(key, value)
         except NoAnswer as error:
-            raise UserError(
+            raise NodeError(
                 f"preflight: {self.named(error.ranks)} did not answer in {self.seconds:g} s "
-                f"({key}); {self.without(error.ranks)}"
+                f"({key}); {self.without(error.ranks)}",
+                self.nodes(error.ranks),
             ) from None
 
     def named(self, ranks: list[int]) -> str:
         """Ranks with their nodes: `rank 3 (n2)`, `ranks 4, 5, 6 and 5 more (n3, n4)`."""
         first = ", ".join(map(str, ranks[:3]))
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-        return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(self._nodes(ranks))})"
+        return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(self.nodes(ranks))})"
 
     def without(self, ranks: list[int]) -> str:
         """How to start without the nodes of these ranks."""
-        nodes = ",".join(self._nodes(ranks))
+        nodes = ",".join(self.nodes(ranks))
         if self.context.job_nodes is not None:
             return f"to run without it: --exclude={nodes} for sbatch or srun"
         return f"to run without it, leave {nodes} out of mpirun's hosts"
 
-    def _nodes(self, ranks: list[int]) -> list[str]:
+    def nodes(self, ranks: list[int]) -> list[str]:
+        """The nodes of these ranks."""
         return sorted({self.context.nodes[rank] for rank in ranks})
 
 
@@ -145,9 +147,10 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
         usual = Counter(own[what] for own in of_ranks).most_common(1)[0][0]
         other = [rank for rank, own in enumerate(of_ranks) if own[what] != usual]
         if other:
-            raise UserError(
+            raise NodeError(
                 f"preflight: {what}: {of_ranks[other[0]][what]} on {peers.named(other)}, {usual} "
-                f"on the other ranks; make them equal, or: {peers.without(other)}"
+                f"on the other ranks; make them equal, or: {peers.without(other)}",
+                peers.nodes(other),
             )
 
 
@@ -205,9 +208,10 @@ def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: S
     """The range of speeds as text; UserError if devices failed; warns of slow ones."""
     failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
-        raise UserError(
+        raise NodeError(
             f"preflight: the device of {peers.named(failed)} failed: "
-            f"{answers[failed[0]]['error']}; {peers.without(failed)}"
+            f"{answers[failed[0]]['error']}; {peers.without(failed)}",
+            peers.nodes(failed),
         )
     speeds = [answer["flops"] for answer in answers]
     median = statistics.median(speeds)
@@ -256,8 +260,9 @@ def check_groups(config: Config, peers: Peers) -> None:
         return
     stuck = [rank for rank, answer in enumerate(answers) if answer["at"] == least]
     why = answers[stuck[0]]["error"] or f"not done in {peers.seconds:g} s"
-    raise UserError(
-        f"preflight: {names[least]} fails on {peers.named(stuck)}: {why}; {peers.without(stuck)}"
+    raise NodeError(
+        f"preflight: {names[least]} fails on {peers.named(stuck)}: {why}; {peers.without(stuck)}",
+        peers.nodes(stuck),
     )
 
 

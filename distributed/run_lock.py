@@ -47,6 +47,18 @@ def this_process() -> Owner:
     return Owner(node_name(), processes, pid, start_time(pid), *job, since)
 
 
+def in_use(out: str) -> bool:
+    """Whether a process of this node, which runs, has the lock of that folder."""
+    try:
+        owner = _owner_in(Path(out, ".lock").read_bytes())
+    except OSError:  # there is none
+        return False
+    own = this_process()
+    if owner is None or (owner.node, owner.processes) != (own.node, own.processes):
+        return False
+    return process_state(owner.pid, owner.started or -1) not in ("gone", "dead")
+
+
 class RunLock:
     """This process's lock on a folder, which is made if need be, until `release`.
 

@@ -10,6 +10,7 @@ and why:
     75: stopped early, everything is saved      requeued, also at the time limit or if preempted
     a rank was lost: dead, hung or missing      requeued at most MOST_LOST times in a row without a
                                                 new checkpoint
+    what the supervisor has stopped             not requeued
     any other failure                           not requeued: it would fail again
 
 The next element of a job array resumes by itself. A lost rank is known from OUT/hang, which the
@@ -23,13 +24,14 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from config.run_options import Run
+from supervisor.command import run_options
+from supervisor.decisions import Action
+from supervisor.journal import read_entries
 
 STOPPED_EARLY = 75
 LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor
@@ -52,8 +54,13 @@ def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tup
         return False, f"the job was cancelled (state {state}, reason {reason})"
     if status == 0:
         return False, "the run is finished"
+    entries = [entry for entry in read_entries(out / "supervisor.jsonl") if entry.at >= began]
+    decision = entries[-1].decision if entries else None
     if status == STOPPED_EARLY:
-        return True, "stopped early, everything is saved"
+        elsewhere = decision and decision.action == Action.QUEUE
+        return True, decision.reason if elsewhere else "stopped early, everything is saved"
+    if decision and decision.action == Action.STOP:
+        return False, f"the supervisor has stopped it: {decision.reason}"
     newest = _lost_rank(out / "hang", began)
     if newest is None:
         return False, f"status {status}, and no rank was lost according to {out}/hang"
@@ -89,30 +96,18 @@ def _scontrol(*words: str) -> str:
     sys.exit(f"error: not requeued: scontrol {' '.join(words)}: {done.stderr.strip()}")
 
 
-def _out(given: argparse.Namespace) -> Path:
-    """The folder of the run, as train.py finds it: of a flag, of the file, or the default."""
-    try:
-        tree = tomllib.loads(given.config.read_text()) if given.config else {}
-    except (OSError, ValueError):  # train.py has said so
-        tree = {}
-    tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]
-    in_file = (str(table["out"]) for table in tables if "out" in table)
-    return Path(given.out or next(in_file, Run.out))
-
-
 def main() -> None:
     """Decide, print the decision, requeue."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("status", type=int)
     parser.add_argument("began", type=float)
-    parser.add_argument("--out")
-    parser.add_argument("--config", type=Path)
-    given, _ = parser.parse_known_args()
+    given, words = parser.parse_known_args()
     job_id, restarts = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
     if not job_id or not restarts.isdecimal():
         sys.exit(f"error: SLURM_JOB_ID is {job_id!r}, SLURM_RESTART_COUNT {restarts!r}: not a job")
+    out = Path(run_options(words)["out"])
     shown = _scontrol("show", "job", job_id)
-    requeued, reason = decide(given.status, given.began, _out(given), shown, int(restarts))
+    requeued, reason = decide(given.status, given.began, out, shown, int(restarts))
     if requeued and "SLURM_ARRAY_JOB_ID" in os.environ:
         requeued, reason = False, f"{reason}; the next element of the array resumes"
     print(f"job {job_id}: {'requeued' if requeued else 'not requeued'}: {reason}", flush=True)

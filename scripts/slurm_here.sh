@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command with a Slurm of two nodes, n1 and n2, both of them on this machine:
+# Runs a command with a Slurm of three nodes, n1 to n3, all of them on this machine:
 #
 #     bash scripts/slurm_here.sh bash scripts/test.sh --need-slurm
 #     bash scripts/slurm_here.sh srun --mpi=pmi2 -N2 -n4 .venv/bin/python train.py ...
@@ -7,7 +7,7 @@
 #
 # It has daemons, ports, a key and files of its own, which are removed when the command ends; a Slurm
 # that the machine already has is not used. Needs root; if slurmctld or munged is missing, apt-get
-# installs it. SLURM_HERE_NODES=3 makes three nodes.
+# installs it. SLURM_HERE_NODES=2 makes two nodes.
 set -euo pipefail
 [ $# -gt 0 ] || { echo "usage: bash scripts/slurm_here.sh COMMAND..." >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "error: slurmd starts tasks for others: it needs root" >&2; exit 2; }
@@ -24,7 +24,7 @@ fi
 
 state=$(mktemp -d /tmp/slurm-here.XXXXXX)
 chmod 755 "$state"
-nodes=${SLURM_HERE_NODES:-2}
+nodes=${SLURM_HERE_NODES:-3}
 daemons=()
 stop() {
     # slurmd does not end running steps when it ends: cancel them first. A slurmstepd whose slurmctld
@@ -34,6 +34,7 @@ stop() {
         [ -n "$(squeue --noheader 2>&1)" ] || break
         sleep 0.1
     done
+    daemons+=($(cat "$state"/slurmd-*.pid)) # of one that was started again too
     kill "${daemons[@]}"
     for _ in $(seq 100); do
         kill -0 "${daemons[@]}" || break

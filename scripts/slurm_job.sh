@@ -1,7 +1,9 @@
 # Sourced by Slurm batch files: `ranks train.py ARGUMENTS...` runs it on all tasks of the job and
 # forwards the signal of --signal=B:USR1@SECONDS to the ranks, which save and exit with status 75.
-# Then scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it: after
-# 75 and after a lost rank, but not after scancel, a mistake or an exception.
+# supervise.py starts them again in this allocation after a fault, on the nodes that are not at fault;
+# SPARE_NODES=N of the job's nodes are left free for that. In the end scripts/requeue.py requeues the
+# job if its next start, by --resume auto, can continue it: after 75 and after a lost rank, but not
+# after scancel, a mistake or what supervise.py has stopped.
 #
 # One log per node: $LOGS/NAME-JOB.NUMBER.NODE.out. A job array (--array=1-20%1) needs no requeue: its
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
@@ -12,13 +14,14 @@
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
 
 ranks() {
-    local step status began
+    local step status began spare=${SPARE_NODES:-0}
     mkdir -p "$LOGS"
     [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
     began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
-    srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
+    env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" -- \
+        srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --open-mode=append --output="$LOGS/%x-%j.%n.%N.out" \
         env --ignore-signal=USR1 .venv/bin/python "$@" &
     step=$!
@@ -37,8 +40,9 @@ not_rejected() { # by the rehearsal; without an answer of it the run is started
     local status=0 began=$SECONDS finding
     echo "rehearsing on fake GPUs, $GPU: $LOGS/rehearsal.txt"
     rm -f "$LOGS/rehearsal.json"
-    .venv/bin/python rehearse.py --world $((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE)) \
-        --nodes "$SLURM_JOB_NUM_NODES" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
+    local nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
+    .venv/bin/python rehearse.py --world $((nodes * SLURM_NTASKS_PER_NODE)) \
+        --nodes "$nodes" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
         >"$LOGS/rehearsal.txt" 2>&1 || status=$?
     if [ $status = 0 ]; then
         echo "rehearsed in $((SECONDS - began)) s: every operation meets, and it fits"

@@ -36,7 +36,7 @@ def cuda_device(request) -> str:
 
 @pytest.fixture(scope="session")
 def slurm(request):
-    """The two-node Slurm of scripts/slurm_here.sh is there."""
+    """The three-node Slurm of scripts/slurm_here.sh is there."""
     reason = ranks.why_no_slurm()
     if reason and request.config.getoption("--need-slurm"):
         pytest.fail(reason)

@@ -12,7 +12,7 @@ import torch
 
 from config import validation
 from config.command_line import parse
-from config.messages import UserError
+from config.messages import NodeError, UserError
 from distributed import preflight
 from distributed.context import start
 from distributed.launch import discover
@@ -47,8 +47,8 @@ def look(fault: str, config, context, seconds: float) -> None:
     plant(fault, context)
     try:
         preflight.check_nodes(config, preflight.Peers(context, seconds), said.append)
-    except UserError as error:
-        said.append(f"UserError {error}")
+    except NodeError as error:
+        said.append(f"NodeError of {error.nodes} {error}")
     if context.rank == 0:
         print(f"{fault}: {' | '.join(said)}", flush=True)
 

@@ -42,7 +42,7 @@ def mpi_command(ranks: int) -> list[str]:
 
 
 def srun_command(ranks: int, *options: str) -> list[str]:
-    """srun over the two nodes of scripts/slurm_here.sh."""
+    """srun over two of the three nodes of scripts/slurm_here.sh."""
     return ["srun", "--mpi=pmi2", "-N2", f"-n{ranks}", "--kill-on-bad-exit=1", *options]
 
 
@@ -60,8 +60,8 @@ def why_no_slurm() -> str | None:
         )
     except FileNotFoundError:
         return f"no Slurm on this machine; {advice}"
-    if asked.stdout.split() != ["here", "2"]:
-        return f"no Slurm of two nodes that is this machine's alone; {advice}"
+    if asked.stdout.split() != ["here", "3"]:
+        return f"no Slurm of three nodes that is this machine's alone; {advice}"
     return None
 
 

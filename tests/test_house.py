@@ -25,6 +25,7 @@ ROWS = (
     ("plan",),
     ("planner",),
     ("supervise",),
+    ("supervisor",),
     ("checkpoint", "sample"),
     ("trainer",),
     ("telemetry",),
@@ -44,7 +45,7 @@ ROWS = (
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 ENTRIES = {"train", "tune", "rehearse", "plan", "supervise", "checkpoint", "sample"}
 ENGINE = ("train", "trainer", "model", "parallel", "pipeline", "zero", "data")
-WITHOUT_TORCH = ("config", "schedules", "planner", "watchdog", "tuner")
+WITHOUT_TORCH = ("config", "schedules", "planner", "supervisor", "watchdog", "tuner")
 READ_THE_ENVIRONMENT = {"distributed", "config"}
 OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them
 APART = {"test_all"}  # a file of the root that is no room

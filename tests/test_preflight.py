@@ -10,10 +10,10 @@ from distributed.preflight import Peers, enabled
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
     "torch": [
-        "UserError preflight: torch: 1.13.1 on rank 2 (b), ",
+        "NodeError of ['b'] preflight: torch: 1.13.1 on rank 2 (b), ",
         " on the other ranks; make them equal, or: to run without it, leave b out of mpirun's",
     ],
-    "broken": ["UserError preflight: the device of rank 2 (b) failed: CUDA error: uncorrectable"],
+    "broken": ["NodeError of ['b'] preflight: the device of rank 2 (b) failed: CUDA error: unc"],
     "slow": ["rank 2 (b) multiplies at 1.000 TFLOP/s, 5.0 times slower than the median 5.000"],
     "clock": ["preflight: the clock of rank 2 (b) is 100 s ahead", "clocks are 100.000 s apart"],
     "no disk, no saves": ["10.000 GB, and 5.000 GB are free", "stopped early could not be saved"],
@@ -22,8 +22,10 @@ EXPECTED = {
         "UserError preflight: node a copies 2.000 GB to host memory",
         "1.000 GB are free",
     ],
-    "absent": ["UserError preflight: rank 2 (b) did not answer in 8 s (start)"],
-    "hang": ["making the groups fails on rank 2 (b): not done in 8 s"],
+    "absent": ["NodeError of ['b'] preflight: rank 2 (b) did not answer in 8 s (start)"],
+    "hang": [
+        "NodeError of ['b'] preflight: making the groups fails on rank 2 (b): not done in 8 s"
+    ],
 }
 
 
@@ -36,7 +38,7 @@ def test_each_fault_is_named(tmp_path):
         assert fault in said, outcome.out + outcome.err
         for part in parts:
             assert part in said[fault], outcome.out + outcome.err
-    assert "UserError" not in said["nothing"] + said["slow"] + said["clock"]
+    assert "Error" not in said["nothing"] + said["slow"] + said["clock"]
 
 
 class FakeContext:

@@ -15,6 +15,9 @@ from ranks import ROOT, Job, mpirun, none_left, srun_command, start
 from config import validation
 from config.command_line import parse
 from scripts import requeue
+from supervisor.decisions import Action, Decision
+from supervisor.evidence import Evidence
+from supervisor.journal import Journal
 
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --global-batch-size 8"
 WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
@@ -72,18 +75,17 @@ def test_srun_trains_over_two_nodes(tmp_path, limited_job):
 
 
 @pytest.mark.slow
-def test_a_lost_rank_brings_the_job_back_and_scancel_ends_it(tmp_path, limited_job):
+def test_a_lost_rank_is_started_again_in_the_job_and_scancel_ends_it(tmp_path, limited_job):
     """Saved, not requeued, and no process of Slurm stays, which `sleep` in the batch file kept."""
     out = tmp_path / "job"
     job = submit(out, limit=30)
     wait_for(lambda: (out / "metrics.jsonl").exists() and read(out / "metrics.jsonl"), out)
     ranks_of(out)[-1].kill()
-    wait_for(lambda: "start 0: status" in output(out), out)
+    wait_for(lambda: "restart: no node is spare for n" in output(out), out)
     wait_for(lambda: (out / "metrics.jsonl.1").exists() and read(out / "metrics.jsonl"), out)
-    assert "requeued: a rank was lost (dead), 1 times since the newest checkpoint" in output(out)
     subprocess.run(["scancel", job], check=True)
     wait_for(lambda: not queue(job), out)  # without a requeue it is not in the queue any more
-    assert "start 1: status 75" in output(out)
+    assert "start 0: status 75" in output(out)
     assert "not requeued: the job was cancelled" in output(out)
     assert list(out.glob("checkpoints/step_*"))
     assert none_left(f"slurmstepd: [{job}.") == []
@@ -291,3 +293,20 @@ def test_batch_files_request_what_their_run_needs(name):
     layouts = {"train_1b3": (1, 1, 32), "train_104b": (4, 32, 1), "train_176b": (4, 12, 8)}
     layout = checked.layout
     assert (layout.tp, layout.pp, layout.dp) == layouts[name]
+
+
+def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
+    """Though a rank was lost; an earlier start's decision does not count."""
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
+    journal = Journal(str(tmp_path), "7.2")
+    journal.add(Evidence(137, "dead"), Decision(Action.STOP, "6 restarts in an hour"))
+    job, now = JOB.format(*RUNNING), journal.entries[-1].at
+    assert requeue.decide(137, now - 5, tmp_path, job, 2) == (
+        False,
+        "the supervisor has stopped it: 6 restarts in an hour",
+    )
+    journal.add(Evidence(2, "preflight"), Decision(Action.QUEUE, "n1 cannot be used", ("n1",)))
+    assert requeue.decide(75, now - 5, tmp_path, job, 2) == (True, "n1 cannot be used")
+    os.utime(tmp_path / "hang" / "case.json", (now + 9, now + 9))
+    assert requeue.decide(137, now + 5, tmp_path, job, 2)[0]

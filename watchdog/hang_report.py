@@ -6,12 +6,14 @@ The monitor writes, with `format_report` and `write_files`:
 
     OUT/hang/report.txt         the report as it was printed
     OUT/hang/rank_00003.json    one rank: what it did, its last records, its groups, its stacks
-    OUT/hang/case.json          what was seen: a hang, a death, a failure; when; the culprits
+    OUT/hang/case.json          what was seen: a hang, a death, a failure; when; the culprits;
+                                or, by the pre-flight, the nodes that cannot be used
 """
 
 import functools
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,13 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
     for number, rank in ranks.items():
         (path / f"rank_{number:05d}.json").write_text(_to_json(rank, depth=3))
     (path / "case.json").write_text(_to_json(case, depth=1))
+
+
+def write_refusal(folder: str, sentence: str, nodes: list[str]) -> None:
+    """Write the case of nodes that cannot be used, found before step 1. Raises OSError."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    case = {"kind": "preflight", "time": when, "culprits": [], "nodes": nodes, "error": sentence}
+    write_files(folder, case, {}, f"\n{_RULE}\n{when}: {sentence}\n{_RULE}")
 
 
 def _to_json(value: Any, depth: int) -> str:

@@ -1,0 +1,122 @@
+"""What to do when the ranks have ended: a pure function of the evidence and of earlier decisions.
+
+    finished, stopped early, a user's mistake, diverged    pass the status on
+    the disk is full                                       wait until there is room, start again
+    a node does not answer, or the pre-flight names it     leave it out
+    a lost rank                                            leave its node out if one is spare
+    an exception                                           start again; the second time as above
+    the same step fails on other nodes, or three times     stop: it is not the hardware
+    too many restarts in an hour                           stop
+
+With too few nodes left the job goes back to the queue, status 75, unless it did so MOST_QUEUED
+times without a new checkpoint.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from supervisor.evidence import LOST, Evidence
+
+SAME_STEP = 3  # failures in one step
+MOST_QUEUED = 3  # times without a new checkpoint
+HOUR, DAY = 3600.0, 86400.0
+
+
+class Action(enum.StrEnum):
+    """What is done next."""
+
+    PASS = "pass the status on"
+    STOP = "stop"
+    QUEUE = "queue the job again"
+    WAIT = "wait for room on the disk"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action, its reason, and the nodes that are left out from now on."""
+
+    action: Action
+    reason: str
+    out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """An earlier end of the ranks, and what was done; seconds since then."""
+
+    ago: float
+    evidence: Evidence
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What can be done: nodes to spare, None if none can be left out; restarts an hour."""
+
+    spare: int | None
+    limit: int
+
+
+def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decision:
+    """What to do about that end of the ranks; earlier: of this run, the oldest first."""
+    if found.status == 0:
+        return Decision(Action.PASS, "the run is finished")
+    if found.status == 75:
+        return Decision(Action.PASS, "stopped early, everything is saved")
+    if found.requested:
+        return Decision(Action.PASS, "a signal asked for the end")
+    recent = [row for row in earlier if row.ago < DAY]
+    named = found.silent or (found.nodes if found.kind == "preflight" else ())
+    if not named and not found.disk_is_full and found.is_mistake:
+        what = "a user's mistake" if found.finite else "training has diverged"
+        return Decision(Action.STOP, f"{what}: another start would end in the same way")
+    restarts = sum(
+        r.ago < HOUR and r.decision.action in (Action.RESTART, Action.WAIT) for r in recent
+    )
+    if restarts >= choice.limit:
+        return Decision(Action.STOP, f"{restarts} restarts in an hour, at most {choice.limit}")
+    if named:
+        return _without(named, recent, found, choice)
+    if found.disk_is_full:
+        return Decision(Action.WAIT, "the disk is full")
+    return _after_failure(found, recent, choice)
+
+
+def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
+    """After a lost rank, an exception, or an end of which nothing is known."""
+    pair, at = (found.kind, found.iteration), f"in step {found.iteration}"
+    same = [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
+    for row in same:
+        if found.nodes and row.evidence.nodes and not {*found.nodes} & {*row.evidence.nodes}:
+            both = f"{', '.join(row.evidence.nodes)} and {', '.join(found.nodes)}"
+            return Decision(Action.STOP, f"it failed {at} on {both}: it is not the hardware")
+    if len(same) + 1 >= SAME_STEP:
+        return Decision(Action.STOP, f"it failed {len(same) + 1} times {at}")
+    again = [row for row in recent if {*found.nodes} & {*row.evidence.nodes}]
+    suspect = found.kind in LOST or again
+    if not found.nodes or not suspect or choice.spare is None:
+        return Decision(Action.RESTART, "no node is known to be the cause")
+    if len(found.nodes) <= choice.spare:
+        return Decision(Action.RESTART, f"{', '.join(found.nodes)} left out", found.nodes)
+    if again and found.kind in LOST:
+        return _without(found.nodes, recent, found, choice)
+    return Decision(Action.RESTART, f"no node is spare for {', '.join(found.nodes)}")
+
+
+def _without(
+    nodes: tuple[str, ...], recent: list[Earlier], found: Evidence, choice: Choice
+) -> Decision:
+    """Go on without these nodes if there are enough others, else elsewhere."""
+    if choice.spare is None:
+        advice = f"{', '.join(nodes)} cannot be used, and this launcher's nodes are the user's"
+        return Decision(Action.STOP, advice)
+    if len(nodes) <= choice.spare:
+        return Decision(Action.RESTART, f"{', '.join(nodes)} left out", nodes)
+    queued = [row for row in recent if row.decision.action == Action.QUEUE]
+    queued = [row for row in queued if row.evidence.newest == found.newest]
+    why = f"{', '.join(nodes)} cannot be used, and {choice.spare} nodes are spare"
+    if len(queued) >= MOST_QUEUED:
+        return Decision(Action.STOP, f"{why}; queued {len(queued)} times without a new checkpoint")
+    return Decision(Action.QUEUE, why, nodes)

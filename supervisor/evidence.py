@@ -1,0 +1,160 @@
+"""Why the ranks of a run have ended, from what they left in the run's folder.
+
+OUT/hang/case.json         what the watchdog or the pre-flight saw, and whom they name
+OUT/metrics.jsonl          the step that was reached, and its loss
+OUT/checkpoints            the newest complete one, and the room that another one takes
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LEAST_ROOM = 1 << 20  # bytes that a run needs, whatever its checkpoints take
+TAIL_BYTES = 1 << 16  # of metrics.jsonl
+NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
+LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """How a start of the ranks ended."""
+
+    status: int  # of the launcher
+    kind: str = ""  # of the case: dead, hang, missing, failed, preflight; empty: there is none
+    nodes: tuple[str, ...] = ()  # that the case names
+    ranks: tuple[int, ...] = ()
+    error: str = ""  # the last line of an exception, or a sentence
+    silent: tuple[str, ...] = ()  # nodes on which no task can be started
+    iteration: int = 1  # training step in which it ended, or before it
+    newest: int | None = None  # step of the newest checkpoint
+    finite: bool = True  # the last loss
+    free: int = 0  # bytes where the run's folder is
+    needed: int = 0  # bytes of another checkpoint
+    requested: bool = False  # a signal asked for the end
+
+    @property
+    def disk_is_full(self) -> bool:
+        """Whether the run ended because it could not write."""
+        return any(text in self.error for text in NO_ROOM) or (
+            self.kind not in LOST and self.free < self.needed
+        )
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether a user's mistake ended it, or training that has diverged: both have status 2."""
+        return self.status == 2 and self.kind not in (*LOST, "preflight")
+
+    def describe(self) -> str:
+        """The evidence as a part of a sentence."""
+        parts = [f"status {self.status}"]
+        if self.kind:
+            ranks = f" rank {', '.join(map(str, self.ranks))}" if self.ranks else ""
+            where = f" on {', '.join(self.nodes)}" if self.nodes else ""
+            parts.append(f"{self.kind}{ranks}{where}")
+        if self.error:
+            parts.append(self.error[:200])
+        if self.silent:
+            parts.append(f"no answer from {', '.join(self.silent)}")
+        saved = "no checkpoint" if self.newest is None else f"newest checkpoint {self.newest}"
+        at = f"after step {self.iteration - 1}"
+        parts += [at if self.finite else f"{at}, whose loss is not finite", saved]
+        if self.disk_is_full:
+            parts.append(f"{self.free / 1e6:.1f} MB free of {self.needed / 1e6:.1f} needed")
+        return "; ".join(parts)
+
+
+def read_evidence(
+    out: str, status: int, began: float, silent: tuple[str, ...] = (), requested: bool = False
+) -> Evidence:
+    """What is known about a start that ended with this status. began: in seconds since 1970."""
+    case, (last, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
+    newest, needed = newest_checkpoint(out)
+    return Evidence(
+        status,
+        **case,
+        silent=silent,
+        iteration=1 + (last or newest or 0),
+        newest=newest,
+        finite=finite,
+        free=free_bytes(out),
+        needed=needed,
+        requested=requested,
+    )
+
+
+def case_is_written(out: str, began: float) -> bool:
+    """Whether there is a case of the start that began then."""
+    return bool(_read(Path(out, "hang", "case.json"), began))
+
+
+def _case(folder: Path, began: float) -> dict[str, Any]:
+    """Fields of the evidence that the case of that start gives."""
+    case = _read(folder / "case.json", began)
+    if not case:
+        return {}
+    lists = {name: case.get(name) for name in ("culprits", "nodes")}
+    culprits, named = (value if isinstance(value, list) else [] for value in lists.values())
+    ranks = tuple(rank for rank in culprits if isinstance(rank, int))
+    of_ranks = [_read(folder / f"rank_{rank:05d}.json", began) for rank in ranks]
+    nodes = {str(rank["node"]) for rank in of_ranks if rank.get("node")}
+    nodes |= set(map(str, named))
+    errors = [str(rank["error"]).rstrip() for rank in of_ranks if rank.get("error")]
+    errors += [str(case["error"])] if case.get("error") else []
+    return {
+        "kind": str(case.get("kind", "")),
+        "nodes": tuple(sorted(nodes)),
+        "ranks": ranks,
+        "error": errors[0].splitlines()[-1] if errors else "",
+    }
+
+
+def _read(file: Path, began: float) -> dict[str, Any]:
+    """A JSON file that was written since then; empty without one, or if it was cut short."""
+    try:
+        body = json.loads(file.read_text()) if file.stat().st_mtime >= began else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _last_row(out: Path, began: float) -> tuple[int | None, bool]:
+    """The last step of that start, None if it did none; whether its loss is finite."""
+    path, rows = out / "metrics.jsonl", []
+    try:
+        if path.stat().st_mtime >= began:
+            with open(path, "rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                rows = [json.loads(x) for x in file.read().splitlines()[-2:] if x.endswith(b"}")]
+    except (OSError, ValueError, RecursionError):
+        rows = []
+    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("iteration"), int)]
+    if not rows:
+        return None, True
+    losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
+    return rows[-1]["iteration"], all(map(math.isfinite, losses[-1:]))
+
+
+def newest_checkpoint(out: str) -> tuple[int | None, int]:
+    """The step of the newest complete checkpoint, if there is one; bytes that another takes."""
+    found = [
+        (int(match[1]), folder)
+        for folder in Path(out, "checkpoints").glob("step_*")
+        if (match := re.fullmatch(r"step_(\d+)", folder.name))
+        and (folder / "manifest.json").exists()
+    ]
+    if not found:
+        return None, LEAST_ROOM
+    step, folder = max(found)
+    return step, max(LEAST_ROOM, sum(file.stat().st_size for file in folder.iterdir()))
+
+
+def free_bytes(out: str) -> int:
+    """Free bytes where that folder is or will be."""
+    path = Path(out).resolve()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free

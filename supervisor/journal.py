@@ -1,0 +1,79 @@
+"""OUT/supervisor.jsonl: every decision with its evidence, for people and for the next start.
+
+{"time": "2026-11-21T20:41:47+0000", "at": seconds since 1970, "job": "7.0", "action": "restart",
+ "reason": ..., "out": nodes left out, "evidence": {...}}
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from supervisor.decisions import Action, Decision, Earlier
+from supervisor.evidence import Evidence
+from telemetry.row_file import RowFile
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One decision. at: seconds since 1970; job: of Slurm, and its start, or empty."""
+
+    at: float
+    job: str
+    evidence: Evidence
+    decision: Decision
+
+
+class Journal:
+    """The decisions of a run, those of earlier supervisors too."""
+
+    def __init__(self, out: str, job: str):
+        self.job, path = job, Path(out, "supervisor.jsonl")
+        self.entries = read_entries(path)
+        self.file = RowFile(str(path), say)  # what a full disk does not take is written later
+
+    def add(self, found: Evidence, decision: Decision) -> None:
+        """Print a decision and append it to the file."""
+        say(f"{found.describe()}: {decision.action}: {decision.reason}")
+        entry = Entry(time.time(), self.job, found, decision)
+        self.entries.append(entry)
+        row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "at": entry.at, "job": self.job}
+        with contextlib.suppress(OSError):  # RowFile says so
+            Path(self.file.path).parent.mkdir(parents=True, exist_ok=True)
+        self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
+
+    def earlier(self) -> list[Earlier]:
+        """The decisions so far, the oldest first."""
+        now = time.time()
+        return [Earlier(now - e.at, e.evidence, e.decision) for e in self.entries]
+
+    def left_out(self) -> set[str]:
+        """The nodes that this start of the job has left out."""
+        return {node for e in self.entries if e.job == self.job for node in e.decision.out}
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The decisions in a file; what is cut short, or not of this form, is passed over."""
+    found = []
+    with contextlib.suppress(OSError):  # there are none
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
+                found.append(_entry(json.loads(line)))
+    return found
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    given: dict[str, Any] = row["evidence"]
+    values: dict[str, Any] = {
+        name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
+    }
+    decision = Decision(Action(row["action"]), str(row["reason"]), tuple(row["out"]))
+    return Entry(float(row["at"]), str(row["job"]), Evidence(**values), decision)
+
+
+def say(text: str) -> None:
+    """Print a line of the supervisor."""
+    print(f"supervisor: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {text}", flush=True)

@@ -1,0 +1,213 @@
+"""supervise.py: what ends the ranks of real runs, and what is decided about it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import Job, mpi_command, none_left, start
+from supervised_runs import ONE_THREAD, STEPS, WORDS, actions, curve, decisions, fault, supervised
+
+# ---- Real runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_with_three_faults_is_the_run_without_any(tmp_path):
+    """A killed rank, one asleep, a killed launcher: bitwise the same losses."""
+    plan = [fault("kill", 1, 4), fault("hang", 0, 6), fault("launcher", 0, 9)]
+    command = supervised(tmp_path, plan, mpi_command(2), "--tp", "2")
+    outcome = start(command, 200, **ONE_THREAD)
+    assert outcome.status == 0, outcome.out + outcome.err
+    rows = decisions(tmp_path)
+    named = [(row["evidence"]["kind"], *row["evidence"]["ranks"]) for row in rows[:2]]
+    assert named == [("dead", 1), ("hang", 0)]
+    assert [row["action"] for row in rows] == ["restart"] * 3 + ["pass the status on"]
+    assert [row["evidence"]["iteration"] for row in rows[:3]] == [4, 6, 9]
+    steps = [row["evidence"]["newest"] for row in rows]
+    assert steps == sorted(steps)
+    assert steps[-1] == STEPS
+    assert outcome.out.count("supervisor: ") == 2 * len(rows)  # each start and each decision
+    assert none_left(str(tmp_path)) == []
+    straight = [sys.executable, "train.py", *WORDS, "--steps", str(STEPS), "--tp", "2"]
+    done = start([*mpi_command(2), *straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    assert done.status == 0, done.err
+    losses = curve(tmp_path / "run")
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert losses == curve(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_step_that_always_fails_stops_the_run(tmp_path):
+    outcome = start(supervised(tmp_path, fault("raise", 0, 3), []), 120, **ONE_THREAD)
+    assert outcome.status == 1
+    assert actions(tmp_path) == [("failed", "restart"), ("failed", "restart"), ("failed", "stop")]
+    assert decisions(tmp_path)[0]["evidence"]["error"] == "ValueError: planned"
+    assert decisions(tmp_path)[-1]["reason"] == "it failed 3 times in step 3"
+
+
+@pytest.mark.slow
+def test_a_mistake_and_a_diverged_run_are_not_started_again(tmp_path):
+    command = supervised(tmp_path / "mistake", [], [], "--tp", "3")
+    at = command.index("tests/supervised_worker.py")
+    outcome = start([*command[:at], "train.py", *command[at + 2 :]], **ONE_THREAD)
+    assert outcome.status == 2
+    assert outcome.err.count("error: tp(3) * pp(1) * dp(?) does not divide 1 ranks") == 1
+    assert actions(tmp_path / "mistake") == [("", "stop")]
+    command = supervised(tmp_path / "nan", [fault("nan", 0, 3)], [], "--max-nan-steps", "2")
+    assert start(command, **ONE_THREAD).status == 2
+    (row,) = decisions(tmp_path / "nan")
+    assert (row["action"], row["evidence"]["finite"]) == ("stop", False)
+    assert row["reason"].startswith("training has diverged")
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_waited_for(tmp_path):
+    """A file system of 4 MB that another file fills."""
+    disk = tmp_path / "run"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)])
+    if mounted.returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        with pytest.raises(OSError, match="No space left"), open(disk / "filler", "wb") as file:
+            file.write(bytes(5 << 20))
+        with Job(supervised(tmp_path, [], [], "--keep-last", "1"), tmp_path, **ONE_THREAD) as job:
+            job.wait_for(lambda: "waiting for room: 0.0 MB free of 1.0" in job.text)
+            assert "the disk is full" in job.text
+            (disk / "filler").unlink()
+            assert job.status() == 0, job.text
+        assert len(curve(disk)) == STEPS
+        assert [row["action"] for row in decisions(tmp_path)] == [
+            "wait for room on the disk",
+            "pass the status on",
+        ]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+def test_signals_reach_the_ranks_and_a_killed_supervisor_leaves_none(tmp_path):
+    """Killed, it is started again and goes on; SIGTERM saves and ends it, with status 75."""
+    command = supervised(tmp_path, [], mpi_command(2), "--tp", "2", "--steps", "100000")
+    command[-1:] = ["100000", "--save-every", "100000"]
+    run = tmp_path / "run"
+    with Job(command, run, **ONE_THREAD) as job:
+        job.wait_for(lambda: len(job.rows) > 1)
+        ranks = psutil.Process(job.process.pid).children(recursive=True)
+        job.send(signal.SIGKILL)
+        job.status()
+    with Job(command, run, **ONE_THREAD) as job:
+        assert psutil.wait_procs(ranks, timeout=60)[1] == []
+        job.wait_for(lambda: "resumed from" in job.text and len(job.rows) > 1)
+        saved = [path.name for path in (run / "checkpoints").iterdir()]
+        assert saved == [f"step_{job.rows[0]['iteration'] - 1:08d}"]
+        job.send(signal.SIGTERM)
+        assert job.status() == 75, job.text
+        assert "stopped by SIGTERM" in job.text
+    assert actions(tmp_path) == [("", "pass the status on")]  # the killed one has written none
+    assert none_left(str(tmp_path)) == []
+
+
+# ---- Slurm ---------------------------------------------------------------------------------------
+
+
+def end_node(name: str) -> list[str]:
+    """Kill a node of this machine's Slurm: its daemon, its steps and their tasks.
+
+    Returns the command that starts the daemon again.
+    """
+    command: list[str] = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if words[-2:] == ["-N", name] and Path(words[0]).name == "slurmd":
+            command, doomed = words, [process]
+        elif "tests/paced_worker.py" in words and on_node(process, name):
+            doomed = [process, process.parent()]
+        else:
+            continue
+        for one in doomed:
+            one.kill()
+    return command
+
+
+def on_node(process: psutil.Process, name: str) -> bool:
+    try:
+        return process.environ().get("SLURMD_NODENAME") == name
+    except psutil.Error:
+        return False
+
+
+def wait_for_idle(nodes: int) -> None:
+    words, limit = ["sinfo", "--noheader", "--states=idle", "--format=%D"], time.monotonic() + 60
+    while subprocess.run(words, capture_output=True, text=True).stdout.strip() != str(nodes):
+        assert time.monotonic() < limit, "the node does not come back"
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
+    """With its daemon, for good: the spare one takes its place, and the curve stays bitwise."""
+    words = [*WORDS, "--steps", "60", "--tp", "2", "--resume", "auto"]
+    job = ["salloc", "--quiet", "--no-kill", "--nodes=3", "--ntasks-per-node=1"]
+    job += [sys.executable, "supervise.py", "--spare-nodes", "1", "--", "srun", "--mpi=pmi2"]
+    job += [sys.executable, "tests/paced_worker.py", "0.1", *words]
+    daemon: list[str] = []
+    try:
+        with Job([*job, "--out", str(tmp_path / "run")], tmp_path / "run", **ONE_THREAD) as run:
+            run.wait_for(lambda: len(run.rows) > 5)
+            daemon = end_node("n2")
+            assert daemon
+            assert run.status(180) == 0, run.text
+    finally:
+        if daemon:
+            subprocess.Popen(daemon, start_new_session=True, stdout=subprocess.DEVNULL)
+            wait_for_idle(3)
+    gone, finished = decisions(tmp_path)
+    assert (gone["action"], gone["out"]) == ("restart", ["n2"])
+    assert (gone["evidence"]["kind"], gone["evidence"]["silent"]) == ("dead", ["n2"])
+    assert finished["action"] == "pass the status on"
+    assert sorted(path.name for path in tmp_path.glob("run/run.json*")) == [
+        "run.json",
+        "run.json.1",
+    ]
+    places = json.loads((tmp_path / "run" / "run.json").read_text())["cluster"]["places"]
+    assert [place["node"] for place in places] == ["n1", "n3"]
+    straight = [sys.executable, "train.py", *words, "--out", str(tmp_path / "straight")]
+    done = start([*mpi_command(2), *straight], **ONE_THREAD)
+    assert done.status == 0, done.err
+    losses = curve(tmp_path / "run")
+    assert sorted(losses) == list(range(1, 61))
+    assert losses == curve(tmp_path / "straight")
+
+
+# ---- What is asked -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "no program after --"),
+        (["--", "mpirun", "-n", "2", "hostname"], "no program after --"),
+        (["--", "python", "train.py"], "--resume auto: give it to train.py"),
+        (["--", "python", "train.py", "--resume", "x"], "give it to train.py, not x"),
+        (
+            ["--", "torchrun", "train.py", "--resume", "auto"],
+            "torchrun does not pass on the status",
+        ),
+        (["--spare-nodes", "1", "--", "python", "t.py", "--resume", "auto"], "needs a Slurm job"),
+        (["--spare-nodes", "-1", "--", "x.py"], "--spare-nodes must be at least 0, not -1"),
+        (["--", "/nowhere/mpirun", "t.py", "--resume", "auto"], "cannot start /nowhere/mpirun: No"),
+    ],
+)
+def test_what_cannot_be_supervised_is_one_sentence(words, sentence, tmp_path):
+    outcome = start(
+        [sys.executable, "supervise.py", *words, *(["--out", str(tmp_path)] * ("--" in words))]
+    )
+    assert outcome.status == 2, outcome.err
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+    assert sentence in outcome.err
