@@ -39,11 +39,11 @@ OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd"
 MEMORY_KINDS = ("", "nvidia-smi", "reserved", "allocated")
 # Attention kernels as sources write them, and as `Software.attention` has them.
 KERNELS = {
-    "torch": "fused",
+    "torch": "math",
     "fused": "fused",
-    "flash_attentionv1.0.8": "flash",
-    "flash_attention2": "flash",
-    "flash_attention2 + RMS kernel": "flash",
+    "flash_attentionv1.0.8": "flash1",
+    "flash_attention2": "flash2",
+    "flash_attention2 + RMS kernel": "flash2",
 }
 # What a row used beyond the columns: software facts, or None: the planner cannot say it.
 USED: dict[str, dict[str, Any] | None] = {
@@ -52,8 +52,8 @@ USED: dict[str, dict[str, Any] | None] = {
     "context parallel 2": None,
     "context parallel 4": None,
     "context parallel 8": None,
-    "torch.compile": {"fused_norms": True},
-    "async TP": {"overlap_tensor": 0.7},
+    "torch.compile": {"fused_norms": True, "fused_elementwise": True},
+    "async TP": {"overlap_tensor": 0.4},
     "HSDP": {},
     "interleaving": {},
     "zero 3 with tp": {},
@@ -115,14 +115,15 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
     dp = _whole(row, "dp_clean" if row["dp_clean"] else "dp")
     if tp * pp * dp != gpus:
         raise _error(row, "dp", f"tp({tp}) * pp({pp}) * dp({dp}) is not {gpus} GPUs")
-    layers = _whole(row, "layers")
+    engine = engines[_engine(row, engines)]
+    equal = "layers" if _whole(row, "layers") % pp == 0 else "balanced"
     layout = Layout(
         tp=tp,
         pp=pp,
         dp=dp,
         micro_batch_size=_whole(row, "mbs"),
         recompute=_one_of(row, "recompute", RECOMPUTE),
-        partition=row["partition"] or ("layers" if layers % pp == 0 else "balanced"),
+        partition=row["partition"] or engine.get("partition") or equal,
         zero=_one_of(row, "zero_stage", {str(stage): stage for stage in range(4)}),
         sequence_parallel=_one_of(row, "sequence_parallel", YES_NO),
         schedule=_one_of(row, "schedule", {"": "1f1b"} | {name: name for name in SCHEDULES}),
@@ -141,7 +142,7 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         model=_shape(row),
         layout=layout,
         training=_training(row),
-        machine=_one_of(row, "machine", {name: name for name in hardware.names()}),
+        machine=_machine(row, engines),
         facts=facts,
         seconds=_number(row, "sec_per_it", seconds) if seconds else None,
         gigabytes=unit * _number(row, "mem_gb", row["mem_gb"]) if row["mem_gb"] else None,
@@ -151,14 +152,23 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
     )
 
 
-def _facts(row: dict[str, str], engines: dict[str, dict]) -> tuple[dict[str, Any], str]:
-    """Software of the row's engine, over it what the row states; and why the row is set aside."""
+def _machine(row: dict[str, str], engines: dict[str, dict]) -> str:
+    """The row's machine, or that of its engine's cluster with the same GPU."""
+    name = _one_of(row, "machine", {name: name for name in hardware.names()})
+    return engines[_engine(row, engines)].get("machines", {}).get(name, name)
+
+
+def _engine(row: dict[str, str], engines: dict[str, dict]) -> str:
     engine = row.get("engine") or PREFIXES.get(row["row_id"].split("-")[0], "trine")
     if engine not in engines:
         raise _error(row, "engine", f"is {engine!r}, not one of {', '.join(engines)}")
-    facts = dict(engines[engine].get("software", {}))
-    per_gpu = engines[engine].get(row["machine"].split("-")[0], {})
-    facts |= per_gpu
+    return engine
+
+
+def _facts(row: dict[str, str], engines: dict[str, dict]) -> tuple[dict[str, Any], str]:
+    """Software of the row's engine, over it what the row states; and why the row is set aside."""
+    engine = engines[_engine(row, engines)]
+    facts = engine.get("software", {}) | engine.get(row["machine"].split("-")[0], {})
     chunks = _whole(row, "chunks")
     if chunks > 1:
         facts["virtual_stages"] = chunks
@@ -174,7 +184,9 @@ def _facts(row: dict[str, str], engines: dict[str, dict]) -> tuple[dict[str, Any
         found = USED[name]
         aside = aside or (name if found is None else "")
         facts |= found or {}
-    return _known(row, facts | _stated_software(row)), aside
+    if " PURE" in row["note"]:  # llm-foundry: gradients are reduced in half precision
+        facts["wire_bytes"] = 2
+    return facts | _stated_software(row), aside
 
 
 def _stated_software(row: dict[str, str]) -> dict[str, Any]:
@@ -193,12 +205,6 @@ def _stated_software(row: dict[str, str]) -> dict[str, Any]:
         except (KeyError, ValueError):
             raise _error(row, "software", f"has {part!r}") from None
     return found
-
-
-def _known(row: dict[str, str], facts: dict[str, Any]) -> dict[str, Any]:
-    """The facts that this version of the planner has."""
-    names = {f.name for f in fields(hardware.Software)}
-    return {name: value for name, value in facts.items() if name in names}
 
 
 def _shape(row: dict[str, str]) -> ModelShape:

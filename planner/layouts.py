@@ -126,7 +126,7 @@ def _variants(
 ) -> Iterator[Layout | Rejected]:
     """A placed layout with every micro-batch and recomputation."""
     # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
-    flash = machine.software.attention == "flash"
+    flash = not machine.software.keeps_scores
     tried = ("none", "full") if flash else ("none", "selective", "full")
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
         layout = replace(base, micro_batch_size=micro)

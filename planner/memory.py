@@ -202,7 +202,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
-    layout, flash = job.layout, job.machine.software.attention == "flash"
+    layout, flash = job.layout, not job.machine.software.keeps_scores
     kept = _kept(spec, job)
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
@@ -228,7 +228,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
 def _logit_bytes(in_flight: float, job: Job) -> float:
     """Bytes of the loss of one micro-batch, and what it keeps of the others in flight."""
     logits = float(job.tokens) * job.vocab_columns
-    if job.machine.software.attention == "fused":
+    if job.machine.software.keeps_scores:
         return LOGIT_BYTES * logits
     return (job.number_bytes + in_flight * KEPT_LOGIT_BYTES) * logits
 
@@ -260,12 +260,12 @@ def block_activations(job: Job, scores: bool) -> float:
     if job.sequence_parallel:
         outside /= t
     widths = model.qkv_width + model.hidden + model.up_width + model.ffn_hidden
-    if software.attention == "flash":  # what differs where the kernels are torch's own
+    if not software.keeps_scores:  # what differs where the kernels are torch's own
         widths += model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU of the gate
         # Attention's result with samples before the sequence, and as the next product takes it.
         widths += model.attention_width if job.layout.micro_batch_size > 1 else 0
     size = job.tokens * (outside + 2.0 * widths / t)
-    if scores and software.attention == "fused":
+    if scores and software.keeps_scores:
         each = 5.0 if software.dropout else 2.0
         size += each * model.heads / t * model.seq_length * job.tokens
     return size * job.number_bytes / 2
