@@ -15,9 +15,10 @@ from robust_fit import moved, solve
 from stated_rows import StatedRow
 
 from config.messages import UserError
-from planner import hardware, memory, step_time
+from planner import hardware, memory, risk, step_time
 from planner.job import Job
 
+FLAGGED = 0.2  # risk from which a row counts as predicted to run out: a lost job costs most
 NEAR_BEST = 2.0  # rows within this factor of their table's best are counted apart too
 
 
@@ -27,6 +28,7 @@ class Guess(NamedTuple):
     seconds: float
     gigabytes: float
     risk: float
+    interval: tuple[float, float] = (0.0, math.inf)
 
 
 def predict(
@@ -47,7 +49,17 @@ def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Gue
     if seconds_only:
         return Guess(seconds, math.nan, math.nan)
     most = max(stage.total for stage in memory.stages(job))
-    return Guess(seconds, most / 1e9, float(most > machine.memory))
+    figure, run_out = _observed(row, most, machine), risk.out_of_memory(machine, most)
+    return Guess(seconds, figure, run_out, risk.interval(job, seconds))
+
+
+def _observed(row: StatedRow, most: float, machine: hardware.Machine) -> float:
+    """Gigabytes of what the row's figure counts: tensors alone, or context and buffers too."""
+    if row.memory_kind in ("allocated", "reserved"):
+        most -= machine.context
+    if row.memory_kind == "allocated":
+        most -= machine.software.buffers
+    return most / 1e9
 
 
 def _parts(job: Job) -> dict[str, float]:
@@ -107,7 +119,7 @@ def held_out(
 
 
 def compare(
-    rows: Sequence[StatedRow], guesses: dict[str, Guess], risk: float = 0.05
+    rows: Sequence[StatedRow], guesses: dict[str, Guess], accepted: float = risk.DEFAULT
 ) -> dict[str, Any]:
     """All figures of some rows: shares, not per cent; None where there is nothing to compare."""
     own = [row for row in rows if not row.aside]
@@ -118,11 +130,13 @@ def compare(
         "set_aside": len(rows) - len(own),
         "time": _errors([guesses[r.id].seconds / r.seconds for r in timed]),
         "time_near_best": _errors([guesses[r.id].seconds / r.seconds for r in near]),
+        "in_interval": _inside(timed, guesses),
+        "in_interval_near_best": _inside(near, guesses),
         "choice": _choice(timed, guesses),
         "choice_near_best": _choice(near, guesses),
-        "caution": _caution(own, guesses, risk),
+        "caution": _caution(own, guesses, accepted),
         "memory": {},
-        "out_of_memory": _out_of_memory(own, guesses, risk),
+        "out_of_memory": _out_of_memory(own, guesses),
     }
     for kind in sorted({r.memory_kind for r in timed if r.gigabytes}):
         mine = [r for r in timed if r.gigabytes and r.memory_kind == kind]
@@ -150,6 +164,12 @@ def _errors(ratios: list[float]) -> dict[str, float] | None:
         "scaled_median": statistics.median(scaled),
         "scaled_largest": max(scaled),
     }
+
+
+def _inside(rows: list[StatedRow], guesses: dict[str, Guess]) -> float | None:
+    """Share of the rows that took a time within the predicted interval."""
+    inside = [guesses[r.id].interval[0] <= r.seconds <= guesses[r.id].interval[1] for r in rows]
+    return statistics.mean(inside) if rows else None
 
 
 def tables(rows: Sequence[StatedRow]) -> list[list[StatedRow]]:
@@ -196,7 +216,7 @@ def _tau(left: list[float], right: list[float]) -> float:
 
 
 def _caution(
-    rows: list[StatedRow], guesses: dict[str, Guess], risk: float
+    rows: list[StatedRow], guesses: dict[str, Guess], accepted: float
 ) -> dict[str, float] | None:
     """Of tables where some layout ran out of memory and some ran: how often the fastest layout of
     acceptable risk had run out; and what the slower choice cost where it had not.
@@ -207,7 +227,7 @@ def _caution(
         if not ran or not any(row.status == "OOM" for row in table):
             continue
         count += 1
-        safe = [r for r in table if r.status != "failed" and guesses[r.id].risk <= risk]
+        safe = [r for r in table if r.status != "failed" and guesses[r.id].risk <= accepted]
         if not safe:
             none += 1
             continue
@@ -223,11 +243,9 @@ def _caution(
     return {"tables": count, "first_out_of_memory": out, "nothing_safe": none, "cost": cost}
 
 
-def _out_of_memory(
-    rows: list[StatedRow], guesses: dict[str, Guess], risk: float
-) -> dict[str, int | float]:
+def _out_of_memory(rows: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, int | float]:
     """Rows that ran out of memory and were predicted to, that were not, and false alarms."""
-    over = {row.id: guesses[row.id].risk > 0.5 for row in rows}
+    over = {row.id: guesses[row.id].risk > FLAGGED for row in rows}
     out = [row for row in rows if row.status == "OOM"]
     ran = [row for row in rows if row.status == "ok"]
     return {
@@ -244,11 +262,8 @@ def _out_of_memory(
 
 def report(figures: dict[str, dict[str, Any]]) -> list[str]:
     """The figures of each source as lines of Markdown, in per cent."""
-    lines = [
-        "",
-        "| source | n | aside | mean | median | max | bias | scaled | near best: n, mean |",
-    ]
-    lines[-1] += " best | regret | tau |"
+    lines = ["", "| source | n | aside | mean | median | max | bias | scaled |"]
+    lines[-1] += " near best: n, mean, in interval | best | regret | tau |"
     lines.append("|---" * 12 + "|")
     for name, found in figures.items():
         time, near, choice = found["time"], found["time_near_best"], found["choice"]
@@ -256,7 +271,8 @@ def report(figures: dict[str, dict[str, Any]]) -> list[str]:
             continue
         cells = [name, time["n"], found["set_aside"]]
         cells += [_cent(time[key]) for key in ("mean", "median", "largest", "bias", "scaled_mean")]
-        cells.append(f"{near['n']}, {_cent(near['mean'])}")
+        inside = _cent(found["in_interval_near_best"])
+        cells.append(f"{near['n']}, {_cent(near['mean'])}, {inside}")
         cells += ["-"] * 3
         if choice:
             cells[-3:] = [f"{choice['best_picked']} of {choice['tables']}"]

@@ -60,6 +60,8 @@ class Software:
     # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
     logit_bytes: float = 26.0
     overlap_data: float = 0.0  # share of gradient and parameter traffic hidden, whatever it takes
+    gathered_logits: bool = False  # each tensor rank holds the logits of the whole vocabulary
+    loss_bytes: float = 0.0  # held per logit of a micro-batch's loss; 0: as Trine's or Megatron's
     # Share of the last backward, and of the first forward, behind which that traffic can hide; at
     # --zero 3 of every pass.
     overlap_passes: float = 0.0
@@ -108,6 +110,9 @@ class Machine:
     kernel: str = "flash2"  # of op_costs.KERNELS: what `flash` attention is on this GPU
     crossing: float = 1.0  # of the network's speed for a ring with several ranks on a node
     ranks_per_core: float = 1.0  # above 1: ranks share CPU cores; rates are those of all at once
+    # Standard deviation of the logarithm of measured over predicted, of runs that were not fitted.
+    time_spread: float = 0.12
+    memory_spread: float = 0.12
     slowdown: float = 1.0  # of every step, by a known defect of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)

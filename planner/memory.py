@@ -228,6 +228,9 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
 def _logit_bytes(in_flight: float, job: Job) -> float:
     """Bytes of the loss of one micro-batch, and what it keeps of the others in flight."""
     logits = float(job.tokens) * job.vocab_columns
+    logits *= job.layout.tp if job.machine.software.gathered_logits else 1
+    if job.machine.software.loss_bytes:
+        return job.machine.software.loss_bytes * logits
     if job.machine.software.keeps_scores:
         return LOGIT_BYTES * logits
     return (job.number_bytes + in_flight * KEPT_LOGIT_BYTES) * logits
@@ -246,7 +249,9 @@ def kept_bytes(job: Job) -> float:
     """Bytes one block keeps of one micro-batch until its backward."""
     if job.layout.recompute == "full":
         return job.activation_bytes / (job.layout.tp if job.sequence_parallel else 1)
-    return block_activations(job, job.layout.recompute == "none")
+    kept = block_activations(job, job.layout.recompute == "none")
+    again = job.machine.software.recompute_share if job.layout.recompute == "selective" else 0.0
+    return kept * (1.0 - again)
 
 
 def block_activations(job: Job, scores: bool) -> float:
@@ -257,6 +262,8 @@ def block_activations(job: Job, scores: bool) -> float:
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
     outside = (10.0 if software.dropout else 8.0) * model.hidden
+    if not software.fused_norms:  # the input in FP32, and the result before it is scaled
+        outside += 2 * (4.0 + 2.0) * model.hidden
     if job.sequence_parallel:
         outside /= t
     widths = model.qkv_width + model.hidden + model.up_width + model.ffn_hidden

@@ -85,7 +85,7 @@ class Kernel(NamedTuple):
     half: float
 
 
-# Assumed after the figures of arXiv 2205.14135, 2307.08691 and 2407.08608 and of cuDNN's notes, causal
+# Assumed after the figures of arXiv 2205.14135, 2307.08691, 2407.08608 and cuDNN's notes: causal
 # masks, head size 128; not fitted. flash3 and cudnn are relative to flash2 on an H100.
 KERNELS = {
     "flash": Kernel(1.0, 1.0, 0.0),

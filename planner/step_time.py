@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from config.model_stats import block_parameters, model_flops
 from config.schema import Layout, ModelShape, Training
-from planner import memory, op_costs
+from planner import memory, op_costs, risk
 from planner.hardware import Machine
 from planner.job import Job
 from schedules.automatic import stage_costs
@@ -40,6 +40,8 @@ class Prediction:
     """What a layout is predicted to do. Seconds per step, bytes of the fullest stage's GPU."""
 
     seconds: float
+    interval: tuple[float, float]  # seconds that hold 90 of 100 runs
+    risk: float  # probability of running out of memory
     parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
     bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
@@ -70,6 +72,8 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
     flops = model_flops(model, samples)
     return Prediction(
         seconds=seconds,
+        interval=risk.interval(job, seconds),
+        risk=risk.out_of_memory(machine, machine.memory - margin),
         parts=parts,
         bubble=bubble,
         memory=table,

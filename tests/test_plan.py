@@ -349,3 +349,26 @@ def test_check_sees_a_fresh_mistake():
     found = {(f.row_id, f.kind) for f in published_rows.check([good, swapped, wrong])}
     assert {("x", "swapped"), ("y", "rate"), ("y", "dp")} <= found
     assert not any(row == good["row_id"] for row, _ in found)
+
+
+def test_layouts_above_the_risk_are_listed_apart():
+    line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
+    careful, bold = ask(line), ask(f"{line} --risk 0.5")
+    assert all(row["risk"] <= 0.05 for row in careful.data["ranked"])
+    assert all(row["risk"] > 0.05 for row in careful.data["risky"])
+    together = len(careful.data["ranked"]) + len(careful.data["risky"])
+    assert len(bold.data["ranked"]) == together
+    assert not bold.data["risky"]
+    faster = [r["seconds"] for r in careful.data["risky"]]
+    assert min(faster) < careful.data["ranked"][0]["seconds"]
+    assert "1 of them faster:" in careful.text
+    assert "GB less; safe with --recompute" in careful.text
+    with pytest.raises(UserError, match="--risk must be above 0 and at most 1, not 2"):
+        ask(f"{line} --risk 2")
+
+
+def test_days_have_an_interval_of_a_safe_layout():
+    found = ask("days --model 176b --nodes 48 --tokens 366e9")
+    low, high = found.data["between"]
+    assert low < found.data["days"] < high
+    assert f"({low:.1f} to {high:.1f} in 9 of 10 cases)" in found.text

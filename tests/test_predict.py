@@ -1,6 +1,7 @@
 """Kernels, collectives and pipelines of one layout, against closed forms."""
 
 import dataclasses
+import math
 
 import handmade_schedules as handmade
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from config.command_line import preset
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
-from planner import hardware, op_costs, step_time
+from planner import hardware, op_costs, risk, step_time
 from planner.job import Job
 from schedules import schedule, simulation
 
@@ -414,3 +415,30 @@ def test_a_network_by_nodes_is_interpolated():
     link = hardware.Link(0.0, 100.0, 0.5, ((1, 1.0), (4, 0.25), (64, 0.125)))
     assert [link.over(n) for n in (1, 2, 4, 64, 999)] == pytest.approx([50, 25, 12.5, 6.25, 6.25])
     assert hardware.Link(0.0, 100.0, 0.5).over(999) == 50
+
+
+# ------------------------------------------------------------------------------------------------
+# Risk
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_risk_of_running_out_is_log_normal():
+    edge = A100.memory
+    spread = A100.memory_spread
+    assert risk.out_of_memory(A100, edge) == pytest.approx(0.5)
+    assert risk.out_of_memory(A100, edge * math.exp(spread)) == pytest.approx(0.8413, abs=1e-4)
+    assert risk.out_of_memory(A100, edge * math.exp(-2 * spread)) == pytest.approx(0.0228, abs=1e-4)
+    for accepted in (0.01, 0.05, 0.5):
+        most = risk.safe_bytes(A100, accepted)
+        assert risk.out_of_memory(A100, most) == pytest.approx(accepted)
+
+
+def test_an_interval_holds_the_prediction_and_widens_outside_of_what_was_fitted():
+    model, layout = preset("1b3"), Layout(dp=8)
+    job = Job(model, layout, training(64), A100)
+    low, high = risk.interval(job, 10.0)
+    assert low < 10 < high
+    assert low * high == pytest.approx(100)
+    far = job._replace(model=dataclasses.replace(model, seq_length=2**20))
+    assert risk.interval(far, 10.0)[1] > high
+    assert risk.interval(job._replace(machine=hardware.load("b200")), 10.0)[1] > high
