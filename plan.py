@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,6 @@ from typing import Any, cast
 from config import messages  # first: it ends a Python that is too old
 from config.command_line import parse_request
 from config.messages import Parser, UserError
-from config.schema import Layout
 from planner import hardware, questions, risk
 from planner.questions import QUESTIONS, Answer, Question
 
@@ -77,13 +75,7 @@ def ask(arguments: list[str]) -> Answer:
 
 def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: int) -> str:
     """What a rehearsal says about a layout of the table, in a line."""
-    words = list(rest)
-    for field in fields(Layout):
-        value, flag = row[field.name], field.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}", str(value)]
+    words = [*rest, *row["flags"]]
     name = "tp {tp} pp {pp} dp {dp} micro-batch {micro_batch_size} {recompute}".format(**row)
     program = str(Path(__file__).with_name("rehearse.py"))
     with tempfile.TemporaryDirectory() as folder:

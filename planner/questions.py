@@ -9,7 +9,7 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ BATCH = 2048  # global batch if none is given: that of every published run of a 
 EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
 EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 SHOWN_RISKY = 5
+FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
+NAMED = ("tp", "pp", "dp", "micro_batch_size", "recompute")  # of a layout that is rejected
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -53,10 +55,21 @@ class Question:
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
     def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
-        """All layouts on these GPUs that agree with what was given, and those that cannot run."""
+        """All layouts on these GPUs that agree with what was given, and those that cannot run:
+        train.py's own check has the last word.
+        """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
-        return layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
+        ranked, rejected = layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
+        kept = []
+        for one in ranked:
+            reason = _refusal(replace(run, layout=one.layout), self.gpus)
+            if reason:
+                at = asdict(one.layout)
+                rejected.append(layouts.Rejected({name: at[name] for name in NAMED}, reason))
+            else:
+                kept.append(one)
+        return kept, rejected
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -64,6 +77,32 @@ class Question:
         gpus = self.gpus if given else layout.tp * layout.pp * (layout.dp or 1)
         run = validation.check_any_length(self.config, gpus)
         return Job(run.model, run.layout, run.training, self.machine)
+
+
+def _refusal(run: Config, gpus: int) -> str:
+    """Why train.py would not start it on so many GPUs; empty if it would. What a ramp-up of the
+    batch does not divide has a column of its own.
+    """
+    run = replace(run, training=replace(run.training, **FULL_BATCH))
+    try:
+        validation.check_any_length(run, gpus)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def flags(layout: schema.Layout) -> list[str]:
+    """What to type after train.py for a layout: what is not its default, but for dp."""
+    words: list[str] = []
+    for option in fields(schema.Layout):
+        value, flag = getattr(layout, option.name), option.name.replace("_", "-")
+        if value == option.default or option.name == "dp":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
 
 
 def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
@@ -134,7 +173,8 @@ def ranked_layouts(question: Question) -> Answer:
 
 
 def _as_data(found: layouts.Ranked) -> dict[str, Any]:
-    return asdict(found.layout) | {"rampup": found.rampup} | asdict(found.prediction)
+    told = {"rampup": found.rampup, "flags": flags(found.layout)}
+    return asdict(found.layout) | told | asdict(found.prediction)
 
 
 def _risky_lines(
@@ -170,7 +210,7 @@ def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
 
 def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
     head = "   tp   pp    dp  mbs recompute   s/step  90 %   tokens/s    MFU  bubble  "
-    lines = [head + "GB first/max/last  free GB  risk  ramp-up"]
+    lines = [head + "GB first/max/last  free GB  risk  ramp-up  train.py"]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
@@ -178,7 +218,7 @@ def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
             f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
-            f"{p.risk:6.1%}  {r.rampup}"
+            f"{p.risk:6.1%}  {r.rampup}  {' '.join(flags(at))}"
         )
     return lines
 
