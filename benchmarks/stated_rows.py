@@ -35,7 +35,7 @@ RECOMPUTE = published_rows.RECOMPUTATION
 STATUS = {"ok": "ok", "oom": "OOM", "crashed/oom": "OOM", "hang": "failed", "fail": "failed"}
 PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
-# Bytes of the figure's unit, and whether it counts the CUDA context and what the cache holds.
+# What a memory figure counts: everything, what the allocator holds, or tensors alone.
 MEMORY_KINDS = ("", "nvidia-smi", "reserved", "allocated")
 # Attention kernels as sources write them, and as `Software.attention` has them.
 KERNELS = {
