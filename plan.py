@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +21,7 @@ from typing import Any, cast
 from config import messages  # first: it ends a Python that is too old
 from config.command_line import parse_request
 from config.messages import Parser, UserError
-from config.schema import Layout
-from planner import hardware, questions
+from planner import hardware, questions, risk
 from planner.questions import QUESTIONS, Answer, Question
 
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
@@ -55,6 +53,8 @@ def ask(arguments: list[str]) -> Answer:
         if number is not None and not 0 < number < most:
             limit = f"below {most:g}" if number > 0 else "above 0"
             raise UserError(f"--{name} must be {limit}, not {number:g}")
+    if not 0 < options.risk <= 1:
+        raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     request = parse_request(rest, defaults=partial(questions.defaults, options.question))
@@ -75,13 +75,7 @@ def ask(arguments: list[str]) -> Answer:
 
 def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: int) -> str:
     """What a rehearsal says about a layout of the table, in a line."""
-    words = list(rest)
-    for field in fields(Layout):
-        value, flag = row[field.name], field.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            words += [f"--{flag}", str(value)]
+    words = [*rest, *row["flags"]]
     name = "tp {tp} pp {pp} dp {dp} micro-batch {micro_batch_size} {recompute}".format(**row)
     program = str(Path(__file__).with_name("rehearse.py"))
     with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +112,9 @@ def _parser() -> ArgumentParser:
     add("--rejected", action="store_true", help="print every rejected layout")
     add("--tokens", type=float, help="tokens to train on")
     add("--size", type=float, help="parameters wanted")
+    add(
+        "--risk", type=float, default=risk.DEFAULT, help="of running out of memory, accepted (0.05)"
+    )
     add("--rehearse", type=int, default=0, metavar="N", help="rehearse the first N layouts")
     add("--trace", metavar="FILE", help="write a Chrome trace")
     for name, (_, text) in QUESTIONS.items():

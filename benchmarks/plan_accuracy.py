@@ -2,6 +2,7 @@
 
     python benchmarks/plan_accuracy.py                        # the published rows, every figure
     python benchmarks/plan_accuracy.py --rows mine.csv --tables mine_tables.csv
+    python benchmarks/plan_accuracy.py --rows benchmarks/data/public/*.csv --json figures.json
     python benchmarks/plan_accuracy.py --fit                  # constants refitted on all rows
 
 In-sample: the constants of hardware/fitted.toml. Held out: for each section of the rows, the
@@ -11,6 +12,7 @@ invalid in the file are left out; all others count.
 """
 
 import csv
+import json
 import math
 import platform
 import statistics
@@ -22,6 +24,9 @@ sys.path.insert(0, str(ROOT))
 
 import published_cases
 import published_rows
+import source_accuracy
+import stated_rows
+from robust_fit import moved, solve
 
 from config.messages import Parser, UserError, exit_with
 from planner import hardware, memory, step_time
@@ -54,7 +59,6 @@ SOURCES = {
 }
 FAR = 0.15  # rows further off than this are named
 FEWEST = 4  # rows that a refit needs beside its section
-TIGHT = 0.03  # residuals (of a logarithm) above this weigh less, so that outliers do not decide
 
 # Sections that alone determine a constant. When one is held out, the constant takes the value
 # expected without any row: an adapter that works in one direction only reaches half.
@@ -100,24 +104,6 @@ def slopes(names: tuple[str, ...], cases, kind: str, values: dict) -> list[list[
         there = errors(cases, kind, dict(values, **{name: values[name] * 1.02}))
         found.append([(b - a) / math.log(1.02) for a, b in zip(here, there, strict=True)])
     return found
-
-
-def solve(here: list[float], by_constant: list[list[float]], rounds: int = 30) -> list[float]:
-    """The step in the logarithms of the constants that minimises Huber's loss of the errors."""
-    import numpy as np
-
-    start, slope = np.array(here), np.array(by_constant).T
-    step = np.zeros(slope.shape[1])
-    for _ in range(rounds):
-        off = start + slope @ step
-        weight = np.sqrt(1 / np.maximum(1.0, np.abs(off) / TIGHT))
-        step = np.linalg.lstsq(slope * weight[:, None], -start * weight, rcond=None)[0]
-    return [float(part) for part in step]
-
-
-def moved(values: dict, names: tuple[str, ...], step: list[float]) -> dict[str, float]:
-    """`values` with the named ones multiplied by the exponentials of a step."""
-    return values | {n: values[n] * math.exp(s) for n, s in zip(names, step, strict=True)}
 
 
 def fit_all(cases, start: dict, rounds: int = 5) -> dict[str, float]:
@@ -371,15 +357,49 @@ def constants_table(values: dict[str, float]) -> list[str]:
     return lines
 
 
+def by_source(paths: list[str], out: str | None, arguments: list[str]) -> None:
+    """Print the figures of each file of stated rows, and of all, and write them to `out` as JSON.
+
+    Each source is predicted with constants fitted on the public rows of the other sources.
+    """
+    values = {c.name: c.value for c in hardware.constants()}
+    rows = [row for path in paths for row in stated_rows.read(path)]
+    known = [
+        row for path in sorted(DATA.glob("public/*.csv")) for row in stated_rows.read(str(path))
+    ]
+    guesses = source_accuracy.held_out(rows, known, values)
+    groups = {s: [r for r in rows if r.source == s] for s in _unique(rows, "source")}
+    groups |= {"all": rows} if len(groups) > 1 else {}
+    figures = {name: source_accuracy.compare(own, guesses) for name, own in groups.items()}
+    lines = ["# The planner on rows as stated", ""]
+    lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
+    lines += [
+        "Each source is predicted with constants fitted without it. Regret in brackets: among"
+    ]
+    lines += ["the rows within 2x of their table's fastest."]
+    print("\n".join(lines + source_accuracy.report(figures)))
+    if out:
+        Path(out).write_text(json.dumps(figures, indent=1))
+
+
 def main(arguments: list[str]) -> None:
     """Parse, compute, print."""
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=str(DATA / "measured_rows.csv"), help="measured rows")
+    default = [str(DATA / "measured_rows.csv")]
+    parser.add_argument(
+        "--rows", nargs="+", default=default, help="measured rows: docs/planning.md"
+    )
+    parser.add_argument("--json", metavar="OUT", help="of rows that state their machine: figures")
     parser.add_argument("--tables", help="decision tables; default: the published ones")
     parser.add_argument("--machine", help="predict every row on this machine")
     parser.add_argument("--fit", action="store_true", help="print refitted constants and stop")
     given = parser.parse_args(arguments)
-    cases = published_cases.cases(published_rows.read(given.rows), given.machine)
+    if all(stated_rows.is_stated(path) for path in given.rows):
+        by_source(given.rows, given.json, arguments)
+        return
+    if len(given.rows) > 1 or given.json:
+        raise UserError("several files, and --json, need rows with a column machine")
+    cases = published_cases.cases(published_rows.read(given.rows[0]), given.machine)
     values = {c.name: c.value for c in hardware.constants()}
     if given.fit:
         for name, number in fit_all(cases, values).items():

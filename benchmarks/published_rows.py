@@ -25,6 +25,7 @@ OPTIONAL = ("kv_heads", "activation", "sequence_parallel", "schedule", "partitio
 # What a row must have to describe a model and a layout.
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "gpus")
 RECOMPUTATION = {"true": "full", "full": "full", "selective": "selective"}
+RECOMPUTATION |= {"false": "none", "none": "none", "": "none"}
 # Columns that make two rows the same configuration, beside those that each check names.
 SAME = ("gpu", "layers", "hidden", "heads", "tp", "pp", "zero_stage", "recompute", "precision")
 # Formulas that count the parameters of a nominal size in place of the shape's: billions.
@@ -76,8 +77,12 @@ def integer(row: dict[str, str], *columns: str) -> int | None:
 
 
 def recomputation(row: dict[str, str]) -> str:
-    """The row's recomputation as Layout names it."""
-    return RECOMPUTATION.get(row["recompute"].lower(), "none")
+    """The row's recomputation as Layout names it; UserError if it is none of RECOMPUTATION."""
+    value = row["recompute"].lower()
+    if value not in RECOMPUTATION:
+        known = ", ".join(name for name in RECOMPUTATION if name)
+        raise UserError(f"row {row['row_id']}, column recompute: is {value!r}, not one of {known}")
+    return RECOMPUTATION[value]
 
 
 def shape(row: dict[str, str]) -> ModelShape:

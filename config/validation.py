@@ -25,7 +25,7 @@ def check(config: Config, ranks: int) -> Config:
     _ = config.skipped  # UserError if the ranges are malformed or overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_objective(config.data, config.model)
-    _check_sharding(layout, config.training)
+    check_sharding(layout, config.training)
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -149,7 +149,7 @@ def check_batches(config: Config) -> None:
             )
 
 
-def _check_sharding(layout: Layout, training: Training) -> None:
+def check_sharding(layout: Layout, training: Training) -> None:
     """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
     name, zero = training.optimizer, layout.zero
     if zero == 3 and layout.pp > 1:

@@ -5,6 +5,7 @@ job             a model, a layout, training and a machine: what every formula ta
 op_costs        seconds of GEMMs, attention, memory traffic, collectives
 step_time       seconds of a step, from the simulated schedule
 memory          bytes of each stage's GPU
+risk            intervals, and the probability of running out of memory
 layouts         every layout, ranked or rejected with a reason
 questions       what plan.py answers, as text and as data
 """

@@ -10,6 +10,7 @@ numbers have their source there. A name in place of a number is a constant fitte
 
 import math
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,44 @@ class Link:
     latency: float
     bandwidth: float
     fraction: float  # in a ring collective of long messages
+    # [nodes, share] ...: what is left of the fraction in a ring over so many nodes, interpolated.
+    by_nodes: tuple[tuple[float, float], ...] = ()
 
     @property
     def speed(self) -> float:
         """Bytes per second that a long ring collective achieves."""
         return self.bandwidth * self.fraction
 
+    def over(self, nodes: float) -> float:
+        """Bytes per second that a long ring over that many nodes achieves."""
+        share, points = 1.0, self.by_nodes
+        for (low, before), (high, after) in pairwise(points):
+            along = math.log(min(max(nodes, low), high) / low) / math.log(high / low)
+            share *= (after / before) ** along
+        return self.speed * share * (points[0][1] if points else 1.0)
+
 
 @dataclass(frozen=True)
 class Software:
     """What differs between training programs. The defaults are Trine's."""
 
-    attention: str = "flash"  # flash: scores stay on the chip; fused: GEMM, one softmax kernel
+    # flash: the machine's `kernel`; or a name of op_costs.KERNELS; fused: GEMMs and one kernel for
+    # the softmax; math: a kernel for each of scale, mask, softmax, dropout
+    attention: str = "flash"
+    fused_norms: bool = True  # a norm is one kernel, and not five
+    fused_elementwise: bool = True  # rotary positions are one kernel, and a gated activation
     dropout: bool = False  # masks are drawn, applied and kept
     virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
     scatter_p2p: bool = False  # each tensor rank sends 1/tp of an activation, then all gather
-    overlap_data: float = 0.0  # share of gradient and parameter traffic hidden behind compute
+    # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
+    logit_bytes: float = 26.0
+    overlap_data: float = 0.0  # share of gradient and parameter traffic hidden, whatever it takes
+    gathered_logits: bool = False  # each tensor rank holds the logits of the whole vocabulary
+    loss_bytes: float = 0.0  # held per logit of a micro-batch's loss; 0: as Trine's or Megatron's
+    # Share of the last backward, and of the first forward, behind which that traffic can hide; at
+    # --zero 3 of every pass.
+    overlap_passes: float = 0.0
+    shard_in_node: bool = False  # --zero shards over a node's ranks, and nodes are replicas
     overlap_tensor: float = 0.0  # share of tensor collectives hidden behind GEMMs
     all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
     wire_bytes: int = 4  # of one gradient on the wire
@@ -52,7 +75,15 @@ class Software:
     workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
     buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
     host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
+    host_per_operation: float = 0.0  # seconds to launch one: a pass takes no less than all of its
+    host_per_message: float = 0.0  # seconds to agree on a message between stages
+    recompute_share: float = 0.0  # of a forward, that selective recomputation does again
     per_step: float = 0.05  # seconds of a step that no micro-batch causes
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether attention writes its scores to memory."""
+        return self.attention in ("fused", "math")
 
 
 @dataclass(frozen=True)
@@ -72,12 +103,16 @@ class Machine:
     network: Link  # of one node
     p2p_fraction: float  # of the network that messages between two stages achieve
     gemm_fraction: float  # of the peak that a large, aligned GEMM achieves
-    flash_fraction: float  # of the peak that a flash-attention kernel achieves
+    flash_fraction: float  # of the peak that FlashAttention-2 achieves in long sequences
     vector_fraction: float  # of vector_peak that a misaligned batched GEMM achieves
     stride_penalty: float  # of the same, when its rows are 64 KiB apart
     activation_overhead: float  # allocated over asked for, of what lives long
+    kernel: str = "flash2"  # of op_costs.KERNELS: what `flash` attention is on this GPU
     crossing: float = 1.0  # of the network's speed for a ring with several ranks on a node
     ranks_per_core: float = 1.0  # above 1: ranks share CPU cores; rates are those of all at once
+    # Standard deviation of the logarithm of measured over predicted, of runs that were not fitted.
+    time_spread: float = 0.12
+    memory_spread: float = 0.12
     slowdown: float = 1.0  # of every step, by a known defect of this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
@@ -136,7 +171,8 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
 
     entries = filled(entries)
     for link in ("nvlink", "network"):
-        entries[link] = Link(**entries[link])
+        points = tuple(tuple(point) for point in entries[link].get("by_nodes", ()))
+        entries[link] = Link(**entries[link] | {"by_nodes": points})
     entries["software"] = Software(**entries.get("software", {}))
     return Machine(name=name, **entries)
 

@@ -14,7 +14,7 @@ from config.batch_schedule import BatchSchedule
 from config.messages import UserError
 from config.model_stats import block_flops, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
-from config.validation import check_batch, check_shape, check_split
+from config.validation import check_batch, check_shape, check_sharding, check_split
 from planner import memory
 from planner.hardware import Machine
 from planner.job import Job
@@ -68,7 +68,11 @@ def rank(
         if isinstance(candidate, Rejected):
             rejected.append(candidate)
         elif wanted(candidate):
-            if reason := does_not_fit(Job(model, candidate, training, machine)):
+            reason = does_not_fit(Job(model, candidate, training, machine))
+            if reason and "zero" not in (fixed or {}):
+                sharded = _sharded(Job(model, candidate, training, machine))
+                candidate, reason = (sharded, "") if sharded else (candidate, reason)
+            if reason:
                 rejected.append(_rejected(candidate, reason))
             else:
                 prediction = predict(model, candidate, training, machine)
@@ -126,7 +130,7 @@ def _variants(
 ) -> Iterator[Layout | Rejected]:
     """A placed layout with every micro-batch and recomputation."""
     # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
-    flash = machine.software.attention == "flash"
+    flash = not machine.software.keeps_scores
     tried = ("none", "full") if flash else ("none", "selective", "full")
     for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
         layout = replace(base, micro_batch_size=micro)
@@ -166,6 +170,21 @@ def _choices(fixed: dict[str, Any], name: str, default: Iterable[Any]) -> list[A
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def _sharded(job: Job) -> Layout | None:
+    """The layout with the least of --zero 2 and 3 at which it fits: neither is faster than 1, so
+    there is no need for them elsewhere. None if it fits with neither, or train.py refuses it.
+    """
+    for zero in (2, 3):
+        layout = replace(job.layout, zero=zero)
+        try:
+            check_sharding(layout, job.training)
+        except UserError:
+            continue
+        if not does_not_fit(job._replace(layout=layout)):
+            return layout
+    return None
 
 
 def does_not_fit(job: Job) -> str:

@@ -202,7 +202,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
-    layout, flash = job.layout, job.machine.software.attention == "flash"
+    layout, flash = job.layout, not job.machine.software.keeps_scores
     kept = _kept(spec, job)
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
@@ -228,7 +228,10 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
 def _logit_bytes(in_flight: float, job: Job) -> float:
     """Bytes of the loss of one micro-batch, and what it keeps of the others in flight."""
     logits = float(job.tokens) * job.vocab_columns
-    if job.machine.software.attention == "fused":
+    logits *= job.layout.tp if job.machine.software.gathered_logits else 1
+    if job.machine.software.loss_bytes:
+        return job.machine.software.loss_bytes * logits
+    if job.machine.software.keeps_scores:
         return LOGIT_BYTES * logits
     return (job.number_bytes + in_flight * KEPT_LOGIT_BYTES) * logits
 
@@ -246,7 +249,9 @@ def kept_bytes(job: Job) -> float:
     """Bytes one block keeps of one micro-batch until its backward."""
     if job.layout.recompute == "full":
         return job.activation_bytes / (job.layout.tp if job.sequence_parallel else 1)
-    return block_activations(job, job.layout.recompute == "none")
+    kept = block_activations(job, job.layout.recompute == "none")
+    again = job.machine.software.recompute_share if job.layout.recompute == "selective" else 0.0
+    return kept * (1.0 - again)
 
 
 def block_activations(job: Job, scores: bool) -> float:
@@ -257,15 +262,17 @@ def block_activations(job: Job, scores: bool) -> float:
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
     outside = (10.0 if software.dropout else 8.0) * model.hidden
+    if not software.fused_norms:  # the input in FP32, and the result before it is scaled
+        outside += 2 * (4.0 + 2.0) * model.hidden
     if job.sequence_parallel:
         outside /= t
     widths = model.qkv_width + model.hidden + model.up_width + model.ffn_hidden
-    if software.attention == "flash":  # what differs where the kernels are torch's own
+    if not software.keeps_scores:  # what differs where the kernels are torch's own
         widths += model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU of the gate
         # Attention's result with samples before the sequence, and as the next product takes it.
         widths += model.attention_width if job.layout.micro_batch_size > 1 else 0
     size = job.tokens * (outside + 2.0 * widths / t)
-    if scores and software.attention == "fused":
+    if scores and software.keeps_scores:
         each = 5.0 if software.dropout else 2.0
         size += each * model.heads / t * model.seq_length * job.tokens
     return size * job.number_bytes / 2

@@ -11,6 +11,7 @@ What is modelled, the most important first:
 """
 
 import math
+from typing import NamedTuple
 
 from planner.hardware import Link, Machine
 
@@ -74,19 +75,46 @@ def moved(machine: Machine, count: float) -> float:
 # ---- Attention: q k^T, softmax, times v ----------------------------------------------------------
 
 
+class Kernel(NamedTuple):
+    """A flash-attention kernel: its rates in long sequences over FlashAttention-2's, forward and
+    backward, and the length at which half of them is reached.
+    """
+
+    forward: float
+    backward: float
+    half: float
+
+
+# Assumed after the figures of arXiv 2205.14135, 2307.08691, 2407.08608 and cuDNN's notes: causal
+# masks, head size 128; not fitted. flash3 and cudnn are relative to flash2 on an H100.
+KERNELS = {
+    "flash": Kernel(1.0, 1.0, 0.0),
+    "flash1": Kernel(0.65, 0.55, 300.0),
+    "flash2": Kernel(1.1, 0.95, 300.0),
+    "triton": Kernel(0.85, 0.5, 300.0),
+    "efficient": Kernel(0.5, 0.4, 300.0),
+    "flash3": Kernel(1.6, 1.4, 600.0),
+    "cudnn": Kernel(1.5, 1.3, 600.0),
+}
+HEAD = 128  # the head size of those rates; half of it reaches SMALL_HEAD of them
+SMALL_HEAD = 0.85
+
+
 def attention(
     machine: Machine, seq: int, head: int, heads: int, micro: int, size: int = 2
 ) -> tuple[float, float]:
     """Seconds of the attention core over `heads` local heads, forward and backward."""
-    if machine.software.attention == "flash" or size > 2:
+    software = machine.software
+    if not software.keeps_scores or size > 2:
         return _flash(machine, seq, head, heads * micro, size)
     batch, row = heads * micro, 2.0 * 3 * head * heads * micro
     scores = batched_gemm(machine, seq, seq, head, batch, row)
     mixed = batched_gemm(machine, seq, head, seq, batch, row)
     elements = float(batch) * seq * seq
-    dropout = 5.0 if machine.software.dropout else 0.0  # read 2, write 2, mask 1
+    dropout = 5.0 if software.dropout else 0.0  # read 2, write 2, mask 1
     forward, backward = 4.0 + dropout, 6.0 + dropout
-    if not fused_softmax(seq, batch):  # scale, mask, cast, softmax, cast: a kernel each
+    # Scale, mask, cast, softmax, cast: a kernel each.
+    if software.attention == "math" or not fused_softmax(seq, batch):
         forward, backward = forward + 24.0, backward + 16.0
     return (
         scores + mixed + moved(machine, forward * elements),
@@ -101,12 +129,17 @@ def fused_softmax(seq: int, batch: int) -> bool:
 
 def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tuple[float, float]:
     """Two products forward, five backward, of which the causal mask leaves half."""
-    product = float(batch) * seq * seq * head
-    rate = machine.peak * machine.flash_fraction
+    product = float(batch) * seq * seq * head * (-(-head // ALIGNMENT) * ALIGNMENT / head)
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
-    padded = -(-head // ALIGNMENT) * ALIGNMENT / head
-    return 2 * product * padded / rate + LAUNCH, 5 * product * padded / rate + LAUNCH
+        return 2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH
+    asked = machine.software.attention
+    kernel = KERNELS[machine.kernel if asked == "flash" else asked]
+    rate = machine.peak * machine.flash_fraction * seq / (seq + kernel.half)
+    if kernel.half:
+        rate *= SMALL_HEAD ** max(0.0, math.log2(HEAD / head))
+    forward, backward = rate * kernel.forward, rate * kernel.backward
+    return 2 * product / forward + LAUNCH, 5 * product / backward + LAUNCH
 
 
 # ---- Between ranks -------------------------------------------------------------------------------
@@ -124,7 +157,8 @@ def ring(machine: Machine, ranks: int, stride: int) -> Link:
         return machine.nvlink
     groups = machine.node / local
     crossing = machine.crossing if local > 1 else 1.0
-    speed = min(machine.nvlink.speed, machine.network.speed / groups * crossing)
+    nodes = -(-ranks // local)
+    speed = min(machine.nvlink.speed, machine.network.over(nodes) / groups * crossing)
     return Link(machine.network.latency, speed, 1.0)
 
 
@@ -138,6 +172,7 @@ def all_reduce(link: Link, ranks: int, count: float) -> float:
 def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:
     """Seconds until one stage's activation of `count` bytes has reached the next stage."""
     share = count / tp if machine.software.scatter_p2p else count
+    agreed = machine.software.host_per_message
     if stage_ranks >= machine.node:
         link = machine.network
         seconds = share * machine.node / (link.bandwidth * machine.p2p_fraction) + link.latency
@@ -145,4 +180,4 @@ def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:
         edge = share * stage_ranks / (machine.network.bandwidth * machine.p2p_fraction)
         seconds = max(edge, share / machine.nvlink.speed) + machine.nvlink.latency
     gathered = count * (tp - 1) / tp if machine.software.scatter_p2p else 0.0
-    return seconds + gathered / machine.nvlink.speed
+    return agreed + seconds + gathered / machine.nvlink.speed

@@ -9,14 +9,14 @@ import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from config import model_stats, schema, validation
 from config.messages import UserError
 from config.schema import Config
-from planner import hardware, layouts, memory, step_time
+from planner import hardware, layouts, memory, risk, step_time
 from planner.job import Job
 from schedules import drawing, partition, simulation
 from schedules.automatic import settled_layout, stage_costs
@@ -26,6 +26,9 @@ BATCH = 2048  # global batch if none is given: that of every published run of a 
 # Models of the questions that need one only as an example.
 EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
 EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
+SHOWN_RISKY = 5
+FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
+NAMED = ("tp", "pp", "dp", "micro_batch_size", "recompute")  # of a layout that is rejected
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -52,10 +55,21 @@ class Question:
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
     def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
-        """All layouts on these GPUs that agree with what was given, and those that cannot run."""
+        """All layouts on these GPUs that agree with what was given, and those that cannot run:
+        train.py's own check has the last word.
+        """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
-        return layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
+        ranked, rejected = layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
+        kept = []
+        for one in ranked:
+            reason = _refusal(replace(run, layout=one.layout), self.gpus)
+            if reason:
+                at = asdict(one.layout)
+                rejected.append(layouts.Rejected({name: at[name] for name in NAMED}, reason))
+            else:
+                kept.append(one)
+        return kept, rejected
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -63,6 +77,32 @@ class Question:
         gpus = self.gpus if given else layout.tp * layout.pp * (layout.dp or 1)
         run = validation.check_any_length(self.config, gpus)
         return Job(run.model, run.layout, run.training, self.machine)
+
+
+def _refusal(run: Config, gpus: int) -> str:
+    """Why train.py would not start it on so many GPUs; empty if it would. What a ramp-up of the
+    batch does not divide has a column of its own.
+    """
+    run = replace(run, training=replace(run.training, **FULL_BATCH))
+    try:
+        validation.check_any_length(run, gpus)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def flags(layout: schema.Layout) -> list[str]:
+    """What to type after train.py for a layout: what is not its default, but for dp."""
+    words: list[str] = []
+    for option in fields(schema.Layout):
+        value, flag = getattr(layout, option.name), option.name.replace("_", "-")
+        if value == option.default or option.name == "dp":
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
+    return words
 
 
 def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
@@ -108,37 +148,84 @@ def model(question: Question) -> Answer:
 def ranked_layouts(question: Question) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine, top = question.config.training, question.machine, question.options.top
-    ranked, rejected = question.rank()
+    fitting, rejected = question.rank()
+    accepted = question.options.risk
+    ranked = [r for r in fitting if r.prediction.risk <= accepted]
+    risky = [r for r in fitting if r.prediction.risk > accepted]
     data = {
         "gpus": question.gpus,
         "machine": machine.name,
         "global_batch_size": training.global_batch_size,
-        "ranked": [asdict(r.layout) | {"rampup": r.rampup} | asdict(r.prediction) for r in ranked],
+        "ranked": [_as_data(r) for r in ranked],
+        "risky": [_as_data(r) for r in risky],
         "rejected": [r.layout | {"reason": r.reason} for r in rejected],
     }
     head = (
-        f"{len(ranked)} layouts fit on {question.gpus} GPUs of {machine.name}, "
+        f"{len(fitting)} layouts fit on {question.gpus} GPUs of {machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     )
     lines = [head, *_ranked_lines(ranked[:top])]
     lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
+    lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
     lines += _notes(ranked[:1])
     return Answer("\n".join(lines), data)
 
 
+def _as_data(found: layouts.Ranked) -> dict[str, Any]:
+    told = {"rampup": found.rampup, "flags": flags(found.layout)}
+    return asdict(found.layout) | told | asdict(found.prediction)
+
+
+def _risky_lines(
+    safe: list[layouts.Ranked], risky: list[layouts.Ranked], question: Question
+) -> list[str]:
+    """The layouts that are faster than the fastest safe one, and what would make them safe."""
+    best = safe[0].prediction.seconds if safe else math.inf
+    faster = [r for r in risky if r.prediction.seconds < best]
+    if not risky:
+        return []
+    accepted, machine = question.options.risk, question.machine
+    lines = [
+        "",
+        f"{len(risky)} more fit with a risk above {accepted:.0%}, {len(faster)} of them faster:",
+    ]
+    allowed = risk.safe_bytes(machine, accepted)
+    for one in faster[:SHOWN_RISKY]:
+        at, p = one.layout, one.prediction
+        over = (machine.memory - p.margin - allowed) / BILLION
+        alike = [r for r in safe if _axes(r) == _axes(one) and r.layout.recompute != at.recompute]
+        way = f"; safe with --recompute {alike[0].layout.recompute}" if alike else ""
+        where = f"tp {at.tp} pp {at.pp} dp {at.dp} micro-batch {at.micro_batch_size} {at.recompute}"
+        lines.append(
+            f"  {where}: {p.seconds:.2f} s, risk {p.risk:.0%}, safe with {over:.1f} GB less{way}"
+        )
+    return lines
+
+
+def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
+    at = found.layout
+    return at.tp, at.pp, at.micro_batch_size
+
+
 def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
-    head = "   tp   pp    dp  mbs recompute   s/step   tokens/s    MFU  bubble  "
-    lines = [head + "GB first/max/last  free GB  ramp-up"]
+    head = "   tp   pp    dp  mbs recompute   s/step  90 %   tokens/s    MFU  bubble  "
+    lines = [head + "GB first/max/last  free GB  risk  ramp-up  train.py"]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
         lines.append(
             f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
-            f"{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
-            f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}  {r.rampup}"
+            f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
+            f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
+            f"{p.risk:6.1%}  {r.rampup}  {' '.join(flags(at))}"
         )
     return lines
+
+
+def _plus_minus(p: step_time.Prediction) -> str:
+    """How far the upper end of the interval is above the prediction."""
+    return f"+{p.interval[1] / p.seconds - 1:.0%}"
 
 
 def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
@@ -217,11 +304,15 @@ def days(question: Question) -> Answer:
     if not ranked:
         reason = f": {rejected[0].reason}" if len(rejected) == 1 else ""
         raise UserError(f"no layout fits on {where}{reason}")
-    best = ranked[0]
+    safe = [r for r in ranked if r.prediction.risk <= question.options.risk]
+    best = (safe or ranked)[0]
     seconds = tokens / best.prediction.tokens_per_second
-    data = {"days": seconds / 86400, "tokens": tokens, "gpus": question.gpus}
+    between = [seconds * end / best.prediction.seconds / 86400 for end in best.prediction.interval]
+    data = {"days": seconds / 86400, "between": between, "tokens": tokens, "gpus": question.gpus}
     data |= {"layout": asdict(best.layout), "seconds_per_step": best.prediction.seconds}
-    head = f"{seconds / 86400:.1f} days for {tokens:.3g} tokens on {where}, "
+    low, high = between
+    head = f"{seconds / 86400:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for "
+    head += f"{tokens:.3g} tokens on {where}, "
     lines = [head + "without stops and ramp-up", *_ranked_lines([best]), *_notes([best])]
     return Answer("\n".join(lines), data)
 

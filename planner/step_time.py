@@ -14,12 +14,18 @@ from typing import NamedTuple
 
 from config.model_stats import block_parameters, model_flops
 from config.schema import Layout, ModelShape, Training
-from planner import memory, op_costs
+from planner import memory, op_costs, risk
 from planner.hardware import Machine
 from planner.job import Job
 from schedules.automatic import stage_costs
 from schedules.compiler import StageCosts, long_schedule
 from schedules.partition import executed_flops, stage_specs
+
+OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
+# Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
+# in FP32 as five kernels of torch, forward and backward; rotary positions as eight.
+UNFUSED_NORM = (16.0, 37.0)
+ROTARY, UNFUSED_ROTARY = 2.0, 9.0
 
 
 class Pass(NamedTuple):
@@ -34,6 +40,8 @@ class Prediction:
     """What a layout is predicted to do. Seconds per step, bytes of the fullest stage's GPU."""
 
     seconds: float
+    interval: tuple[float, float]  # seconds that hold 90 of 100 runs
+    risk: float  # probability of running out of memory
     parts: dict[str, float]  # seconds: pipeline, of which bubble; reduce, tied, optimizer, fixed
     bubble: float  # share of the pipeline's time in which a stage is idle, on average
     memory: list[memory.StageMemory]
@@ -64,6 +72,8 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
     flops = model_flops(model, samples)
     return Prediction(
         seconds=seconds,
+        interval=risk.interval(job, seconds),
+        risk=risk.out_of_memory(machine, machine.memory - margin),
         parts=parts,
         bubble=bubble,
         memory=table,
@@ -97,9 +107,19 @@ def block_pass(job: Job) -> Pass:
         backward += exposed / 2
     if layout.recompute == "full":
         backward += forward
-    elif layout.recompute == "selective" and software.attention != "flash":
-        backward += core[0]  # a flash kernel recomputes the scores itself
-    return Pass(forward, backward)
+    elif layout.recompute == "selective":  # a flash kernel recomputes the scores itself
+        backward += software.recompute_share * forward
+        backward += core[0] if software.keeps_scores else 0.0
+    launched = software.host_per_operation * _operations(job)
+    return Pass(max(forward, launched), max(backward, 2 * launched))
+
+
+def _operations(job: Job) -> int:
+    """Kernels and collectives that a block's forward launches."""
+    software, tp, found = job.machine.software, job.layout.tp > 1, OPERATIONS
+    found += (0 if software.fused_norms else 12) + (0 if software.fused_elementwise else 12)
+    found += 4 if tp and job.sequence_parallel else 2 * tp
+    return found + (6 if software.keeps_scores else 0)
 
 
 def _matrices(job: Job) -> list[tuple[int, int]]:
@@ -123,6 +143,16 @@ def _elementwise(job: Job) -> tuple[float, float]:
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
         backward += size * (model.qkv_width / t + f / t + 2 * h)
+    software = job.machine.software
+    if not software.fused_norms:
+        forward += 2 * UNFUSED_NORM[0] * size * h / shared
+        backward += 2 * UNFUSED_NORM[1] * size * h / shared
+    if not software.fused_elementwise and model.activation == "swiglu":
+        forward, backward = forward + 2 * size * f / t, backward + 3 * size * f / t
+    if model.positions == "rotary":
+        passes = ROTARY if software.fused_elementwise else UNFUSED_ROTARY
+        turned = passes * size * (model.qkv_width + model.attention_width) / 2 / t
+        forward, backward = forward + turned, backward + turned
     forward, backward = job.tokens * forward, job.tokens * backward
     return op_costs.moved(job.machine, forward), op_costs.moved(job.machine, backward)
 
@@ -131,8 +161,7 @@ def head_pass(job: Job) -> Pass:
     """Seconds of one micro-batch through final norm, output matrix and loss."""
     machine, rows, columns, h = job.machine, job.tokens, job.vocab_columns, job.model.hidden
     forward, backward = op_costs.linear(machine, rows, columns, h, job.number_bytes)
-    # Cast, maximum, exponential, sums, in FP32.
-    logits = op_costs.moved(machine, 26.0 * rows * columns)
+    logits = op_costs.moved(machine, machine.software.logit_bytes * rows * columns)
     added = op_costs.moved(machine, _accumulated(machine) * columns * h)
     return Pass(forward + logits + _tensor_all_reduce(job), backward + logits + added)
 
@@ -258,16 +287,8 @@ def step_parts(job: Job) -> dict[str, float]:
         of_rank[spec.rank] += memory.held_parameters(spec, job)
     held = max(of_rank)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
-    volume = wire * (2 if software.all_reduce_gradients or not layout.zero else 1)
-    count = job.micro_batches
-    if layout.zero >= 2:  # the gradients of every micro-batch
-        volume *= count
-    if layout.zero == 3:  # and weights, once forward and once backward
-        volume += 2 * weight * count
-    elif layout.zero:
-        volume += weight
-    reduced = op_costs.all_reduce(op_costs.ring(machine, dp, t), dp, held * volume / 2)
-    reduced *= 1 - software.overlap_data
+    volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
+    reduced = _exposed(job, held, volume)
     tied = 0.0
     if specs[0].tied:
         sharing = min(machine.node, t * dp)
@@ -276,3 +297,52 @@ def step_parts(job: Job) -> dict[str, float]:
     shard = held / (dp if layout.zero else 1)
     optimizer = op_costs.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
     return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}
+
+
+def _exposed(job: Job, held: float, wire: float) -> float:
+    """Seconds of a step's gradient and parameter traffic that no computation hides.
+
+    held: parameters of a GPU. wire: bytes to reduce one gradient, in halves of an all-reduce's.
+    """
+    layout, software = job.layout, job.machine.software
+    gather, reduce = (1 - software.overlap_data) * _gather(job, held), _reduce(job, held, wire)
+    reduce *= 1 - software.overlap_data
+    forward = backward = 0.0
+    if software.overlap_passes:
+        passes = stage_passes(job)
+        forward = software.overlap_passes * max(one.forward for one in passes)
+        backward = software.overlap_passes * max(one.backward for one in passes)
+    count = job.micro_batches
+    rounds = count if layout.zero >= 2 else 1
+    tail = 1 / max(1, job.model.layers // layout.stages)  # of the last block's, that nothing hides
+    if layout.zero == 3:  # weights once forward and once backward
+        shown = max(gather - forward, gather * tail)
+        return rounds * (shown + max(gather + reduce - backward, reduce * tail))
+    after = max(gather - forward, gather * tail) if layout.zero else 0.0
+    return rounds * max(reduce - backward, reduce * tail) + after
+
+
+def _sharing(job: Job) -> int:
+    """Ranks over which --zero shards: those of dp, or of them those of a node."""
+    layout = job.layout
+    if not (job.machine.software.shard_in_node and layout.zero):
+        return layout.dp
+    return min(layout.dp, max(1, job.machine.node // layout.tp))
+
+
+def _gather(job: Job, held: float) -> float:
+    """Seconds to gather the weights of `held` parameters once."""
+    ranks = _sharing(job)
+    link = op_costs.ring(job.machine, ranks, job.layout.tp)
+    return op_costs.all_reduce(link, ranks, held * job.number_bytes) / 2
+
+
+def _reduce(job: Job, held: float, wire: float) -> float:
+    """Seconds to reduce the gradients of `held` parameters once, also between nodes."""
+    ranks, tp = _sharing(job), job.layout.tp
+    seconds = op_costs.all_reduce(op_costs.ring(job.machine, ranks, tp), ranks, held * wire) / 2
+    replicas = job.layout.dp // ranks
+    if replicas > 1:  # what a node has summed
+        outer = op_costs.ring(job.machine, replicas, tp * ranks)
+        seconds += op_costs.all_reduce(outer, replicas, held * wire / ranks)
+    return seconds

@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import check_rows
 import published_rows
 
 import plan
-from config.command_line import preset
+from config.command_line import parse_request, preset
 from config.messages import UserError
 from config.schema import Training
+from config.validation import check_any_length
 from planner import hardware, layouts, questions
 from planner.job import Job
 
@@ -132,7 +134,7 @@ def test_384_gpus_take_at_most_1_5_seconds_of_processor_time():
 
     before = used()
     line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
-    assert "88 layouts fit on 384 GPUs" in command(line).stdout
+    assert "111 layouts fit on 384 GPUs" in command(line).stdout
     assert used() - before <= 1.5
 
 
@@ -349,3 +351,57 @@ def test_check_sees_a_fresh_mistake():
     found = {(f.row_id, f.kind) for f in published_rows.check([good, swapped, wrong])}
     assert {("x", "swapped"), ("y", "rate"), ("y", "dp")} <= found
     assert not any(row == good["row_id"] for row, _ in found)
+
+
+def test_layouts_above_the_risk_are_listed_apart():
+    line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048"
+    careful, bold = ask(line), ask(f"{line} --risk 0.5")
+    assert all(row["risk"] <= 0.05 for row in careful.data["ranked"])
+    assert all(row["risk"] > 0.05 for row in careful.data["risky"])
+    together = len(careful.data["ranked"]) + len(careful.data["risky"])
+    assert len(bold.data["ranked"]) == together
+    assert not bold.data["risky"]
+    faster = [r["seconds"] for r in careful.data["risky"]]
+    assert min(faster) < careful.data["ranked"][0]["seconds"]
+    assert "1 of them faster:" in careful.text
+    assert "GB less; safe with --recompute" in careful.text
+    with pytest.raises(UserError, match="--risk must be above 0 and at most 1, not 2"):
+        ask(f"{line} --risk 2")
+
+
+def test_days_have_an_interval_of_a_safe_layout():
+    found = ask("days --model 176b --nodes 48 --tokens 366e9")
+    low, high = found.data["between"]
+    assert low < found.data["days"] < high
+    assert f"({low:.1f} to {high:.1f} in 9 of 10 cases)" in found.text
+
+
+def test_what_is_listed_is_what_train_py_takes():
+    line = "layouts --model 1b3 --gpu a100-80 --nodes 1 --global-batch-size 64"
+    for row in ask(line).data["ranked"]:
+        request = parse_request([*row["flags"], *["--model", "1b3", "--global-batch-size", "64"]])
+        layout = check_any_length(request.config, 8).layout
+        assert {name: row[name] for name in asdict(layout)} == asdict(layout)
+    refused = ask(f"{line} --zero 3 --optimizer adamw8bit").data
+    assert not refused["ranked"]
+    reasons = " ".join(row["reason"] for row in refused["rejected"])
+    assert "--zero 3 takes --optimizer" in reasons
+    assert "needs pp(1), not pp(2)" in reasons
+
+
+def test_weights_are_sharded_where_nothing_else_fits_and_only_there():
+    model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
+    plain, _ = layouts.rank(model, training, A100, 384, {"zero": 1})
+    ranked, _ = layouts.rank(model, training, A100, 384)
+    assert [r for r in ranked if r.layout.zero == 1] == plain
+    more = [r.layout for r in ranked if r.layout.zero > 1]
+    assert {layout.zero for layout in more} == {2}, "at 3 nothing fits that does not at 2"
+    for layout in more[:5]:
+        fuller = replace(layout, zero=layout.zero - 1)
+        assert layouts.does_not_fit(Job(model, fuller, training, A100))
+
+
+def test_weights_themselves_are_sharded_where_one_gpu_holds_no_replica():
+    line = "layouts --layers 48 --hidden 8192 --heads 64 --gpu a100-80 --gpus 64 --pp 1 --tp 1"
+    ranked = ask(f"{line} --global-batch-size 64 --risk 1").data["ranked"]
+    assert {row["zero"] for row in ranked} == {3}
