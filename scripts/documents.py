@@ -3,7 +3,7 @@
     documents = Documents(paths, shuffle_seed=1234, tokens_key="tokens")
     places = documents.places(0, 1000)             (1000, 3): file, first byte, bytes
     reader = Reader(paths, json_key="text", tokens_key="tokens")
-    reader.read(places[0], found)                  a text, an array of tokens, or None
+    reader.read(places, found)                     texts, arrays of tokens
 
 Only places are held in memory, about 12 bytes for a document. A reader serves several threads.
 """
@@ -23,6 +23,7 @@ import numpy as np
 
 from config.messages import UserError
 from scripts.text_sources import (
+    LINES,
     RECORD_HEADER,
     RECORDS,
     TOKENS,
@@ -166,40 +167,43 @@ class Reader:
     def __setstate__(self, state: tuple) -> None:
         Reader.__init__(self, *state)
 
-    def is_long(self, place: np.ndarray) -> bool:
-        """Whether a document is read in parts; a line of JSON is not."""
-        kind = self._kinds[place[0]]
-        return bool(place[2] > LONG) and kind in (*WHOLE, *TOKENS, RECORDS)
+    def long_ones(self, places: np.ndarray) -> list[int]:
+        """Which of these documents are read in parts; a line of JSON is not."""
+        rows = np.flatnonzero(places[:, 2] > LONG).tolist()
+        return [row for row in rows if self._kinds[places[row, 0]] not in LINES]
 
     def is_tokens(self, place: np.ndarray) -> bool:
         """Whether a document is tokens, not a text."""
         return self._kinds[place[0]] in TOKENS
 
-    def read(self, place: np.ndarray, found: Found) -> str | np.ndarray | None:
-        """A document; None for one that is empty, bad or not UTF-8, which is counted."""
-        number, start, length = place.tolist()
-        if self._kinds[number] in TOKENS:
-            return self.tokens(number, start, length) if length else _none(found, "empty")
-        raw = self._bytes(number, start, length)
-        try:
-            if self._kinds[number] in (*WHOLE, RECORDS):
-                text: str | None = raw.decode("utf-8")
-            else:
-                text = self._line(number, start, raw, found)
-        except UnicodeDecodeError:
-            return _none(found, "undecodable")
-        if text is not None and not text.strip():
-            return _none(found, "empty")
-        return text
-
-    def _line(self, number: int, start: int, raw: bytes, found: Found) -> str | None:
-        # Blank lines between this one and the next document belong to its place. Where a line is
-        # takes long to find, so only if it is bad.
-        bad = BadTexts(limit=1)
-        text = parse_line(raw.rstrip(), "", self.json_key, bad)
-        for reason in bad.found.values():
+    def read(self, places: np.ndarray, found: Found) -> Iterator[str | np.ndarray]:
+        """Documents; those that are empty, bad or not UTF-8 are left out and counted."""
+        bad = BadTexts(limit=len(places))
+        for place in places.tolist():
+            number, start, length = place
+            if self._kinds[number] in TOKENS:
+                if length:
+                    yield self.tokens(number, start, length)
+                else:
+                    found.empty += 1
+                continue
+            raw = self._bytes(number, start, length)
+            try:
+                if self._kinds[number] in LINES:
+                    # Blank lines between this one and the next document belong to its place.
+                    text = parse_line(raw.rstrip(), (number, start), self.json_key, bad)
+                else:
+                    text = raw.decode("utf-8")
+            except UnicodeDecodeError:
+                found.undecodable += 1
+                continue
+            if text is not None and not text.isspace() and text:
+                yield text
+            elif text is not None:
+                found.empty += 1
+        # Where a line is takes long to find, so only if it is bad.
+        for (number, start), reason in bad.found.items():
             found.bad[line_of(self.paths[number], start)] = reason
-        return text
 
     def parts(self, place: np.ndarray, offset: int = 0) -> Iterator[bytes]:
         """The bytes of a long text from byte `offset` of it on, about a BLOCK at a time."""
@@ -215,8 +219,10 @@ class Reader:
                 text = decoder.decode(part, final=not part)
                 empty = empty and not text.strip()
         except UnicodeDecodeError:
-            return bool(_none(found, "undecodable"))
-        return not empty or bool(_none(found, "empty"))
+            found.undecodable += 1
+            return False
+        found.empty += empty
+        return not empty
 
     def tokens(self, number: int, start: int, length: int) -> np.ndarray:
         """Tokens of an HDF5 file, counted over all rows. UserError if they cannot be read."""
@@ -246,11 +252,6 @@ class Reader:
                 if len(self._open) > MOST_OPEN:  # closed when no thread reads it any more
                     self._open.pop(next(iter(self._open)))
             return self._open[number]
-
-
-def _none(found: Found, name: str) -> None:
-    """Count a document that gives no text."""
-    setattr(found, name, getattr(found, name) + 1)
 
 
 def line_of(path: Path, offset: int) -> str:

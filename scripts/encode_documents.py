@@ -4,6 +4,7 @@ Chunks follow from the documents alone, so the result does not depend on the num
 A document that is longer than a chunk is read, cut and encoded in parts.
 """
 
+import array
 import codecs
 import multiprocessing
 import os
@@ -105,12 +106,10 @@ class Work:
     def _documents(self, chunk: Chunk, encoded: Encoded) -> Iterator[np.ndarray]:
         """Tokens of whole documents, of a batch of texts at a time."""
         batch, size = [], 0
-        for place in chunk.places:
-            document = self.reader.read(place, encoded.found)
-            if document is None:
-                continue
-            if not isinstance(document, np.ndarray):
-                encoded.found.size += len(document.encode())
+        for document in self.reader.read(chunk.places, encoded.found):
+            if isinstance(document, str):
+                ascii_only = document.isascii()
+                encoded.found.size += len(document) if ascii_only else len(document.encode())
             if len(document) > 2 * PART or isinstance(document, np.ndarray):
                 yield self._batch(batch, encoded)
                 yield self._one(document, encoded)
@@ -137,7 +136,7 @@ class Work:
             ids += own
             ids.append(self.encoder.end)  # type: ignore[union-attr]  # _encode has seen it
             encoded.lengths.append(len(own) + 1)
-        return np.array(ids, np.int64)
+        return np.frombuffer(array.array("q", ids), np.int64)  # in half the time of np.array
 
 
 def cut_text(text: str, encoder: Encoder, found: Found) -> Iterator[str]:
@@ -165,7 +164,7 @@ def chunks(
     first, offset = begin
     while first < len(documents):
         places = documents.places(first, first + PLACES)
-        long = [row for row in range(len(places)) if reader.is_long(places[row])]
+        long = reader.long_ones(places)
         stop = long[0] if long else len(places)
         sizes = np.cumsum(places[:stop, 2])
         row = 0

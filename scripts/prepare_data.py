@@ -122,19 +122,16 @@ def train_tokenizer(
 def _texts(documents: Documents, reader: Reader, found: Found) -> Iterator[str]:
     """Every text; a long one in parts that end before a space or at the end of a line."""
     for first in range(0, len(documents), 1000):
-        for place in documents.places(first, first + 1000):
-            if reader.is_tokens(place):
-                continue
-            if reader.is_long(place):
-                yield from _parts(reader, place, found)
-                continue
-            text = reader.read(place, found)
-            if isinstance(text, str):
-                yield text
+        places, begin = documents.places(first, first + 1000), 0
+        for row in [*reader.long_ones(places), len(places)]:
+            yield from (t for t in reader.read(places[begin:row], found) if isinstance(t, str))
+            if row < len(places):
+                yield from _parts(reader, places[row], found)
+            begin = row + 1
 
 
 def _parts(reader: Reader, place: np.ndarray, found: Found) -> Iterator[str]:
-    if not reader.check_long(place, found):
+    if reader.is_tokens(place) or not reader.check_long(place, found):
         return
     decoder, text = codecs.getincrementaldecoder("utf-8")(), ""
     for block in reader.parts(place):

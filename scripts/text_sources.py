@@ -40,6 +40,7 @@ RECORD_HEADER = struct.Struct("<Q")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
 SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
+SCAN_JSON = json.JSONDecoder().scan_once
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError)
 
 
@@ -48,9 +49,9 @@ class BadTexts:
 
     def __init__(self, limit: int = 0):
         self.limit = limit
-        self.found: dict[str, str] = {}  # FILE:LINE, and why; texts are read more than once
+        self.found: dict[Any, str] = {}  # FILE:LINE, and why; texts are read more than once
 
-    def add(self, place: str, reason: str) -> None:
+    def add(self, place: Any, reason: str) -> None:
         """Note one; UserError if there are more than the limit."""
         self.found[place] = reason
         if len(self.found) > self.limit:
@@ -119,11 +120,11 @@ def _listed(folder: Path) -> list[str] | None:
     return names
 
 
-def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
+def parse_line(line: bytes, place: Any, key: str, bad: BadTexts) -> str | None:
     """The text in a JSON line; None for one that is skipped as bad. UnicodeDecodeError."""
     decoded = line.decode("utf-8")
     try:
-        found = json.loads(decoded)
+        found = _json(decoded)
     except ValueError as error:  # also a number of 5,000 digits
         return bad.add(place, f"is not JSON: {error}")
     except RecursionError:
@@ -134,11 +135,22 @@ def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
     if not isinstance(text, str):
         return bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         return bad.add(place, f"has half of a character, U+{code:04X}, at place {error.start}")
     return text
+
+
+def _json(text: str) -> Any:
+    """json.loads in half the time, which counts for millions of short lines."""
+    bare = text.strip(" \t\n\r")
+    try:
+        found, end = SCAN_JSON(bare, 0)
+    except StopIteration:
+        end = -1
+    return found if end == len(bare) else json.loads(text)  # which says what is wrong
 
 
 class Spool:
