@@ -41,7 +41,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
 SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
 SCAN_JSON = json.JSONDecoder().scan_once
-MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError)
+MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
 
 
 class BadTexts:
@@ -173,7 +173,7 @@ class Spool:
                         self._file.write(RECORD_HEADER.pack(len(raw)) + raw)
                     else:
                         bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
-        except (*MISTAKES_OF_FORMAT, *_mistakes_of_zstandard(), OSError) as error:
+        except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(), OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk, not of the format
             raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
@@ -237,33 +237,36 @@ def _open(path: Path) -> IO[bytes]:
 
 def _rows_of_arrow(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:
     """The column `key` of a Parquet or Arrow file (as in a folder of Hugging Face datasets)."""
-    if kind == ".parquet":
-        parquet = package_for("pyarrow.parquet", path)
-        table = parquet.ParquetFile(path)
-        names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
-    else:
-        ipc = package_for("pyarrow.ipc", path)
-        try:
-            batches = ipc.open_stream(path)
-        except ValueError:
-            whole = ipc.open_file(path)
-            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            names = whole.schema.names
+    # Arrow would map a file that is named; where its bytes are damaged, that ends the process.
+    with open(path, "rb") as file:
+        if kind == ".parquet":
+            table = package_for("pyarrow.parquet", path).ParquetFile(file)
+            names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
         else:
-            names = batches.schema.names
-    if key not in names:
-        raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
-    row = 0
-    for batch in batches:
-        for value in batch.column(key).to_pylist():
-            row += 1
-            yield f"{path}:{row}", value
+            ipc = package_for("pyarrow.ipc", path)
+            try:
+                batches = ipc.open_stream(file)
+                names = batches.schema.names
+            except ValueError:
+                file.seek(0)
+                whole = ipc.open_file(file)
+                names = whole.schema.names
+                batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+        if key not in names:
+            raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
+        row = 0
+        for batch in batches:
+            column = batch.column(key)
+            column.validate(full=True)  # else a damaged offset is followed to any address
+            for value in column.to_pylist():
+                row += 1
+                yield f"{path}:{row}", value
 
 
-def _mistakes_of_zstandard() -> tuple[type[Exception], ...]:
-    """Its own exception, if it has been imported."""
-    found = sys.modules.get("zstandard")
-    return (found.ZstdError,) if found else ()
+def _mistakes_of_packages() -> tuple[type[Exception], ...]:
+    """Their own exceptions, if they have been imported."""
+    names = ("zstandard", "ZstdError"), ("pyarrow", "ArrowException")
+    return tuple(getattr(sys.modules[name], kind) for name, kind in names if sys.modules.get(name))
 
 
 def package_for(name: str, needing: object) -> Any:

