@@ -7,6 +7,7 @@ Publishing is journaled too: a program that is killed while it renames goes on w
 """
 
 import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from scripts.encode_documents import Chunk, Encoded
 from scripts.journal import Journal
 
 MOST_IN_DOCUMENT = 2**31 - 1  # tokens: lengths are 32 bits in this format
+SECONDS_BETWEEN_ENTRIES = 1.0  # waiting for the disk after every chunk would take longer
 KINDS = ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken")
 # In the order of publishing: without an index there is no pair.
 NAMES = (*KINDS, "bad.txt", "bin", "idx", "sha256", "crc32")
@@ -33,6 +35,7 @@ class PartialPair:
 
     def __init__(self, journal: Journal, vocab_size: int):
         self.journal, self.found = journal, Found()
+        self._unsaved, self._saved = Found(), time.monotonic()
         self.token_type = token_type_of(vocab_size)
         state = {"next": [0, 0], "tokens": 0, "documents": 0, "open": 0} | journal.last("next")
         for entry in journal.entries:
@@ -51,7 +54,7 @@ class PartialPair:
             self._files[name] = file
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Write a chunk; it is on the disk when this returns."""
+        """Write a chunk; `save` is called every second or so."""
         lengths = list(encoded.lengths)
         if lengths:
             lengths[0] += self._open
@@ -60,15 +63,22 @@ class PartialPair:
             raise UserError(f"a document has more than {MOST_IN_DOCUMENT} tokens: divide it")
         self._files["bin"].write(encoded.tokens.astype(self.token_type).tobytes())
         self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
         self.tokens += len(encoded.tokens)
         self.documents += len(lengths)
         self.next = chunk.next
         self.found.add(encoded.found)
+        self._unsaved.add(encoded.found)
+        if time.monotonic() - self._saved >= SECONDS_BETWEEN_ENTRIES:
+            self.save()
+
+    def save(self) -> None:
+        """Note in the journal what is written; all of it is on the disk when this returns."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
         state = {"tokens": self.tokens, "documents": self.documents, "open": self._open}
-        self.journal.add({"next": chunk.next, **state, "found": asdict(encoded.found)})
+        self.journal.add({"next": self.next, **state, "found": asdict(self._unsaved)})
+        self._unsaved, self._saved = Found(), time.monotonic()
 
     def close(self) -> None:
         """Close the files, which stay."""

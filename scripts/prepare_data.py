@@ -330,6 +330,7 @@ def encode(
                 bad.add_all(encoded.found.bad)
                 pair.add(chunk, encoded)
                 progress.advance(chunk.size)
+        pair.save()
     finally:
         pair.close()
     if not pair.documents:

@@ -16,7 +16,7 @@ from test_prepare_data import prepare, read
 from benchmarks.prepare import kill_rounds
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import documents, encode_documents, encoders, prepare_data
+from scripts import documents, encode_documents, encoders, partial_pair, prepare_data
 from scripts.journal import Journal
 
 NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256", ".crc32")
@@ -53,6 +53,7 @@ def small(monkeypatch):
         (encode_documents, "PART", 300),
         (encode_documents, "BATCH", 900),
         (encoders, "CHECKED", 40),
+        (partial_pair, "SECONDS_BETWEEN_ENTRIES", 0.0),
     ):
         monkeypatch.setattr(module, name, value)
 
