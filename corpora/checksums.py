@@ -40,13 +40,21 @@ def checksums_of(prefix: str, source: str | None = None) -> dict[str, bytes]:
 
 
 def check_blocks(prefix: str, count: int | None = SAMPLED) -> int:
-    """Compare `count` blocks of a pair, drawn at random, or all; how many there were.
+    """Compare `count` blocks of a pair, drawn at random, or all (None); how many there were.
 
-    Nothing is compared if there is no PREFIX.crc32. UserError if one differs, or a size does.
+    Nothing is compared if there is no PREFIX.crc32. UserError if one differs, a size does, or a
+    file cannot be read.
     """
     path = Path(prefix + ".crc32")
     if not path.exists():
         return 0
+    try:
+        return _check_blocks(prefix, path, count)
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from None
+
+
+def _check_blocks(prefix: str, path: Path, count: int | None) -> int:
     header, block, sizes, sums = _read(path)
     counts = [-(-size // block) for size in sizes]
     if header != MAGIC or len(sums) != sum(counts):

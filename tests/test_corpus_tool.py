@@ -101,6 +101,10 @@ def test_blocks_are_sampled_at_the_start_of_a_run(tmp_path, monkeypatch):
     (tmp_path / "c.crc32").write_bytes(b"noise")
     with pytest.raises(UserError, match=r"c\.crc32 is damaged"):
         checksums.check_blocks(f"{tmp_path}/c")
+    (tmp_path / "c.crc32").unlink()
+    (tmp_path / "c.crc32").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*c\.crc32: Is a directory"):
+        checksums.check_blocks(f"{tmp_path}/c")
 
 
 @pytest.mark.parametrize(
