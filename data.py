@@ -22,6 +22,7 @@ import torch
 from config.messages import UserError
 from config.schema import Config, Layout
 from corpora.blends import Blend, Epochs, find_blend_order, normalise, parse_blend
+from corpora.checksums import check_blocks
 from corpora.mapped_files import ArrayCache
 from corpora.objectives import Objective
 from corpora.prefetch import AHEAD, READERS, Batch, Prefetcher
@@ -127,6 +128,8 @@ class Corpora:
         self.datasets = [IndexedDataset(prefix, self.cache) for prefix in prefixes]
         for dataset in self.datasets if config.data.answers_only else []:
             dataset.open_answers()
+        for prefix in prefixes:
+            check_blocks(prefix)
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
     def split(self, number: int, num_samples: int) -> Samples:

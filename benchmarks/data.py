@@ -16,10 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections import OrderedDict
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,6 +25,7 @@ import torch
 
 import data
 import trainer
+from benchmarks.megatron_data import Megatron
 from config import validation
 from config.command_line import parse
 from config.messages import Parser
@@ -40,7 +38,6 @@ from corpora.sample_order import GPTSamples
 from corpora.token_files import HEADER, MAGIC, VERSION, IndexedDataset
 
 LENGTH, SEED, VOCAB = 2048, 1234, 8192
-warnings.simplefilter("ignore")  # megatron-core misses Apex and Transformer Engine
 
 
 def write_corpus(prefix: str, documents: int, tokens_too: bool = True) -> None:
@@ -57,42 +54,6 @@ def write_corpus(prefix: str, documents: int, tokens_too: bool = True) -> None:
         file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
         for column in (lengths, np.cumsum(sizes) - sizes, np.arange(documents + 1, dtype="<i8")):
             file.write(column.tobytes())
-
-
-class Megatron:
-    """megatron-core's data sets, imported when they are needed."""
-
-    def __init__(self):
-        from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset, utils
-
-        self.gpt, self.indexed, self.helpers = gpt_dataset, indexed_dataset, helpers
-        self.train = utils.Split.train
-
-    def samples(self, prefix: str, count: int | None, cache: str, resets: bool = False):
-        """Its GPTDataset of the whole corpus."""
-        names = OrderedDict(), VOCAB
-        tokenizer = SimpleNamespace(unique_identifiers=names[0], vocab_size=VOCAB, eod=0, pad=-1)
-        config = self.gpt.GPTDatasetConfig(
-            random_seed=SEED,
-            sequence_length=LENGTH,
-            blend=([prefix], None),
-            split="1",
-            path_to_cache=cache,
-            tokenizer=tokenizer,
-            reset_position_ids=resets,
-            reset_attention_mask=resets,
-            eod_mask_loss=resets,
-            create_attention_mask=resets,
-        )
-        dataset = self.indexed.IndexedDataset(prefix)
-        documents = np.arange(len(dataset), dtype=np.int32)
-        return self.gpt.GPTDataset(dataset, prefix, documents, count, self.train, config)
-
-    def blend(self, shares: list[float], size: int):
-        """Its blending indices."""
-        which, number = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        self.helpers.build_blending_indices(which, number, shares, len(shares), size, False)
-        return which, number
 
 
 def ours(prefix: str, count: int | None, cache: str | None) -> GPTSamples:
@@ -269,6 +230,7 @@ def measure_steps(prefix: str, folder: Path, steps: int) -> None:
 
 
 def main() -> None:
+    """Measure what --only names, and print a row of a table for each."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=5)

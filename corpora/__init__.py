@@ -1,6 +1,7 @@
 """Text as samples: token files, the order of samples, blends.
 
     token_files   the .bin/.idx pair of Megatron-LM, read and written
+    checksums     of a pair's files and their blocks
     sample_order  which tokens each sample of a corpus is cut from
     blends        samples of several corpora, mixed by weight
     mapped_files  the cache of orders, built by one process of a node and mapped by all

@@ -248,6 +248,23 @@ def check_pair(prefix: str) -> None:
         _map(prefix + suffix)
 
 
+def token_type_of(vocab_size: int) -> np.dtype:
+    """The type that token ids are written as; the threshold is Megatron's, a little below 2^16."""
+    return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+def write_index(path: str, kind: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
+    """Write an .idx: tokens of each sequence (i32), first sequence of each document and S."""
+    sizes = lengths.astype("<i8") * kind.itemsize
+    code = {t: c for c, t in TOKEN_TYPES.items()}[kind.str]
+    with open(path, "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
+        for column in (lengths, np.cumsum(sizes) - sizes, documents.astype("<i8")):
+            file.write(column.tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
 class IndexedDatasetWriter:
     """Writes a .bin/.idx pair, byte for byte as Megatron's builder does, as a stream.
 
@@ -259,8 +276,7 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: str, vocab_size: int):
         self.prefix, self.vocab_size, self.tokens = prefix, vocab_size, 0
-        # The threshold is Megatron's, a little below 2^16.
-        self.token_type = np.dtype("<u2" if vocab_size < 65500 else "<i4")
+        self.token_type = token_type_of(vocab_size)
         self._lengths, self._documents = array.array("i"), array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
         try:
@@ -316,16 +332,10 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         """Write the index, then rename both files."""
-        lengths = np.array(self._lengths, "<i4")
-        sizes = lengths.astype("<i8") * self.token_type.itemsize
-        code = {t: c for c, t in TOKEN_TYPES.items()}[self.token_type.str]
-        with open(self._partial + ".idx", "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._documents)))
-            for column in (lengths, np.cumsum(sizes) - sizes, np.array(self._documents, "<i8")):
-                file.write(column.tobytes())
-            for written in (file, self._file):
-                written.flush()
-                os.fsync(written.fileno())
+        lengths, documents = np.array(self._lengths, "<i4"), np.array(self._documents, "<i8")
+        write_index(self._partial + ".idx", self.token_type, lengths, documents)
+        self._file.flush()
+        os.fsync(self._file.fileno())
         # An old index must never describe the new tokens: it is removed first, and the new one,
         # without which there is no dataset, is renamed last.
         Path(self.prefix + ".idx").unlink(missing_ok=True)

@@ -5,14 +5,15 @@
     python scripts/corpus.py merge --out data/all data/books data/news
     python scripts/corpus.py split --out data/part data/books --shares 9,1
 
-prepare_data.py writes PREFIX.sha256, in the format of sha256sum, beside the pair; `verify` reads
-the pair from end to end and compares.
+prepare_data.py writes PREFIX.sha256, in the format of sha256sum, and PREFIX.crc32 beside the pair
+(corpora/checksums.py); `verify` reads the pair from end to end and compares.
 """
 
 import argparse
 import hashlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -24,25 +25,28 @@ with messages.installed():
 
     from config.messages import Parser, UserError, exit_with
     from config.validation import check_folder
+    from corpora.checksums import check_blocks, checksums_of
     from corpora.sample_order import split_ranges
     from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 
-AT_ONCE = 1 << 22  # tokens or bytes read at a time
 
-
-def digest_of(path: str) -> str:
-    """The SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a script's main function on the command line: an error of the user or of a file is one
+    sentence and exit status 2.
+    """
+    try:
+        with messages.sentences():
+            main(sys.argv[1:])
+    except OSError as error:  # a file that cannot be read, a disk that is full
+        exit_with(UserError(str(error)))
 
 
 def write_checksums(prefix: str) -> None:
-    """Write PREFIX.sha256, which `sha256sum --check` in that folder reads too."""
-    names = [prefix + suffix for suffix in (".bin", ".idx")]
-    lines = [f"{digest_of(name)}  {os.path.basename(name)}\n" for name in names]
-    partial = f"{prefix}.{os.getpid()}.partial.sha256"
-    Path(partial).write_text("".join(lines))
-    os.replace(partial, prefix + ".sha256")
+    """Write the files of checksums beside a pair."""
+    for suffix, raw in checksums_of(prefix).items():
+        partial = f"{prefix}.{os.getpid()}.partial{suffix}"
+        Path(partial).write_bytes(raw)
+        os.replace(partial, prefix + suffix)
 
 
 def verify(prefix: str) -> str:
@@ -58,10 +62,12 @@ def verify(prefix: str) -> str:
     for suffix in (".bin", ".idx"):
         path = prefix + suffix
         expected = wanted.get(os.path.basename(path), "missing")
-        found = digest_of(path)
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != expected:
             short = f"{found[:16]}..., but {sums} has {expected[:16]}..."
             raise UserError(f"{path} has the SHA-256 {short}: it has changed since it was written")
+    check_blocks(prefix, None)
     return f"{prefix}: {len(dataset):,} sequences, {dataset.tokens:,} tokens, checksums equal"
 
 
@@ -89,7 +95,8 @@ def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
         kinds = ", ".join(f"{part.prefix} {part.token_type}" for part, _ in parts)
         raise UserError(f"these corpora have tokens of different types: {kinds}")
     (kind,) = types
-    Path(out + ".sha256").unlink(missing_ok=True)  # of an older pair of this name
+    for suffix in (".sha256", ".crc32"):  # of an older pair of this name
+        Path(out + suffix).unlink(missing_ok=True)
     if kind not in (np.dtype("<u2"), np.dtype("<i4")):
         raise UserError(f"tokens of type {kind} cannot be written, only uint16 and int32")
     with IndexedDatasetWriter(out, 65499 if kind.itemsize == 2 else 2**31) as writer:
@@ -136,9 +143,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:  # a file that cannot be read, a disk that is full
-        exit_with(UserError(str(error)))
+    run(main)

@@ -27,10 +27,10 @@ with messages.installed():
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import Tokenizer
 
-    from config.messages import Parser, UserError, exit_with
+    from config.messages import Parser, UserError
     from config.validation import check_folder
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
-    from scripts.corpus import write_checksums
+    from scripts.corpus import run, write_checksums
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -151,7 +151,7 @@ def write(options: argparse.Namespace) -> str:
             learned += int(answers.sum())
         # An older corpus of this name must not remain beside the new marks.
         for name in (options.out, options.out + ANSWERS):
-            for suffix in (".idx", ".sha256"):
+            for suffix in (".idx", ".sha256", ".crc32"):
                 Path(name + suffix).unlink(missing_ok=True)
         tokenizer.save(options.out + ".tokenizer.json")
     for name in (options.out, options.out + ANSWERS):
@@ -203,9 +203,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:  # a file that cannot be read, a disk that is full
-        exit_with(UserError(str(error)))
+    run(main)

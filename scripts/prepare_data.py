@@ -5,25 +5,26 @@
     python scripts/prepare_data.py --out data/new --tokenizer data/books.tokenizer.json new/
 
 A .py, .txt or .md file is one document, a line of a .jsonl file and a row of a table are one (all
-formats: scripts/text_sources.py). Documents are shuffled with a fixed seed, so that a split by
-range is a random one, and each ends with the end-of-document token. The outputs are OUT.bin and
-OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json and OUT.sha256 (scripts/corpus.py).
+formats: scripts/text_sources.py; tokenizers: scripts/encoders.py). Documents are shuffled with a
+fixed seed, so that a split by range is a random one, and each ends with the end-of-document token.
+The outputs are OUT.bin and OUT.idx (format: corpora/token_files.py), OUT.tokenizer.json,
+OUT.sha256 and OUT.crc32 (scripts/corpus.py).
 
-Texts are read twice, to train the tokenizer and to encode, and are not held in memory.
+Texts are read twice, to train the tokenizer and to encode, and are not held in memory. What is done
+is in OUT.partial.*: after a kill the same command goes on from there. Ctrl-C ends with status 75.
 """
 
 import argparse
-import array
+import codecs
 import os
 import re
+import signal
 import sys
 import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,102 +33,31 @@ from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
     import numpy as np
-    from rich.progress import Progress
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from config.messages import Parser, UserError, exit_with
+    from config.messages import Parser, UserError
     from config.validation import check_folder
-    from corpora.token_files import IndexedDatasetWriter
-    from scripts.corpus import write_checksums
+    from scripts.corpus import run
+    from scripts.documents import Documents, Found, Reader
+    from scripts.encode_documents import Work, chunks, encode_all
+    from scripts.encoders import END_TOKEN, Encoder, TokenizersEncoder, load_encoder
+    from scripts.journal import Journal
+    from scripts.partial_pair import PartialPair, publish
+    from scripts.progress import Progress
     from scripts.text_sources import (
+        RECORDS,
         SHOWN,
-        WHOLE,
+        TOKENS,
         BadTexts,
+        Spool,
         is_read_in_place,
         kind_of,
-        parse_line,
-        spool,
         walk,
     )
 
 MOST_IDS = 2**22  # of a new tokenizer: more than any text needs, and its trainer allocates them all
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-BATCH_BYTES = 1 << 20  # text encoded at a time: enough for all cores
-MOST_OPEN = 64  # files of lines
-PIECE, AT_ONCE = 1 << 16, 16  # characters of a piece of a long document; pieces encoded at a time
-
-
-class Texts:
-    """The documents of some files, in a shuffled order, read when iterated over.
-
-    Only a document's place (file, byte offset) is held in memory: 12 bytes, whatever its length.
-    """
-
-    def __init__(self, paths: list[Path], json_key: str, shuffle_seed: int, bad: BadTexts):
-        self.paths, self.json_key, self.bad = paths, json_key, bad
-        self.undecodable = self.empty = 0
-        self._whole = [kind_of(path) in WHOLE for path in paths]
-        self._open: dict[Path, BinaryIO] = {}
-        lines = [[0] if whole else _line_starts(path) for path, whole in zip(paths, self._whole)]
-        counts = [len(starts) for starts in lines]
-        order = np.random.RandomState(shuffle_seed).permutation(sum(counts))
-        self._file = np.repeat(np.arange(len(paths), dtype=np.int32), counts)[order]
-        self._offset = np.concatenate([np.asarray(starts, np.int64) for starts in lines])[order]
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def __iter__(self) -> Iterator[str | None]:
-        """Each document's text; None for one that is bad, or empty or not UTF-8, which counts."""
-        self.undecodable = self.empty = 0
-        for file, offset in zip(self._file, self._offset):
-            try:
-                text = self._read(file, int(offset))
-            except UnicodeDecodeError:
-                self.undecodable += 1
-                yield None
-                continue
-            self.empty += text is not None and not text.strip()
-            yield text if text and text.strip() else None
-
-    def _read(self, number: int, offset: int) -> str | None:
-        path = self.paths[number]
-        if self._whole[number]:
-            return path.read_bytes().decode("utf-8")
-        if path not in self._open:
-            if len(self._open) == MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            self._open[path] = open(path, "rb")  # noqa: SIM115 (closed when others are needed)
-        file = self._open[path]
-        file.seek(offset)
-        line = file.readline()
-        # Where a line is takes long to find, so only if it is bad.
-        found = BadTexts(limit=1)
-        text = parse_line(line, "", self.json_key, found)
-        for reason in found.found.values():
-            self.bad.add(_place(path, offset), reason)
-        return text
-
-
-def _line_starts(path: Path) -> array.array:
-    """Byte offsets of the lines of a file, without the blank ones."""
-    starts, offset = array.array("q"), 0
-    with open(path, "rb") as file:
-        for line in file:
-            if line.strip():
-                starts.append(offset)
-            offset += len(line)
-    return starts
-
-
-def _place(path: Path, offset: int) -> str:
-    """FILE:LINE of a byte offset, for a message."""
-    line, left = 1, offset
-    with open(path, "rb") as file:
-        while left:
-            block = file.read(min(left, 1 << 20))
-            line, left = line + block.count(b"\n"), left - len(block)
-    return f"{path}:{line}"
+RULE = 1  # version of what this program does: it does not go on from what another one has left
 
 
 def find_files(paths: list[str], stdlib: bool, unknown: Counter[str] | None = None) -> list[Path]:
@@ -156,127 +86,61 @@ def find_files(paths: list[str], stdlib: bool, unknown: Counter[str] | None = No
     return sorted(found)
 
 
-def train_tokenizer(texts, vocab_size: int, end_token: str, limit: int, progress) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` ids, trained on the first `limit` bytes."""
+def train_tokenizer(
+    documents: Documents, reader: Reader, options: argparse.Namespace, bad: BadTexts
+) -> TokenizersEncoder:
+    """A byte-level BPE of at most --vocab-size ids, trained on the first --tokenizer-mb of text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    end_token = options.end_token or END_TOKEN
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=options.vocab_size,
         special_tokens=[end_token],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
+    limit, found = int(options.tokenizer_mb * 1e6), Found()
+    with Progress("tokenizer", min(limit, documents.size)) as progress:
 
-    def sample() -> Iterator[str]:
-        read = 0
-        for text in progress.track(texts, len(texts), description="tokenizer"):
-            if text is not None:
+        def sample() -> Iterator[str]:
+            read = 0
+            for text in _texts(documents, reader, found):
+                bad.add_all(found.bad)
                 yield text
-                read += len(text.encode())
-            if read >= limit:
-                return
+                size = len(text.encode())
+                progress.advance(size)
+                read += size
+                if read >= limit:
+                    return
+            bad.add_all(found.bad)
 
-    tokenizer.train_from_iterator(sample(), trainer)
-    return tokenizer
-
-
-def load_tokenizer(path: str, end_token: str) -> Tokenizer:
-    """A tokenizer of the `tokenizers` library; UserError if it lacks the end token."""
-    try:
-        tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read --tokenizer {path}: {error.strerror}") from None
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
-    if tokenizer.token_to_id(end_token) is None:
-        raise UserError(f"--tokenizer {path} has no token {end_token!r}; name its --end-token")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        tokenizer.train_from_iterator(sample(), trainer)
+    return TokenizersEncoder(tokenizer, end_token)
 
 
-def encode(texts, tokenizer: Tokenizer, end_token: str, writer, progress) -> int:
-    """Write every text, with the end token, as a document; returns the bytes of text encoded."""
-    end = tokenizer.token_to_id(end_token)
-    # A text that contains the name of a special token must not end a document.
-    tokenizer.encode_special_tokens = True
-    cuts = _is_cut_at_spaces(tokenizer)
-
-    def encoded(batch: list[str]) -> tuple[np.ndarray, list[int]]:
-        ids: list[int] = []
-        lengths = []
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            own = encoding.ids
-            ids += own
-            ids.append(end)
-            lengths.append(len(own) + 1)
-        return np.array(ids, np.int64), lengths
-
-    total, waiting = 0, []
-    with ThreadPoolExecutor(1) as thread:  # the library's own threads run while texts are read
-        for batch in _batches(progress.track(texts, len(texts), description="encoding")):
-            total += sum(len(text.encode()) for text in batch)
-            for ids, lengths in (future.result() for future in waiting):
-                writer.add_documents(ids, lengths)
-            waiting = []
-            if len(batch) == 1 and cuts and len(batch[0]) > AT_ONCE * PIECE:
-                ids = _encode_long(batch[0], tokenizer)
-                writer.add_document(np.append(ids, np.int32(end)))
-            else:
-                waiting = [thread.submit(encoded, batch)]
-        for ids, lengths in (future.result() for future in waiting):
-            writer.add_documents(ids, lengths)
-    return total
+def _texts(documents: Documents, reader: Reader, found: Found) -> Iterator[str]:
+    """Every text; a long one in parts that end before a space or at the end of a line."""
+    for first in range(0, len(documents), 1000):
+        places, begin = documents.places(first, first + 1000), 0
+        for row in [*reader.long_ones(places), len(places)]:
+            yield from (t for t in reader.read(places[begin:row], found) if isinstance(t, str))
+            if row < len(places):
+                yield from _parts(reader, places[row], found)
+            begin = row + 1
 
 
-def _batches(texts) -> Iterator[list[str]]:
-    """Texts of about BATCH_BYTES together; a long one is alone. None is left out."""
-    batch, size = [], 0
-    for text in texts:
-        if text is None:
-            continue
-        if len(text) > AT_ONCE * PIECE:
-            if batch:
-                yield batch
-            yield [text]
-            batch, size = [], 0
-            continue
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _is_cut_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether no token of it goes on from a letter to a space: true of byte-level BPE as trained
-    here, whose pattern is that of GPT-2.
-    """
-    before = tokenizer.pre_tokenizer
-    plain = isinstance(before, pre_tokenizers.ByteLevel) and not before.add_prefix_space
-    return plain and tokenizer.normalizer is None
-
-
-def _encode_long(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of a long text, piece by piece: the library takes 100 bytes for each character.
-
-    A piece ends before a single space between two words, where a token ends too.
-    """
-    pieces, begin, boundary = [], 0, re.compile(r"(?<=\w)(?= \w)")
-    while begin < len(text):
-        place = boundary.search(text, begin + PIECE)
-        stop = place.start() if place else len(text)
-        pieces.append((begin, stop))
-        begin = stop
-    found = []
-    for first in range(0, len(pieces), AT_ONCE):
-        batch = [text[begin:stop] for begin, stop in pieces[first : first + AT_ONCE]]
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        found += [np.array(encoding.ids, np.int32) for encoding in encodings]
-    return np.concatenate(found)
+def _parts(reader: Reader, place: np.ndarray, found: Found) -> Iterator[str]:
+    if reader.is_tokens(place) or not reader.check_long(place, found):
+        return
+    decoder, text = codecs.getincrementaldecoder("utf-8")(), ""
+    for block in reader.parts(place):
+        text += decoder.decode(block)
+        spaces = [match.start() for match in re.finditer(r"\s(?=\S)", text[-1000:])]
+        end = max(0, len(text) - 1000) + (spaces[-1] if spaces else 1000)
+        yield text[:end]
+        text = text[end:]
+    yield text
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -292,10 +156,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx, .tokenizer.json")
     add("--stdlib", action="store_true", help="add Python's standard library, without its tests")
     add("--vocab-size", type=int, metavar="N", help="ids of the new tokenizer (default: 8192)")
-    add("--tokenizer", metavar="FILE", help="use this tokenizer and train none")
+    add("--tokenizer", metavar="NAME", help="use this one, and train none: a file, a folder, ...")
+    add("--tiktoken-pattern", metavar="NAME", help="gpt2, cl100k or a pattern, of FILE.tiktoken")
     add("--tokenizer-mb", type=float, default=100, metavar="MB", help="text to train it on (100)")
-    add("--end-token", default="<|endoftext|>", help="ends every document (<|endoftext|>)")
+    add("--end-token", help="ends every document (that of the tokenizer, or <|endoftext|>)")
     add("--json-key", default="text", help="key of the text in .jsonl lines (text)")
+    add("--hdf5-key", default="tokens", help="array of tokens in .h5 files (tokens)")
+    add("--processes", type=int, default=1, help="that encode (1, with threads of the tokenizer)")
     add("--skip-bad", type=int, default=0, metavar="N", help="skip up to N bad lines or rows (0)")
     add("--shuffle-seed", type=int, default=1234, help="seed of the documents' order (1234)")
     options = parser.parse_args(arguments)
@@ -303,10 +170,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         raise UserError("nothing to prepare: name files or folders, or give --stdlib")
     if options.tokenizer and options.vocab_size is not None:
         raise UserError("--vocab-size is for a new tokenizer; --tokenizer has its own")
+    options.vocab_size_given = options.vocab_size is not None
     if options.vocab_size is None:
         options.vocab_size = 8192
     if options.vocab_size < 257:
         raise UserError(f"--vocab-size({options.vocab_size}) must hold 256 bytes and the end token")
+    if not 1 <= options.processes <= 1024:
+        raise UserError(f"--processes({options.processes}) must be in 1..1024")
     if options.skip_bad < 0:
         raise UserError(f"--skip-bad({options.skip_bad}) must be at least 0")
     if options.vocab_size > MOST_IDS:
@@ -322,59 +192,165 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> None:
-    """Read texts, train or load the tokenizer, write the corpus; raises UserError."""
-    options = parse(arguments)
-    begin, bad, unknown = time.perf_counter(), BadTexts(options.skip_bad), Counter[str]()
+    """Read texts, train or load the tokenizer, write the corpus; raises UserError.
+
+    SystemExit with status 75 if a signal has stopped it: the same command goes on.
+    """
+    options, began = parse(arguments), time.perf_counter()
+    unknown = Counter[str]()
     paths = find_files(options.paths, options.stdlib, unknown)
     if unknown:
         kinds = ", ".join(f"{count} {suffix}" for suffix, count in sorted(unknown.items()))
         print(f"not read, because their kind is not known: {kinds}", flush=True)
-    copied = f"{options.out}.{os.getpid()}.partial.jsonl"
+    journal = Journal(options.out, _facts(options, paths))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        streams = [path for path in paths if not is_read_in_place(path)]
-        if streams:
-            os.makedirs(os.path.dirname(options.out) or ".", exist_ok=True)
-            spool(streams, options.json_key, copied, bad)
-            paths = [path for path in paths if is_read_in_place(path)] + [Path(copied)]
-        prepare(Texts(paths, options.json_key, options.shuffle_seed, bad), options, begin)
+        prepare(journal, paths, options, began)
+        journal.remove()
+    except UserError:
+        journal.remove()
+        raise
+    except KeyboardInterrupt:
+        print(f"stopped: the same command goes on from {options.out}.partial.*", flush=True)
+        sys.exit(75)
     finally:
-        Path(copied).unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, before)
+        journal.close()
 
 
-def prepare(texts: Texts, options: argparse.Namespace, begin: float) -> None:
-    """Train or load the tokenizer and write the corpus; begin: of the clock of what it prints."""
-    end = options.end_token
-    with Progress(disable=not sys.stdout.isatty()) as progress:
-        if options.tokenizer:
-            tokenizer = load_tokenizer(options.tokenizer, end)
-        else:
-            limit = int(options.tokenizer_mb * 1e6)
-            tokenizer = train_tokenizer(texts, options.vocab_size, end, limit, progress)
-        vocab_size = max(tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        with IndexedDatasetWriter(options.out, vocab_size) as writer:
-            size = encode(texts, tokenizer, end, writer, progress)
-            if not writer.documents:
-                raise UserError(f"none of the {len(texts)} documents has text in UTF-8")
-            texts.bad.write(options.out + ".bad.txt")
-            # An older corpus of this name must not remain beside the new tokenizer.
-            for suffix in (".idx", ".sha256"):
-                Path(options.out + suffix).unlink(missing_ok=True)
-            tokenizer.save(options.out + ".tokenizer.json")
-    write_checksums(options.out)
-    seconds = time.perf_counter() - begin
-    print(
-        f"{options.out}: {writer.documents:,} documents, {writer.tokens:,} tokens, "
-        f"{size / writer.tokens:.2f} bytes/token, {seconds:.1f} s; "
-        f"skipped {texts.undecodable} not in UTF-8, {texts.empty} empty"
-        + (f", {len(texts.bad.found)} bad ({options.out}.bad.txt)" if texts.bad.found else "")
-    )
-    print(f"train with: --data {options.out} --vocab-size {vocab_size}")
+def _facts(options: argparse.Namespace, paths: list[Path]) -> dict:
+    """What determines the result: the journal of another job is of no use."""
+    names = "end_token", "json_key", "hdf5_key", "tiktoken_pattern"
+    facts = {name: getattr(options, name) for name in names}
+    facts |= {"rule": RULE, "tokenizer": options.tokenizer, "vocab_size": options.vocab_size}
+    facts |= {"megabytes": options.tokenizer_mb, "seed": options.shuffle_seed}
+    named = Path(options.tokenizer or "")
+    own = sorted(named.iterdir()) if options.tokenizer and named.is_dir() else [named]
+    facts["files"] = []
+    for path in [*paths, *own]:
+        if path.is_file():
+            about = path.stat()
+            facts["files"].append([str(path), about.st_size, about.st_mtime_ns])
+        elif str(path) == "-":  # nobody knows whether it is the same
+            facts["files"].append(["-", os.getpid(), time.time()])
+    return facts
+
+
+def prepare(journal: Journal, paths: list[Path], options: argparse.Namespace, began: float) -> None:
+    """All of it, from where the journal ends; began: on the clock of what it prints."""
+    if journal.entries:
+        print(f"going on from {journal.path}", flush=True)
+    if not journal.last("published"):
+        bad = BadTexts(options.skip_bad)
+        paths = copy_streams(journal, paths, options, bad)
+        documents = Documents(paths, options.shuffle_seed, options.hdf5_key)
+        reader = Reader(paths, options.json_key, options.hdf5_key)
+        encoder = find_encoder(journal, documents, reader, options, bad)
+        work = Work(reader, encoder, encoder.vocab_size if encoder else options.vocab_size)
+        pair = encode(journal, documents, work, options.processes, bad)
+        if bad.found:
+            bad.write(journal.partial("bad.txt"))
+        pair.finish(_summary(options, pair, bad, work.vocab_size))
+    publish(journal)
+    summary, _, advice = journal.last("published")["summary"].partition("\n")
+    print(f"{summary}; {time.perf_counter() - began:.1f} s\n{advice}")
+
+
+def copy_streams(
+    journal: Journal, paths: list[Path], options: argparse.Namespace, bad: BadTexts
+) -> list[Path]:
+    """Copy what cannot be read in place to one file beside the output; the files to read then."""
+    streams = [path for path in paths if not is_read_in_place(path)]
+    if not streams:
+        return paths
+    target, done = journal.partial(RECORDS.rpartition(".")[2]), 0
+    for entry in journal.entries:
+        done += "copied" in entry
+        bad.add_all(entry.get("bad_of_copy", {}))
+    spool = Spool(target, journal.last("copied").get("copied", 0))
+    try:
+        with Progress("copying", sum(_size(path) for path in streams)) as progress:
+            for path in streams[done:]:
+                known = len(bad.found)
+                size = spool.copy(path, options.json_key, bad)
+                own = dict(list(bad.found.items())[known:])
+                journal.add({"copied": size, "bad_of_copy": own})
+                progress.advance(_size(path))
+    finally:
+        spool.close()
+    return [path for path in paths if is_read_in_place(path)] + [Path(target)]
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def find_encoder(
+    journal: Journal,
+    documents: Documents,
+    reader: Reader,
+    options: argparse.Namespace,
+    bad: BadTexts,
+) -> Encoder | None:
+    """The tokenizer: named, of a killed run, or trained now; saved beside the output.
+
+    None if all documents are tokens already and it is not named. UserError if some are, and a
+    tokenizer would be trained.
+    """
+    arrays = [path for path, kind in zip(reader.paths, documents.kinds) if kind in TOKENS]
+    if arrays and not options.tokenizer:
+        if len(arrays) < len(reader.paths):
+            raise UserError(f"{arrays[0]} holds tokens: name their tokenizer with --tokenizer")
+        if not options.vocab_size_given:
+            raise UserError(f"{arrays[0]} holds tokens: give their --vocab-size or --tokenizer")
+        return None
+    if options.tokenizer:
+        encoder = load_encoder(options.tokenizer, options.end_token, options.tiktoken_pattern)
+    elif journal.last("trained"):
+        trained = journal.partial("tokenizer.json")
+        return load_encoder(trained, options.end_token, None)
+    else:
+        encoder = train_tokenizer(documents, reader, options, bad)
+    encoder.save(journal.partial(f"tokenizer.{encoder.suffix}"))
+    journal.add({"trained": True})
+    return encoder
+
+
+def encode(
+    journal: Journal, documents: Documents, work: Work, processes: int, bad: BadTexts
+) -> PartialPair:
+    """Write every document; UserError if there is none, or more bad ones than are to be skipped."""
+    pair = PartialPair(journal, work.vocab_size)
+    bad.add_all(pair.found.bad)
+    try:
+        passed = documents.bytes_before(pair.next[0]) + pair.next[1]
+        with Progress("encoding", documents.size, passed) as progress:
+            every = chunks(documents, work.reader, work.encoder, pair.next)
+            for chunk, encoded in encode_all(every, work, processes):
+                bad.add_all(encoded.found.bad)
+                pair.add(chunk, encoded)
+                progress.advance(chunk.size)
+        pair.save()
+    finally:
+        pair.close()
+    if not pair.documents:
+        raise UserError(f"none of the {len(documents)} documents has text in UTF-8")
+    return pair
+
+
+def _summary(options: argparse.Namespace, pair: PartialPair, bad: BadTexts, vocab_size: int) -> str:
+    """What was made, and how to train with it: two lines."""
+    found = pair.found
+    parts = [f"{options.out}: {pair.documents:,} documents, {pair.tokens:,} tokens"]
+    if found.size:
+        parts[0] += f", {found.size / pair.tokens:.2f} bytes/token"
+    parts += [f"skipped {found.undecodable} not in UTF-8, {found.empty} empty"]
+    if bad.found:
+        parts[1] += f", {len(bad.found)} bad ({options.out}.bad.txt)"
+    if found.forced:
+        parts += [f"{found.forced} cuts of long documents where a token may differ"]
+    return f"{'; '.join(parts)}\ntrain with: --data {options.out} --vocab-size {vocab_size}"
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        exit_with(error)
-    except OSError as error:  # a file that cannot be read, a disk that is full
-        exit_with(UserError(str(error)))
+    run(main)

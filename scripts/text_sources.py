@@ -2,11 +2,14 @@
 
     .txt .md .py      one document                     .gz .bz2 .xz .zst   any of these, compressed
     .jsonl .ndjson    a document in each line          .csv .parquet .arrow   one in each row
-    -                 standard input, JSON lines
+    .h5 .hdf5         tokens, an array of them         -   standard input, JSON lines
 
-Compressed files, tables and standard input cannot be read from any place in them. They are copied,
-as JSON lines, into one file beside the output (`spool`), which is removed at the end; so memory
-does not depend on their size. The packages zstandard and pyarrow are needed only for their formats.
+A folder that `datasets` of Hugging Face has saved gives the .arrow files that its state.json lists.
+
+Compressed files, tables and standard input cannot be read from any place in them. Their texts are
+copied into one file of records beside the output (`Spool`), which is removed at the end; so memory
+does not depend on their size. A record is the bytes of a text, and before them their number, u64.
+The packages zstandard and pyarrow are needed only for their formats.
 """
 
 import bz2
@@ -17,6 +20,8 @@ import io
 import json
 import lzma
 import os
+import shutil
+import struct
 import sys
 import zlib
 from collections import Counter
@@ -29,10 +34,14 @@ from config.messages import UserError
 WHOLE = (".py", ".txt", ".md")  # one document each
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".parquet", ".arrow")
+TOKENS = (".h5", ".hdf5")
+RECORDS = ".partial.records"  # of this module
+RECORD_HEADER = struct.Struct("<Q")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-KNOWN = (*WHOLE, *LINES, *TABLES)
+KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
 SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
-MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError)
+SCAN_JSON = json.JSONDecoder().scan_once
+MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
 
 
 class BadTexts:
@@ -40,34 +49,41 @@ class BadTexts:
 
     def __init__(self, limit: int = 0):
         self.limit = limit
-        self.found: dict[str, str] = {}  # FILE:LINE, and why; texts are read more than once
+        self.found: dict[Any, str] = {}  # FILE:LINE, and why; texts are read more than once
 
-    def add(self, place: str, reason: str) -> None:
+    def add(self, place: Any, reason: str) -> None:
         """Note one; UserError if there are more than the limit."""
         self.found[place] = reason
         if len(self.found) > self.limit:
             more = f" (--skip-bad {self.limit} skips that many)" if self.limit else ""
             raise UserError(f"{place} {reason}{more}")
 
+    def add_all(self, found: dict[str, str]) -> None:
+        """Note several, by place."""
+        for place, reason in found.items():
+            self.add(place, reason)
+
     def write(self, path: str) -> None:
-        """Write a line for each, if there are any; else remove the list of an earlier run."""
-        Path(path).unlink(missing_ok=True)
-        if self.found:
-            lines = [f"{place} {reason}\n" for place, reason in self.found.items()]
-            Path(path).write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        """Write a line for each."""
+        lines = [f"{place} {reason}\n" for place, reason in self.found.items()]
+        Path(path).write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def kind_of(path: Path) -> str | None:
     """The suffix that says what a file holds, without compression; None if it is not known."""
+    if path.name.endswith(RECORDS):
+        return RECORDS
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
+        if suffixes and suffixes[-1] in TOKENS:
+            return None
     return suffixes[-1] if suffixes and suffixes[-1] in KNOWN else None
 
 
 def is_read_in_place(path: Path) -> bool:
     """Whether single documents of the file can be read, without a copy."""
-    return path.suffix.lower() in (*WHOLE, *LINES)
+    return path.suffix.lower() in (*WHOLE, *LINES, *TOKENS)
 
 
 def walk(folder: Path, skip: set[str], unknown: Counter[str]) -> Iterator[Path]:
@@ -76,18 +92,39 @@ def walk(folder: Path, skip: set[str], unknown: Counter[str]) -> Iterator[Path]:
     """
     for base, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+        listed = _listed(Path(base)) if "state.json" in files else None
         for path in (Path(base, name) for name in files):
-            if kind_of(path) is None:
+            if listed is not None and path.suffix == ".json":
+                continue  # it describes the others
+            if kind_of(path) in (None, RECORDS) or (listed is not None and path.name not in listed):
                 unknown["".join(path.suffixes[-2:]) or path.name] += 1
             elif path.is_file():
                 yield path.resolve()
 
 
-def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
+def _listed(folder: Path) -> list[str] | None:
+    """The files of a data set that `datasets` has saved there; None if the folder is none."""
+    path = folder / "state.json"
+    try:
+        state = json.loads(path.read_bytes())
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{path} lists {missing[0]}, which is not there")
+    if state.get("_indices_files"):
+        raise UserError(
+            f"{folder} has an order of rows of its own: save it after flatten_indices()"
+        )
+    return names
+
+
+def parse_line(line: bytes, place: Any, key: str, bad: BadTexts) -> str | None:
     """The text in a JSON line; None for one that is skipped as bad. UnicodeDecodeError."""
     decoded = line.decode("utf-8")
     try:
-        found = json.loads(decoded)
+        found = _json(decoded)
     except ValueError as error:  # also a number of 5,000 digits
         return bad.add(place, f"is not JSON: {error}")
     except RecursionError:
@@ -98,27 +135,66 @@ def parse_line(line: bytes, place: str, key: str, bad: BadTexts) -> str | None:
     if not isinstance(text, str):
         return bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         return bad.add(place, f"has half of a character, U+{code:04X}, at place {error.start}")
     return text
 
 
-def spool(paths: list[Path], key: str, target: str, bad: BadTexts) -> None:
-    """Copy every document of these files to `target`, as JSON lines with the same key."""
-    with open(target, "w", encoding="utf-8") as file:
-        for path in paths:
-            try:
+def _json(text: str) -> Any:
+    """json.loads in half the time, which counts for millions of short lines."""
+    bare = text.strip(" \t\n\r")
+    try:
+        found, end = SCAN_JSON(bare, 0)
+    except StopIteration:
+        end = -1
+    return found if end == len(bare) else json.loads(text)  # which says what is wrong
+
+
+class Spool:
+    """A file of records that texts are copied to; `size`: of what it holds, the rest is cut off."""
+
+    def __init__(self, path: str, size: int):
+        self._file = open(path, "r+b" if size else "wb")  # noqa: SIM115 (closed by `close`)
+        self._file.truncate(size)
+        self._file.seek(size)
+
+    def copy(self, path: Path, key: str, bad: BadTexts) -> int:
+        """Add every text of a file; the size afterwards. UserError if the file is damaged."""
+        try:
+            if str(path) != "-" and kind_of(path) in WHOLE:
+                self._add_whole(path)
+            else:
                 for place, text in _texts(path, key, bad):
-                    if not isinstance(text, str):
+                    if isinstance(text, str):
+                        raw = text.encode()
+                        self._file.write(RECORD_HEADER.pack(len(raw)) + raw)
+                    else:
                         bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
-                        continue
-                    file.write(json.dumps({key: text}) + "\n")
-            except (*MISTAKES_OF_FORMAT, *_mistakes_of_zstandard(), OSError) as error:
-                if isinstance(error, OSError) and error.errno is not None:
-                    raise  # of the disk, not of the format
-                raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
+        except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(), OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk, not of the format
+            raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def _add_whole(self, path: Path) -> None:
+        """One record, whose length is known only at its end."""
+        begin = self._file.tell()
+        self._file.write(RECORD_HEADER.pack(0))
+        with _open(path) as file:
+            shutil.copyfileobj(file, self._file, 1 << 20)
+        end = self._file.tell()
+        self._file.seek(begin)
+        self._file.write(RECORD_HEADER.pack(end - begin - RECORD_HEADER.size))
+        self._file.seek(end)
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        self._file.close()
 
 
 def _texts(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, Any]]:
@@ -128,9 +204,7 @@ def _texts(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, Any]]:
         yield from _rows_of_arrow(path, kind, key)
         return
     with _open(path) as file:
-        if kind in WHOLE:
-            yield str(path), file.read().decode("utf-8")
-        elif kind in LINES:
+        if kind in LINES:
             for number, line in enumerate(file, 1):
                 place, text = f"{path}:{number}", None
                 try:
@@ -155,46 +229,50 @@ def _open(path: Path) -> IO[bytes]:
     suffix = path.suffix.lower()
     if suffix == ".zst":
         file = open(path, "rb")  # noqa: SIM115 (closed with the stream)
-        return _package("zstandard", path).ZstdDecompressor().stream_reader(file)
+        unpack = package_for("zstandard", path).ZstdDecompressor()
+        return unpack.stream_reader(file, read_across_frames=True, closefd=True)
     opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return opens.get(suffix, open)(path, "rb")
 
 
 def _rows_of_arrow(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:
     """The column `key` of a Parquet or Arrow file (as in a folder of Hugging Face datasets)."""
-    if kind == ".parquet":
-        parquet = _package("pyarrow.parquet", path)
-        table = parquet.ParquetFile(path)
-        names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
-    else:
-        ipc = _package("pyarrow.ipc", path)
-        try:
-            batches = ipc.open_stream(path)
-        except ValueError:
-            whole = ipc.open_file(path)
-            batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            names = whole.schema.names
+    # Arrow would map a file that is named; where its bytes are damaged, that ends the process.
+    with open(path, "rb") as file:
+        if kind == ".parquet":
+            table = package_for("pyarrow.parquet", path).ParquetFile(file)
+            names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
         else:
-            names = batches.schema.names
-    if key not in names:
-        raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
-    row = 0
-    for batch in batches:
-        for value in batch.column(key).to_pylist():
-            row += 1
-            yield f"{path}:{row}", value
+            ipc = package_for("pyarrow.ipc", path)
+            try:
+                batches = ipc.open_stream(file)
+                names = batches.schema.names
+            except ValueError:
+                file.seek(0)
+                whole = ipc.open_file(file)
+                names = whole.schema.names
+                batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+        if key not in names:
+            raise UserError(f"{path} has no column {key!r}, but {', '.join(names)}")
+        row = 0
+        for batch in batches:
+            column = batch.column(key)
+            column.validate(full=True)  # else a damaged offset is followed to any address
+            for value in column.to_pylist():
+                row += 1
+                yield f"{path}:{row}", value
 
 
-def _mistakes_of_zstandard() -> tuple[type[Exception], ...]:
-    """Its own exception, if it has been imported."""
-    found = sys.modules.get("zstandard")
-    return (found.ZstdError,) if found else ()
+def _mistakes_of_packages() -> tuple[type[Exception], ...]:
+    """Their own exceptions, if they have been imported."""
+    names = ("zstandard", "ZstdError"), ("pyarrow", "ArrowException")
+    return tuple(getattr(sys.modules[name], kind) for name, kind in names if sys.modules.get(name))
 
 
-def _package(name: str, path: Path) -> Any:
+def package_for(name: str, needing: object) -> Any:
     """A package that only some formats need; UserError if it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:
         package = name.partition(".")[0]
-        raise UserError(f"{path} needs the package {package}: pip install {package}") from None
+        raise UserError(f"{needing} needs the package {package}: pip install {package}") from None

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import prepare_data
+from scripts import encode_documents, prepare_data
 
 SCRIPT = Path(prepare_data.__file__)
 END = "<|endoftext|>"
@@ -70,6 +70,7 @@ def test_every_document_comes_back(texts, tmp_path, capsys):
     assert tokenizer.get_vocab_size() == 300
     assert sorted(os.listdir(tmp_path / "new")) == [
         "c.bin",
+        "c.crc32",
         "c.idx",
         "c.sha256",
         "c.tokenizer.json",
@@ -106,7 +107,8 @@ def test_files_are_taken_in_one_order_on_every_machine(texts):
 def test_batches_do_not_change_the_documents(texts, tmp_path, monkeypatch):
     folder, _ = texts
     prepare(tmp_path / "one", "--vocab-size", 300, folder)
-    monkeypatch.setattr(prepare_data, "BATCH_BYTES", 20)
+    monkeypatch.setattr(encode_documents, "BATCH", 20)
+    monkeypatch.setattr(encode_documents, "CHUNK", 60)
     prepare(tmp_path / "many", "--vocab-size", 300, folder)
     assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "many.bin").read_bytes()
 
@@ -249,19 +251,6 @@ def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
     (tmp_path / "e.txt").write_text("good")
     prepare(tmp_path / "c", tmp_path / "e.txt")
     assert not (tmp_path / "c.bad.txt").exists(), "of the run before"
-
-
-def test_a_long_document_is_encoded_in_pieces_to_the_same_tokens(tmp_path, monkeypatch):
-    text = " ".join(f"word{i % 97}  two, it's\n\n x{i} 'tis" for i in range(500)) + " "
-    (tmp_path / "a.txt").write_text(text)
-    prepare(tmp_path / "whole", "--vocab-size", 400, tmp_path / "a.txt")
-    sizes = []
-    monkeypatch.setattr(prepare_data, "AT_ONCE", 3)
-    for piece in (1, 7, 1000):
-        monkeypatch.setattr(prepare_data, "PIECE", piece)
-        prepare(tmp_path / "pieces", "--vocab-size", 400, tmp_path / "a.txt")
-        sizes.append((tmp_path / "pieces.bin").read_bytes())
-    assert sizes == 3 * [(tmp_path / "whole.bin").read_bytes()]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,289 @@
+"""prepare_data: long documents, processes and kills do not change a byte; kinds of tokenizers."""
+
+import base64
+import gzip
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from test_prepare_data import prepare, read
+
+from benchmarks.prepare import kill_rounds
+from config.messages import UserError
+from corpora.token_files import IndexedDataset
+from scripts import documents, encode_documents, encoders, partial_pair, prepare_data
+from scripts.journal import Journal
+
+NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256", ".crc32")
+
+
+def contents(prefix) -> list[bytes]:
+    """The outputs; the names in the list of checksums are the prefix's own."""
+    name = Path(prefix).name.encode()
+    read = {end: Path(f"{prefix}{end}").read_bytes() for end in NAMES}
+    return [*(read | {".sha256": read[".sha256"].replace(b"  " + name, b"  ")}).values()]
+
+
+def write_texts(folder: Path, lines: int = 300) -> Path:
+    """A long document, one that is compressed, one that is damaged, many lines, one of them bad."""
+    folder.mkdir()
+    words = " ".join(f"word{i % 97}  two, it's\n\n x{i} 'tis 你好。世界" for i in range(500))
+    (folder / "long.txt").write_text(words)
+    (folder / "packed.txt.gz").write_bytes(gzip.compress(words[::-1].encode()))
+    (folder / "damaged.txt").write_bytes(words.encode() + b"\xff")
+    (folder / "blank.txt").write_text(" " * 9000)
+    texts = [json.dumps({"text": f"line {i} of text, {i * i}"}) for i in range(lines)]
+    texts[lines // 2] = "{"
+    (folder / "lines.jsonl").write_text("\n".join(texts))
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Parts and chunks of some hundred bytes."""
+    for module, name, value in (
+        (documents, "LONG", 4000),
+        (documents, "BLOCK", 700),
+        (encode_documents, "CHUNK", 4000),
+        (encode_documents, "PART", 300),
+        (encode_documents, "BATCH", 900),
+        (encoders, "CHECKED", 40),
+        (partial_pair, "SECONDS_BETWEEN_ENTRIES", 0.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def test_long_documents_in_parts_are_the_same_tokens(tmp_path, request, capsys):
+    folder = write_texts(tmp_path / "texts")
+    words = "--vocab-size", 400, "--skip-bad", 1, folder
+    prepare(tmp_path / "whole", *words)
+    request.getfixturevalue("small")
+    prepare(tmp_path / "parts", *words)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    printed = capsys.readouterr().out
+    assert printed.count("skipped 1 not in UTF-8, 1 empty, 1 bad") == 2
+    assert "cuts of long documents" not in printed
+
+
+def test_a_text_without_places_to_cut_is_cut_and_counted(tmp_path, small, capsys):
+    (tmp_path / "a.txt").write_text("x" * 5000)
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / "a.txt")
+    assert "cuts of long documents where a token may differ" in capsys.readouterr().out
+    assert read(tmp_path / "c")[0] == ["x" * 5000]
+
+
+def stop_after(monkeypatch, chunks: int) -> None:
+    """Ctrl-C once so many chunks are written; later calls are not stopped."""
+    own, written = prepare_data.PartialPair.add, []
+
+    def add(pair, *values):
+        own(pair, *values)
+        written.append(1)
+        if len(written) == chunks:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare_data.PartialPair, "add", add)
+
+
+@pytest.mark.parametrize("chunks", [1, 7, 20])
+def test_a_run_that_was_stopped_goes_on(tmp_path, small, monkeypatch, capsys, chunks):
+    """In the middle of a long document, too; what was written is not encoded again."""
+    folder = write_texts(tmp_path / "texts")
+    words = "--vocab-size", 400, "--skip-bad", 1, folder
+    prepare(tmp_path / "whole", *words)
+    stop_after(monkeypatch, chunks)
+    with pytest.raises(SystemExit) as stopped:
+        prepare(tmp_path / "c", *words)
+    assert stopped.value.code == 75
+    lines = Path(f"{tmp_path}/c.partial.journal").read_text().splitlines()
+    done = [tuple(json.loads(line)["next"]) for line in lines if '"next"' in line]
+    assert len(done) == chunks
+    begun, encoded = [], encode_documents.Work.run
+    monkeypatch.setattr(
+        encode_documents.Work, "run", lambda work, c: begun.append(c.next) or encoded(work, c)
+    )
+    prepare(tmp_path / "c", *words)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+    assert f"going on from {tmp_path}/c.partial.journal" in capsys.readouterr().out
+    assert not list(tmp_path.glob("c.partial*"))
+    assert min(begun) > done[-1]
+
+
+def test_kills_and_processes_do_not_change_a_byte(tmp_path):
+    """While it copies, trains, encodes with 1 or 3 processes, or renames."""
+    folder = write_texts(tmp_path / "texts", 20_000)
+    statuses = kill_rounds(tmp_path, ["--vocab-size", 400, "--skip-bad", 1, folder], rounds=5)
+    assert set(statuses) <= {-signal.SIGKILL, -signal.SIGTERM, 75, 0}
+    assert -signal.SIGKILL in statuses
+
+
+def test_another_job_of_that_name_begins_anew_and_two_do_not_meet(
+    tmp_path, small, monkeypatch, capsys
+):
+    folder = write_texts(tmp_path / "texts")
+    words = "--vocab-size", 400, "--skip-bad", 1, folder
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(SystemExit):
+            prepare(tmp_path / "c", *words)
+    (folder / "lines.jsonl").write_text(json.dumps({"text": "other"}))
+    prepare(tmp_path / "c", *words)
+    assert "going on" not in capsys.readouterr().out
+    assert "other" in read(tmp_path / "c")[0]
+    journal = Journal(f"{tmp_path}/d", {})
+    with pytest.raises(UserError, match=r"another process writes .*/d now"):
+        prepare(tmp_path / "d", *words)
+    journal.remove()
+
+
+def test_progress_is_lines_in_a_log(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare_data.Progress.__init__.__globals__["sys"].stdout, "isatty", bool)
+    monkeypatch.setitem(prepare_data.Progress.__init__.__globals__, "SECONDS_BETWEEN_LINES", 0.0)
+    (tmp_path / "a.txt").write_text("some text " * 1000)
+    prepare(tmp_path / "c", tmp_path / "a.txt")
+    assert "encoding: 100 % of 0 MB, " in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------
+# Arrays of tokens, folders of `datasets`
+# ------------------------------------------------------------------------------------------------
+
+
+def test_arrays_of_tokens(tmp_path, small):
+    rows = np.arange(6000).reshape(3, 2000)
+    flat, lengths = np.arange(5000, dtype=np.uint16), [2000, 0, 3000]
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["tokens"] = rows
+    with h5py.File(tmp_path / "flat.hdf5", "w") as file:
+        file["ids"], file["lengths"] = flat, lengths
+        file["words"] = ["a"]
+    prepare(tmp_path / "a", "--vocab-size", 6000, tmp_path / "rows.h5")
+    prepare(tmp_path / "b", "--vocab-size", 6000, "--hdf5-key", "ids", tmp_path / "flat.hdf5")
+    for name, expected in (
+        ("a", rows.tolist()),
+        ("b", [flat[:2000].tolist(), flat[2000:].tolist()]),
+    ):
+        found = IndexedDataset(f"{tmp_path}/{name}")
+        assert sorted(found.get(i).tolist() for i in range(len(found))) == expected
+    assert not (tmp_path / "a.tokenizer.json").exists()
+    (tmp_path / "t.txt").write_text("a text")
+    (tmp_path / "noise.h5").write_bytes(b"noise")
+    for words, message in (
+        (["rows.h5"], "give their --vocab-size or --tokenizer"),
+        (["rows.h5", "t.txt"], "name their tokenizer with --tokenizer"),
+        (["rows.h5", "--vocab-size", "5999"], r"token id 5999 of an array is not in 0\.\.5998"),
+        (["flat.hdf5", "--vocab-size", "9999"], "has no array of integers 'tokens', but ids,"),
+        (["noise.h5", "--vocab-size", "9999"], r"noise\.h5 is damaged, or not what its name says"),
+    ):
+        with pytest.raises(UserError, match=message):
+            prepare(
+                tmp_path / "c",
+                *(word if word[0] == "-" or word.isdigit() else tmp_path / word for word in words),
+            )
+
+
+def test_a_folder_of_datasets(tmp_path, capsys):
+    """Only the files that state.json lists; others may be left of a cache."""
+    arrow = pytest.importorskip("pyarrow")
+    folder = tmp_path / "set" / "train"
+    folder.mkdir(parents=True)
+    for name in ("data-00000-of-00001.arrow", "cache-1f.arrow"):
+        table = arrow.table({"text": [f"row of {name}"]})
+        with arrow.ipc.new_stream(str(folder / name), table.schema) as writer:
+            writer.write_table(table)
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / "set")
+    assert read(tmp_path / "c")[0] == ["row of data-00000-of-00001.arrow"]
+    assert "1 .arrow" in capsys.readouterr().out
+    state["_data_files"].append({"filename": "gone.arrow"})
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"state\.json lists gone\.arrow, which is not there"):
+        prepare(tmp_path / "c", tmp_path / "set")
+
+
+# ------------------------------------------------------------------------------------------------
+# Tokenizers
+# ------------------------------------------------------------------------------------------------
+
+TEXT = " ".join(f"word{i % 97}, it's x{i} naïve 世界. " for i in range(3000))
+
+
+def tokens_of(prefix) -> list[int]:
+    (only,) = [dataset.get(0).tolist() for dataset in [IndexedDataset(str(prefix))]]
+    return only
+
+
+def test_bytes_and_a_folder_of_hugging_face(tmp_path, small):
+    (tmp_path / "a.txt").write_text(TEXT)
+    prepare(tmp_path / "b", "--tokenizer", "bytes", tmp_path / "a.txt")
+    assert tokens_of(tmp_path / "b") == [*TEXT.encode(), 256]
+    assert read(tmp_path / "b")[0] == [TEXT]
+    prepare(tmp_path / "t", "--vocab-size", 400, "--end-token", "</s>", tmp_path / "a.txt")
+    (tmp_path / "hf").mkdir()
+    shutil.copy(tmp_path / "t.tokenizer.json", tmp_path / "hf" / "tokenizer.json")
+    about = tmp_path / "hf" / "tokenizer_config.json"
+    about.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
+    assert tokens_of(tmp_path / "c") == tokens_of(tmp_path / "t")
+    about.write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON that describes"):
+        prepare(tmp_path / "c", "--tokenizer", tmp_path / "hf", tmp_path / "a.txt")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
+        prepare(tmp_path / "c", "--tokenizer", tmp_path / "none", tmp_path / "a.txt")
+
+
+def test_tiktoken(tmp_path, small):
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    ranks |= {b"wo": 256, b"rd": 257, b"word": 258, b" word": 259, b" i": 260}
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()]
+    (tmp_path / "own.tiktoken").write_text("".join(lines))
+    (tmp_path / "a.txt").write_text(TEXT)
+    words = "--tokenizer", tmp_path / "own.tiktoken", tmp_path / "a.txt"
+    prepare(tmp_path / "c", "--tiktoken-pattern", "gpt2", *words)
+    oracle = tiktoken.Encoding(
+        "own", pat_str=encoders.PATTERNS["gpt2"], mergeable_ranks=ranks, special_tokens={}
+    )
+    assert tokens_of(tmp_path / "c") == [*oracle.encode(TEXT), 261]
+    assert (tmp_path / "c.tokenizer.tiktoken").read_text() == "".join(lines)
+    with pytest.raises(UserError, match="needs --tiktoken-pattern, gpt2, cl100k or a pattern"):
+        prepare(tmp_path / "d", *words)
+
+
+def test_sentencepiece(tmp_path, small):
+    """It puts a space before a text: a part begins after the space at which it was cut."""
+    package = pytest.importorskip("sentencepiece")
+    (tmp_path / "a.txt").write_text(TEXT)
+    package.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXT.split(". ")),
+        model_prefix=str(tmp_path / "own"),
+        vocab_size=80,
+        model_type="bpe",  # unigram sums 32-bit scores over a text, so equal ones depend on it
+        minloglevel=2,
+    )
+    model = package.SentencePieceProcessor(model_file=str(tmp_path / "own.model"))
+    prepare(tmp_path / "c", "--tokenizer", tmp_path / "own.model", tmp_path / "a.txt")
+    assert tokens_of(tmp_path / "c") == [*model.encode(TEXT), model.eos_id()]
+    assert (tmp_path / "c.tokenizer.model").read_bytes() == (tmp_path / "own.model").read_bytes()
+    (tmp_path / "bad.model").write_bytes(b"noise")
+    with pytest.raises(UserError, match=r"bad\.model is not of sentencepiece"):
+        prepare(tmp_path / "d", "--tokenizer", tmp_path / "bad.model", tmp_path / "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("a.model", "sentencepiece"), ("a.tiktoken", "tiktoken")]
+)
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, name, package):
+    (tmp_path / "a.txt").write_text("a text")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"{name} needs the package {package}: pip install"):
+        prepare(tmp_path / "c", "--tokenizer", name, tmp_path / "a.txt")

@@ -1,0 +1,217 @@
+"""The order of samples: bit for bit that of megatron-core, or the stable one."""
+
+import itertools
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ranks import ROOT
+from test_data import VOCAB, write_corpus
+
+from benchmarks.data_cases import REASONS, compare_all, mutate_all
+from benchmarks.megatron_data import Megatron
+from config.messages import UserError
+from corpora import sample_order
+from corpora.sample_order import GPTSamples, split_ranges
+
+
+@pytest.fixture(scope="module")
+def megatron():
+    """megatron-core, imported once."""
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    return Megatron()
+
+
+def assert_same_order(megatron, lengths, first, num_samples, seq_length, seed, contents=20):
+    """Both orders of the sequences from `first` on, and the tokens of some samples."""
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_corpus(f"{folder}/c", lengths)
+        sequences = range(first, len(lengths))
+        ours = GPTSamples(dataset, sequences, num_samples, seq_length, seed, VOCAB)
+        theirs = megatron.samples(
+            f"{folder}/c", num_samples, folder, False, seq_length, seed, first
+        )
+        for name in ("document_index", "sample_index", "shuffle_index"):
+            a, b = getattr(ours, name), getattr(theirs, name)
+            assert a.dtype == b.dtype
+            assert np.array_equal(a, b), name
+        assert len(ours) == len(theirs)
+        for k in range(min(contents, len(ours))):
+            expected, documents = theirs._query_document_sample_shuffle_indices(k)
+            sample, spans = ours.sample(k), ours.spans(k)
+            assert sample.dtype == np.int64
+            assert sample.tolist() == expected.tolist()
+            parts = [dataset.get(*span[1:4]) for span in spans]
+            assert np.concatenate(parts).tolist() == sample.tolist()
+            read = [span.sequence for span in spans]
+            assert read == [d for d in documents if lengths[d]]  # no empty span is named
+        return ours
+
+
+@st.composite
+def orders(draw):
+    """Corpora, often with empty documents, with a split and a request of up to a few epochs."""
+    lengths = draw(st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=1, max_size=30))
+    first = draw(st.integers(0, len(lengths) - 1))
+    tokens = sum(lengths[first:])
+    if tokens < 3:
+        lengths[-1] = tokens = 3
+        tokens = sum(lengths[first:])
+    seq_length = draw(st.integers(2, min(tokens - 1, 30)))
+    most = 4 * tokens // seq_length
+    num_samples = draw(st.one_of(st.none(), st.integers(1, most)))
+    return lengths, first, num_samples, seq_length, draw(st.integers(0, 2**32 - 1))
+
+
+@given(orders())
+@settings(max_examples=150, deadline=None)
+@example(([0, 0, 5, 0], 0, 7, 2, 1))  # starts, goes on and ends with empty documents
+@example(([3, 3, 3], 0, 4, 2, 0))  # samples end where documents do
+def test_order_is_megatrons(megatron, case):
+    assert_same_order(megatron, *case, contents=5)
+
+
+@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+@pytest.mark.parametrize(
+    ("last_epoch", "separate"), [(None, None), (1.0, False), (0.8, False), (0.79, True), (0, True)]
+)
+def test_the_last_epoch_is_separate_below_80_percent(megatron, seed, last_epoch, separate):
+    lengths = np.random.default_rng(seed).integers(0, 60, size=200)
+    tokens, seq_length = int(lengths[7:].sum()), 16
+    per_epoch, before = (tokens - 1) // seq_length, (2 * tokens - 1) // seq_length
+    if last_epoch is None:
+        ours = assert_same_order(megatron, lengths, 7, per_epoch, seq_length, seed)
+        assert ours.epochs == 1
+        return
+    wanted = before + max(1, int(last_epoch * per_epoch))
+    ours = assert_same_order(megatron, lengths, 7, wanted, seq_length, seed)
+    assert ours.epochs == 3
+    # If separate, no sample of the first two epochs is left for later.
+    assert (set(ours.shuffle_index[:before].tolist()) == set(range(before))) == separate
+
+
+def test_order_depends_on_every_one_of_its_inputs(tmp_path):
+    lengths = [30] * 20
+    dataset = write_corpus(f"{tmp_path}/c", lengths)
+
+    def order(first=0, num_samples=None, seq_length=8, seed=1):
+        samples = GPTSamples(dataset, range(first, 20), num_samples, seq_length, seed)
+        return [samples.sample(k).tolist() for k in range(len(samples))]
+
+    assert order() == order()
+    variants = [order(), order(first=1), order(num_samples=100), order(seq_length=9), order(seed=2)]
+    assert len({str(variant) for variant in variants}) == len(variants)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 1 << 22])
+def test_sample_starts_do_not_depend_on_the_block(monkeypatch, block):
+    random = np.random.default_rng(block)
+    lengths = random.integers(0, 9, size=50).astype(np.int32)
+    lengths[random.integers(50, size=20)] = 0
+    order = random.permutation(50).astype(np.int32)
+    text = [(p, t) for p, d in enumerate(order) for t in range(lengths[d])]  # one entry per token
+    num_samples = (len(text) - 1) // 5
+    monkeypatch.setattr(sample_order, "BLOCK", block)
+    starts = sample_order.sample_starts(lengths, order, 5, num_samples)
+    expected = [(0, 0)] + [text[5 * i] for i in range(1, num_samples + 1)]
+    assert [tuple(row) for row in starts.tolist()] == expected
+
+
+def test_more_tokens_than_32_bits():
+    lengths = np.full(9, 2**31 - 1, np.int32)
+    order, seq_length = np.arange(9, dtype=np.int32), 2**30
+    num_samples = (9 * (2**31 - 1) - 1) // seq_length
+    starts = sample_order.sample_starts(lengths, order, seq_length, num_samples)
+    expected = [list(divmod(i * seq_length, 2**31 - 1)) for i in range(num_samples + 1)]
+    assert starts.tolist() == expected
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any),
+    st.integers(0, 5000),
+    st.sampled_from([1, 10, 7.3]),
+)
+@settings(max_examples=150, deadline=None)
+@example([95, 5, 0], 10, 1)  # 9.5 rounds to even
+@example([969, 30, 1], 50, 1)
+def test_split_is_megatrons(megatron, shares, sequences, divisor):
+    split = ",".join(str(share / divisor) for share in shares)
+    shares = megatron.parse_split(split)
+    matrix = megatron.split_matrix(shares)
+    for ours, theirs in zip(split_ranges(split, sequences), matrix, strict=True):
+        begin, end = theirs or (0, 0)
+        expected = range(round(begin * float(sequences)), round(end * float(sequences)))
+        assert ours == expected or (not ours and not expected)
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "-1,2,3", "0,0,0", "nan,1", "inf,1"])
+def test_bad_split(split):
+    with pytest.raises(UserError, match="three shares such as 95,5,0, not"):
+        split_ranges(split, 10)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=30),
+    st.integers(2, 20),
+    st.integers(1, 5),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_stable_order_of_a_longer_run_begins_with_that_of_a_shorter_one(
+    lengths, seq_length, epochs, seed
+):
+    if sum(lengths) <= seq_length:
+        lengths[0] += seq_length + 1
+    tokens = sum(lengths)
+    with tempfile.TemporaryDirectory() as folder:
+        dataset = write_corpus(f"{folder}/c", lengths)
+
+        def order(samples, kind="stable"):
+            about = range(len(lengths)), samples, seq_length, seed, VOCAB, kind
+            return GPTSamples(dataset, *about)
+
+        whole = order((epochs * tokens - 1) // seq_length)
+        assert whole.epochs == epochs
+        assert sorted(whole.shuffle_index.tolist()) == list(range(len(whole)))
+        each = whole.document_index.reshape(epochs, -1)
+        assert all(sorted(epoch) == list(range(len(lengths))) for epoch in each.tolist())
+        for shorter in {1, len(whole) // 2 or 1, len(whole) - 1 or 1}:
+            short = order(shorter)
+            assert short.epochs <= epochs
+            for k in range(len(short)):
+                assert short.sample(k).tolist() == whole.sample(k).tolist()
+
+
+def test_megatrons_order_is_not_stable_and_the_stable_one_is_shuffled(tmp_path):
+    dataset = write_corpus(f"{tmp_path}/c", [9] * 200)
+
+    def first(kind, count, seed=1):
+        samples = GPTSamples(dataset, range(200), count, 8, seed, VOCAB, kind)
+        return [samples.spans(k)[0].sequence for k in range(200)]
+
+    assert first("megatron", 200) != first("megatron", 500)
+    stable = first("stable", 200)
+    assert stable == first("stable", 500)
+    assert stable != first("stable", 200, seed=2)
+    assert sum(a < b for a, b in itertools.pairwise(stable)) < 140  # not in the order of the file
+
+
+# ------------------------------------------------------------------------------------------------
+# Random runs; benchmarks/data_cases.py has more of them
+# ------------------------------------------------------------------------------------------------
+
+
+def test_random_runs_are_megatrons_or_refused_for_a_reason_that_the_docs_name(megatron):
+    outcomes = compare_all(megatron, range(40))
+    assert [outcome for outcome in outcomes if "DIFFERS" in outcome] == []
+    assert outcomes["equal"] >= 15
+    page = " ".join((ROOT / "docs" / "data.md").read_text().split())
+    assert [words for words in REASONS.values() if words not in page] == []
+
+
+def test_damaged_files_are_sentences():
+    outcomes = mutate_all(range(100))
+    assert outcomes["pair: a sentence"] + outcomes["pair: seen by verify, opens"] == 50
+    assert outcomes["source: a sentence"] > 20
