@@ -1,7 +1,10 @@
-"""Trine beside torch's own parallel parts, and beside tensor parallelism written by hand.
+r"""Trine beside torch's own parallel parts, and beside tensor parallelism written by hand.
 
     python benchmarks/peers.py > benchmarks/results/peers.md      all rows, one by one
     python benchmarks/peers.py --rows tp2 pp2 --rounds 8 --steps 2
+    python benchmarks/peers.py --rows one tp2 tp2-sp pp2-auto pp4-auto pp4-equal dp2 dp2-zero1 \
+        dp2-zero3 tp2-pp2 --rounds 8                           the small shapes, some 20 minutes
+    python benchmarks/peers.py --rows pp2-auto-large --rounds 3
 
 A row is one comparison: Trine with some options, and peers that train the same model, from the same
 weights, on the same tokens, with the same optimizer (AdamW, clipping by the global norm). It begins
