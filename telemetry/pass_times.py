@@ -45,7 +45,8 @@ def _earlier(config: Config) -> str | None:
     """What run.json has, if a run is resumed whose parts were the same."""
     if not config.run.resume:
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # nothing usable is there
+    # What cannot be read is measured anew.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json")) as file:
             earlier = json.load(file)["config"]
         own, before = json.loads(json.dumps(asdict(config))), earlier["layout"]
