@@ -4,7 +4,7 @@
 
 FLOPs do not tell how fast a device does each kind of pass: attention, the loss and what moves bytes
 differ from machine to machine. So every rank times one block and the head as its tensor rank holds
-them; the slowest rank counts. A run that is resumed keeps what was measured at its start.
+them, without masks; the slowest rank counts. A run that is resumed keeps what was measured at its start.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from itertools import pairwise
 import torch
 
 from config.schema import Config
+from data import Batch
 from distributed.context import Context
 from distributed.mesh import Mesh
 from distributed.store import StoreExchange
@@ -83,10 +84,11 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     shape = (s // layout.tp if layout.sequence_parallel else s, b, model.hidden)
     x = torch.ones(shape, dtype=factory.dtype, device=factory.device, requires_grad=True)
     labels = torch.zeros(b, s, dtype=torch.long, device=factory.device)
+    batch = Batch(labels, labels, labels.numel())
     rows = []
     for _ in range(WARM_UP + TIMED):
         times = [_now(factory.device)]
-        y = stage(x, labels)
+        y = stage(x, batch)
         times.append(_now(factory.device))
         weight_gradients = deferred.backward(y, torch.ones_like(y))
         times.append(_now(factory.device))
