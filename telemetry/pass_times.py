@@ -4,7 +4,8 @@
 
 FLOPs do not tell how fast a device does each kind of pass: attention, the loss and what moves bytes
 differ from machine to machine. So every rank times one block and the head as its tensor rank holds
-them, without masks; the slowest rank counts. A run that is resumed keeps what was measured at its start.
+them, without masks; the slowest rank counts. A run that is resumed keeps what was measured at its
+start.
 """
 
 import contextlib
