@@ -267,9 +267,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, labels, tp, start, stop):
-        """The loss of each token, of labels' shape; logits are those of words [start, stop)."""
+        """The loss of each token, of labels' shape; logits are those of words [start, stop).
+
+        They are overwritten if they are in fp32 or fp64: a copy is the largest tensor of a step.
+        """
         dtype = logits.dtype
-        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
+        logits = logits.detach().to(torch.promote_types(dtype, torch.float32))
         logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
         largest = logits.amax(-1)
         tp.all_reduce(largest, MAX).wait()
@@ -296,8 +299,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
     """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
 
-    `spec` is that of the head's weight: which rows of the vocabulary are here. Its backward may
-    run once only: it reuses the forward's memory.
+    `spec` is that of the head's weight: which rows of the vocabulary are here. Both passes reuse
+    the memory of the logits: they are lost, and the backward may run once only.
     """
     return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)
 

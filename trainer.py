@@ -36,6 +36,7 @@ from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import memory_report, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
+from telemetry.pass_times import with_measured_costs
 from telemetry.replica_check import unequal_replicas
 from telemetry.step_stats import StepStats
 from telemetry.step_trace import StepTrace
@@ -72,6 +73,8 @@ def build(config: Config, context: Context | None = None) -> TrainState:
     `config` has passed validation.check. Without a context it is a world of one on the CPU.
     """
     device = context.device if context else CPU
+    if context:
+        config = with_measured_costs(config, context, DTYPES[config.training.precision])
     config, _ = settled(config, device.type)
     layout, training = config.layout, config.training
     mesh = Mesh(layout.axes, context, channels=layout.stages_per_rank > 1)
@@ -168,7 +171,9 @@ def main(
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.model.seq_length, on_gpu)
-        config, choice = settled(replace(config, layout=layout), context.device.type)
+        config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
+        config = with_measured_costs(config, context, dtype)
+        config, choice = settled(config, context.device.type)
         layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
@@ -188,7 +193,7 @@ def main(
         log = Log(config, context, state.stage_specs, kernels, before, predicted)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         if choice:
-            log.note(f"--schedule auto: {choice}")
+            log.note(f"--schedule auto, costs {layout.schedule_costs}: {choice}")
         for note in splits.notes:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:

@@ -7,7 +7,7 @@ and a vocabulary-parallel head with its loss, which never gathers the logits. Ac
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from peer_worker import CLIP, Batch, Shape, adamw, fill
+from peer_worker import CLIP, Batch, BlockForward, Shape, adamw, fill
 from torch import Tensor, nn
 
 
@@ -83,7 +83,7 @@ class Linear(nn.Linear):
         return SumOfRanks.apply(F.linear(x, self.weight)) + self.bias
 
 
-class Block(nn.Module):
+class Block(BlockForward):
     """x + attention(norm(x)), then x + MLP(norm(x)), on the heads and the columns of one rank."""
 
     def __init__(self, h: int, heads: int, ranks: int):
@@ -92,13 +92,6 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.out = Linear(h, 3 * h, 0, ranks), Linear(h, h, 1, ranks)
         self.up, self.down = Linear(h, 4 * h, 0, ranks), Linear(4 * h, h, 1, ranks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.d))
-        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(-2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class GPT(nn.Module):

@@ -8,18 +8,20 @@ import contextlib
 import json
 import math
 import os
-import random
 import selectors
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+from ranks import free_port
+
 START, ANSWER, END = 300.0, 1800.0, 30.0  # seconds within which a side starts, answers, ends
 CHECKED = 3  # steps at the start, whose losses and norms must agree; they warm up, too
 LOSS_ERROR, NORM_ERROR = 2e-5, 2e-4  # relative: fp32 rounding, after some steps of AdamW
@@ -31,11 +33,16 @@ class SideError(RuntimeError):
 
 @dataclass
 class Block:
-    """Some steps of a side: seconds from barrier to barrier; losses and gradient norms by step."""
+    """Some steps of a side: seconds from barrier to barrier; losses and gradient norms by step.
+
+    bubbles: of each step, if its passes are known: the share of all ranks' time in which none runs,
+    from the first pass's start to the last one's end (schedules.simulation.bubble).
+    """
 
     seconds: float
     losses: list[float]
     norms: list[float]
+    bubbles: list[float]
 
 
 class Side:
@@ -101,7 +108,9 @@ class Side:
                 raise SideError(f"{self.label}: ranks have unequal gradient norms: {results}")
         if not all(map(math.isfinite, (*losses, *norms))):
             raise SideError(f"{self.label}: losses {losses}, gradient norms {norms}")
-        return Block(max(answer["seconds"] for answer in answers), losses, norms)
+        steps = zip(*(answer.get("passes", ()) for answer in answers))
+        seconds = max(answer["seconds"] for answer in answers)
+        return Block(seconds, losses, norms, [bubble(ranks) for ranks in steps])
 
     def _answers(self, seconds: float) -> list[dict]:
         """One line of each rank; SideError if a rank ends before, or that takes longer."""
@@ -156,6 +165,12 @@ class Side:
             process.wait()
 
 
+def bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
+    """Of a step, by each rank's start and end of its passes, and the seconds in which one ran."""
+    begins, ends, busy = zip(*ranks)
+    return 1.0 - sum(busy) / (len(ranks) * (max(ends) - min(begins)))
+
+
 def check_equal(sides: list[Side]) -> None:
     """Run the first steps; SideError unless every side's losses and norms are Trine's."""
     first = [side.run(CHECKED) for side in sides]
@@ -168,15 +183,3 @@ def check_equal(sides: list[Side]) -> None:
                     f"{what} of {sides[0].label} and of {side.label} differ by {error:.1e}, more "
                     f"than {most:.0e}: {ours} and {theirs}"
                 )
-
-
-def free_port() -> int:
-    """A port below the ephemeral range, so that no outgoing connection takes it before its use."""
-    while True:
-        port = random.randrange(10_000, 30_000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:  # in use
-                continue
-        return port

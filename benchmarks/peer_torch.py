@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from peer_by_hand import TensorParallelByHand
-from peer_worker import CLIP, Answers, Batch, Shape, adamw, batches, fill, serve
+from peer_worker import CLIP, Answers, Batch, BlockForward, Shape, adamw, batches, fill, serve
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -50,7 +50,7 @@ SCHEDULES = {  # the class, and whether a rank's two stages lie as a V
 # ---- The model -----------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class Block(BlockForward):
     """x + attention(norm(x)), then x + MLP(norm(x)): (b, s, h); q, k and v are rows by heads."""
 
     def __init__(self, h: int, heads: int):
@@ -59,13 +59,6 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(h), nn.LayerNorm(h)
         self.qkv, self.out = nn.Linear(h, 3 * h), nn.Linear(h, h)
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.d))
-        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(-2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
 
 
 class Positions(nn.Module):

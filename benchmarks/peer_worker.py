@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 SEED, LR, CLIP = 1234, 3e-4, 1.0
@@ -67,6 +68,17 @@ def batches(shape: Shape, step: int, dp: int = 1, replica: int = 0) -> list[Batc
     return found
 
 
+class BlockForward(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x)): (b, s, h), of a block's layers and its d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, 3, self.d))
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(-2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh"))
+
+
 def adamw(parameters, **more) -> dict:
     """Arguments of AdamW as Trine runs it: matrices decay; kinds that no one call takes apart."""
     groups: dict[tuple, list] = {}
@@ -104,11 +116,14 @@ def serve(
     step: Callable[[object], tuple[float | None, float]],
     barrier: Callable[[], object],
     prepare: Callable[[int], object] = int,
+    passes: Callable[[], list] = list,
 ) -> None:
     """Answer commands until standard input ends.
 
     step: takes what `prepare` made of the step's number, outside of the time; gives the loss as
     this rank knows it, if it does, and the gradient norm. Seconds are from barrier to barrier.
+    passes: of the steps since it was asked last, if they are known: when the first pass began, when
+    the last one ended, and the seconds between in which this rank did not wait.
     """
     done, life = 0, 0
     answers.send(ready=os.getpid())
@@ -126,7 +141,8 @@ def serve(
         done += count
         results = [(number(loss), number(norm)) for loss, norm in results]
         peak = peak_bytes()
-        answers.send(seconds=seconds, results=results, peak=peak, life=max(life, peak))
+        own = {"peak": peak, "life": max(life, peak), "passes": passes()}
+        answers.send(seconds=seconds, results=results, **own)
 
 
 def number(value) -> float | None:

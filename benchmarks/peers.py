@@ -1,7 +1,10 @@
-"""Trine beside torch's own parallel parts, and beside tensor parallelism written by hand.
+r"""Trine beside torch's own parallel parts, and beside tensor parallelism written by hand.
 
     python benchmarks/peers.py > benchmarks/results/peers.md      all rows, one by one
     python benchmarks/peers.py --rows tp2 pp2 --rounds 8 --steps 2
+    python benchmarks/peers.py --rows one tp2 tp2-sp pp2-auto pp4-auto pp4-equal dp2 dp2-zero1 \
+        dp2-zero3 tp2-pp2 --rounds 8                           the small shapes, some 20 minutes
+    python benchmarks/peers.py --rows pp2-auto-large --rounds 3
 
 A row is one comparison: Trine with some options, and peers that train the same model, from the same
 weights, on the same tokens, with the same optimizer (AdamW, clipping by the global norm). It begins
@@ -12,6 +15,7 @@ that is not at work waits for a line on its standard input, and what it uses mea
 
     ratio    interquartile mean of the rounds' ratios, and the middle 95 % over resampled rounds
     memory   peak resident MiB of each rank in the timed steps; in brackets since the process began
+    bubble   of Trine's sides, in a table of its own: share of the ranks' time without a pass
 
 Sides: peer_trine.py; peer_torch.py, peer_by_hand.py. Their processes: peer_sides.py.
 """
@@ -45,9 +49,10 @@ from config.messages import Parser, UserError, exit_with
 SHAPES = {
     "4 x 256": Shape(4, 256, 8, 8192, 256, 2, 4),
     "8 x 512": Shape(8, 512, 8, 32768, 512, 2, 8),
+    "equal stages": Shape(8, 256, 8, 256, 256, 2, 8),
     "tiny": Shape(4, 32, 4, 128, 16, 2, 4),
 }
-STEPS = {"4 x 256": 4, "8 x 512": 1, "tiny": 2}  # of a block
+STEPS = {"4 x 256": 4, "8 x 512": 1, "equal stages": 4, "tiny": 2}  # of a block
 
 PARTS = {
     "plain": "plain PyTorch loop",
@@ -91,6 +96,8 @@ class Row:
         return replace(shape, micro_batches=self.micro_batches or shape.micro_batches)
 
 
+AUTO = "--schedule auto --schedule-costs measured"
+OWN = tuple(f"--schedule {name}" for name in ("1f1b", "interleaved", "zb-h1", "zb-v"))
 PP2 = ("1f1b 2,2", "1f1b 3,1", "interleaved 1,1,2,0", "zb 3,1", "zbv 1,1,2,0")
 PP4 = ("1f1b 1,1,1,1", "1f1b 2,1,1,0", "zb 2,1,1,0", "zbv 0,1,1,1,1,0,0,0")
 ROWS = (
@@ -100,6 +107,10 @@ ROWS = (
     Row("pp2", "4 x 256", 1, 2, 1, "", PP2),
     Row("pp4", "4 x 256", 1, 4, 1, "", PP4, micro_batches=8),
     Row("pp4-gpipe", "4 x 256", 1, 4, 1, "--schedule gpipe", ("--schedule 1f1b",), 8),
+    Row("pp2-auto", "4 x 256", 1, 2, 1, AUTO, (*OWN, *PP2[:2], *PP2[3:])),
+    # Two stages on each of 4 ranks would be more than there are parts: 4 blocks and two ends.
+    Row("pp4-auto", "4 x 256", 1, 4, 1, AUTO, (OWN[0], OWN[2], *PP4), 8),
+    Row("pp4-equal", "equal stages", 1, 4, 1, AUTO, OWN),
     Row("dp2", "4 x 256", 1, 1, 2, "--zero 0", ("ddp",)),
     Row("dp2-zero1", "4 x 256", 1, 1, 2, "--zero 1", ("zero1",)),
     Row("dp2-zero3", "4 x 256", 1, 1, 2, "--zero 3", ("fsdp2", "fsdp2-once")),
@@ -107,6 +118,7 @@ ROWS = (
     Row("one-large", "8 x 512", 1, 1, 1, "", ("plain",)),
     Row("tp2-large", "8 x 512", 2, 1, 1, "", ("dtensor", "hand")),
     Row("pp2-large", "8 x 512", 1, 2, 1, "", ("1f1b 4,4", "1f1b 7,1", "zb 7,1")),
+    Row("pp2-auto-large", "8 x 512", 1, 2, 1, AUTO, ("--schedule 1f1b", "1f1b 7,1", "zb 7,1")),
     Row("dp2-zero1-large", "8 x 512", 1, 1, 2, "--zero 1", ("zero1",)),
     Row("tp2-pp2-large", "8 x 512", 2, 2, 1, "", ("1f1b 4,4", "1f1b 7,1")),
 )
@@ -120,6 +132,7 @@ class Measured:
     """What a row has shown. seconds: a step's, by side and round; memory: by side, of each rank,
     in the timed steps and in all. others: cores that other processes used. waiting: what a side
     used while others were at work, in cores over the whole time, of the side that used most.
+    bubbles: by side, of each step; empty where passes are not known.
     """
 
     labels: list[str]
@@ -127,6 +140,7 @@ class Measured:
     memory: list[list[tuple[int, int]]]
     others: float
     waiting: float
+    bubbles: list[list[float]]
 
 
 @contextmanager
@@ -186,6 +200,7 @@ def measure(sides: list[Side], steps: int, rounds: int) -> Measured:
     for side in sides:
         side.run(0)
     seconds: list[list[float]] = [[] for _ in sides]
+    bubbles: list[list[float]] = [[] for _ in sides]
     at_work = [0.0] * len(sides)
     began, busy, first = time.monotonic(), busy_seconds(), [s.cpu_seconds() for s in sides]
     for number in range(rounds):
@@ -196,13 +211,15 @@ def measure(sides: list[Side], steps: int, rounds: int) -> Measured:
             before = sides[i].cpu_seconds()
             block = sides[i].run(steps)
             seconds[i].append(block.seconds / steps)
+            bubbles[i] += block.bubbles
             at_work[i] += sides[i].cpu_seconds() - before
     elapsed = time.monotonic() - began
     total = [s.cpu_seconds() - before for s, before in zip(sides, first)]
     others = (busy_seconds() - busy - sum(total)) / elapsed
     waiting = max(every - own for every, own in zip(total, at_work)) / elapsed
     memory = [list(zip(side.peaks, side.life)) for side in sides]
-    return Measured([side.label for side in sides], seconds, memory, others, waiting)
+    labels = [side.label for side in sides]
+    return Measured(labels, seconds, memory, others, waiting, bubbles)
 
 
 def busy_seconds() -> float:
@@ -271,6 +288,26 @@ def lines_of(row: Row, found: Measured) -> Iterator[str]:
         )
 
 
+BUBBLES = """
+## Bubble in the executed trace
+
+Share of all ranks' time in which no pass runs or one waits, from the first pass's start to the last
+one's end; median of all timed steps (quartiles). Of Trine's sides of pipelines alone.
+
+| row | side | bubble | MiB |
+| --- | --- | --- | --- |"""
+
+
+def bubbles_of(row: Row, found: Measured) -> Iterator[str]:
+    """The row's lines of the table of bubbles."""
+    for label, steps, memory in zip(found.labels, found.bubbles, found.memory):
+        if row.pp > 1 and len(steps) > 1:
+            low, middle, high = statistics.quantiles(steps, n=4)
+            own = row.options if label == "Trine" else label.removeprefix("Trine ")
+            share = f"{middle:.1%} ({low:.1%} to {high:.1%})"
+            yield f"| {row.name} | `{own or '--schedule 1f1b'}` | {share} | {sizes(memory)} |"
+
+
 def sizes(ranks: list[tuple[int, int]]) -> str:
     """Peaks of all ranks in MiB: in the timed steps, in brackets those of the whole process."""
     steps, life = (" + ".join(f"{b / 2**20:.0f}" for b in each) for each in zip(*ranks))
@@ -319,12 +356,16 @@ def main() -> None:
         exit_with(mistake)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks end too
     print(header(given.rounds, given.steps, sys.argv[1:]), flush=True)
+    bubbles: list[str] = []
     for row in rows:
         try:
             found = compare(row, given.rounds, given.steps)
         except SideError as error:
             sys.exit(f"error: row {row.name}: {error}")
         print("\n".join(lines_of(row, found)), flush=True)
+        bubbles += bubbles_of(row, found)
+    if bubbles:
+        print("\n".join([BUBBLES, *bubbles]))
 
 
 if __name__ == "__main__":

@@ -136,6 +136,11 @@ class Layout:
     schedule: str = option(
         "1f1b", "pipeline schedule, auto: the fastest in simulation", choices=SCHEDULES
     )
+    schedule_costs: str = option(
+        "counted",
+        "what --schedule auto simulates with: counted FLOPs, measured when the run starts, or six "
+        "numbers: F, B, W of a block and of the head",
+    )
     virtual_stages: int = option(
         None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=1
     )

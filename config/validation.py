@@ -7,6 +7,7 @@ Every message shows both sides of what does not fit, with their numbers.
 
 import contextlib
 import dataclasses
+import math
 import os
 import tempfile
 
@@ -90,6 +91,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
 
 def _check_schedule(layout: Layout) -> None:
     """Raise UserError if the schedule does not go with pp or with --virtual-stages."""
+    explicit_costs(layout)
     name, virtual = layout.schedule, layout.virtual_stages
     if layout.pp == 1 and name not in ("gpipe", "1f1b", "auto"):
         raise UserError(f"--schedule {name} needs a pipeline: pp is {layout.pp}")
@@ -98,6 +100,23 @@ def _check_schedule(layout: Layout) -> None:
             f"--virtual-stages {virtual} needs --schedule interleaved, not {name}, which has "
             f"{layout.stages_per_rank} on each rank"
         )
+
+
+def explicit_costs(layout: Layout) -> list[float] | None:
+    """F, B and W of a block and of the head if --schedule-costs has them, else None; UserError if
+    it is something else.
+    """
+    text = layout.schedule_costs
+    if text in ("counted", "measured"):
+        return None
+    with contextlib.suppress(ValueError):
+        costs = [float(part) for part in text.split(",")]
+        if len(costs) == 6 and all(0 < cost < math.inf for cost in costs):
+            return costs
+    raise UserError(
+        "--schedule-costs is counted, measured, or six numbers above 0 like 11,13,8,26,17,16, "
+        f"not {text!r}"
+    )
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:

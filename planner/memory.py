@@ -110,6 +110,8 @@ def of_run(config: Config) -> list[dict[str, float]]:
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.batches.levels())
     training = replace(config.training, global_batch_size=batch)
+    if config.layout.schedule_costs == "measured":  # before the run has: the limit is the same
+        config = replace(config, layout=replace(config.layout, schedule_costs="counted"))
     config, _ = settled(config, "cpu" if config.run.device == "cpu" else "cuda")
     table = stages(Job(config.model, config.layout, training, machine))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]

@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from config import model_stats
+from config.messages import UserError
 from config.schema import Config, Layout, ModelShape
+from config.validation import explicit_costs
 from schedules.compiler import (
     SEARCHED,
     Choice,
@@ -43,6 +45,11 @@ def settled_layout(
         return layout, None
     if layout.pp == 1:
         return replace(layout, schedule="1f1b"), None
+    if layout.schedule_costs == "measured":
+        raise UserError(
+            "--schedule-costs measured needs the run itself, which writes the numbers to run.json: "
+            "give these, or counted"
+        )
     choice = search(replace(_task(model, layout, device), micro_batches=micro_batches))
     found = replace(layout, schedule=choice.name, partition=",".join(map(str, choice.blocks)))
     if choice.name == "interleaved":
@@ -88,8 +95,10 @@ def _parts(
     kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
     held = 4.0 * h if recompute == "full" else kept
     logits = (whole.head - head) / 2
-    return (
-        PassCosts(whole.embedding / (2 * t), whole.embedding / (2 * t), 0.0, 0.0),
-        PassCosts(forward / t, inputs / t, (flops - scores) / t, held),
-        PassCosts(logits / t, logits / t, head / t, 4.0 * model.vocab_size / t),
-    )
+    block = PassCosts(forward / t, inputs / t, (flops - scores) / t, held)
+    ends = PassCosts(logits / t, logits / t, head / t, 4.0 * model.vocab_size / t)
+    if given := explicit_costs(layout):  # in a unit in which a block costs what is counted
+        unit = sum(block[:3]) / sum(given[:3])
+        f, b, w, head_f, head_b, head_w = (unit * each for each in given)
+        block, ends = PassCosts(f, b, w, held), PassCosts(head_f, head_b, head_w, ends.held)
+    return PassCosts(whole.embedding / (2 * t), whole.embedding / (2 * t), 0.0, 0.0), block, ends

@@ -196,7 +196,9 @@ def search(task: Task) -> Choice:
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few))]
     if screened and not task.blocks:
-        screened.append(_moved(task, min(screened, key=lambda one: one.seconds), few))
+        fast = sorted(screened, key=lambda one: one.seconds)
+        promising = [fast[0], *(one for one in fast[1:] if one.name in SEARCHED)]
+        screened += [_moved(task, one, few, MOVED_ACTIONS // len(promising)) for one in promising]
     entries = [(one.name, one.virtual, one.blocks) for one in screened]
     found = [one for entry in entries if (one := _priced(task, *entry, task.micro_batches))]
     if not found:
@@ -267,13 +269,13 @@ def _priced(
     return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
 
 
-def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
+def _moved(task: Task, best: Choice, micro_batches: int, actions: int) -> Choice:
     """The candidate with blocks moved from stage to stage as long as that is faster.
 
     The number of moves tried is limited by the actions that they schedule.
     """
     stages, tries = len(best.blocks), 7 if best.name in SEARCHED else 1
-    left = MOVED_ACTIONS // (3 * stages * micro_batches * tries)
+    left = actions // (3 * stages * micro_batches * tries)
     improved = True
     while improved:
         improved = False

@@ -2,6 +2,7 @@
 
 log             log line, metrics.jsonl, run.json, summary
 row_file        rows that wait in memory while the disk is full
+pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 memory_report   measured and predicted memory by stage
 loss_monitor    loss spikes and losses that are not finite

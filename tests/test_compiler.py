@@ -4,6 +4,7 @@ everywhere; and what --schedule auto makes of it in a run.
 
 import dataclasses
 import itertools
+import json
 import math
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import golden_worker
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import ROOT
+from ranks import ROOT, start_ranks
 
 from config import validation
+from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import automatic, compiler, schedule
 from schedules.compiler import PassCosts, Task
@@ -268,6 +270,49 @@ def test_costs_of_the_passes_add_up_to_those_of_the_parts():
     task = automatic._task(SHAPE, LAYOUT, "cpu")
     sums = [sum(part[:3]) for part in task.parts]
     assert sums == pytest.approx([whole.embedding, whole.block, whole.head])
+
+
+def test_given_costs_take_the_place_of_counted_ones():
+    """In their own proportion, a block as dear as counted; the rest of the task stays."""
+    counted = automatic._task(SHAPE, LAYOUT, "cpu")
+    given = dataclasses.replace(LAYOUT, schedule_costs="10,20,5,4,3,14")
+    embedding, block, head = automatic._task(SHAPE, given, "cpu").parts
+    assert embedding == counted.parts[0]
+    assert (block.held, head.held) == (counted.parts[1].held, counted.parts[2].held)
+    assert sum(block[:3]) == pytest.approx(sum(counted.parts[1][:3]))
+    unit = block.forward / 10
+    measured = [each / unit for each in (*block[:3], *head[:3])]
+    assert measured == pytest.approx([10, 20, 5, 4, 3, 14])
+
+
+@pytest.mark.parametrize("text", ["1,2,3", "1,2,3,4,5,0", "1,2,3,4,5,nan", "fast"])
+def test_costs_that_are_none_are_a_sentence(text):
+    given = golden_worker.options({"pp": 2, "schedule": "auto", "schedule_costs": text})
+    with pytest.raises(UserError, match=f"six numbers above 0 .*not '{text}'"):
+        validation.check(given, 2)
+
+
+def test_what_cannot_measure_says_so():
+    given = dataclasses.replace(LAYOUT, schedule_costs="measured")
+    with pytest.raises(UserError, match="needs the run itself"):
+        automatic.settled_layout(SHAPE, given, 12)
+
+
+def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):
+    """run.json has the numbers and the schedule; the same command with --resume has them again."""
+    command = (
+        f"train.py --pp 2 --schedule auto --schedule-costs measured --layers 4 --hidden 32 --heads "
+        f"4 --seq-length 16 --vocab-size 64 --device cpu --global-batch-size 4 --out {tmp_path} "
+        "--resume auto"
+    )
+    found = []
+    for steps in ("1", "2"):
+        outcome = start_ranks(2, *command.split(), "--steps", steps)
+        assert outcome.status == 0, outcome.err
+        assert "--schedule auto, costs " in outcome.out
+        found.append(json.loads((tmp_path / "run.json").read_text())["config"]["layout"])
+    assert found[0] == found[1]
+    assert all(float(each) > 0 for each in found[0]["schedule_costs"].split(","))
 
 
 def test_a_run_without_a_pipeline_has_nothing_to_search():

@@ -10,6 +10,7 @@ from ranks import ROOT, start
 sys.path.append(str(ROOT / "benchmarks"))
 
 from peer_sides import CHECKED, LOSS_ERROR, NORM_ERROR, Side, SideError, check_equal
+from peer_trine import passes_in
 
 BENCHMARK = [sys.executable, "benchmarks/peers.py"]
 # A rank that gives the answer it was started with, whatever it is asked.
@@ -107,6 +108,33 @@ def test_the_loss_is_the_mean_of_the_ranks_that_know_it(side):
     block = made.run(1)
     assert (block.losses, block.norms, block.seconds) == ([5.0], [1.0], 2.0)
     assert (made.peaks, made.life) == ([2, 2, 2], [3, 3, 3])
+
+
+def test_the_bubble_is_what_no_pass_fills_of_the_ranks_common_time(side):
+    """Between the first start and the last end of all ranks: 12 s of two; 9 and 6 s are filled."""
+    program = ECHO.replace("sys.argv[1]", "sys.argv[1 + int(__import__('os').environ['RANK'])]")
+    steps = [([10.0, 20.0, 9.0], [12.0, 22.0, 6.0]), ([0.0, 4.0, 4.0], [0.0, 4.0, 4.0])]
+    answers = []
+    for passes in zip(*steps):
+        answers.append(json.dumps(json.loads(answer([1.0] * 2, [1.0] * 2)) | {"passes": passes}))
+    made = side(["-c", program, *answers], ranks=2)
+    made.wait_until_ready()
+    assert made.run(2).bubbles == [1 - 15 / 24, 0.0]
+
+
+def test_passes_of_a_trace_end_before_gradients_are_reduced():
+    """The seconds in which a rank ran one are without its waits in between."""
+    spans = [
+        ("other", -1, 0.0, 1.0),
+        ("data", 0, 1.0, 1.5),
+        ("wait", "receive", 2.0, 2.25),
+        ("F", 0, 1.5, 3.0),
+        ("B", 0, 3.0, 5.0),
+        ("wait", "all_reduce", 5.0, 7.0),
+        ("reduce", -1, 5.0, 8.0),
+        ("data", 0, 8.0, 9.0),
+    ]
+    assert passes_in(spans) == (1.0, 5.0, 3.75)
 
 
 def test_ranks_that_disagree_on_the_norm_are_an_error(side):
