@@ -26,7 +26,7 @@ with messages.installed():
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
-    from planner import memory
+    from planner import hardware, memory
 
 
 def main(arguments: list[str]) -> None:
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
-    trainer.main(config, launch, signals, memory.of_run)
+    trainer.main(config, launch, signals, memory.of_run, hardware.peak_of)
 
 
 def check_machine(config: Config, launch: Launch) -> None:

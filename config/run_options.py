@@ -104,6 +104,9 @@ class Run:
     )
     bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
     log_every: int = option(1, "steps between log lines", minimum=1)
+    log_format: str = option(
+        "short", "of log lines: short, or Megatron-LM's long one", choices=("short", "megatron")
+    )
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     spike_sigma: float = option(
         6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0

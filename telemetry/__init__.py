@@ -1,6 +1,7 @@
 """What a run reports about itself, and what it checks while it trains.
 
 log             log line, metrics.jsonl, run.json, summary
+log_lines       log lines of either form, and the live line on a terminal
 row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
