@@ -145,6 +145,9 @@ class Run:
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
+    torch_profile: int = option(
+        None, "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json", minimum=1
+    )
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )

@@ -104,7 +104,7 @@ class Log:
             return
         iteration, length = done.iteration, self.config.model.seq_length
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
-        row = {
+        row: dict[str, Any] = {
             "iteration": iteration,
             "consumed_samples": done.consumed_samples,
             "consumed_tokens": done.consumed_samples * length,

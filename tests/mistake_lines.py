@@ -118,6 +118,8 @@ BLOCKS = {
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
 --profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
+--torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
+--log-format long | --log-format is one of short, megatron, not 'long'
 --log-every 0 | --log-every must be at least 1, not 0
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
