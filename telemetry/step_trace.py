@@ -15,7 +15,6 @@ first rank of every pipeline stage: OUT/torch_step_N_rank_R.json, for the same v
 
 import json
 import os
-import re
 from typing import Any
 
 import torch
@@ -39,9 +38,8 @@ class StepTrace:
         self.step = run.profile_step
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
         self.profiled_step, rank = run.torch_profile, log.context.rank
-        self.profile_path = os.path.join(
-            run.out, f"torch_step_{self.profiled_step}_rank_{rank}.json"
-        )
+        name = f"torch_step_{self.profiled_step}_rank_{rank}.json"
+        self.profile_path = os.path.join(run.out, name)
         self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
@@ -59,8 +57,8 @@ class StepTrace:
         self.recorder.spans = []
 
     def after(self, step: int) -> None:
-        """If `step` is traced, rank 0 writes every rank's spans to one file; if it is profiled, each
-        rank that is profiled writes its own.
+        """If `step` is traced, rank 0 writes every rank's spans to one file; if it is profiled,
+        the ranks that are write one each.
         """
         if self.profiler:
             self.profiler.stop()
@@ -114,7 +112,8 @@ def _event(span: list, rank: int, stage: int, offset: float) -> dict[str, Any]:
     kind, subject, start, end = span
     start, end = start + offset, end + offset
     if kind == "wait":
-        operation, number, group = re.fullmatch(r"(.+?) (\d+) of (.+)", subject).groups()
+        head, _, group = subject.partition(" of ")
+        operation, number = head.rsplit(" ", 1)
         name, args = f"{operation} {group}", {"stage": stage, "number": int(number)}
         return trace_event(name, rank, WAITS, start, end, cat="wait", args=args)
     args = {"stage": stage, "micro_batch": subject}

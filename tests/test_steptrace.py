@@ -13,8 +13,8 @@ from watchdog.flight_recorder import FlightRecorder
 
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
-    "--pad-vocab-multiple 4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 --profile-step 3 --torch-profile 2 "
-    "--check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
+    "--pad-vocab-multiple 4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 --profile-step 3 "
+    "--torch-profile 2 --check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
 )
 
 
