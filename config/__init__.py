@@ -7,5 +7,6 @@ spelling        names of Megatron-LM's options (other_names.toml), and what othe
 validation      every check across options; an error shows both sides with their numbers
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
+launcher        the commands of an installed Trine
 messages        `UserError`, the parser and the version of every program
 """
