@@ -116,6 +116,8 @@ class Run:
         False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
     )
     tensorboard: bool = option(False, "also write TensorBoard events")
+    wandb: str = option(None, "also log to this project of Weights & Biases")
+    mlflow: str = option(None, "also log to MLflow's store: a folder, or an address")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
         0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0

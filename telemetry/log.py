@@ -17,7 +17,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import IO, Any
@@ -37,6 +36,7 @@ from schedules.compiler import build
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
+from telemetry.trackers import Tracker, numbers, open_trackers
 from zero import StepResult
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
@@ -75,7 +75,7 @@ class Log:
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
-        self.tensorboard: Any = None
+        self.trackers: dict[str, Tracker] = {}
         # FLOPs for one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
         executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
@@ -184,9 +184,9 @@ class Log:
         if self.live:
             self.live.close()
         self.metrics.finish()
-        if self.tensorboard:
-            with self.without("tensorboard's last rows"):
-                self.tensorboard.close()
+        for name, tracker in self.trackers.items():
+            with self.without(f"{name}'s last rows"):
+                tracker.close()
         if self.text:
             with contextlib.suppress(OSError):  # what could not be written was said before
                 self.text.close()
@@ -212,16 +212,11 @@ class Log:
         if not self.is_writer:
             return
         self.metrics.write(row)
-        writer, self.tensorboard = self.tensorboard, None  # after an error it writes no more
-        with self.without("tensorboard, from here on"):
-            for key, value in row.items() if writer else ():
-                per_stage = isinstance(value, list)
-                if value is None:
-                    continue
-                for stage, number in enumerate(value if per_stage else [value]):
-                    tag = f"{key}/{stage}" if per_stage else key
-                    writer.add_scalar(tag, number, row["iteration"])
-            self.tensorboard = writer
+        trackers, self.trackers = self.trackers, {}
+        for name, tracker in trackers.items():  # one that fails writes no more
+            with self.without(f"{name}, from here on"):
+                tracker.write(row["iteration"], numbers(row))
+                self.trackers[name] = tracker
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:
@@ -263,11 +258,7 @@ class Log:
             os.rename(new, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
-            if self.config.run.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-                _silence_tensorboard()
-                self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
+            self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
@@ -348,20 +339,9 @@ class Log:
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
-            + (f", {out}/tensorboard" if self.tensorboard else ""),
+            + (f", {out}/tensorboard" if "tensorboard" in self.trackers else ""),
         ]
         return "\n".join(lines)
-
-
-def _silence_tensorboard() -> None:
-    """Print no traceback of TensorBoard's thread: the next call raises its exception again."""
-    usual = threading.excepthook
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            usual(failed)
-
-    threading.excepthook = hook
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:
