@@ -66,7 +66,8 @@ class MLflow:
     """A run in the store --mlflow: a folder, or an address."""
 
     def __init__(self, config: Config):
-        module, store = _package("mlflow", "mlflow"), config.run.mlflow
+        self._module = module = _package("mlflow", "mlflow")
+        store = config.run.mlflow
         self._client = module.MlflowClient(tracking_uri=store)
         found = self._client.get_experiment_by_name("trine")
         experiment = found.experiment_id if found else self._client.create_experiment("trine")
@@ -77,8 +78,11 @@ class MLflow:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """As metrics."""
-        for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
+        try:
+            for name, value in values.items():
+                self._client.log_metric(self._run, name, value, step=step)
+        except self._module.exceptions.MlflowException as error:  # a server that does not answer
+            raise OSError(str(error)) from error
 
     def close(self) -> None:
         """Mark the run as finished."""
