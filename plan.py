@@ -13,17 +13,20 @@ import math
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from config import messages  # first: it ends a Python that is too old
-from config.command_line import parse_request
+from config.command_line import options_help, parse_request
 from config.messages import Parser, UserError
 from planner import hardware, questions, risk
 from planner.questions import QUESTIONS, Answer, Question
 
+# The planner's own flags that one or two questions read.
+READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts", "shapes")}
+READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
 
 
@@ -57,13 +60,18 @@ def ask(arguments: list[str]) -> Answer:
         raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
+    for name, readers in READ_BY.items():
+        if getattr(options, name) is not None and options.question not in readers:
+            others = " and ".join(readers)
+            raise UserError(f"--{name} goes with {others}, not {options.question}")
+    options.top = 20 if options.top is None else options.top
     request = parse_request(rest, defaults=partial(questions.defaults, options.question))
+    for note in request.notes:
+        print(f"note: {note}", file=sys.stderr)
     answer, _ = QUESTIONS[options.question]
     found = answer(Question(options, request.config, request.given, machine))
     if not options.rehearse:
         return found
-    if options.question != "layouts":
-        raise UserError(f"--rehearse goes with layouts, not {options.question}")
     training, data = request.config.training, cast(dict[str, Any], found.data)
     rest += ["--precision", training.precision]
     rest += ["--global-batch-size", str(training.global_batch_size)]
@@ -96,32 +104,40 @@ def _parser() -> ArgumentParser:
     parser = Parser(
         prog="plan.py",
         description="What fits, how fast, and why not the others.",
-        epilog="Model, layout and training flags: see `python train.py --help`.",
+        epilog="`plan.py QUESTION --help` lists the flags that a question takes.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     shared = Parser(add_help=False, allow_abbrev=False)
+    form: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+    form["epilog"] = options_help("model", "layout", "training")
     shared.add_argument("--json", action="store_true", help="print data, not a table")
-    common = Parser(add_help=False, allow_abbrev=False, parents=[shared])
-    add = common.add_argument
-    add("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
-    add("--nodes", type=int, help="full nodes (default 1)")
-    add("--gpus", type=int, help="GPUs, in place of nodes")
-    add("--calibration", metavar="FILE", help="measured rates of this machine, TOML")
-    add("--top", type=int, default=20, help="layouts to print (default 20)")
-    add("--rejected", action="store_true", help="print every rejected layout")
-    add("--tokens", type=float, help="tokens to train on")
-    add("--size", type=float, help="parameters wanted")
-    add(
-        "--risk", type=float, default=risk.DEFAULT, help="of running out of memory, accepted (0.05)"
-    )
-    add("--rehearse", type=int, default=0, metavar="N", help="rehearse the first N layouts")
-    add("--trace", metavar="FILE", help="write a Chrome trace")
     for name, (_, text) in QUESTIONS.items():
-        commands.add_parser(name, help=text, parents=[common], allow_abbrev=False)
+        _add_flags(name, commands.add_parser(name, help=text, parents=[shared], **form))
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
     return parser
+
+
+def _add_flags(question: str, parser: ArgumentParser) -> None:
+    """The planner's own flags; --help shows those that the question reads."""
+
+    def add(name: str, text: str, **kind: Any) -> None:
+        shown = question in READ_BY.get(name, (question,))
+        parser.add_argument(f"--{name}", help=text if shown else SUPPRESS, **kind)
+
+    add("gpu", "machine: " + ", ".join(hardware.names()), metavar="NAME")
+    add("nodes", "full nodes (default 1)", type=int)
+    add("gpus", "GPUs, in place of nodes", type=int)
+    add("calibration", "measured rates of this machine, TOML", metavar="FILE")
+    add("top", "lines to print (default 20)", type=int)
+    add("rejected", "print every rejected layout", action="store_true", default=None)
+    add("tokens", "tokens to train on", type=float)
+    add("size", "parameters wanted", type=float)
+    about_risk = "of running out of memory, accepted (0.05)"
+    add("risk", about_risk, type=float, default=risk.DEFAULT)
+    add("rehearse", "rehearse the first N layouts", type=int, metavar="N")
+    add("trace", "write a Chrome trace", metavar="FILE")
 
 
 if __name__ == "__main__":

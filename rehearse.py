@@ -26,7 +26,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 
-from config.command_line import parse
+from config.command_line import parse_request
 from config.messages import Parser, UserError, exit_with
 from config.schema import Config
 from config.validation import check_any_length
@@ -48,7 +48,10 @@ def _rehearse(arguments: list[str]) -> int:
     usual = "cpu" if options.on == "cpu" else "a100-80"
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
-    config = check_any_length(parse(rest, __doc__), options.world)
+    request = parse_request(rest, __doc__)
+    config = check_any_length(request.config, options.world)
+    for note in request.notes:
+        print(f"note: {note}", file=sys.stderr)
     layout = config.layout.automatic(config.model.seq_length, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
     config, _ = settled(replace(config, layout=layout), device)

@@ -19,14 +19,14 @@ from config import messages  # first: it ends a Python that is too old
 with messages.installed():
     import psutil
 
-    from config.command_line import parse
+    from config.command_line import parse_request
     from config.messages import UserError, exit_with
     from config.schema import Config
     from config.validation import check, check_paths
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
-    from planner import memory
+    from planner import hardware, memory
 
 
 def main(arguments: list[str]) -> None:
@@ -42,15 +42,18 @@ def main(arguments: list[str]) -> None:
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
-        config = check(parse(arguments, __doc__), launch.size)
+        request = parse_request(arguments, __doc__)
+        config = check(request.config, launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if launch.rank == 0:
         check_machine(config, launch)
+        for note in request.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
     prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
-    trainer.main(config, launch, signals, memory.of_run)
+    trainer.main(config, launch, signals, memory.of_run, hardware.peak_of)
 
 
 def check_machine(config: Config, launch: Launch) -> None:

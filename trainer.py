@@ -157,11 +157,12 @@ def main(
     launch: Launch,
     signals: Signals | None = None,
     predict_memory: Callable[[Config], list[dict[str, float]]] | None = None,
+    peak_of: Callable[[str, str], float | None] = lambda device, precision: None,
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
     signals: if they are handled already. predict_memory: gives bytes by part for every stage, to
-    be shown with what is measured.
+    be shown with what is measured. peak_of: FLOP/s of a device, by its name, and of a precision.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -190,7 +191,8 @@ def main(
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         predicted = predict_memory(config) if predict_memory else None
-        log = Log(config, context, state.stage_specs, kernels, before, predicted)
+        peak = peak_of(context.describe()["device"], config.training.precision)
+        log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         if choice:
             log.note(f"--schedule auto, costs {layout.schedule_costs}: {choice}")

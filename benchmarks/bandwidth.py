@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "p2p")
+MOST_LINES = 8  # of the plot
 SLOW = 0.8  # a link below this share of the median link is named
 
 
@@ -205,27 +206,35 @@ def write_csv(rows: list[Measured], line_rate: float | None, path: Path) -> None
 
 
 def plot(rows: list[Measured], line_rate: float | None, path: Path) -> None:
-    """busbw over size, a line for each operation and group."""
+    """busbw over size, a line for each operation and group; of more than MOST_LINES the first
+    operations, and a sentence on how many are in the table alone.
+    """
     import matplotlib
 
     matplotlib.use("Agg")  # no display needed
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    styles = dict(zip(OPERATIONS, ("-", "--", ":", "-.")))
+    figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
+    styles = dict(zip(OPERATIONS, (("-", "o"), ("--", "s"), (":", "^"), ("-.", "x"))))
     names = list(dict.fromkeys((row.group, row.together) for row in rows))
-    for (group, together, operation), own in by_series(rows).items():
+    series = sorted(by_series(rows).items(), key=lambda each: OPERATIONS.index(each[0][2]))
+    has_line = line_rate is not None and any(row.crosses for row in rows)
+    shown = series[: MOST_LINES - has_line]
+    for (group, together, operation), own in shown:
         color = f"C{names.index((group, together)) % 10}"
         label = f"{group}{', all at once' if together else ''}: {operation}"
-        rates = [row.busbw / 1e9 for row in own]
-        axes.plot([row.size for row in own], rates, styles[operation], color=color, label=label)
-    if line_rate and any(row.crosses for row in rows):
+        sizes, rates = [row.size for row in own], [row.busbw / 1e9 for row in own]
+        line, marker = styles[operation]
+        axes.plot(sizes, rates, line, marker=marker, markersize=4, color=color, label=label)
+    if has_line and line_rate:
         axes.axhline(line_rate / 8e9, color="gray", linewidth=0.8, label="line rate of a node")
+    if len(series) > len(shown):
+        axes.set_title(f"{len(series) - len(shown)} more lines are in the table", fontsize=9)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("bytes")
     axes.set_ylabel("busbw, GB/s")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)

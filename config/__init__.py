@@ -3,8 +3,10 @@
 schema          the dataclasses of all options, and the axes of the mesh of ranks
 run_options     of these the options of data and run
 command_line    flags and TOML to a `Config`, with what was given; models by name (presets.toml)
+spelling        names of Megatron-LM's options (other_names.toml), and what others may mean
 validation      every check across options; an error shows both sides with their numbers
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
+launcher        the commands of an installed Trine
 messages        `UserError`, the parser and the version of every program
 """

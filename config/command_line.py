@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from config import spelling
 from config.messages import Parser, UserError, nearest
 from config.schema import GROUPS, Config, ModelShape
 
@@ -57,10 +58,12 @@ class Request:
     """A configuration, and the names of the options that were given.
 
     given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
+    notes: what was understood of names of other programs, to be printed.
     """
 
     config: Config
     given: frozenset[str]
+    notes: tuple[str, ...] = ()
 
 
 def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
@@ -81,14 +84,27 @@ def parse_request(
     defaults: a program's own values for options that neither a flag nor the file gives, as a
     function of the names that were given; what was given is never overridden.
     """
-    flags, unknown = _parser(description).parse_known_args(arguments)
+    translated = spelling.translate(arguments)
+    flags, unknown = _parser(description).parse_known_args(translated.words)
     values = vars(flags)
     if unknown:
-        names = ["--" + name.replace("_", "-") for name in [*_options(), "config", "model"]]
-        raise UserError(f"unknown argument {unknown[0]!r}{nearest(unknown[0], names)}")
+        names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
+        raise UserError(_unknown("argument", names))
     file = values.pop("config", None)
-    given = (_options_of_file(file) if file else {}) | values
-    return Request(build(defaults(frozenset(given)) | given), frozenset(given))
+    given = translated.finish((_options_of_file(file) if file else {}) | values)
+    request = Request(build(defaults(frozenset(given)) | given), frozenset(given))
+    return dataclasses.replace(request, notes=tuple(translated.notes))
+
+
+def _unknown(what: str, names: list[str]) -> str:
+    """The sentence on names that no option has, each with what it may mean."""
+    options = {name.replace("_", "-"): f.metadata["help"] for name, f in _options().items()}
+    options |= {"config": "TOML file", "model": "preset"}
+    if len(names) == 1:
+        return f"unknown {what} {names[0]!r}{spelling.suggestion(names[0], options)}"
+    hints = [spelling.suggestion(name, options) for name in names]
+    shown = [name if not hint else f"{name} ({hint[2:]})" for name, hint in zip(names, hints)]
+    return f"unknown {what}s: {', '.join(shown)}"
 
 
 def build(values: dict[str, Any]) -> Config:
@@ -115,12 +131,22 @@ def _options() -> dict[str, dataclasses.Field[Any]]:
     return {f.name: f for cls in GROUPS.values() for f in dataclasses.fields(cls)}
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def options_help(*groups: str) -> str:
+    """The help text of the options of some of GROUPS, for a program that takes these."""
+    text = _parser("", groups).format_help()
+    return text[text.index("  --config") :]
+
+
+def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argparse.ArgumentParser:
     usage, form = "%(prog)s [--config FILE] [--OPTION VALUE ...]", RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
+    parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
+    parser.epilog += " options are understood."
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
     for group, cls in GROUPS.items():
+        if group not in groups:
+            continue
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
             text = "start from a named shape: " + ", ".join(PRESETS)
@@ -166,12 +192,19 @@ def _options_of_file(path: str) -> dict[str, Any]:
     tables: dict[str, str] = {}
     known, tree = [*_options(), "model"], read_toml(path, f"--config {path}")
     top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
-    groups = {f"in [{key}]": value for key, value in tree.items() if isinstance(value, dict)}
-    for table, values in ({"at the top": top} | groups).items():
+    groups = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    for table in groups:
+        if table not in GROUPS:
+            names = ", ".join(f"[{name}]" for name in GROUPS)
+            raise UserError(f"--config {path} has an unknown table [{table}]: there are {names}")
+    named = {"at the top": top} | {f"in [{table}]": groups[table] for table in groups}
+    keys = [key for values in named.values() for key in values]
+    if unknown := [key for key in keys if key.replace("-", "_") not in known]:
+        article = "an " if len(unknown) == 1 else ""
+        raise UserError(f"--config {path} has {article}{_unknown('key', unknown)}")
+    for table, values in named.items():
         for key, value in values.items():
             name = key.replace("-", "_")
-            if name not in known:
-                raise UserError(f"--config {path} has an unknown key {key!r}{nearest(name, known)}")
             if name in flat:
                 where = f"{tables[name]} and {table}"
                 raise UserError(f"--config {path} gives {key!r} twice: {where}")
@@ -195,8 +228,8 @@ def check_option(name: str, value: Any) -> None:
             shown = repr(list(value)) if isinstance(value, tuple) else repr(value)
             raise UserError(f"{flag} takes a list of {count or 'one or more'} values, not {shown}")
         for each in value:
-            if meta["item"] is int or isinstance(each, str):  # a file may give a weight as a number
-                _checked(flag, meta["item"], each)
+            is_weight = name == "data" and isinstance(each, (int, float))  # in a file
+            _checked(flag, float if is_weight else meta["item"], each)
         return None
     _checked(flag, kind, value)
     if meta["choices"] and value not in meta["choices"]:

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 VERSION = "0.3.0"  # as in pyproject.toml
 # Of an output that is a file on a full disk, or a pipe that nobody reads any more.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -45,10 +47,15 @@ class NodeError(UserError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that raises UserError and, unless it is part of another, has --version."""
+    """A parser that raises UserError and, unless it is part of another, has --version.
+
+    Its numbers may have a unit, as 350B or 2k.
+    """
 
     def __init__(self, prog: str | None = None, *, add_help: bool = True, **options: Any) -> None:
         super().__init__(prog, add_help=add_help, **options)
+        self.register("type", int, whole_number)
+        self.register("type", float, number)
         if add_help:
             version, text = f"trine {VERSION}", "print the version and exit"
             self.add_argument("--version", action="version", version=version, help=text)
@@ -93,9 +100,28 @@ def sentences() -> Iterator[None]:
         exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
 
 
-def nearest(name: str, known: list[str]) -> str:
+def number(text: str) -> float:
+    """A number such as 3e-4, 350B or 2Ki; ValueError if it is none. k is 1000, and Ki is 1024."""
+    figures = text.rstrip("kKMGBTi")
+    unit = text[len(figures) :]
+    if unit and unit not in UNITS:
+        raise ValueError(text)
+    return float(figures) * UNITS.get(unit, 1)
+
+
+def whole_number(text: str) -> int:
+    """A whole number, as `number`; ValueError if it is not whole."""
+    if text.lstrip("+-").isdecimal():
+        return int(text)
+    found = number(text)
+    if not found.is_integer():  # nor is inf, nor nan
+        raise ValueError(text)
+    return int(found)
+
+
+def nearest(name: str, known: list[str], at_least: float = 0.6) -> str:
     """`; did you mean ...?` with the known name that is most similar, or an empty string."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, 1, at_least)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 

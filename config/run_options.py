@@ -104,6 +104,9 @@ class Run:
     )
     bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
     log_every: int = option(1, "steps between log lines", minimum=1)
+    log_format: str = option(
+        "short", "of log lines: short, or Megatron-LM's long one", choices=("short", "megatron")
+    )
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     spike_sigma: float = option(
         6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0
@@ -113,6 +116,8 @@ class Run:
         False, "on GPUs, write each rank's last allocations to --out, for pytorch.org/memory_viz"
     )
     tensorboard: bool = option(False, "also write TensorBoard events")
+    wandb: str = option(None, "also log to this project of Weights & Biases")
+    mlflow: str = option(None, "also log to MLflow's store: a folder, or an address")
     save_every: int = option(0, "steps between checkpoints, and one at the end; 0: none", minimum=0)
     save_every_minutes: float = option(
         0.0, "minutes between checkpoints, and one at the end; 0: none", minimum=0.0
@@ -142,6 +147,9 @@ class Run:
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
+    torch_profile: int = option(
+        None, "torch.profiler's trace of this step: OUT/torch_step_N_rank_R.json", minimum=1
+    )
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )

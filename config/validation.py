@@ -245,9 +245,9 @@ def _check_run(run: Run, steps: int) -> None:
             raise UserError(f"--{flag} needs {needed}: nothing is saved")
     if run.hang_timeout is not None and not run.watchdog:
         raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
-    step = run.profile_step
-    if step is not None and step > steps:
-        raise UserError(f"--profile-step {step} is never reached: the run has {steps} steps")
+    for flag, step in (("profile-step", run.profile_step), ("torch-profile", run.torch_profile)):
+        if step is not None and step > steps:
+            raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")
 
 
 # ---- Files, as one rank sees them ----------------------------------------------------------------

@@ -148,10 +148,34 @@ def check_kernels(name: str, capability: tuple[int, int], built: list[str], vers
         same = of == capability or (of[0] == capability[0] and not number.endswith("a"))
         if of <= capability and (same or kind == "compute"):
             return
+    advice = "install a build of torch for it"
+    if capability < (7, 5):
+        advice = "install torch's build for CUDA 12.6 (+cu126)"
     wanted = f"{capability[0]}.{capability[1]} (sm_{capability[0]}{capability[1]})"
     raise UserError(
         f"{name} has compute capability {wanted}, but torch {version} has kernels for "
-        f"{', '.join(built) or 'no GPU'}: install a build of torch for it (docs/clusters.md)"
+        f"{', '.join(built) or 'no GPU'}: {advice} (docs/install.md)"
+    )
+
+
+def unusable_driver(
+    version: str, cuda: str | None, path: str = "/proc/driver/nvidia/version"
+) -> str:
+    """Why torch sees no GPU, to be added to a sentence, if an NVIDIA driver is loaded here.
+
+    version, cuda: of torch; cuda is None if it is built for CPUs.
+    """
+    try:
+        with open(path) as file:
+            words = file.read().split()
+    except OSError:
+        return ""
+    driver = next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+    if cuda is None:
+        return f", because torch {version} is built for CPUs; the driver here is {driver}"
+    return (
+        f"; the driver here is {driver}, and torch {version} is built for CUDA {cuda}: if that "
+        f"needs a newer driver, install torch's build for CUDA 12.6 (docs/install.md)"
     )
 
 

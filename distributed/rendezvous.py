@@ -91,7 +91,8 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
 
     available = torch.cuda.is_available()
     if run.device == "cuda" and not available:
-        raise UserError("--device cuda: torch sees no CUDA device on this node")
+        why = placement.unusable_driver(torch.__version__, torch.version.cuda)
+        raise UserError(f"--device cuda: torch sees no CUDA device on this node{why}")
     on_gpu = available and run.device != "cpu"
     backend = run.backend if run.backend != "auto" else "nccl" if on_gpu else "gloo"
     if backend == "nccl" and not on_gpu:

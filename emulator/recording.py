@@ -95,7 +95,7 @@ def calling_line(depth: int = 2) -> str:
     frame: Any = sys._getframe(depth)
     while frame is not None:
         name = frame.f_code.co_filename
-        own = name.startswith(str(ROOT)) and "site-packages" not in name
+        own = name.startswith(str(ROOT)) and "site-packages" not in name[len(str(ROOT)) :]
         if own and not name.startswith(NEVER_NAMED):
             return f"{name[len(str(ROOT)) + 1 :]}:{frame.f_lineno}"
         frame = frame.f_back

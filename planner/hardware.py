@@ -141,6 +141,17 @@ def constants() -> list[Constant]:
     return [Constant(name, **entry) for name, entry in entries.items()]
 
 
+def peak_of(device: str, precision: str) -> float | None:
+    """Dense FLOP/s of a GPU by the driver's name for it, in fp16 or bf16; None if not known here.
+
+    A PCIe or NVL card has other rates than the SXM module that the files are about.
+    """
+    if precision not in ("fp16", "bf16") or "PCIe" in device or "NVL" in device:
+        return None
+    machines = [load(name) for name in names()]
+    return next((m.peak for m in machines if m.device != "CPU" and m.device in device), None)
+
+
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
     """The machine of that name; rates in the file `calibration` replace its own.
 

@@ -1,8 +1,10 @@
 """The record of a run: start-up lines, log line, metrics.jsonl, run.json, TensorBoard, summary.
 
 The log line is for people; programs read the row of metrics.jsonl. Every rank calls, rank 0 writes.
+Where a terminal shows the live line (log_lines.py), log lines go to log.txt alone.
 
     run.json        the whole configuration, where the run executes, and with which versions
+    log.txt         all that is printed, and the log lines
     metrics.jsonl   a row per step, and one per evaluation (with `validation_loss` or `test_loss`)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
 """
@@ -15,10 +17,9 @@ import platform
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -32,14 +33,16 @@ from distributed.context import Context
 from schedules import drawing, partition, simulation
 from schedules.automatic import stage_costs
 from schedules.compiler import build
-from telemetry import memory_report
+from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
+from telemetry.trackers import Tracker, numbers, open_trackers
 from zero import StepResult
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
+RECENT_STEPS = 20  # whose pace says how much time is left
 
 
 class Log:
@@ -56,13 +59,15 @@ class Log:
         kernels: dict[str, str],
         before: list[StepStats],
         predicted_memory: list[dict[str, float]] | None = None,
+        peak_flops: float | None = None,
     ):
         """On rank 0, open the files (UserError if that fails) and print the start-up lines.
 
         stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
         every rank's statistics before the model was built. predicted_memory: bytes by part on a
-        rank of every stage, for the summary.
+        rank of every stage, for the summary. peak_flops: of a rank's device, if known, for MFU.
         """
+        self.peak_flops, self.began = peak_flops, time.monotonic()
         self.before, self.latest, self.predicted_memory = before, before, predicted_memory
         self.config, self.context, self.stage_specs = config, context, stage_specs
         self.is_writer, self.total = context.rank == 0, config.total_steps
@@ -70,14 +75,16 @@ class Log:
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
-        self.tensorboard: Any = None
+        self.trackers: dict[str, Tracker] = {}
         # FLOPs for one sample, per rank.
         self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
         executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
         self.hardware_flops = executed / context.size
+        self.text: IO[str] | None = None  # log.txt
+        self.live: log_lines.LiveLine | None = None
         if self.is_writer:
             self._open_files(kernels)
-            self.progress = _progress_bar()
+            self.live = log_lines.LiveLine(context.launch.launcher)
             self._print_start(kernels)
 
     # -- during the run ---------------------------------------------------------------------
@@ -97,7 +104,7 @@ class Log:
             return
         iteration, length = done.iteration, self.config.model.seq_length
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
-        row = {
+        row: dict[str, Any] = {
             "iteration": iteration,
             "consumed_samples": done.consumed_samples,
             "consumed_tokens": done.consumed_samples * length,
@@ -114,12 +121,18 @@ class Log:
             "peak_memory_bytes": max(peaks),
             "peak_memory_bytes_per_stage": peaks,
             "reserved_memory_bytes_per_stage": reserved,
+            "time": time.time(),
+            "elapsed": time.monotonic() - self.began,
+            "mfu": None,
         }
+        if self.peak_flops:
+            row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
         self._write(row)
         if iteration % self.config.run.log_every == 0 or iteration in (1, self.total):
-            self.note(self._line(row))
-        if self.progress:
-            self.progress.update(self.task, completed=iteration, total=self.total)
+            line = log_lines.FORMATS[self.config.run.log_format](self._facts(row))
+            self.note(line, printed=not (self.live and self.live.replaces_lines))
+        if self.live:
+            self.live.show(log_lines.short(self._facts(row)))
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
         """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
@@ -139,13 +152,20 @@ class Log:
             f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
         )
 
-    def note(self, line: str) -> None:
-        """Print a line, above the progress bar if there is one."""
+    def note(self, line: str, printed: bool = True) -> None:
+        """Append a line to log.txt, and print it unless the terminal has a live line instead."""
         if not self.is_writer:
             return
-        if self.progress:
-            self.progress.console.print(line, soft_wrap=True, highlight=False, markup=False)
+        text, self.text = self.text, None  # after an error nothing more is written
+        with self.without("log.txt, from here on"):
+            if text:
+                text.write(line + "\n")
+                text.flush()
+            self.text = text
+        if not printed:
             return
+        if self.live:
+            self.live.clear()
         try:
             print(line, flush=True)
         except OSError as error:  # the output's buffer is tried again with the next line
@@ -154,53 +174,49 @@ class Log:
 
     def summarize(self) -> None:
         """Print the summary."""
-        if self.is_writer and self.progress:
-            self.progress.stop()
+        if self.live:
+            self.live.close()
         if self.is_writer and self.steps:  # none if the resumed run was already complete
             self.note(self._summary())
 
     def close(self) -> None:
         """Close the files; prints how many rows could not be written."""
+        if self.live:
+            self.live.close()
         self.metrics.finish()
-        if self.tensorboard:
-            with self.without("tensorboard's last rows"):
-                self.tensorboard.close()
+        for name, tracker in self.trackers.items():
+            with self.without(f"{name}'s last rows"):
+                tracker.close()
+        if self.text:
+            with contextlib.suppress(OSError):  # what could not be written was said before
+                self.text.close()
+            self.text = None
 
-    def _line(self, row: dict[str, Any]) -> str:
+    def _facts(self, row: dict[str, Any]) -> log_lines.Facts:
         samples, seconds, losses = zip(*self.steps[-self.config.run.log_every :])
-        elapsed = sum(seconds)
-        rate = sum(samples) / elapsed  # samples per second since the last log line
-        ratio = rate / (row["global_batch_size"] / row["seconds"])  # to this step's rate
-        return (
-            f" iteration {row['iteration']:8d}/{self.total:8d} |"
-            f" consumed samples: {row['consumed_samples']:12d} |"
-            f" consumed tokens: {row['consumed_tokens']:12d} |"
-            f" elapsed time per iteration (s): {elapsed / len(losses):.3f} |"
-            f" learning rate: {row['learning_rate']:.3E} |"
-            f" global batch size: {row['global_batch_size']:5d} |"
-            f" lm loss: {sum(losses) / len(losses):.6E} |"
-            f" loss scale: {row['loss_scale']:.1f} |"
-            f" grad norm: {row['grad_norm']:.3f} |"
-            f" number of skipped iterations: {self.skipped:3d} |"
-            f" number of nan iterations: {self.nan:3d} |"
-            f" samples per second: {rate:.3f} |"
-            f" tokens per second: {row['tokens_per_second'] * ratio:.0f} |"
-            f" model TFLOPs: {row['tflops_model'] * ratio:.3f} |"
-            f" hardware TFLOPs: {row['tflops_hardware'] * ratio:.3f} |"
+        recent = self.steps[-RECENT_STEPS:]
+        pace = sum(second for _, second, _ in recent) / sum(count for count, _, _ in recent)
+        left = self.config.total_samples - row["consumed_samples"]
+        return log_lines.Facts(
+            row=row,
+            total=self.total,
+            loss=sum(losses) / len(losses),
+            seconds=sum(seconds) / len(seconds),
+            samples_per_second=sum(samples) / sum(seconds),
+            skipped=self.skipped,
+            nan=self.nan,
+            seconds_left=max(0.0, left * pace) if row["iteration"] < self.total else 0.0,
         )
 
     def _write(self, row: dict[str, Any]) -> None:
         if not self.is_writer:
             return
         self.metrics.write(row)
-        writer, self.tensorboard = self.tensorboard, None  # after an error it writes no more
-        with self.without("tensorboard, from here on"):
-            for key, value in row.items() if writer else ():
-                per_stage = isinstance(value, list)
-                for stage, number in enumerate(value if per_stage else [value]):
-                    tag = f"{key}/{stage}" if per_stage else key
-                    writer.add_scalar(tag, number, row["iteration"])
-            self.tensorboard = writer
+        trackers, self.trackers = self.trackers, {}
+        for name, tracker in trackers.items():  # one that fails writes no more
+            with self.without(f"{name}, from here on"):
+                tracker.write(row["iteration"], numbers(row))
+                self.trackers[name] = tracker
 
     @contextlib.contextmanager
     def without(self, what: str) -> Iterator[None]:
@@ -231,7 +247,7 @@ class Log:
             },
         }
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
-        earlier = ["run.json", "metrics.jsonl", "spikes.jsonl"]
+        earlier = ["run.json", "metrics.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
         earlier += [] if self.config.run.resume else ["checkpoints"]
         try:
@@ -241,18 +257,12 @@ class Log:
             _keep_earlier(out, earlier)
             os.rename(new, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()
-            if self.config.run.tensorboard:
-                from torch.utils.tensorboard import SummaryWriter  # takes seconds to import
-
-                _silence_tensorboard()
-                self.tensorboard = SummaryWriter(os.path.join(out, "tensorboard"))
+            self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
+            self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
     def _print_start(self, kernels: dict[str, str]) -> None:
-        if self.progress:
-            self.task = self.progress.add_task("training", total=self.total)
-            self.progress.start()
         lines = [self._layout_line(), *self._batch_lines()]
         lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
         lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
@@ -329,30 +339,9 @@ class Log:
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
             f"files: {out}/run.json, {out}/metrics.jsonl"
-            + (f", {out}/tensorboard" if self.tensorboard else ""),
+            + (f", {out}/tensorboard" if "tensorboard" in self.trackers else ""),
         ]
         return "\n".join(lines)
-
-
-def _progress_bar() -> Any:
-    """A bar under the log lines if the output is a terminal, else None."""
-    if not sys.stdout.isatty():
-        return None
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, TimeRemainingColumn(), transient=True)
-
-
-def _silence_tensorboard() -> None:
-    """Print no traceback of TensorBoard's thread: the next call raises its exception again."""
-    usual = threading.excepthook
-
-    def hook(failed: threading.ExceptHookArgs) -> None:
-        if not type(failed.thread).__module__.startswith("tensorboard."):
-            usual(failed)
-
-    threading.excepthook = hook
 
 
 def _keep_earlier(out: str, names: list[str]) -> None:

@@ -3,10 +3,14 @@
     python train.py ... --profile-step 20      writes OUT/step_20.trace.json
     chrome://tracing or ui.perfetto.dev        opens it
 
-Every rank is a process of the trace with two threads: its actions (F0 is the forward of micro-batch
-0, B0 its backward) and its waits, from watchdog/flight_recorder.py. Ranks of a node share a clock;
-clocks of nodes are aligned by the watchdog's heartbeats, to half of the shortest round trip;
-without a watchdog, the nodes' wall clocks are used.
+Every rank is a process of the trace with two threads: its actions (F forward, B backward) and its
+waits (all_reduce tp), from watchdog/flight_recorder.py. A viewer aggregates slices by these names;
+the number of the micro-batch, or of the group's operation, is an argument of the slice. Ranks of a
+node share a clock; clocks of nodes are aligned by the watchdog's heartbeats, to half of the
+shortest round trip; without a watchdog, the nodes' wall clocks are used.
+
+--torch-profile N writes what torch.profiler sees of a step, operators and CUDA kernels, for the
+first rank of every pipeline stage: OUT/torch_step_N_rank_R.json, for the same viewers.
 """
 
 import json
@@ -33,11 +37,19 @@ class StepTrace:
         self.device, self.recorder = log.context.device, log.context.recorder
         self.step = run.profile_step
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
+        self.profiled_step, rank = run.torch_profile, log.context.rank
+        name = f"torch_step_{self.profiled_step}_rank_{rank}.json"
+        self.profile_path = os.path.join(run.out, name)
+        self.profiler: torch.profiler.profile | None = None
 
     def before(self, step: int) -> None:
         """Keep spans from now on, if `step` is traced. On a GPU each action then waits for its
         stream, so that spans are the device's; messages on other streams are not waited for.
         """
+        at = self.recorder.coordinates
+        if step == self.profiled_step and at["tp"] == at["dp"] == 0:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
         if step != self.step:
             return
         if self.device.type == "cuda":
@@ -45,7 +57,16 @@ class StepTrace:
         self.recorder.spans = []
 
     def after(self, step: int) -> None:
-        """If `step` is traced, rank 0 writes every rank's spans to one file."""
+        """If `step` is traced, rank 0 writes every rank's spans to one file; if it is profiled,
+        the ranks that are write one each.
+        """
+        if self.profiler:
+            self.profiler.stop()
+            with self.log.without(self.profile_path):
+                open(self.profile_path, "w").close()  # export_chrome_trace says not why it cannot
+                self.profiler.export_chrome_trace(self.profile_path)
+            self.profiler = None
+            self.log.note(f"torch.profiler's trace of step {step}: {self.profile_path}")
         if step != self.step:
             return
         recorder = self.recorder
@@ -85,12 +106,16 @@ def merge(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _event(span: list, rank: int, stage: int, offset: float) -> dict[str, Any]:
-    """A span (action, micro-batch, start, end) or ("wait", operation, start, end), in seconds."""
+    """A span (action, micro-batch, start, end) in seconds; of a wait the second one is the
+    operation, as "all_reduce 12 of tp".
+    """
     kind, subject, start, end = span
     start, end = start + offset, end + offset
     if kind == "wait":
-        return trace_event(subject, rank, WAITS, start, end, cat="wait", args={"stage": stage})
-    name = kind if subject is None else f"{kind}{subject}"
+        head, _, group = subject.partition(" of ")
+        operation, number = head.rsplit(" ", 1)
+        name, args = f"{operation} {group}", {"stage": stage, "number": int(number)}
+        return trace_event(name, rank, WAITS, start, end, cat="wait", args=args)
     args = {"stage": stage, "micro_batch": subject}
     colour = {"cname": COLOURS[kind]} if kind in COLOURS else {}
-    return trace_event(name, rank, ACTIONS, start, end, cat="action", args=args, **colour)
+    return trace_event(kind, rank, ACTIONS, start, end, cat="action", args=args, **colour)

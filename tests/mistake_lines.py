@@ -14,7 +14,7 @@ BLOCKS = {
 --hidden 66 | heads(4) does not divide hidden(66)
 --hidden -64 | --hidden must be at least 1, not -64
 --hidden 64.5 | --hidden: invalid int value: '64.5'
---hidden 6e1 | --hidden: invalid int value: '6e1'
+--hidden 6.01e1 | --hidden: invalid int value: '6.01e1'
 --hidden 10000000 | a rank of stage 0 needs, in GB, weights 19,200,007.8, gradients 19,200,007.8
 --hidden 99999999999999999999 | --hidden must be below 2^63, not a number of 67 bits
 --layers four | --layers: invalid int value: 'four'
@@ -25,7 +25,7 @@ BLOCKS = {
 --hidden 12 --positions rotary | rotary positions need an even head size: hidden(12) / heads(4) = 3
 --positions relative | --positions is one of learned, alibi, rotary, not 'relative'
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
---vocab-size 50k | --vocab-size: invalid int value: '50k'
+--vocab-size 50q | --vocab-size: invalid int value: '50q'
 --seq-length 1099511627776 | a rank of stage 0 needs, in GB, weights 281,475.0, gradients
 --seq-length 1099511627776 --positions rotary | a rank of stage 0 needs, in GB, weights 0.0
 --seq-length 0 | --seq-length must be at least 1, not 0
@@ -65,7 +65,7 @@ BLOCKS = {
 --recompute-layers 2 | --recompute-layers 2 needs --recompute selective or full
 --micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
 --micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
---global-batch-size 5B | --global-batch-size: invalid int value: '5B'
+--global-batch-size 5B | --global-batch-size must be at most 1048576, not 5000000000
 --global-batch-size 1000000000000 | --global-batch-size must be at most 1048576, not 1000000000000
 --rampup-batch-size 2 3 | --rampup-batch-size: expected 3 arguments
 --rampup-batch-size 2 4 100 --global-batch-size 8 | a ramp-up from 2 by 4 over 100 samples does not
@@ -91,7 +91,9 @@ BLOCKS = {
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
 --eval-samples -1 | --eval-samples must be at least 0, not -1
 --steps 0 | --steps must be at least 1, not 0
---steps 1e3 | --steps: invalid int value: '1e3'
+--steps 1e-3 | --steps: invalid int value: '1e-3'
+--steps 2.5 | --steps: invalid int value: '2.5'
+--steps 1e99 | --steps must be below 2^63, not a number of 329 bits
 --steps 1000000000000 --data only | the order of 8,000,000,000,000 samples takes 96,000.0 GB or more
 --data only --eval-samples 800000000000 | the order of 800,000,000,000 samples takes 9,600.0 GB
 --out a-file | --out a-file: cannot write in
@@ -116,12 +118,29 @@ BLOCKS = {
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
 --profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
+--torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
+--log-format long | --log-format is one of short, megatron, not 'long'
 --log-every 0 | --log-every must be at least 1, not 0
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt2 | no preset is called 'gpt2'
 --model '' | no value, after '--model': is a variable not set?
 --modle gpt2-124m | unknown argument '--modle'
+--foo 3 --learning_rate 1 | unknown arguments: --foo, --learning-rate (did you mean '--lr'?)
+--tensor-parallel 2 | unknown argument '--tensor-parallel'; did you mean '--tp'?
+--context_length 8 | unknown argument '--context-length'; did you mean '--seq-length'?
+--num-layers 2 | --layers and --num-layers are one option, --layers: give one
+--fp16 --bf16 | --fp16 and --bf16 are one option, --precision: give one
+--attention-backend flash | --attention-backend flash: torch picks the kernel
+--context-parallel-size 2 | --context-parallel-size 2: there is no context parallelism here
+--num-experts 8 | --num-experts 8: there are no experts here
+--hidden-dropout 0.1 | --hidden-dropout 0.1: there is no dropout here
+--num-layers-per-virtual-pipeline-stage 1 | give --schedule interleaved --virtual-stages N
+--eval-iters ten | --eval-iters takes a number, not 'ten'
+--lr-warmup-fraction | --lr-warmup-fraction takes a number, not ''
+--lr-decay-iters -1 | --lr-decay-iters must be at least 0 and below 2^53, not -1
+--load nowhere | --resume nowhere: there is no such folder
+--lr-decay-style inverse | --lr-schedule is one of cosine, linear, constant, wsd, not 'inverse'
 --tp | --tp: expected one argument
 --tp=two | --tp: invalid int value: 'two'
 -tp 2 | unknown argument '-tp'
@@ -135,10 +154,16 @@ run.toml | unknown argument 'run.toml'
 --config binary.toml | --config binary.toml is not TOML: line 1 is not UTF-8
 --config model5.toml | --config model5.toml: --model takes a text, not 5
 --config boolean.toml | --config boolean.toml: --tp takes a whole number, not True
---config twice.toml | --config twice.toml gives 'tp' twice: in [layout] and in [mesh]
+--config twice.toml | --config twice.toml gives 'tp' twice: in [layout] and in [training]
 --config both.toml | --config both.toml gives 'global_batch_size' twice: at the top and at the top
 --config key.toml | --config key.toml has an unknown key 'tensor-parallel'
 --config cut.toml | --config cut.toml is not TOML
+--config table.toml | --config table.toml has an unknown table [mesh]: there are [model], [layout]
+--config keys.toml | has unknown keys: tensor-parallel (did you mean 'tp'?), foo
+--config again.toml | --config again.toml is not TOML: Cannot overwrite a value (at line 2
+--config layers.toml | --config layers.toml: --layers takes a whole number, not True
+--config string.toml | --config string.toml: --data takes a list of one or more values, not 'a'
+--config items.toml | --config items.toml: --data takes a text, not [1]
 --config inf.toml | --config inf.toml: --lr must be a finite number, not inf
 --config text.toml | --config text.toml: --log-every takes a whole number, not '100'
 --config empty.toml | --config empty.toml: --resume is empty or has control
@@ -199,11 +224,13 @@ stages --model 176b --tp 9 | tp(9) does not divide heads(112)
 stages --model 176b --tp 4 --pp 12 --gpus 100 | tp(4) * pp(12) * dp(?) does not divide 100 ranks
 stages --model 176b --pp 100 | pp(100) is more stages than there are parts to place: 70 blocks +
 days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
-days --model 176b --tokens 450B | --tokens: invalid float value: '450B'
+days --model 176b --tokens 450Q | --tokens: invalid float value: '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
 days --model 176b --tokens 1e9 --gpus 1 | no layout fits on 1 GPUs of a100-80
-shapes --size 200B | --size: invalid float value: '200B'
+shapes --size 200BB | --size: invalid float value: '200BB'
+model --model 176b --tokens 1e9 | --tokens goes with days, not model
+model --model 176b --trace t.json | --trace goes with timeline, not model
 shapes --size inf | --size must be below 1e+16, not inf
 shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
@@ -305,7 +332,7 @@ a.txt | the following arguments are required: --out
 --out a-file/c a.txt | the folder of --out, a-file: cannot write in
 --out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be at most 4194304
 --out c --vocab-size 0 a.txt | --vocab-size(0) must hold 256 bytes and the end token
---out c --vocab-size 32k a.txt | --vocab-size: invalid int value: '32k'
+--out c --vocab-size 32kk a.txt | --vocab-size: invalid int value: '32kk'
 --out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
 --out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
 --out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
@@ -348,7 +375,7 @@ allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
 allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
 allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
 allreduce.py --seconds nan | --seconds must be a number above 0, not nan
-allreduce.py --min-bytes 1K | --min-bytes: invalid int value: '1K'
+allreduce.py --min-bytes 1Q | --min-bytes: invalid int value: '1Q'
 allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
 allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
 allreduce.py --rates --host | --rates measures torch's kernels: leave out --host

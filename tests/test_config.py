@@ -3,13 +3,15 @@
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 
 import pytest
 from ranks import ROOT
 
-from config.command_line import PRESETS, parse, preset
-from config.messages import VERSION, UserError
-from config.schema import Config, ModelShape
+from config import spelling
+from config.command_line import PRESETS, parse, parse_request, preset
+from config.messages import VERSION, UserError, whole_number
+from config.schema import GROUPS, Config, ModelShape
 from config.validation import check
 
 BASE = "--layers 4 --hidden 64 --heads 4 --global-batch-size 8 --steps 3"
@@ -107,6 +109,90 @@ def test_a_wrong_file_gets_its_sentence(tmp_path, text, sentence):
     with pytest.raises(UserError) as caught:
         parse(["--config", str(path)])
     assert sentence in str(caught.value)
+
+
+# Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh with smaller sizes: its 34 options.
+GPT3_175B = """
+--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--attention-backend auto --micro-batch-size 1 --global-batch-size 8 --rampup-batch-size 4 4 16
+--train-iters 50 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
+--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .1
+--lr-decay-iters 43 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+--data-path synthetic --vocab-file v.json --merge-file m.txt --split 949,50,1 --log-interval 100
+--save-interval 10 --eval-interval 10 --save OUT --load OUT --eval-iters 2 --tensorboard-dir tb
+"""
+
+
+def test_megatrons_example_is_understood_with_a_note_of_our_names():
+    words = GPT3_175B.split()
+    assert len({word for word in words if word.startswith("--")}) == 34
+    request = parse_request(words)
+    config = check(request.config, 1)
+    ours = "--layers 2 --hidden 64 --heads 4 --seq-length 32 --max-positions 32 --init-std 0.006"
+    ours += (
+        " --global-batch-size 8 --rampup-batch-size 4 4 16 --steps 50 --precision fp16 --lr 6e-5"
+    )
+    ours += " --min-lr 6e-6 --lr-warmup-samples 34 --lr-decay-samples 344 --split 949,50,1"
+    ours += " --log-every 100 --save-every 10 --eval-every 10 --out OUT --resume auto --tensorboard"
+    assert config == configure(f"{ours} --eval-samples 16")
+    assert request.given >= {"lr_warmup_samples", "eval_samples", "resume"}
+    names, *instead = request.notes
+    for text in ("--num-layers is --layers,", "--load is --resume auto", "--fp16 is --precision f"):
+        assert text in names
+    assert [note.split()[0] for note in instead] == [
+        "--attention-backend", "--vocab-file", "--merge-file", "--tensorboard-dir",
+    ]  # fmt: skip
+    underscores = [f"--{w[2:].replace('-', '_')}" if w.startswith("--") else w for w in words]
+    assert parse(underscores) == request.config
+    equals = ["--num_layers=2", "--hidden-size=64", "--num-attention-heads=4", "--train-iters=3"]
+    assert parse(equals) == parse(f"{BASE} --layers 2 --global-batch-size 8".split())
+
+
+def test_what_megatrons_names_mean_depends_on_the_batch_of_flag_or_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("global-batch-size = 16\ntrain-samples = 1000\n")
+    words = f"--config {path} --model gpt2-124m --eval-iters 3 --lr-warmup-fraction 0.01".split()
+    config = parse(words)
+    assert (config.data.eval_samples, config.training.lr_warmup_samples) == (48, 10)
+    words = ["--model", "gpt2-124m", "--steps", "5", "--eval-iters", "3"]
+    assert parse(words).data.eval_samples == 24
+    assert parse([*words, "--batch-schedule", "0:4", "1M:12"]).data.eval_samples == 36
+
+
+def test_every_name_of_another_program_leads_to_an_option_of_ours():
+    options = {f.name.replace("_", "-") for cls in GROUPS.values() for f in fields(cls)}
+    names = spelling.NAMES
+    for table in ("same", "iterations", "meant"):
+        assert set(names[table].values()) <= options, table
+    words = [text.split()[0].removeprefix("--") for text in names["words"].values()]
+    assert {word.removeprefix("no-") for word in words} <= options
+    theirs = [*names["same"], *names["words"], *names["iterations"], *names["instead"]]
+    assert len(set(theirs)) == len(theirs)
+    assert not (set(theirs) | set(names["meant"])) & options
+    assert set(names["values"]) <= set(names["same"])
+
+
+def test_numbers_may_have_a_unit():
+    words = f"{BASE} --lr-warmup-samples 2k --lr-decay-samples 1.5M --seq-length 1Ki --lr 3e-4"
+    config = configure(words)
+    assert config.training.lr_warmup_samples == 2000
+    assert (config.training.lr_decay_samples, config.model.seq_length) == (1_500_000, 1024)
+    assert [whole_number(each) for each in ("350B", "1e3", "4.35k", "-7", "9007199254740993")] == [
+        350 * 10**9, 1000, 4350, -7, 9007199254740993,
+    ]  # fmt: skip
+    for text in ("1.5", "k", "2kk", "1e999", "nan", "inf", "0x10", "", "2kib"):
+        with pytest.raises((ValueError, OverflowError)):
+            whole_number(text)
+
+
+def test_the_help_of_a_question_shows_what_it_takes():
+    command = [sys.executable, "plan.py", "days", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    for flag in ("--tokens", "--nodes", "--layers", "--recompute-layers", "--precision"):
+        assert f"\n  {flag}" in done.stdout
+    for flag in ("--size", "--trace", "--rejected", "--save-every"):
+        assert flag not in done.stdout
 
 
 def test_what_a_preset_derives_is_derived_again():

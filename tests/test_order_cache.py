@@ -300,7 +300,7 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
         f"train.py --layers 2 --hidden 16 --heads 2 --vocab-size {VOCAB} --seq-length 8 --steps 4"
     )
     words += f" --data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2"
-    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2"
+    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-format megatron"
     seen = {}
     for cache in ("none", f"{tmp_path}/cache"):
         outcome = start_ranks(2, *words.split(), "--cache", cache, timeout=120)

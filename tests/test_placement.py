@@ -162,3 +162,17 @@ def test_a_node_without_its_gpus_is_named():
         placement.check_devices(places)
     placement.check_devices(places[:1])
     placement.check_devices(places[1:3])
+
+
+def test_a_driver_that_torch_cannot_use_is_explained(tmp_path):
+    path = tmp_path / "version"
+    path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n")
+    why = placement.unusable_driver("2.13.0", "13.0", str(path))
+    assert "the driver here is 470.82.01, and torch 2.13.0 is built for CUDA 13.0" in why
+    assert "install torch's build for CUDA 12.6" in why
+    assert "is built for CPUs" in placement.unusable_driver("2.13.0+cpu", None, str(path))
+    assert placement.unusable_driver("2.13.0", "13.0", str(tmp_path / "none")) == ""
+    with pytest.raises(UserError, match=r"V100.*sm_70.*build for CUDA 12.6 \(\+cu126\)"):
+        placement.check_kernels("Tesla V100", (7, 0), ["sm_75", "sm_80"], "2.13.0")
+    with pytest.raises(UserError, match="install a build of torch for it"):
+        placement.check_kernels("Next", (13, 0), ["sm_80"], "2.13.0")

@@ -14,7 +14,7 @@ from watchdog.flight_recorder import FlightRecorder
 WORDS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
     "--pad-vocab-multiple 4 --micro-batch-size 2 --tp 2 --pp 2 --steps 4 --profile-step 3 "
-    "--check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
+    "--torch-profile 2 --check-speed-every 2 --slow-rank-percent 0 --blocking --deterministic"
 )
 
 
@@ -34,7 +34,7 @@ def test_ranks_of_a_node_share_a_clock_and_nodes_are_aligned():
     ranks = [
         rank("a", 100.0, 0.1, [("F", 0, 1.0, 2.0)]),
         rank("a", 100.3, 0.4, [("F", 0, 2.0, 3.0)]),
-        rank("b", 50.0, 0.2, [("wait", "x", 52.0, 53.0)]),
+        rank("b", 50.0, 0.2, [("wait", "send 7 of pp to 1", 52.0, 53.0)]),
     ]
     events = [e for e in step_trace.merge(ranks)["traceEvents"] if e["ph"] == "X"]
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in events] == [
@@ -42,7 +42,9 @@ def test_ranks_of_a_node_share_a_clock_and_nodes_are_aligned():
         (1, 0, 1e6, 1e6),
         (2, 1, 1e6, 1e6),
     ]
-    assert [e["name"] for e in events] == ["F0", "F0", "x"]
+    assert [e["name"] for e in events] == ["F", "F", "send pp to 1"]
+    assert [e["args"].get("micro_batch") for e in events] == [0, 0, None]
+    assert events[2]["args"]["number"] == 7
 
 
 @pytest.mark.slow
@@ -61,19 +63,27 @@ def test_a_trace_shows_the_schedule(tmp_path):
     spans = {}
     for r in range(4):
         drawn = [e for e in events if e["ph"] == "X" and e["pid"] == r and e["tid"] == 0]
-        passes = [e for e in drawn if e["name"][0] in "FB"]
-        assert [e["name"] for e in passes] == [str(action) for action in order[r // 2]]
+        passes = [e for e in drawn if e["name"] in ("F", "B")]
+        named = [f"{e['name']}{e['args']['micro_batch']}" for e in passes]
+        assert named == [str(action) for action in order[r // 2]]
         for before, after in itertools.pairwise(drawn):
             assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=0.01)
-        assert {"data0", "reduce", "optimizer", "statistics"} <= {e["name"] for e in drawn}
-        spans |= {(r, e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in passes}
+        assert {"data", "reduce", "optimizer", "statistics"} <= {e["name"] for e in drawn}
+        spans |= {(r, n): (e["ts"], e["ts"] + e["dur"]) for n, e in zip(named, passes)}
     for m in range(4):  # a stage finishes only after its neighbour began
         for tp in (0, 1):
             assert spans[2 + tp, f"F{m}"][1] > spans[tp, f"F{m}"][0]
             assert spans[tp, f"B{m}"][1] > spans[2 + tp, f"B{m}"][0]
     waits = [e for e in events if e["ph"] == "X" and e["tid"] == 1]
     assert any(e["name"].startswith("receive") for e in waits)
-    assert any(e["name"].startswith("all_reduce") for e in waits)
+    reductions = [e["args"]["number"] for e in waits if e["name"] == "all_reduce tp"]
+    assert len(set(reductions)) > 4  # one name for all: a viewer adds them up
+
+    profiles = sorted(path.name for path in tmp_path.glob("torch_step_*"))
+    assert profiles == ["torch_step_2_rank_0.json", "torch_step_2_rank_2.json"]  # of every stage
+    for name in profiles:
+        kernels = {e["name"] for e in json.loads((tmp_path / name).read_text())["traceEvents"]}
+        assert {"aten::mm", "aten::native_layer_norm"} <= kernels or "aten::addmm" in kernels
 
 
 def test_a_step_lasts_until_the_device_has_done_it(monkeypatch):

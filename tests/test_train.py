@@ -47,6 +47,9 @@ ROW = {
     "peak_memory_bytes",
     "peak_memory_bytes_per_stage",
     "reserved_memory_bytes_per_stage",
+    "time",
+    "elapsed",
+    "mfu",
 }
 
 
@@ -70,7 +73,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     """A ramp-up on files, with evaluation, on one rank and on tp 2 x pp 2: the same rows."""
     words = SMALL + f"--steps 12 --data {corpus} --split 90,10,0 --eval-samples 16 --eval-every 5 "
     words += "--check-replicas-every 4 --lr 3e-3 --precision fp64 --lr-warmup-samples 16 "
-    words += "--rampup-batch-size 4 2 16"
+    words += "--rampup-batch-size 4 2 16 --log-format megatron"
     one = start([sys.executable, "train.py", *words.split(), "--out", str(tmp_path / "one")])
     assert one.status == 0, one.err
     four = mpirun(
@@ -270,7 +273,7 @@ def test_a_last_save_that_fails_twice_is_one_error_on_two_ranks(tmp_path):
 def test_output_that_cannot_be_written_does_not_end_the_run(monkeypatch):
     """A full disk, or a pipe whose reader Ctrl-C has ended as well; another error does."""
     quiet = object.__new__(Log)
-    quiet.is_writer, quiet.progress = True, None
+    quiet.is_writer, quiet.live, quiet.text = True, None, None
 
     class Full(io.StringIO):
         def flush(self):

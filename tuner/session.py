@@ -79,6 +79,8 @@ class Session:
             raise UserError("--models are searched: leave out --sweep, --max-params, --min-ranks")
         self.options, self.train_arguments = options, train_arguments
         request = self._request()
+        for note in request.notes:
+            print(f"note: {note}", file=sys.stderr)
         self.config = request.config
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         self.tried = sweeps.tried_values(options.tried, options.sweep)

@@ -1,0 +1,167 @@
+"""How people spell options: Megatron-LM's names, underscores, and what an unknown name may mean.
+
+    found = translate(["--num_layers", "4", "--fp16"])
+    found.words      ["--layers", "4", "--precision", "fp16"]
+    found.notes      what was understood, to be printed
+    found.finish(values)    fills in what depends on other options, such as --eval-iters
+
+The names are in other_names.toml.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from config import batch_schedule
+from config.messages import UserError, nearest
+
+NAMES = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text())
+FLAG = re.compile(r"--?[A-Za-z]")  # a negative number is a value
+
+
+@dataclass
+class Translation:
+    """A command line in the names of schema.py; see the module's example."""
+
+    words: list[str] = field(default_factory=list)
+    ours: dict[str, str] = field(default_factory=dict)  # by Megatron's name as it was written
+    instead: list[str] = field(default_factory=list)  # a sentence for each that changes nothing
+    iterations: dict[str, float] = field(default_factory=dict)  # by an option of samples
+    warmup_fraction: float | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What was understood: one line for all names, one for each that changes nothing."""
+        names = ", ".join(f"{name} is {ours}" for name, ours in self.ours.items())
+        return ([f"Megatron's names: {names}"] if names else []) + self.instead
+
+    def finish(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` (option names, of flags and file) with the options that count samples here, and
+        iterations or a share of all in Megatron. As there, an iteration counts --global-batch-size
+        samples, whatever the ramp-up.
+        """
+        if not self.iterations and self.warmup_fraction is None:
+            return values
+        steps, size = values.get("batch_schedule"), values.get("global_batch_size")
+        if size is None:
+            size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
+        found = values | {name: round(count * size) for name, count in self.iterations.items()}
+        if self.warmup_fraction is not None:
+            total = values.get("train_samples") or values.get("steps", 0) * size
+            decay = found.get("lr_decay_samples", total)
+            found["lr_warmup_samples"] = round(self.warmup_fraction * decay)
+        return found
+
+
+def translate(words: list[str]) -> Translation:
+    """A command line in our names; UserError if a name stands for what there is not here, or if two
+    names of one option have different values.
+    """
+    found, written = Translation(), dict[str, tuple[str, list[str]]]()
+    for flag, rest in _flags(words):
+        name, equals, value = flag.partition("=")
+        name = name.replace("_", "-")
+        values = [value, *rest] if equals else rest
+        own = _own_words(name, values, found) if name.startswith("--") else None
+        meaning = [name, *values] if own is None else own or [name]
+        target = meaning[0].replace("--no-", "--")
+        other, before = written.setdefault(target, (name, meaning))
+        if {name, other} & found.ours.keys() and before != meaning:
+            raise UserError(f"{other} and {name} are one option, {target}: give one")
+        found.words += [name + equals + value] * bool(name) + rest if own is None else own
+    return _resumed(found)
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """Every flag with the words after it, up to the next; the first ones may have no flag."""
+    flag, values = "", list[str]()
+    for word in words:
+        if FLAG.match(word):
+            yield flag, values
+            flag, values = word, []
+        else:
+            values.append(word)
+    yield flag, values
+
+
+def _own_words(flag: str, values: list[str], found: Translation) -> list[str] | None:
+    """Our words for a flag of Megatron's, whose meaning goes into `found`; None if it is none."""
+    name = flag[2:]
+    if name in NAMES["instead"]:
+        _check_instead(name, values, found)
+        return []
+    if name in NAMES["iterations"]:
+        ours = NAMES["iterations"][name]
+        found.iterations[ours.replace("-", "_")] = _number(name, values)
+        found.ours[flag] = f"--{ours} (times --global-batch-size)"
+        return []
+    if name == "lr-warmup-fraction":
+        found.warmup_fraction = _number(name, values)
+        found.ours[flag] = "--lr-warmup-samples (times --lr-decay-samples)"
+        return []
+    if name == "tensorboard-dir":  # Trine's folder is fixed
+        found.instead.append(f"{flag} {' '.join(values)}: the events are in OUT/tensorboard")
+        values = []
+    if name in NAMES["words"]:
+        found.ours[flag] = NAMES["words"][name]
+        return [*NAMES["words"][name].split(), *values]
+    if name not in NAMES["same"]:
+        return None
+    found.ours[flag] = f"--{NAMES['same'][name]}"
+    spelled = NAMES["values"].get(name, {})
+    return [found.ours[flag], *(spelled.get(value, value) for value in values)]
+
+
+def _check_instead(name: str, values: list[str], found: Translation) -> None:
+    facts, given = NAMES["instead"][name], " ".join([f"--{name}", *values])
+    if "accepts" not in facts:
+        found.instead.append(f"{given}: {facts['text']}")
+    elif not values or values[0] not in facts["accepts"]:
+        raise UserError(f"{given}: {facts['text']}")
+    else:
+        found.instead.append(f"{given}: so it is here")
+
+
+def _number(name: str, values: list[str]) -> float:
+    try:
+        (value,) = values
+        number = float(value)
+    except ValueError:
+        raise UserError(f"--{name} takes a number, not {' '.join(values)!r}") from None
+    if not 0 <= number < 2**53:
+        raise UserError(f"--{name} must be at least 0 and below 2^53, not {value}")
+    return number
+
+
+def _resumed(found: Translation) -> Translation:
+    """With --load of the same folder as --save, the newest checkpoint there: --resume auto."""
+    words = found.words
+    if "--load" not in found.ours or "--out" not in words:
+        return found
+    load, out = words.index("--resume") + 1, words.index("--out") + 1
+    if words[load : load + 1] == words[out : out + 1]:
+        words[load] = "auto"
+        found.ours["--load"] = "--resume auto"
+    return found
+
+
+def suggestion(name: str, options: Mapping[str, str]) -> str:
+    """`; did you mean ...?` for an unknown option, or an empty string.
+
+    options: the help text of every option, by its name. A name that people use elsewhere counts
+    first, then one that is almost the same, then one whose name and text have all its words.
+    """
+    plain = name.lstrip("-").partition("=")[0].replace("_", "-")
+    dashes, known = ("--" if name.startswith("-") else ""), list(options)
+    if plain in NAMES["meant"]:
+        return f"; did you mean {dashes + NAMES['meant'][plain]!r}?"
+    close = nearest(plain, known, 0.8)
+    if not close:
+        parts = set(re.split(r"\W+", plain))
+        texts = {each: set(re.findall(r"\w+", f"{each} {text}")) for each, text in options.items()}
+        close = next((f"; did you mean {e!r}?" for e in known if parts <= texts[e]), "")
+    close = close or nearest(plain, known)
+    return close.replace("mean '", f"mean '{dashes}")

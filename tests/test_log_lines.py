@@ -1,0 +1,199 @@
+"""What people see of a run: log lines, the live line on a terminal, log.txt, trackers."""
+
+import itertools
+import json
+import os
+import pty
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from ranks import ROOT, mpi_command
+
+from config import command_line
+from config.messages import UserError
+from planner import hardware
+from telemetry import log_lines, trackers
+
+SMALL = (
+    "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
+    "--micro-batch-size 2 --steps 6 --log-every 2 --device cpu --no-watchdog --no-preflight --out "
+)
+LIVE = log_lines.CLEAR.encode() + b" step "
+ROW = {
+    "iteration": 120,
+    "consumed_samples": 960,
+    "consumed_tokens": 15360,
+    "learning_rate": 3e-4,
+    "global_batch_size": 8,
+    "seconds": 0.5,
+    "grad_norm": 0.81249,
+    "loss_scale": 1.0,
+    "tokens_per_second": 1000.0,
+    "tflops_model": 1.0,
+    "tflops_hardware": 1.5,
+    "peak_memory_bytes": 23_400_000_000,
+    "mfu": 0.4,
+}
+
+
+def on_terminal(command: list[str], **streams) -> bytes:
+    """What a command writes on a terminal that it has as standard output and error."""
+    ours, theirs = pty.openpty()
+    streams = {"stdout": theirs, "stderr": theirs, "stdin": subprocess.DEVNULL} | streams
+    process = subprocess.Popen(command, cwd=ROOT, **streams)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # all that had the terminal have ended
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    assert process.wait() == 0, seen.decode()
+    return seen
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_terminal_has_a_live_line_under_python_and_under_mpirun(tmp_path, launched):
+    start = [*mpi_command(2), sys.executable] if launched else [sys.executable]
+    seen = on_terminal([*start, "train.py", *SMALL.split(), str(tmp_path)])
+    assert LIVE in seen
+    assert b"\n step " not in seen  # log lines are in log.txt alone
+    assert b"tokens per second: " in seen  # the summary
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    steps = [line.split("|")[0].strip() for line in lines if line.startswith(" step ")]
+    assert steps == ["step 1/6", "step 2/6", "step 4/6", "step 6/6"]
+    assert lines[-1].startswith("files: ")
+
+
+def test_with_output_in_a_file_the_lines_are_there_and_the_live_line_on_the_terminal(tmp_path):
+    """mpirun > file: its standard error still is a terminal."""
+    with open(tmp_path / "out.txt", "wb") as out:
+        command = [*mpi_command(2), sys.executable, "train.py", *SMALL.split(), str(tmp_path / "r")]
+        seen = on_terminal(command, stdout=out)
+    printed = (tmp_path / "out.txt").read_bytes()
+    assert LIVE in seen
+    assert log_lines.CLEAR.encode() not in printed
+    assert printed.count(b"\n step ") == 4
+    rows = [
+        json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().split("\n")[:-1]
+    ]
+    times = [(row["time"], row["elapsed"]) for row in rows]
+    assert times == sorted(times)
+    assert all(before < after for (_, before), (_, after) in itertools.pairwise(times))
+    assert {row["mfu"] for row in rows} == {None}  # no peak is known of a CPU
+
+
+def test_log_lines_say_loss_rate_mfu_memory_and_time_left():
+    facts = log_lines.Facts(ROW, 500, 3.21043, 0.5, 32.0, 0, 0, 93784.4)
+    assert log_lines.short(facts) == (
+        " step 120/500 | loss 3.2104 | grad norm 0.812 | lr 3.00E-04 | 2,000 tokens/s | "
+        "MFU 80.0% | 23.4 GB | 1d 2:03:04 left"
+    )
+    unknown = replace(facts, row=ROW | {"mfu": None}, skipped=2, nan=1)
+    assert "MFU" not in log_lines.short(unknown)
+    assert log_lines.short(unknown).endswith("left | 2 skipped | 1 nan")
+    long = log_lines.megatron(facts)
+    assert " iteration      120/     500 | consumed samples:          960 |" in long
+    assert "| tokens per second: 2000 | model TFLOPs: 2.000 | hardware TFLOPs: 3.000 |" in long
+
+
+def test_the_peak_of_a_device_is_that_of_its_name_or_unknown():
+    assert hardware.peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert hardware.peak_of("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
+    for device, precision in (
+        ("NVIDIA H100 PCIe", "bf16"),
+        ("NVIDIA A100-SXM4-80GB", "fp32"),
+        ("4 CPU cores", "bf16"),
+        ("NVIDIA GeForce RTX 4090", "bf16"),
+    ):
+        assert hardware.peak_of(device, precision) is None
+
+
+def test_a_terminal_that_goes_away_ends_no_run(monkeypatch):
+    ours, theirs = pty.openpty()
+    monkeypatch.setattr(log_lines, "_outputs", lambda launcher: [os.ttyname(theirs), ""])
+    live = log_lines.LiveLine("mpirun")
+    assert live.replaces_lines
+    live.show("a line")
+    assert os.read(ours, 100) == b"\r\x1b[Ka line"
+    live.clear()
+    os.close(ours)
+    os.close(theirs)
+    live.show("another")
+    live.show("another")
+    live.close()
+    assert not live.replaces_lines
+
+
+class Recorded:
+    """Stands for the packages of trackers: takes every call, and keeps what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **named):
+            self.calls.append((name, args, named))
+            return None if name == "get_experiment_by_name" else self
+
+        return call
+
+
+def test_trackers_take_the_numbers_of_every_row(tmp_path, monkeypatch):
+    """With stand-ins for the packages; the calls are those of their documentation."""
+    wandb, mlflow = Recorded(), Recorded()
+    mlflow.info, mlflow.run_id = mlflow, "run"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    words = f"{SMALL}{tmp_path} --wandb project --mlflow {tmp_path}/store"
+    opened = trackers.open_trackers(command_line.parse(words.split()))
+    assert list(opened) == ["wandb", "mlflow"]
+    row = {"iteration": 3, "loss": 2.5, "mfu": None, "peak": [1, 2]}
+    for tracker in opened.values():
+        tracker.write(3, trackers.numbers(row))
+        tracker.close()
+    values = {"iteration": 3, "loss": 2.5, "peak/0": 1, "peak/1": 2}
+    assert wandb.calls[0][2]["project"] == "project"
+    assert wandb.calls[1:] == [("log", (values,), {"step": 3}), ("finish", (), {})]
+    metrics = [args[1:] for name, args, named in mlflow.calls if name == "log_metric"]
+    assert metrics == list(values.items())
+    assert mlflow.calls[-1] == ("set_terminated", ("run",), {})
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_tracker_without_its_package_is_a_sentence(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    config = command_line.parse(f"{SMALL}{tmp_path} --{package} x".split())
+    with pytest.raises(UserError, match=f"--{package} needs the package {package}: "):
+        trackers.open_trackers(config)
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tracker,) = trackers.open_trackers(
+        command_line.parse(f"{SMALL}{tmp_path} --wandb trine".split())
+    ).values()
+    tracker.write(1, {"loss": 2.5})
+    tracker.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def test_mlflow_in_a_folder(tmp_path):
+    mlflow = pytest.importorskip("mlflow")
+    store = f"file:{tmp_path}/store"
+    (tracker,) = trackers.open_trackers(
+        command_line.parse(f"{SMALL}{tmp_path} --mlflow {store}".split())
+    ).values()
+    tracker.write(1, {"loss": 2.5})
+    tracker.close()
+    client = mlflow.MlflowClient(tracking_uri=store)
+    experiment = client.get_experiment_by_name("trine").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert run.data.metrics == {"loss": 2.5}
