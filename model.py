@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask, masked_attention, visible
+from corpora.attention_masks import Mask, alibi_slopes, masked_attention, visible
 from data import Batch
 from distributed.collectives import MAX, Group
 from parallel import (
@@ -50,6 +50,11 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
+    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
+    return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
 def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:

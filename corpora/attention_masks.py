@@ -41,11 +41,6 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
-    return factory.mesh.tp.shard(alibi_slopes(model.heads))
-
-
 def visible(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Mask:
     """The mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
 
