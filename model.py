@@ -380,9 +380,7 @@ class Stage(nn.Module):
             if factory.shard is not None:
                 factory.shard(self.blocks[-1])
         embedding = self.embedding if first is None else first.embedding
-        self.head = None
-        if spec.head and not spread:
-            self.head = Head(factory, model, padded, embedding)
+        self.head = Head(factory, model, padded, embedding) if spec.head and not spread else None
         self.output_norm = Norm(factory, "head.norm", model) if spec.head and spread else None
         shared = [self.head.weight] if self.head and first is not None and model.tied else []
         for p in shared:
