@@ -9,6 +9,7 @@ GPT-2: normal, the two matrices that write into the residual stream smaller by s
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,18 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask, masked_attention, visible
+from corpora.attention_masks import Mask, alibi_slopes, masked_attention, visible
 from data import Batch
 from distributed.collectives import MAX, Group
-from parallel import ColumnLinear, ParamFactory, ParamSpec, RowLinear, VocabEmbedding, column_linear
+from parallel import (
+    ColumnLinear,
+    DeferredGradients,
+    ParamFactory,
+    ParamSpec,
+    RowLinear,
+    VocabEmbedding,
+    column_linear,
+)
 from schedules.partition import StageSpec
 
 # ---- Norms and positions -------------------------------------------------------------------------
@@ -41,17 +50,6 @@ class Norm(nn.Module):
         if self.bias is None:
             return F.rms_norm(x, self.shape, self.weight, self.eps)
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
-
-
-def alibi_slopes(heads: int) -> Tensor:
-    """ALiBi's slope of every head (arXiv 2108.12409): 2^(-8i/n), n the power of two below.
-
-    Heads beyond that power take every second slope of the next one. float64 of shape (heads,).
-    """
-    power = 2 ** int(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return torch.tensor(slopes, dtype=torch.float64)
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
@@ -197,14 +195,21 @@ TOKENS = "embedding.tokens.weight"
 
 
 class Embedding(nn.Module):
-    """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism."""
+    """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism.
 
-    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool):
-        """tied: another rank holds a copy of the tokens' matrix."""
+    With --vocab-pp it has no matrix, and takes the sum of what VocabularyPart gives.
+    """
+
+    def __init__(
+        self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, spread: bool
+    ):
+        """tied: another rank holds a copy of the tokens' matrix; spread: that all hold parts."""
         super().__init__()
-        h = model.hidden
+        h, self.length = model.hidden, model.seq_length
         self.part = factory.mesh.tp if factory.sequence_parallel else None
-        self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
+        self.tokens = None
+        if not spread:
+            self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
             name, shape = "embedding.positions.weight", (model.max_positions, h)
@@ -213,10 +218,10 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """positions: of the tokens, (b, s); None: 0 to s - 1 in each sample."""
-        x = self.tokens(tokens)
+        x = tokens if self.tokens is None else self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
-                x = x + self._own_part(self.positions[: tokens.shape[1], None])
+                x = x + self._own_part(self.positions[: self.length, None])
             else:
                 x = x + F.embedding(self._own_part(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
@@ -241,7 +246,7 @@ class Head(nn.Module):
         self.factory, self.shared = factory, False
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
-        if model.tied and embedding is not None:
+        if model.tied and embedding is not None and embedding.tokens is not None:
             self.shared, self.weight = True, embedding.tokens.weight
         else:
             tied, shape = model.tied, (model.vocab_size, model.hidden)
@@ -305,12 +310,44 @@ def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) ->
     return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)
 
 
+class VocabularyPart(nn.Module):
+    """With --vocab-pp, a rank's rows of embedding and output matrix, one if they are tied.
+
+    Called with tokens (b, s) it is its term of the embedding. Gradients of the output matrix are
+    left in `deferred`.
+    """
+
+    def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
+        super().__init__()
+        over, shape = factory.mesh.vocabulary, (model.vocab_size, model.hidden)
+        self.deferred = DeferredGradients()
+        self.factory = replace(factory, deferred=self.deferred)
+        self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
+        self.weight: nn.Parameter = self.tokens.weight
+        if model.tied:
+            self.weight.passes = 2  # gradients in a micro-batch
+        else:
+            name, std = "head.weight", factory.std
+            self.weight = factory.parameter(
+                name, shape, std=std, dim=0, padded=padded, decay=True, over=over
+            )
+        self.spec = self.weight.spec
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tokens(tokens)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's columns of the logits of the final norm's output: (s, b, V/n)."""
+        return column_linear(x, self.weight, None, self.factory)
+
+
 class Stage(nn.Module):
     """The slice of the model that one pipeline stage holds; `spec` says which.
 
     forward(x, batch): x is tokens (b, s) on the first stage, else activations (s, b, h); the
     result is activations, or on the last stage the sum of the targets' losses. The last stage needs
-    the batch, and with masks every stage does.
+    the batch, and with masks every stage does. With --vocab-pp the first one takes the
+    embedding's sum, and the last one's result is the final norm's.
     """
 
     def __init__(
@@ -329,7 +366,11 @@ class Stage(nn.Module):
         """
         super().__init__()
         padded, self.spec = model.padded_vocab(layout), spec
-        self.embedding = Embedding(factory, model, padded, spec.tied) if spec.embedding else None
+        spread = layout.vocab_pp
+        self.vocabulary = VocabularyPart(factory, model, padded) if spread else None
+        self.embedding = None
+        if spec.embedding:
+            self.embedding = Embedding(factory, model, padded, spec.tied, spread)
         blocks = range(spec.first, spec.last)
         again = layout.recomputed_blocks(len(blocks))
         self.blocks = nn.ModuleList()
@@ -339,7 +380,8 @@ class Stage(nn.Module):
             if factory.shard is not None:
                 factory.shard(self.blocks[-1])
         embedding = self.embedding if first is None else first.embedding
-        self.head = Head(factory, model, padded, embedding) if spec.head else None
+        self.head = Head(factory, model, padded, embedding) if spec.head and not spread else None
+        self.output_norm = Norm(factory, "head.norm", model) if spec.head and spread else None
         shared = [self.head.weight] if self.head and first is not None and model.tied else []
         for p in shared:
             p.passes = 2  # gradients in a micro-batch: one of each stage's backward
@@ -373,7 +415,7 @@ class Stage(nn.Module):
             rotary = cos, sin
         for block in self.blocks:
             x = block(x, bias, rotary)
-        return x
+        return x if self.output_norm is None else self.output_norm(x)
 
 
 def attention_kernel(
@@ -399,8 +441,10 @@ def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
     shared: those that count on another stage.
     """
     spec, built = stage.spec, 0
+    spread = list(stage.vocabulary.parameters()) if stage.vocabulary else []
     for p in stage.parameters():
-        built += math.prod(p.spec.shape) if all(p is not q for q in shared) else 0
+        whole = math.prod(p.spec.shape) if all(p is not q for q in shared) else 0
+        built += spec.vocabulary * p.shape[1] if any(p is q for q in spread) else whole
     if built != spec.parameters:
         planned = f"{spec.parameters} were planned"
         raise ValueError(f"stage {spec.index} built {built} parameters, but {planned}")

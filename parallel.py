@@ -26,9 +26,10 @@ from distributed.mesh import Mesh
 class ParamSpec:
     """What a local parameter is a part of.
 
-    name, shape: of the whole tensor, without padding. dim: the dimension split over tp, or None
-    if every tensor rank holds all of it. start, stop: the rows held here along dim; the local
-    tensor may have more rows, which are padding. decay: whether weight decay applies.
+    name, shape: of the whole tensor, without padding. dim: the dimension split over tp, with
+    --vocab-pp that of the vocabulary over pp and tp, or None if every tensor rank holds all of it.
+    start, stop: the rows held here along dim; the local tensor may have more rows, which are
+    padding. decay: whether weight decay applies.
     reduce_over: the groups of the mesh over which its gradient is summed: first the replicas, over
     which ZeRO shards it, then `tp` where each tensor rank's gradient is one term of a sum, or
     `tied` where another stage holds a copy. copy: this is the copy that norms and checkpoints
@@ -88,16 +89,18 @@ class ParamFactory:
         decay: bool = False,
         tied: bool = False,
         copy: bool = False,
+        over: Group | None = None,
     ) -> nn.Parameter:
         """This rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
-        Split along `dim` over tp, if given, of size `padded` (default: shape[dim]), which tp
-        divides. `.spec` says what it is a part of.
+        Split along `dim`, if given, over tp or another group (`over`), of size `padded` (default:
+        shape[dim]), which the group's size divides. `.spec` says what it is a part of.
         """
         tp, start, stop, local = self.mesh.tp, 0, shape[0], list(shape)
         if dim is not None:
-            rows = (padded or shape[dim]) // tp.size
-            start = min(tp.rank * rows, shape[dim])
+            group = over or tp
+            rows = (padded or shape[dim]) // group.size
+            start = min(group.rank * rows, shape[dim])
             stop = min(start + rows, shape[dim])
             local[dim] = rows
         dtype = torch.promote_types(self.dtype, torch.float32)
@@ -408,23 +411,32 @@ class RowLinear(nn.Module):
 class VocabEmbedding(nn.Module):
     """Rows of the vocabulary split over tp: tokens (b, s) -> (s, b, h), or (s/tp, b, h).
 
-    The last rank's rows may end in padding, which no token selects.
+    The last rank's rows may end in padding, which no token selects. over: a larger group over which
+    they are split, with tp in it; then the results of the pipeline's ranks have yet to be summed.
     """
 
     def __init__(
-        self, factory: ParamFactory, name: str, vocab: int, padded: int, hidden: int, tied: bool
+        self,
+        factory: ParamFactory,
+        name: str,
+        vocab: int,
+        padded: int,
+        hidden: int,
+        tied: bool,
+        over: Group | None = None,
     ):
         super().__init__()
-        self.factory, self.tp = factory, factory.mesh.tp
+        self.factory, self.group = factory, over or factory.mesh.tp
+        shape, std = (vocab, hidden), factory.std
         self.weight = factory.parameter(
-            name, (vocab, hidden), std=factory.std, dim=0, padded=padded, decay=True, tied=tied
+            name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, over=over
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
-        if self.tp.size == 1:
+        if self.group.size == 1:
             return F.embedding(tokens, self.weight)
-        local = tokens - self.tp.rank * self.weight.shape[0]
+        local = tokens - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(absent, 0), self.weight)
         rows = rows.masked_fill(absent[..., None], 0.0)

@@ -9,6 +9,7 @@ sent.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +19,10 @@ from config.schema import Config
 from data import Batch
 from distributed.collectives import Handle
 from model import Stage
-from parallel import ParamFactory
-from schedules.automatic import stage_costs
-from schedules.compiler import build
+from parallel import ParamFactory, ParamSpec
+from schedules import vocabulary
 from schedules.partition import placement
-from schedules.schedule import Action, Schedule, forward_only
+from schedules.schedule import VOCABULARY, Action, Schedule, forward_only
 
 # A micro-batch by its index, on the stage's device.
 Batches = Callable[[int], Batch]
@@ -43,17 +43,15 @@ class Pipeline:
         self.masked = config.data.masks_attention or config.data.reset_positions
         split = layout.tp if layout.sequence_parallel else 1
         self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
-        self._layout, self._schedules = layout, dict[int, Schedule]()
-        self._costs = stage_costs(model, layout, self.device.type)
+        self._model, self._layout, self._schedules = model, layout, dict[int, Schedule]()
         self.sending: list[Handle] = []  # the last messages of the last pass
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""
         if micro_batches not in self._schedules:
-            name, virtual = self._layout.schedule, self._layout.stages_per_rank
-            built = build(name, self.mesh.pp.size, micro_batches, virtual, self._costs)
-            self._schedules = {micro_batches: built}
+            about = self._model, self._layout, micro_batches, self.device.type
+            self._schedules = {micro_batches: vocabulary.of_layout(*about)}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
@@ -67,6 +65,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
         """The loss sum and targets of that many micro-batches of this replica, forward only."""
+        if self._layout.vocab_pp:
+            about = self._model, self._layout, micro_batches, self.device.type
+            return self.run(vocabulary.build(*about, backward=False), batches)
         return self.run(forward_only(placement(self._layout), micro_batches), batches)
 
     def run(
@@ -75,6 +76,9 @@ class Pipeline:
         """Do all of this rank's actions in order; returns what `train` does."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
+            if schedule.vocabulary:
+                for group in self.mesh.passes.values():  # a first one connects all ranks
+                    group.broadcast(torch.zeros(1, device=self.device), 0).wait()
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
         for _ in execution:
@@ -142,15 +146,20 @@ class Execution:
         self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
         self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
         self.targets = 0
+        self.vocabulary = VocabularyPasses(self) if schedule.vocabulary else None
 
     def __iter__(self) -> Iterator[Action]:
         run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
+        if self.vocabulary:
+            run |= dict.fromkeys(VOCABULARY, self.vocabulary.run)
         for position, action in enumerate(self.actions):
             for upcoming in self.actions[position : position + 2]:
                 self._post_receive(upcoming)
             run[action.kind](action)
             yield action
         self.pipeline.sending += self.leaving.values()
+        if self.vocabulary:
+            self.pipeline.sending += self.vocabulary.finish()
 
     def _forward(self, action: Action) -> None:
         stage, last = self.pipeline.stages[action.stage], self._is_last(action)
@@ -170,7 +179,8 @@ class Execution:
         batch.
         """
         batch = None
-        if action.stage == 0 or last or self.pipeline.masked:
+        reads = action.stage == 0 or last or self.pipeline.masked
+        if reads and not self.vocabulary:
             self.mesh.recorder.at("data", action.micro_batch)
             batch = self.batches(action.micro_batch)
         self.mesh.recorder.at("F", action.micro_batch)
@@ -182,13 +192,14 @@ class Execution:
         """The whole backward pass, or where the schedule splits it that for inputs."""
         self.mesh.recorder.at("B", action.micro_batch)
         x, output = self.held.pop((action.stage, action.micro_batch))
-        gradient = None if self._is_last(action) else self._take_input(action)
+        outermost = self._is_last(action) and not self.vocabulary
+        gradient = None if outermost else self._take_input(action)
         deferred = self.pipeline.deferred
         if deferred is None:
             torch.autograd.backward(output, gradient)
         else:
             self.left[action.stage, action.micro_batch] = deferred.backward(output, gradient)
-        if action.stage > 0:
+        if action.stage > 0 or self.vocabulary:
             dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
             self._pass_on(dx, action, action.stage - 1)
 
@@ -202,6 +213,8 @@ class Execution:
     # -- between stages ---------------------------------------------------------------------
 
     def _post_receive(self, action: Action) -> None:
+        if self.vocabulary:
+            self.vocabulary.post_receive(action)
         needed, rank = self.sources.get(action, (None, self.rank))
         if needed is None or rank == self.rank or needed in self.arriving:
             return
@@ -210,7 +223,9 @@ class Execution:
         self.arriving[needed] = (buffer, channel.receive(buffer, rank))
 
     def _take_input(self, action: Action) -> Tensor:
-        """The neighbouring stage's result, when it is there."""
+        """The neighbouring stage's result, or that of the vocabulary's passes, when it is there."""
+        if action not in self.sources and self.vocabulary:
+            return self.vocabulary.take("E" if action.kind == "F" else "T", action.micro_batch)
         needed, rank = self.sources[action]
         if rank == self.rank:
             return self.handed.pop(needed)
@@ -220,12 +235,15 @@ class Execution:
         return buffer
 
     def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
-        """Give an action's result to the neighbouring stage that takes it."""
+        """Give an action's result to the neighbouring stage, or the ranks, that take it."""
+        if self.vocabulary and not 0 <= to_stage < self.schedule.stages:
+            self.vocabulary.send("S" if action.kind == "F" else "G", action.micro_batch, tensor)
+            return
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
             self.handed[action] = tensor
             return
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not self.vocabulary:
             self._wait_for_sends()  # nothing ever comes back that would show an arrival
         channel = self.mesh.channel(action.kind, self.rank, to)
         self.leaving[action] = channel.send(tensor.contiguous(), to)
@@ -246,3 +264,173 @@ class Execution:
         for handle in self.leaving.values():
             handle.wait()
         self.leaving.clear()
+
+
+# ---- The vocabulary's passes, where all ranks share it -------------------------------------------
+
+
+class LocalLoss(NamedTuple):
+    """What a rank keeps of a loss whose vocabulary is spread, until it has the others' `sums`:
+    (3, s, b), a token's largest logit, the sum of exponentials relative to it, its label's logit.
+    """
+
+    exponentials: Tensor
+    columns: Tensor
+    absent: Tensor
+    targets: Tensor  # where there is one: a label below 0 is none
+    dtype: torch.dtype
+    sums: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, logits: Tensor, labels: Tensor, spec: ParamSpec) -> "LocalLoss":
+        """Of the logits (s, b, V/n) of the words that `spec` has, and labels (s, b)."""
+        dtype, rows = logits.dtype, spec.stop - spec.start
+        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
+        logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
+        columns = labels - spec.start
+        absent = (columns < 0) | (columns >= rows)
+        columns = columns.masked_fill(absent, 0)[..., None]
+        target = logits.gather(-1, columns)[..., 0].masked_fill(absent, 0.0)
+        largest = logits.amax(-1)
+        exponentials = logits.sub_(largest[..., None]).exp_()
+        sums = torch.stack([largest, exponentials.sum(-1), target])
+        return cls(exponentials, columns, absent, labels >= 0, dtype, sums)
+
+    @torch.no_grad()
+    def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """The tokens' losses (s, b), and `weight` times the gradient of these logits; once only.
+
+        every: the `sums` of all ranks, (n, 3, s, b).
+        """
+        largest, sums, target = every.unbind(1)
+        most = largest.amax(0)
+        total = (sums * (largest - most).exp_()).sum(0)
+        scale = (weight * (self.sums[0] - most).exp_() / total).masked_fill_(~self.targets, 0.0)
+        gradient = self.exponentials.mul_(scale[..., None])
+        own = torch.zeros_like(scale).sub_(weight).masked_fill_(self.absent, 0.0)
+        gradient.scatter_add_(-1, self.columns, own[..., None])
+        losses = (total.log() + most - target.sum(0)).masked_fill_(~self.targets, 0.0)
+        return losses, gradient.to(self.dtype)
+
+
+class VocabularyPasses:
+    """E, S, T and G of schedules/vocabulary.py on one rank, in one pass through its actions.
+
+    The collectives of each kind of pass have a group of their own, and are waited for in the next
+    pass that needs their result.
+    """
+
+    def __init__(self, execution: "Execution"):
+        pipeline, schedule = execution.pipeline, execution.schedule
+        self.execution, self.mesh, self.stage = execution, pipeline.mesh, schedule.stages - 1
+        part = pipeline.stages[pipeline.mesh.pp.rank].vocabulary
+        assert part is not None  # stages and schedule come from one layout
+        self.part = part
+        self.groups, self.rank = pipeline.mesh.passes, pipeline.mesh.pp.rank
+        self.batch: dict[int, Batch] = {}
+        self.embedded: dict[int, GradientEdge] = {}
+        self.losses: dict[int, tuple] = {}
+        # Under way, by kind of pass and micro-batch: a tensor that is received, sent or summed.
+        self.moving: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
+        self.taken = _gradients_taken(schedule)
+
+    def run(self, action: Action) -> None:
+        """Do one pass."""
+        kind, _, m = action
+        if kind == "E":
+            self.mesh.recorder.at("data", m)
+            self.batch[m] = self.execution.batches(m)
+        self.mesh.recorder.at(kind, m)
+        {"E": self._embed, "S": self._logits, "T": self._loss, "G": self._add}[kind](m)
+
+    def post_receive(self, action: Action) -> None:
+        """Begin to receive what a pass S or G takes from one rank, unless this rank sends it."""
+        kind, _, m = action
+        source = {"S": self.stage, "G": 0}.get(kind, self.rank)
+        if source != self.rank and (kind, m) not in self.moving:
+            pipeline = self.execution.pipeline
+            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+            self._start(kind, m, buffer, self.groups[kind].broadcast(buffer, source))
+
+    def send(self, kind: str, m: int, tensor: Tensor) -> None:
+        """Give all ranks what their S takes, the last stage's output, or their G, a gradient."""
+        tensor = tensor.detach().contiguous()
+        self._start(kind, m, tensor, self.groups[kind].broadcast(tensor, self.rank))
+
+    def take(self, kind: str, m: int) -> Tensor:
+        """The sum of E, on the first stage's rank, or of T, on the last one's."""
+        tensor, handle = self.moving.pop((kind, m))
+        handle.wait()
+        return tensor
+
+    def _start(self, kind: str, m: int, tensor: Tensor, handle: Handle) -> None:
+        self.moving[kind, m] = tensor, handle
+
+    def _sum(self, kind: str, m: int, tensor: Tensor, to: int) -> None:
+        tensor = tensor.contiguous()
+        self._start(kind, m, tensor, self.groups[kind].reduce(tensor, to))
+
+    def _release(self, kind: str, m: int) -> None:
+        """Free what has been sent and, by what has arrived since, received."""
+        if (kind, m) in self.moving:
+            self.take(kind, m)
+
+    def _embed(self, m: int) -> None:
+        rows = self.part(self.batch[m].tokens)
+        if torch.is_grad_enabled():
+            self.embedded[m] = get_gradient_edge(rows)
+        self._sum("E", m, rows.detach(), 0)
+
+    def _logits(self, m: int) -> None:
+        sends = self.rank == self.stage
+        x = self.moving["S", m][0] if sends else self.take("S", m)
+        x = x.detach().requires_grad_(torch.is_grad_enabled())
+        logits = self.part.logits(x)
+        edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
+        local = LocalLoss.of(logits, self.batch[m].labels.t(), self.part.spec)
+        every = local.sums.new_empty(self.mesh.vocabulary.size, *local.sums.shape)
+        handle = self.mesh.vocabulary.all_gather(every, local.sums)
+        self.losses[m] = x, edge, local, every, handle
+
+    def _loss(self, m: int) -> None:
+        x, edge, local, every, handle = self.losses.pop(m)
+        handle.wait()  # now every rank has done S, and so has what it takes, and E is summed
+        self._release("E", m)
+        self._release("S", m)
+        sent = self.execution.leaving.pop(Action("F", self.rank, m), None)
+        if sent is not None:
+            sent.wait()
+        for done in self.taken.get(m, ()):
+            self._release("G", done)
+        losses, gradient = local.finish(every, self.execution.loss_weight)
+        if self.rank == self.stage:
+            self.execution.loss += losses.sum()
+            self.execution.targets += self.batch[m].count
+        if edge is None:
+            del self.batch[m]
+            return
+        add_weight_gradients = self.part.deferred.backward(edge, gradient)
+        self._sum("T", m, x.grad, self.stage)
+        add_weight_gradients()
+
+    def _add(self, m: int) -> None:
+        gradient = self.moving["G", m][0] if self.rank == 0 else self.take("G", m)
+        self._release("T", m)
+        torch.autograd.backward(self.embedded.pop(m), gradient)
+        del self.batch[m]
+
+    def finish(self) -> list[Handle]:
+        """What is still being sent."""
+        return [handle for _, handle in self.moving.values()]
+
+
+def _gradients_taken(schedule: Schedule) -> dict[int, list[int]]:
+    """For each T, the micro-batches whose G all ranks have done before the S that it needs."""
+    known, result = 0, dict[int, list[int]]()
+    for m in range(sum(action.kind == "S" for action in schedule.ranks[0])):
+        before = [row[: row.index(Action("S", rank, m))] for rank, row in enumerate(schedule.ranks)]
+        least = min(sum(action.kind == "G" for action in row) for row in before)
+        result[m] = list(range(known, least))
+        known = least
+    return result

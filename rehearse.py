@@ -74,6 +74,8 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     """Measure each stage on the device, and print and write the step of the world."""
     if config.layout.zero == 3 and options.world > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
+    if config.layout.vocab_pp:
+        raise UserError("--on does not emulate --vocab-pp: its passes wait for other stages")
     if config.layout.schedule not in ("gpipe", "1f1b", "zb-h1"):
         name = config.layout.schedule
         raise UserError(f"--on does not emulate --schedule {name}: it takes gpipe, 1f1b or zb-h1")

@@ -77,7 +77,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
     config, _ = settled(config, device.type)
     layout, training = config.layout, config.training
-    mesh = Mesh(layout.axes, context, channels=layout.stages_per_rank > 1)
+    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, layout.vocab_pp)
     dtype = DTYPES[training.precision]
     seed, std = training.seed, training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None

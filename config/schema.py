@@ -92,8 +92,10 @@ class ModelShape:
         return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
 
     def padded_vocab(self, layout: "Layout") -> int:
-        """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp."""
-        multiple = layout.pad_vocab_multiple * layout.tp
+        """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp, with vocab_pp x
+        pp too.
+        """
+        multiple = layout.pad_vocab_multiple * layout.tp * (layout.pp if layout.vocab_pp else 1)
         return -(-self.vocab_size // multiple) * multiple
 
 
@@ -159,6 +161,9 @@ class Layout:
     )
     overlap_param_gather: bool = option(
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
+    )
+    vocab_pp: bool = option(
+        False, "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288)"
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 

@@ -27,6 +27,8 @@ def check(config: Config, ranks: int) -> Config:
     check_batch(layout, "eval-samples", config.data.eval_samples)
     _check_objective(config.data, config.model)
     check_sharding(layout, config.training)
+    if layout.vocab_pp and (config.data.masks_attention or config.data.reset_positions):
+        raise UserError("--vocab-pp takes neither masks of attention nor reset positions")
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -80,6 +82,7 @@ def check_split(model: ModelShape, layout: Layout) -> None:
             f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
         )
     _check_schedule(layout)
+    _check_vocab_pp(layout)
     if layout.stages > model.layers + 2:
         product = f"pp({pp})" + f" * {layout.stages_per_rank}" * (layout.stages_per_rank > 1)
         raise UserError(
@@ -117,6 +120,16 @@ def explicit_costs(layout: Layout) -> list[float] | None:
         "--schedule-costs is counted, measured, or six numbers above 0 like 11,13,8,26,17,16, "
         f"not {text!r}"
     )
+
+
+def _check_vocab_pp(layout: Layout) -> None:
+    """Raise UserError if the schedule or the ZeRO stage does not go with --vocab-pp."""
+    if not layout.vocab_pp:
+        return
+    if layout.pp == 1:
+        raise UserError("--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1")
+    if layout.schedule not in ("1f1b", "gpipe"):
+        raise UserError(f"--vocab-pp takes --schedule 1f1b or gpipe, not {layout.schedule}")
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
@@ -183,6 +196,8 @@ def check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
     if name in ("adafactor", "muon") and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
+    if name == "adafactor" and layout.vocab_pp:
+        raise UserError(f"{whole}, but --vocab-pp cuts the vocabulary's")
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
     if layout.recompute_layers is not None and layout.recompute == "none":

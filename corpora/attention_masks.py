@@ -8,6 +8,7 @@ torch's flex_attention, which skips those that nobody sees: no tensor of s x s n
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +28,17 @@ class Mask(NamedTuple):
     dense: Tensor | None = None
     blocks: BlockMask | None = None
     score: Callable | None = None
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's slope of every head (arXiv 2108.12409): 2^(-8i/n), n the power of two below.
+
+    Heads beyond that power take every second slope of the next one. float64 of shape (heads,).
+    """
+    power = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float64)
 
 
 def visible(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Mask:

@@ -1,4 +1,4 @@
-"""Groups of ranks and their collectives: reduce, gather, scatter, all-to-all, send, receive.
+"""Groups of ranks and their collectives: reduce, gather, scatter, broadcast, all-to-all, messages.
 
 All data that crosses ranks in a training step goes through `Group`, over NCCL on GPUs and over
 gloo on CPUs (or on GPUs that ranks share: then through host memory).
@@ -112,6 +112,20 @@ class Group:
         """
         return self._start("all_to_all", source.nbytes, self._all_to_all, output, source)
 
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        """`tensor` = that of the group's rank `source`; it must stay unchanged there until the
+        handle's wait.
+        """
+        if self.size == 1:
+            return _Pending()
+        return self._start("broadcast", tensor.nbytes, self._broadcast, tensor, source)
+
+    def reduce(self, tensor: Tensor, to: int) -> Handle:
+        """Sum of `tensor` over the group, in place, on its rank `to`; undefined on the others."""
+        if self.size == 1:
+            return _Pending()
+        return self._start("reduce", tensor.nbytes, self._reduce, tensor, to)
+
     def send(self, tensor: Tensor, to: int) -> Handle:
         """Send to the group's rank `to`; the tensor must stay unchanged until the handle's wait."""
         record = self.group_log.enter_send(tensor.nbytes, to) if self.group_log else None
@@ -182,6 +196,14 @@ class Group:
         work = dist.all_to_all_single(received, sent, group=self.handle, async_op=True)
         complete = None if received is output else lambda: output.copy_(received)
         return _Pending(work, complete, sent)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=True)
+
+    def _reduce(self, tensor: Tensor, to: int) -> Handle:
+        host = tensor.cpu() if self._gloo else tensor  # the tensor itself if it is on the CPU
+        work = dist.reduce(host, self.ranks[to], group=self.handle, async_op=True)
+        return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
 
     def _prefers_one_hop(self, message: int) -> bool:
         """Whether sending `message` bytes to every other member beats gloo's rings."""

@@ -35,11 +35,14 @@ class Mesh:
         axes: Mapping[str, int] | None = None,
         context: Context | None = None,
         channels: bool = False,
+        vocabulary: bool = False,
     ):
         """Collective over all ranks when there is a context: groups are made in one fixed order.
 
         channels: whether ranks hold several stages, so that messages of one kind go both ways or
-        round in a ring. Raises ValueError if the axes do not multiply to the number of ranks.
+        round in a ring. vocabulary: whether the vocabulary is spread over pipeline ranks too: over
+        the group `vocabulary` of pp and tp. Raises ValueError if the axes do not multiply to the
+        number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
         self.rank, self.size = (context.rank, context.size) if context else (0, 1)
@@ -65,6 +68,9 @@ class Mesh:
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
+        # A group for the collectives of each vocabulary pass: none waits for those of another.
+        self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
+        self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
         ends = [(row[0], row[-1]) if len(row) > 1 else row for row in pipelines]
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")

@@ -11,6 +11,7 @@ from functools import cached_property
 from emulator.recording import COPY, MESSAGES, READ, Event
 
 MOST_SENTENCES = 20
+ONE_SIDED = ("broadcast", "reduce")
 NOT_COLLECTIVE = ("wait", READ, COPY, *MESSAGES)
 
 
@@ -83,11 +84,18 @@ def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]
         pair = [world.operations(rank).collectives.get(role, []) for rank in (first, other)]
         for number in range(max(map(len, pair))):
             one, two = (events[number] if number < len(events) else None for events in pair)
-            if one is None or two is None or one != two:
+            if one is None or two is None or _common(one) != _common(two):
                 yield _differ(
                     f"operation {number + 1} of {_group(role, row)}", first, one, other, two
                 )
                 break
+
+
+def _common(event: Event) -> Event:
+    """What all members of a collective have in common; one that gives or takes all does so
+    elsewhere.
+    """
+    return event._replace(line="", place="") if event.kind in ONE_SIDED else event
 
 
 def _messages(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:

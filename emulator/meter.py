@@ -23,6 +23,7 @@ CPU = torch.device("cpu")
 # Phases of the flight recorder, and actions of a training step, by the phase that they count to.
 PHASES = {"start": "build", "evaluate": "evaluation", "check replicas": "check", "save": "save"}
 ACTIONS = {"data": "forward", "F": "forward", "B": "backward", "W": "backward"}
+ACTIONS |= {"E": "forward", "S": "forward", "T": "backward", "G": "backward"}
 ATEN = torch.ops.aten
 COPIES = (ATEN._to_copy.default, ATEN.copy_.default)
 INDEXED = (ATEN.index.Tensor, ATEN.index_put.default, ATEN.index_put_.default)

@@ -31,10 +31,12 @@ COPY = "copy"  # out of host memory that is not pinned: the host waits for the c
 class Event(NamedTuple):
     """An operation of a group, the wait for one, or a stop of the host.
 
-    kind: all_reduce, reduce_scatter, all_gather, all_to_all, send, receive, wait, READ or COPY.
+    kind: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, send, receive,
+    wait, READ or COPY.
     number: of the group's collectives, or of the messages to or from that peer, from 1; of a wait,
-    the index of its operation in the trace. op: of a reduction; of a stop, what was done. peer:
-    position in the group. line: of the code that called; place: step, action and micro-batch.
+    the index of its operation in the trace. op: of a reduction, and the rank that gives or takes;
+    of a stop, what was done. peer: position in the group. line: of the code that called; place:
+    step, action and micro-batch.
     """
 
     kind: str
@@ -122,6 +124,12 @@ class RecordingGroup(Group):
 
     def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
         return self._record("all_to_all", source)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Handle:
+        return self._record("broadcast", tensor, f"from {source}")
+
+    def reduce(self, tensor: Tensor, to: int) -> Handle:
+        return self._record("reduce", tensor, f"SUM to {to}")
 
     def send(self, tensor: Tensor, to: int) -> Handle:
         return self._record("send", tensor, peer=to)

@@ -139,7 +139,7 @@ def shortened(config: Config) -> Config:
     """The configuration of a run of two steps with the fewest micro-batches that show it all."""
     layout, training = config.layout, config.training
     most = config.micro_batches(max(level.batch for level in config.batches.levels()))
-    enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2)
+    enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2 + layout.vocab_pp)
     fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
@@ -282,7 +282,7 @@ def _named(peak: Peak) -> Peak:
             name = kind[1:]
         elif kind == "start":
             name = "buffers"
-        elif kind.split()[0] in ("F", "data", "evaluate") and kind != current:
+        elif kind.split()[0] in ("F", "E", "S", "data", "evaluate") and kind != current:
             name = "activations"
         held[name] += size
     return peak._replace(held=tuple((name, size) for name, size in held.items() if size))

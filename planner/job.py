@@ -47,8 +47,9 @@ class Job(NamedTuple):
 
     @property
     def vocab_columns(self) -> int:
-        """Rows of the vocabulary, padding included, on one tensor rank: columns of the logits."""
-        return self.model.padded_vocab(self.layout) // self.layout.tp
+        """Rows of the vocabulary, padding included, on one rank: columns of the logits."""
+        ranks = self.layout.tp * (self.layout.pp if self.layout.vocab_pp else 1)
+        return self.model.padded_vocab(self.layout) // ranks
 
     @property
     def micro_batches(self) -> int:

@@ -16,6 +16,7 @@ from config.model_stats import block_parameters, norm_parameters
 from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
 from planner.job import Job
+from schedules import vocabulary
 from schedules.automatic import settled, stage_costs
 from schedules.compiler import long_schedule
 from schedules.partition import StageSpec, stage_specs
@@ -89,6 +90,11 @@ def _held(job: Job, in_flight: int | None) -> list[_Held]:
     if in_flight is not None:
         sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
         return [_Held(own, in_flight * sum_, in_flight) for own, sum_ in zip(of_rank, sums)]
+    if layout.vocab_pp:
+        # Beside activations, what the ranks send one another: E's until T, some more than are held.
+        sent = (layout.pp + 2) * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
+        most = vocabulary.build(job.model, layout, job.micro_batches, "cuda").most_held(kept)
+        return [_Held(own, size + sent, 1.0) for own, size in zip(of_rank, most, strict=True)]
     virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
     order = layout.schedule, layout.pp, job.micro_batches, virtual
     schedule = long_schedule(*order, stage_costs(job.model, layout))
@@ -175,10 +181,13 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     norms = 2 * norm_parameters(model)
     held = spec.blocks * ((block_parameters(model) - norms) / layout.tp + norms)
     matrix = job.vocab_columns * model.hidden
-    if spec.embedding:
+    if spec.embedding and not layout.vocab_pp:
         held += matrix
+    if spec.embedding:
         held += model.max_positions * model.hidden if model.positions == "learned" else 0
-    if spec.head and (spec.tied or not model.tied):
+    if layout.vocab_pp:
+        held += matrix if model.tied else 2 * matrix
+    elif spec.head and (spec.tied or not model.tied):
         held += matrix
     return held
 
@@ -212,10 +221,11 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     if layout.recompute == "full":  # all that the block keeps whose backward runs
         working = block_activations(job, True)
     matrix = float(job.vocab_columns * job.model.hidden)
-    if spec.embedding and flash:  # its gradient, and its output's, before and after the mask
+    # The embedding's gradient, and its output's, before and after the mask.
+    if (spec.embedding or layout.vocab_pp) and flash:
         outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
         working = max(working, matrix * job.number_bytes + outputs - kept)
-    if spec.head:
+    if spec.head or layout.vocab_pp:
         working = max(working, _logit_bytes(heads, job))
     if layout.zero != 2 or layout.dp == 1:
         return working

@@ -19,8 +19,8 @@ from config.schema import Config
 from planner import hardware, layouts, memory, risk, step_time
 from planner.job import Job
 from schedules import drawing, partition, simulation
-from schedules.automatic import settled_layout, stage_costs
-from schedules.compiler import build
+from schedules.automatic import settled_layout
+from schedules.vocabulary import of_layout
 
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
 # Models of the questions that need one only as an example.
@@ -380,10 +380,10 @@ def timeline(question: Question) -> Answer:
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
     layout, choice = settled_layout(job.model, job.layout, job.micro_batches)
-    job, costs = job._replace(layout=layout), stage_costs(job.model, layout)
-    order = build(layout.schedule, layout.pp, count, layout.stages_per_rank, costs)
+    job, order = job._replace(layout=layout), of_layout(job.model, layout, count)
     weights = step_time.stage_weights(job) if order.split else None
     seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
+    seconds |= step_time.vocabulary_seconds(job) if order.vocabulary else {}
     slots = simulation.simulate(order, seconds)
     events = [
         drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)

@@ -17,9 +17,11 @@ from config.schema import Layout, ModelShape, Training
 from planner import memory, op_costs, risk
 from planner.hardware import Machine
 from planner.job import Job
+from schedules import vocabulary
 from schedules.automatic import stage_costs
 from schedules.compiler import StageCosts, long_schedule
 from schedules.partition import executed_flops, stage_specs
+from schedules.simulation import LongSchedule
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
@@ -199,7 +201,8 @@ def stage_passes(job: Job) -> list[Pass]:
     passes = []
     for s in stage_specs(job.model, job.layout):
         again = job.layout.recomputed_blocks(s.blocks)
-        counts = [(again, block), (s.blocks - again, plain), (s.embedding, front), (s.head, back)]
+        ends = (0, 0) if job.layout.vocab_pp else (s.embedding, s.head)
+        counts = [(again, block), (s.blocks - again, plain), (ends[0], front), (ends[1], back)]
         forward = sum(count * part.forward for count, part in counts)
         passes.append(Pass(forward, sum(count * part.backward for count, part in counts)))
     return passes
@@ -217,12 +220,16 @@ def pipeline_time(job: Job) -> tuple[float, float]:
         # times the messages, arXiv 2104.04473 section 2.2.
         slot = max(map(sum, passes))
         seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
-    else:
+    elif not layout.vocab_pp:
         weights = tuple(stage_weights(job)) if layout.splits_backward else None
         virtual = layout.stages_per_rank
         costs = stage_costs(job.model, layout)
         seconds = makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
     busy = count * sum(map(sum, passes)) / layout.pp
+    if layout.vocab_pp:
+        own, order = vocabulary_seconds(job), vocabulary.build(job.model, layout, count, "cuda")
+        seconds = LongSchedule(order).makespan(action_seconds(passes) | own, sent)
+        busy += count * sum(own.values()) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
@@ -258,6 +265,13 @@ def action_seconds(
     seconds = {("F", stage): one.forward for stage, (one, _) in rows}
     seconds |= {("B", stage): one.backward - apart for stage, (one, apart) in rows}
     return seconds | {("W", stage): apart for stage, (_, apart) in rows if weights}
+
+
+def vocabulary_seconds(job: Job) -> dict[tuple[str, int], float]:
+    """As `action_seconds`, of the passes for a vocabulary that all ranks share."""
+    front, back = embedding_pass(job), head_pass(job)
+    each = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
+    return {(kind, s): one for kind, one in each.items() for s in range(job.layout.pp)}
 
 
 def stage_weights(job: Job) -> list[float]:

@@ -5,6 +5,7 @@
     simulation       when each action runs, how long it all takes, how much time is idle
     exact            the fastest order of a small pipeline
     compiler         what is fastest in simulation: partition, placement and order
+    vocabulary       passes for embedding and head that are spread over all ranks
     automatic        what --schedule auto decides for a run
     drawing          grids of characters, events of a Chrome trace
     partition        which blocks each stage holds

@@ -68,7 +68,7 @@ def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> Stag
 @lru_cache(maxsize=256)
 def _task(model: ModelShape, layout: Layout, device: str) -> Task:
     """The task of a layout that says auto, for one micro-batch."""
-    plain, parts = replace(layout, schedule="1f1b"), _parts(model, layout, device)
+    plain, parts = replace(layout, schedule="1f1b"), parts_of(model, layout, device)
     given = blocks_per_stage(model, plain, part_costs(model, device))
     whole = [sum(part[:3]) for part in parts]
     sent = 4.0 * model.hidden * FLOPS_PER_SENT_BYTE[device]
@@ -80,7 +80,7 @@ def _task(model: ModelShape, layout: Layout, device: str) -> Task:
     return replace(task, limits=(most,) * layout.pp)
 
 
-def _parts(
+def parts_of(
     model: ModelShape, layout: Layout, device: str
 ) -> tuple[PassCosts, PassCosts, PassCosts]:
     """Of embedding, block and head; seconds are FLOPs of one token, sums as in `part_costs`."""

@@ -5,7 +5,7 @@ output matrix, loss). A stage is a run of blocks, the first one with the embeddi
 with the head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from config import model_stats
@@ -56,6 +56,7 @@ class StageSpec:
     share: float  # of the whole model's time
     rank: int = 0  # of the pipeline, that holds it
     tied: bool = False  # another rank holds a copy of its vocabulary matrix
+    vocabulary: int = 0  # rows on its rank of each matrix that --vocab-pp spreads
 
     @property
     def blocks(self) -> int:
@@ -75,7 +76,7 @@ def stage_specs(
     whole = costs.embedding + model.layers * costs.block + costs.head
     per_block, first = model_stats.block_parameters(model), 0
     rank_of = placement(layout)
-    copied = model.tied and rank_of[0] != rank_of[-1]
+    copied = model.tied and rank_of[0] != rank_of[-1] and not layout.vocab_pp
     result: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
         embedding, head = index == 0, index == layout.stages - 1
@@ -86,9 +87,23 @@ def stage_specs(
         share = (blocks * costs.block + embedding * costs.embedding + head * costs.head) / whole
         ends, tied = (embedding, head), copied and (embedding or head)
         spec = StageSpec(index, first, first + blocks, *ends, count, share, rank_of[index], tied)
-        result.append(spec)
+        result.append(_with_vocabulary(spec, model, layout, costs) if layout.vocab_pp else spec)
         first += blocks
     return result
+
+
+def _with_vocabulary(
+    spec: StageSpec, model: ModelShape, layout: Layout, costs: PartCosts
+) -> StageSpec:
+    """The stage with its rank's part of the vocabulary in place of whole matrices."""
+    each = model.padded_vocab(layout) // layout.pp
+    rows = min(each, max(0, model.vocab_size - spec.rank * each))
+    matrices = 1 if model.tied else 2
+    moved = matrices * rows - model.vocab_size * (spec.embedding + spec.head * (not model.tied))
+    whole = costs.embedding + model.layers * costs.block + costs.head
+    share = (spec.blocks * costs.block + (costs.embedding + costs.head) / layout.pp) / whole
+    parameters = spec.parameters + moved * model.hidden
+    return replace(spec, parameters=parameters, share=share, vocabulary=rows)
 
 
 def blocks_per_stage(
@@ -106,6 +121,8 @@ def blocks_per_stage(
         units = _share_out(model.layers + 2, layout.stages)
         return [units[0] - 1, *units[1:-1], units[-1] - 1]
     costs = costs or part_costs(model)
+    if layout.vocab_pp:  # every rank has an equal part of them
+        costs = replace(costs, embedding=0.0, head=0.0)
     if layout.stages_per_rank > 1:
         parts = costs.embedding, costs.block, costs.head
         return balanced_ranks(model.layers, placement(layout), *parts)
@@ -168,10 +185,11 @@ def executed_flops(
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
     """The stages as text. Raises ValueError if their sums are not the model's own counts."""
     lines = ["stage   holds                        blocks       parameters   share of time"]
-    several = any(s.rank != s.index for s in rows)
+    several, spread = any(s.rank != s.index for s in rows), any(s.vocabulary for s in rows)
     for s in rows:
-        parts = ["embedding"] * s.embedding
-        parts += [f"blocks {s.first}-{s.last - 1}"] * (s.blocks > 0) + ["head"] * s.head
+        parts = ["embedding"] * (s.embedding and not spread)
+        parts += [f"blocks {s.first}-{s.last - 1}"] * (s.blocks > 0)
+        parts += ["head"] * (s.head and not spread) + [f"{s.vocabulary:,} words"] * spread
         holds = " + ".join(parts) or "nothing, passes on"
         holds = f"rank {s.rank}: {holds}" if several else holds
         lines.append(f"{s.index:5}   {holds:28} {s.blocks:6} {s.parameters:16,} {s.share:14.1%}")

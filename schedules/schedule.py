@@ -24,8 +24,10 @@ from typing import NamedTuple
 
 from schedules.list_scheduling import list_rows
 
-# From an action's stage to the one that takes its result; of W nothing is sent.
-STEPS = {"F": 1, "B": -1, "W": 0}
+# From an action's stage to the one that takes its result; of W nothing is sent to one stage.
+STEPS = {"F": 1, "B": -1, "W": 0, "E": 0, "S": 0, "T": 0, "G": 0}
+# Passes of every rank for its part of the vocabulary (schedules/vocabulary.py).
+VOCABULARY = "ESTG"
 
 
 class ScheduleError(Exception):
@@ -35,7 +37,8 @@ class ScheduleError(Exception):
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage.
 
-    kind: F (forward), B (backward; for inputs only where W exists), W (gradients of weights).
+    kind: F (forward), B (backward; for inputs only where W exists), W (gradients of weights); E, S,
+    T and G as in schedules/vocabulary.py, for the part of the vocabulary on the stage's rank.
     """
 
     kind: str
@@ -68,6 +71,22 @@ class Schedule:
         step = STEPS[action.kind]
         inside = step and 0 <= action.stage - step < self.stages
         return action._replace(stage=action.stage - step) if inside else None
+
+    @cached_property
+    def vocabulary(self) -> bool:
+        """Whether embedding and output matrix are spread over the ranks, one stage on each."""
+        return any(action.kind == "E" for action in self.ranks[0])
+
+    def of_all_ranks(self, action: Action) -> list[Action]:
+        """The vocabulary passes, or the stage's pass for one, that an action waits for."""
+        kind, stage, m = action
+        last = self.stages - 1
+        if not self.vocabulary:
+            return []
+        if kind in "SG":
+            return [Action("F", last, m) if kind == "S" else Action("B", 0, m)]
+        before = {("F", 0): "E", ("B", last): "T", ("T", stage): "S"}.get((kind, stage))
+        return [Action(before, other, m) for other in range(self.stages)] if before else []
 
     @cached_property
     def split(self) -> bool:
@@ -231,13 +250,27 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     order, for activations and for gradients.
     """
     kinds = ("FBW" if schedule.split else "FB") if backward else "F"
+    if schedule.vocabulary:
+        kinds += VOCABULARY if backward else "EST"
     for rank, actions in enumerate(schedule.ranks):
         wanted = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
         if len(actions) != len(wanted) or set(actions) != wanted:
             each = sorted(Action(*one) for one in wanted)
             raise ScheduleError(f"rank {rank} does {_row(actions)}, not each of {_row(each)} once")
+        if schedule.vocabulary:
+            _check_order(rank, actions)
     _check_messages(schedule)
     dependency_order(schedule)
+
+
+def _check_order(rank: int, actions: Sequence[Action]) -> None:
+    """Raise ScheduleError unless micro-batches come in order: all ranks enter the collectives of
+    the vocabulary passes in one order, whichever of them sends.
+    """
+    for kind in dict.fromkeys(action.kind for action in actions):
+        row = [action for action in actions if action.kind == kind]
+        if row != sorted(row):
+            raise ScheduleError(f"rank {rank} does {_row(row)}, not in the order of micro-batches")
 
 
 def _check_messages(schedule: Schedule) -> None:
@@ -270,7 +303,11 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     while any(waiting):
         before = len(order)
         for rank, queue in enumerate(waiting):
-            while queue and _can_run(*queue[0], schedule.stages, done):
+            while (
+                queue
+                and _can_run(*queue[0], schedule.stages, done)
+                and all(needed in done for needed in schedule.of_all_ranks(queue[0]))
+            ):
                 done.add(queue[0])
                 order.append((rank, queue.popleft()))
         if len(order) == before:
@@ -294,7 +331,7 @@ def _can_run(kind: str, stage: int, m: int, stages: int, done: set) -> bool:
         return stage == 0 or ("F", stage - 1, m) in done
     if kind == "B":
         return ("F", stage, m) in done and (stage == stages - 1 or ("B", stage + 1, m) in done)
-    return ("B", stage, m) in done
+    return kind in VOCABULARY or ("B", stage, m) in done
 
 
 def _row(actions: Iterable[Action]) -> str:

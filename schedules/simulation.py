@@ -50,9 +50,9 @@ class Slot(NamedTuple):
 
 
 def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
-    """The usual unit of schedules: a forward takes one, a backward two, half of it if split."""
+    """The usual unit of schedules: a pass takes one, a whole backward two, an embedding none."""
     backward = 1.0 if schedule.split else 2.0
-    units = {"F": 1.0, "B": backward, "W": 1.0}
+    units = {"F": 1.0, "B": backward, "W": 1.0} | {"E": 0.0, "S": 1.0, "T": 1.0, "G": 0.0}
     return {(kind, s): unit for kind, unit in units.items() for s in range(schedule.stages)}
 
 
@@ -72,6 +72,8 @@ def simulate(
         needed = schedule.input_of(action)
         if needed is not None and schedule.rank_of[needed.stage] != rank:
             start = max(start, ends[needed] + transfer)
+        for one in schedule.of_all_ranks(action):
+            start = max(start, ends[one] + transfer * (one.stage != action.stage))
         ends[action] = start + seconds[action.kind, action.stage]
         slots[rank].append(Slot(action, start, ends[action]))
     return slots
@@ -117,6 +119,8 @@ class LongSchedule:
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
+        if self.base.vocabulary:
+            return max(row[-1].end for row in simulate(self.base, seconds, transfer))
         rank_of = self.base.rank_of
         clocks: dict[int, float] = defaultdict(float)
         messages: dict[tuple[str, int], deque[float]] = defaultdict(deque)

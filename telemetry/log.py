@@ -31,8 +31,7 @@ from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from schedules import drawing, partition, simulation
-from schedules.automatic import stage_costs
-from schedules.compiler import build
+from schedules.vocabulary import of_layout
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
@@ -270,9 +269,8 @@ class Log:
         layout = self.config.layout
         if layout.pp > 1:
             largest = max(level.batch for level in self.config.batches.levels())
-            count, virtual = self.config.micro_batches(largest), layout.stages_per_rank
-            costs = stage_costs(self.config.model, layout, self.context.device.type)
-            order = build(layout.schedule, layout.pp, count, virtual, costs)
+            count, device = self.config.micro_batches(largest), self.context.device.type
+            order = of_layout(self.config.model, layout, count, device)
             slots = simulation.simulate(order)
             lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
             lines.append(drawing.draw(slots, columns=24))

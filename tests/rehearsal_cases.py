@@ -1,4 +1,4 @@
-"""Right configurations: presets, layouts, features; tests rehearse the first eleven."""
+"""Right configurations: presets, layouts, features; tests rehearse those IN_SUITE."""
 
 SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 2"
 SMALL += " --global-batch-size 64 --precision bf16 "
@@ -18,6 +18,7 @@ CASES: dict[str, tuple[int, str]] = {
     "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather"),
     "Muon": (2, SMALL + "--optimizer muon"),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
+    "vocabulary over pp 4": (8, SMALL + "--tp 2 --pp 4 --vocab-pp --sequence-parallel"),
     "one rank, fp32": (1, SMALL + "--precision fp32"),
     "tp 2": (2, SMALL + "--tp 2"),
     "tp 8": (8, SMALL + "--tp 8"),
@@ -65,4 +66,4 @@ CASES: dict[str, tuple[int, str]] = {
         " --recompute full --global-batch-size 2048",
     ),
 }
-IN_SUITE = list(CASES)[:11]
+IN_SUITE = list(CASES)[:12]

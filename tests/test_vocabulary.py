@@ -1,0 +1,320 @@
+"""--vocab-pp: a vocabulary spread over the pipeline's ranks changes neither result nor checkpoint.
+
+Its schedules are checked for made-up costs: no deadlock, little more held than without, and in the
+time that equal shares let expect. Then every pair of options against the single-rank run.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_close
+from golden_worker import options
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import mpirun
+from test_checkpoint import execute
+from test_golden import POSITIONS, TOLERANCE, covering, distance, reference
+
+from config import validation
+from config.command_line import preset
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from distributed.mesh import Mesh
+from model import cross_entropy
+from parallel import ParamSpec
+from pipeline import LocalLoss
+from planner import hardware, step_time
+from schedules import schedule, vocabulary
+from schedules.drawing import draw
+from schedules.partition import stage_specs
+from schedules.schedule import Action, Schedule, ScheduleError
+from schedules.simulation import LongSchedule, bubble, simulate
+
+# ------------------------------------------------------------------------------------------------
+# Schedules
+# ------------------------------------------------------------------------------------------------
+
+COSTS = st.floats(0.0, 4.0)
+
+
+@st.composite
+def made(draw):
+    """A schedule with the vocabulary's passes, its number of micro-batches, and its costs."""
+    ranks, count = draw(st.integers(2, 7)), draw(st.integers(1, 20))
+    name, backward = draw(st.sampled_from(["1f1b", "gpipe"])), draw(st.booleans())
+    kinds = "FBESTG" if backward else "FEST"
+    seconds = {(kind, s): draw(COSTS) for kind in kinds for s in range(ranks)}
+    plain = schedule.build(name, ranks, count)
+    if not backward:
+        plain = schedule.forward_only(tuple(range(ranks)), count)
+    order = vocabulary.with_vocabulary(plain, count, seconds, backward)
+    schedule.check(order, count, backward)
+    return order, count, seconds
+
+
+@settings(deadline=None)
+@given(made(), st.floats(0, 1))
+def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
+    order, count, seconds = found
+    slots = simulate(order, seconds, transfer)
+    ends = {slot.action: slot.end for row in slots for slot in row}
+    ranks = range(order.stages)
+    assert len(ends) == len({kind for kind, _ in seconds}) * order.stages * count
+    assert LongSchedule(order).makespan(seconds, transfer) == max(ends.values())
+    for slot in itertools.chain(*slots):
+        kind, stage, m = slot.action
+        needed = {"S": [Action("F", ranks[-1], m)], "G": [Action("B", 0, m)]}.get(kind, [])
+        everyone = {"T": "S"} | ({"F": "E"} if stage == 0 else {})
+        everyone |= {"B": "T"} if stage == ranks[-1] else {}
+        needed += [Action(everyone[kind], rank, m) for rank in ranks if kind in everyone]
+        for one in needed:
+            assert slot.start >= ends[one] + transfer * (one.stage != stage)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 6), st.integers(1, 16), st.floats(0.05, 3))
+def test_1f1b_holds_one_more_micro_batch_and_one_of_logits(ranks, count, head):
+    model = ModelShape(
+        layers=2 * ranks, hidden=64, heads=4, seq_length=64, vocab_size=int(4096 * head)
+    )
+    layout = Layout(pp=ranks, dp=1, vocab_pp=True)
+    order = vocabulary.build(model, layout, count, "cpu")
+    assert order.peak == tuple(min(ranks - rank + 1, count) for rank in range(ranks))
+    for row in order.ranks:
+        passes = [action for action in row if action.kind in "ST"]
+        assert [a.kind for a in passes] == ["S", "T"] * count
+        assert [a.micro_batch for a in passes] == [m for m in range(count) for _ in "ST"]
+
+
+def test_the_ranks_are_busy_for_as_long_as_equal_shares_let_expect():
+    """The bubble of 1F1B with equal stages is (p - 1) / (m + p - 1)."""
+    for vocab, count in itertools.product((8192, 32768, 131072), (8, 32)):
+        model = ModelShape(layers=8, hidden=256, heads=8, seq_length=256, vocab_size=vocab)
+        layout = Layout(pp=4, dp=1, vocab_pp=True)
+        order = vocabulary.build(model, layout, count, "cpu")
+        idle = bubble(simulate(order, vocabulary.pass_seconds(model, layout, "cpu")))
+        assert idle < (4 - 1) / (count + 4 - 1) + 0.02
+
+
+def test_the_drawing_shows_the_passes():
+    model = ModelShape(layers=4, hidden=64, heads=4, vocab_size=4096)
+    order = vocabulary.build(model, Layout(pp=2, dp=1, vocab_pp=True), 2, "cpu")
+    last = draw(simulate(order)).splitlines()[-1].split()
+    assert [cell for cell in last if cell[0] in "FSTB"] == [
+        "F0",
+        "S0",
+        "F1",
+        "T0",
+        "S1",
+        "B0",
+        "T1",
+        "B1",
+    ]
+
+
+def by_hand(rows: list[str]) -> Schedule:
+    ranks = [[Action(w[0], rank, int(w[1:])) for w in row.split()] for rank, row in enumerate(rows)]
+    return Schedule("by hand", tuple(map(tuple, ranks)), tuple(range(len(rows))))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["E0 F0 S0 T0 B0 G0", "E0 F0 S0 B0 T0 G0"], "rank 1 waits at B0 of stage 1"),
+        (["E0 F0 T0 S0 B0 G0", "E0 F0 S0 T0 B0 G0"], "rank 0 waits at T0 of stage 0"),
+        (["E0 F0 S0 T0 B0 G0", "E0 F0 S0 T0 B0"], "rank 1 does E0 F0 S0 T0 B0, not each of"),
+        (["E0 F0 S0 T0 G0 B0", "E0 F0 S0 T0 B0 G0"], "rank 0 waits at G0 of stage 0"),
+        (["E0 F0 S0 T0 B0 G0", "F0 S0 T0 B0 E0 G0"], "rank 0 waits at F0 of stage 0"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(rows, message):
+    with pytest.raises(ScheduleError) as caught:
+        schedule.check(by_hand(rows), 1, backward=True)
+    assert message in str(caught.value)
+
+
+def test_ranks_that_enter_collectives_in_another_order_are_refused():
+    right = "E0 E1 F0 F1 S0 T0 S1 T1 B0 B1 G0 G1"
+    schedule.check(by_hand([right, right]), 2, backward=True)
+    wrong = right.replace("E0 E1", "E1 E0")
+    with pytest.raises(ScheduleError, match="rank 1 does E1 E0, not in the order of micro-batches"):
+        schedule.check(by_hand([right, wrong]), 2, backward=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# What it is made of
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_the_loss_of_parts_is_that_of_the_whole(parts):
+    """61 words in parts of equal rows; the last ones are padding, of four parts a whole one too."""
+    words, rows = 61, {1: 64, 3: 24, 4: 21}[parts]
+    generator = torch.Generator().manual_seed(1)
+    logits = 9 * torch.randn(5, 2, rows * parts, generator=generator, dtype=torch.float64)
+    labels = torch.randint(words, (5, 2), generator=generator)
+    labels[3, 1] = -1  # no target
+    whole = logits[..., :words].clone().requires_grad_()
+    expected = F.cross_entropy(
+        whole.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-1
+    )
+    (0.3 * expected).sum().backward()
+    found = []
+    for part, own in enumerate(logits.split(rows, -1)):
+        start, stop = (min(words, n * rows) for n in (part, part + 1))
+        spec = ParamSpec("w", (words, 1), 0, start, stop, True)
+        found.append(LocalLoss.of(own, labels, spec))
+    every = torch.stack([local.sums for local in found])
+    finished = [local.finish(every.clone(), 0.3) for local in found]
+    for losses, _ in finished:
+        assert_close(losses.flatten(), expected.detach(), 1e-12)
+    gradient = torch.cat([gradient for _, gradient in finished], -1)
+    assert_close(gradient[..., :words], whole.grad, 1e-12, scale=1.0)
+    assert not gradient[..., words:].any()
+    known = labels.clamp(0)
+    alone = cross_entropy(logits, known, Mesh().tp, ParamSpec("w", (words, 1), 0, 0, words, True))
+    assert_close(alone[:3], finished[0][0][:3], 1e-12)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocab", [1000, 8192])
+def test_every_word_is_on_one_stage(vocab, tied):
+    model = ModelShape(layers=8, hidden=64, heads=4, vocab_size=vocab, tied=tied)
+    specs = stage_specs(model, Layout(pp=4, tp=2, dp=1, vocab_pp=True))
+    assert sum(spec.vocabulary for spec in specs) == vocab
+    assert [spec.blocks for spec in specs] == [2, 2, 2, 2]
+    assert sum(spec.share for spec in specs) == pytest.approx(1.0)
+    if vocab == 8192:
+        assert max(s.parameters for s in specs) - min(s.parameters for s in specs) < 80_000
+    assert not any(spec.tied for spec in specs)
+
+
+def test_the_planner_says_when_it_pays():
+    """A head of nine blocks pays, BLOOM's does not: there the partition balances it."""
+    machine, seconds = hardware.load("a100-80"), {}
+    large = preset("bloom-176b")
+    small = ModelShape(layers=24, hidden=2048, heads=16, seq_length=2048, vocab_size=250_000)
+    for name, model, pp in (("1b3", small, 8), ("bloom", large, 12)):
+        for spread in (False, True):
+            layout = Layout(tp=4, pp=pp, dp=1, vocab_pp=spread, recompute="full")
+            training = Training(global_batch_size=64, precision="bf16", steps=1)
+            found = step_time.predict(model, layout, training, machine)
+            seconds[name, spread] = found.seconds
+            if spread and name == "1b3":
+                held = [stage.weights for stage in found.memory]
+                assert max(held) < 1.1 * min(held)
+    assert seconds["1b3", True] < 0.9 * seconds["1b3", False]
+    assert seconds["bloom", True] > seconds["bloom", False]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ({"pp": 1}, "--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1"),
+        ({"pp": 2, "schedule": "zb-h1"}, "takes --schedule 1f1b or gpipe, not zb-h1"),
+        ({"pp": 2, "schedule": "auto"}, "takes --schedule 1f1b or gpipe, not auto"),
+        ({"pp": 2, "objective": "prefix"}, "neither masks of attention nor reset positions"),
+        ({"pp": 2, "optimizer": "adafactor"}, "whole matrices, but --vocab-pp cuts"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused(case, message):
+    with pytest.raises(UserError, match=message):
+        validation.check(options({"vocab_pp": True} | case), 4)
+
+
+# ------------------------------------------------------------------------------------------------
+# On four ranks
+# ------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+VALUES = {
+    "mesh": ({"pp": 4}, {"pp": 2, "tp": 2}, {"pp": 2}),
+    "schedule": ("1f1b", "gpipe"),
+    "zero": (0, 1, 2),
+    "recompute": ("none", "selective", "full"),
+    "sequence_parallel": (False, True),
+    "overlap_param_gather": (False, True),
+    "tied": (False, True),
+    "positions": tuple(POSITIONS),
+    "micro_batch_size": (1, 2),  # with 2, a pipeline of 4 ranks has 2 micro-batches
+    "precision": ("fp32", "fp64"),
+}
+
+
+def every_case() -> list[dict]:
+    """All combinations that config allows, as VALUES names them."""
+    found = []
+    for values in itertools.product(*VALUES.values()):
+        case = dict(zip(VALUES, values, strict=True))
+        if case["sequence_parallel"] > ("tp" in case["mesh"]):
+            continue
+        if case["overlap_param_gather"] and case["zero"] == 0:
+            continue
+        found.append(case | {"mesh": json.dumps(case["mesh"])})
+    return found
+
+
+def asked(case: dict) -> dict:
+    """A combination as options of the command line."""
+    found = case | json.loads(case["mesh"]) | POSITIONS[case["positions"]]
+    del found["mesh"]
+    return found | {"layers": LAYERS, "global_batch_size": 4, "vocab_pp": True}
+
+
+@pytest.mark.slow
+def test_it_equals_the_single_rank_run(tmp_path):
+    cases = [asked(case) for case in covering(every_case(), seed=3)]
+    source, target = tmp_path / "cases.json", tmp_path / "results.json"
+    source.write_text(json.dumps(cases))
+    worker = ("tests/golden_worker.py", str(source), str(target))
+    outcome = mpirun(4, *worker, timeout=90 + 30 * len(cases))
+    assert outcome.status == 0, outcome.err[-4000:]
+    for case, result in zip(cases, json.loads(target.read_text()), strict=True):
+        assert distance(result, reference(case)) <= TOLERANCE[case["precision"]], case
+
+
+@pytest.mark.slow
+def test_a_checkpoint_does_not_know_of_it(tmp_path):
+    """Saved with it and continued without, and the other way, over six layouts."""
+    common = {"save_every": 2, "precision": "fp64", "tied": False}
+    layouts = [
+        {"pp": 2, "vocab_pp": True},
+        {"pp": 2, "zero": 2},
+        {"pp": 2, "tp": 2, "vocab_pp": True},
+        {"tp": 2},
+        {"pp": 4, "vocab_pp": True, "schedule": "gpipe"},
+        {"tp": 4},
+    ]
+    jobs = {}
+    for number, layout in enumerate(layouts):
+        folder = {"out": str(tmp_path / str(number))}
+        folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
+        jobs[(number,)] = 4, {"options": common | layout | folder, "before": 2, "after": 2}
+    plain = {"options": common | {"out": str(tmp_path / "plain")}}
+    plain |= {"before": 0, "after": 2 * len(layouts) + 2}
+    ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
+    for (number,), result in execute(jobs, tmp_path).items():
+        assert result["progress"]["iteration"] == 2 * number + 2
+        first = 2 * number + 2
+        assert_close(result["numbers"], expected["numbers"][first : first + 2], 1e-10, number)
+
+
+@pytest.mark.slow
+def test_an_evaluation_ends_where_the_first_ranks_could_run_far_ahead(tmp_path):
+    """All blocks are on the last of four ranks; the loss is that of the single-rank run."""
+    words = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 61 --steps 1 --data "
+    words += "synthetic --global-batch-size 4 --eval-samples 24 --precision fp64 --out "
+    found = []
+    for ranks, more in ((4, " --pp 4 --vocab-pp --partition 0,0,0,2"), (1, "")):
+        out = tmp_path / str(ranks)
+        outcome = mpirun(ranks, "train.py", *f"{words}{out}{more}".split())
+        assert outcome.status == 0, outcome.err[-4000:]
+        rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        found.append(
+            [v for row in rows for k, v in row.items() if "loss" in k and "scale" not in k]
+        )
+    assert len(found[0]) >= 2
+    assert_close(found[0], found[1], 1e-10)
