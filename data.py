@@ -13,15 +13,23 @@ step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that 
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from config.data_options import parse_eval_sets
 from config.messages import UserError
 from config.schema import Config, Layout
-from corpora.blends import Blend, Epochs, find_blend_order, normalise, parse_blend
+from corpora.blends import (
+    Blend,
+    Epochs,
+    find_blend_order,
+    normalise,
+    parse_blend,
+    shares_by_phase,
+)
 from corpora.checksums import check_blocks
 from corpora.mapped_files import ArrayCache
 from corpora.objectives import Objective
@@ -58,6 +66,10 @@ class Synthetic:
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """None: there is no corpus."""
+        return {}
+
     def spans(self, k: int) -> list[TextSpan]:
         """None: there is no text."""
         return []
@@ -80,6 +92,8 @@ class Splits:
     """The samples of a run; None where the run reads none.
 
     source: how they are read and where their order comes from. notes: what the user should know.
+    eval_sets: those of --eval-data by name, and how many samples of each count. epoch_tokens: by
+    corpus, tokens of its train split.
     """
 
     train: Samples
@@ -87,6 +101,8 @@ class Splits:
     test: Samples | None
     source: str = "synthetic tokens"
     notes: tuple[str, ...] = ()
+    eval_sets: Mapping[str, tuple[Samples, int]] = field(default_factory=dict)
+    epoch_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def build(config: Config) -> Splits:
@@ -96,6 +112,12 @@ def build(config: Config) -> Splits:
     model. The test split is built if --split gives it a share and it holds a sample. UserError on
     bad data or shares.
     """
+    splits, (eval_sets, notes) = _splits(config), _eval_sets(config)
+    return replace(splits, eval_sets=eval_sets, notes=splits.notes + notes)
+
+
+def _splits(config: Config) -> Splits:
+    """The splits of --data."""
     evaluated = config.data.eval_samples
     if config.data.data == ("synthetic",):
         model, seed = config.model, config.training.seed
@@ -104,16 +126,41 @@ def build(config: Config) -> Splits:
         return Splits(streams[0], others[0], others[1])
     corpora = Corpora(config)
     samples = corpora.split(0, config.total_samples)
-    about = corpora.describe()
+    splits = Splits(samples, None, None, corpora.describe(), epoch_tokens=corpora.epoch_tokens())
     if not evaluated:
-        return Splits(samples, None, None, about)
-    validation = corpora.split(1, evaluated)
+        return splits
+    splits = replace(splits, validation=corpora.split(1, evaluated))
     if not any(ranges[SPLITS.index("test")] for ranges in corpora.ranges):
-        return Splits(samples, validation, None, about)
+        return splits
     try:
-        return Splits(samples, validation, corpora.split(2, evaluated), about)
+        return replace(splits, test=corpora.split(2, evaluated))
     except TooFewTokens as error:
-        return Splits(samples, validation, None, about, (f"no test loss: {error}",))
+        return replace(splits, notes=(f"no test loss: {error}",))
+
+
+def _eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
+    """The sets of --eval-data by name, and a line on each; UserError if one lacks samples.
+
+    The last micro-batches are filled with samples of a second epoch, which do not count.
+    """
+    model, cache = config.model, ArrayCache(config.data.cache_folder)
+    about = model.seq_length, config.training.seed, model.vocab_size, "stable", cache
+    found: dict[str, tuple[Samples, int]] = {}
+    notes = []
+    for name, prefix, asked in parse_eval_sets(config.data.eval_data or ()):
+        dataset = IndexedDataset(prefix, cache)
+        if config.data.answers_only:
+            dataset.open_answers()
+        every = range(len(dataset))
+        there = (tokens_per_epoch(dataset, every, model.seq_length) - 1) // model.seq_length
+        count = asked or there
+        if count > there:
+            wanted = f"--eval-data {name} asks for {count} samples"
+            raise UserError(f"{wanted}, {prefix} has {there} of {model.seq_length} tokens")
+        share = config.layout.micro_batch_size * config.layout.dp
+        found[name] = GPTSamples(dataset, every, -(-count // share) * share, *about), count
+        notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")
+    return found, tuple(notes)
 
 
 class Corpora:
@@ -125,6 +172,8 @@ class Corpora:
     def __init__(self, config: Config):
         self.config, self.cache = config, ArrayCache(config.data.cache_folder)
         prefixes, self.weights = parse_blend(config.data.data)
+        schedule = config.data.data_schedule or ()
+        self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)
         self.datasets = [IndexedDataset(prefix, self.cache) for prefix in prefixes]
         for dataset in self.datasets if config.data.answers_only else []:
             dataset.open_answers()
@@ -140,7 +189,8 @@ class Corpora:
                 return self._part(0, ranges, num_samples)
             if self.weights is None:
                 return self._by_size(ranges, num_samples)
-            return self._by_weight(self.weights, ranges, num_samples)
+            changes = [] if number else self.changes
+            return self._by_weight(self.weights, ranges, num_samples, changes)
         except UserError as error:
             raise type(error)(
                 f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
@@ -149,9 +199,16 @@ class Corpora:
             name = f"{num_samples:,} {SPLITS[number]} samples"
             raise UserError(f"no memory for the order of {name}") from None
 
+    def epoch_tokens(self) -> dict[str, int]:
+        """By corpus, the tokens of its train split."""
+        parts = zip(self.datasets, self.ranges)
+        return {dataset.prefix: dataset.tokens_in(ranges[0]) for dataset, ranges in parts}
+
     def describe(self) -> str:
         """How tokens are read and where orders are kept, for the start of a run."""
         order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
+        if self.changes:
+            order += f"; other weights from samples {[first for first, _ in self.changes]} on"
         return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
 
     def _part(
@@ -162,15 +219,22 @@ class Corpora:
         about = config.model.seq_length, seed, config.model.vocab_size, config.data.order
         return GPTSamples(self.datasets[i], ranges[i], count, *about, self.cache)
 
-    def _by_weight(self, weights: list[float], ranges: list[range], num_samples: int) -> Blend:
+    def _by_weight(
+        self,
+        weights: list[float],
+        ranges: list[range],
+        num_samples: int,
+        changes: list[tuple[int, list[float]]],
+    ) -> Blend:
         """A blend whose parts are requested as Megatron does: their share and some surplus.
 
         The order of a part depends on how much is requested of it. Where that falls short of what
-        the blend takes, where Megatron fails, what is taken is requested.
+        the blend takes, where Megatron fails, what is taken is requested. changes: of the shares,
+        in the stable order alone, in which a part's first samples do not depend on the request.
         """
         shares = normalise(weights)
         # Megatron normalises given weights once for the requests and once more for the order.
-        order = find_blend_order(normalise(shares), num_samples, self.cache)
+        order = find_blend_order(normalise(shares), num_samples, self.cache, changes)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
         requests = [max(pair) for pair in zip(surplus, order.taken)]
         return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
@@ -207,25 +271,30 @@ class BatchReader:
         self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
 
     def batches(
-        self, samples: Samples, first: int, config: Config, count: int | None = None
+        self, samples: Samples, first: int, config: Config, evaluated: int | None = None
     ) -> Callable[[int], Batch]:
         """Micro-batches by index, of the global batch that starts at sample `first`.
 
-        count: of an evaluation's micro-batches; None: training, which goes on after them. Where a
-        rank has several stages, which may all ask for it, a micro-batch is kept.
+        evaluated: of how many samples an evaluation is, which may end within a micro-batch: those
+        after them do not count. None: training, which goes on after this batch. Where a rank has
+        several stages, which may all ask for it, a micro-batch is kept.
         """
-        begun = False
+        size, begun = self.layout.micro_batch_size, False
+        length = config.length(first) if evaluated is None else config.model.seq_length
+        count = None if evaluated is None else -(-evaluated // (size * self.layout.dp))
 
         def take(index: int) -> Batch:
             nonlocal begun
             begin = first_of_micro_batch(first, index, self.layout, self.dp_rank)
-            check_end(samples, begin, self.layout.micro_batch_size)
+            check_end(samples, begin, size)
             if not begun:  # only now: ranks that ask for nothing read nothing
                 self.prefetcher.go_on(samples, begin, self._upcoming(first, config, count))
                 begun = True
             batch = self.prefetcher.take(samples, begin)
+            if evaluated is not None:
+                batch = batch.first(evaluated - begin)
             # torch gives pinned memory away again only when the copy from it has ended.
-            return batch if self.device.type == "cpu" else batch.to(self.device)
+            return batch.to(self.device, length)
 
         return functools.cache(take) if self.layout.stages_per_rank > 1 else take
 

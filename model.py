@@ -80,8 +80,8 @@ def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Ten
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on (s, b, heads, d), by tables of (s, 1 or b, 1, d)."""
-    cos, sin = tables
+    """Rotary positions on (s, b, heads, d), by tables of (s or more, 1 or b, 1, d)."""
+    cos, sin = (table[: len(x)] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -386,11 +386,20 @@ class Stage(nn.Module):
         for p in shared:
             p.passes = 2  # gradients in a micro-batch: one of each stage's backward
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
-        self.bias = alibi_bias(model, factory) if alibi and not masked else None
+        self.bias = self._bias = alibi_bias(model, factory) if alibi and not masked else None
         self.slopes = local_slopes(model, factory).to(factory.device) if alibi and masked else None
         self.dtype = factory.dtype
         self.rotary = rotary_tables(model, factory) if rotary else None
         _check_count(self, shared)
+
+    def set_length(self, length: int) -> None:
+        """Of the samples from now on, in tokens: at most seq_length."""
+        if self.embedding is not None:
+            self.embedding.length = length
+        if self._bias is None or self.bias is None or self.bias.shape[-1] == length:
+            return
+        # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
+        self.bias = self._bias[..., :length, :length].contiguous()
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         x = self.hidden_states(x, batch)

@@ -31,9 +31,9 @@ Batches = Callable[[int], Batch]
 class Pipeline:
     """The stages that one rank holds, by their number, ready to run a schedule.
 
-    Micro-batches have one shape for the whole run: (s, b, h), or (s/tp, b, h) with sequence
-    parallelism. Their number may change from step to step. masked: every stage reads the batch,
-    which says what its attention sees.
+    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism; s and the number of
+    micro-batches may change from step to step. masked: every stage reads the batch, which says what
+    its attention sees.
     """
 
     def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
@@ -41,11 +41,17 @@ class Pipeline:
         self.stages, self.mesh, self.deferred = stages, factory.mesh, factory.deferred
         self.dtype, self.device = factory.dtype, factory.device
         self.masked = config.data.masks_attention or config.data.reset_positions
-        split = layout.tp if layout.sequence_parallel else 1
-        self.shape = (model.seq_length // split, layout.micro_batch_size, model.hidden)
         self._model, self._layout, self._schedules = model, layout, dict[int, Schedule]()
+        self.set_length(model.seq_length)
         self.sending: list[Handle] = []  # the last messages of the last pass
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
+
+    def set_length(self, length: int) -> None:
+        """Tokens of a sample from now on; sequence parallelism must divide them."""
+        split = self._layout.tp if self._layout.sequence_parallel else 1
+        self.shape = (length // split, self._layout.micro_batch_size, self._model.hidden)
+        for stage in self.stages.values():
+            stage.set_length(length)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""

@@ -52,7 +52,7 @@ def _rehearse(arguments: list[str]) -> int:
     config = check_any_length(request.config, options.world)
     for note in request.notes:
         print(f"note: {note}", file=sys.stderr)
-    layout = config.layout.automatic(config.model.seq_length, on_gpu=options.on != "cpu")
+    layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
     config, _ = settled(replace(config, layout=layout), device)
     if options.on:

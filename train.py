@@ -20,6 +20,7 @@ with messages.installed():
     import psutil
 
     from config.command_line import parse_request
+    from config.data_options import parse_eval_sets
     from config.messages import UserError, exit_with
     from config.schema import Config
     from config.validation import check, check_paths
@@ -65,9 +66,13 @@ def check_machine(config: Config, launch: Launch) -> None:
         node = psutil.virtual_memory().total + psutil.swap_memory().total
         memory.check_fits(memory.of_run(config), config, node)
         sample_order.split_ranges(config.data.split, 0)
+        prefixes = [each.prefix for each in parse_eval_sets(config.data.eval_data or ())]
         if config.data.data != ("synthetic",):
-            for prefix in blends.parse_blend(config.data.data)[0]:
-                token_files.check_pair(prefix)
+            own, weights = blends.parse_blend(config.data.data)
+            blends.shares_by_phase(config.data.data_schedule or (), len(own), weights is not None)
+            prefixes += own
+        for prefix in prefixes:
+            token_files.check_pair(prefix)
     except UserError as mistake:
         end_job(launch, mistake)
 

@@ -102,23 +102,24 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
     config = state.config
-    size = config.batches.batch(consumed)
-    micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
+    size, length = config.batches.batch(consumed), config.length(consumed)
+    micro_batches, targets = config.micro_batches(size), size * length
+    state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     loss_sum, counted = state.pipeline.train(batches, micro_batches, loss_weight)
     return state.optimizer.step(lr, loss_sum, counted if config.data.masks_loss else None)
 
 
-def evaluate(state: TrainState, samples: data.Samples) -> float:
-    """Mean loss per target over the first --eval-samples; collective over all ranks. 0 if no label
+def evaluate(state: TrainState, samples: data.Samples, count: int) -> float:
+    """Mean loss per target over the first `count` samples; collective over all ranks. 0 if no label
     there counts.
     """
     config, mesh, layout = state.config, state.factory.mesh, state.config.layout
-    count = config.data.eval_samples
     mesh.recorder.enter("evaluate")
-    micro_batches = count // (layout.micro_batch_size * layout.dp)
-    batches = state.reader.batches(samples, 0, config, micro_batches)
+    state.pipeline.set_length(config.model.seq_length)
+    micro_batches = -(-count // (layout.micro_batch_size * layout.dp))
+    batches = state.reader.batches(samples, 0, config, count)
     loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
     sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
     mesh.world.all_reduce(sums).wait()
@@ -171,7 +172,7 @@ def main(
     with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
-        layout = config.layout.automatic(config.model.seq_length, on_gpu)
+        layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
         config = with_measured_costs(config, context, dtype)
         config, choice = settled(config, context.device.type)
@@ -234,7 +235,7 @@ class Trainer:
         self.trace = StepTrace(checkpoints.exchange, log)
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
-        log.total = self.total
+        log.total, log.epoch_tokens = self.total, splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
         self.seconds_to_evaluate = 0.0
 
@@ -249,13 +250,13 @@ class Trainer:
             return self._stop_early()
         save_requested = action == SAVE
         for iteration in range(self.done.iteration + 1, self.total + 1):
-            last, validation = iteration == self.total, self._validation_due(iteration)
-            action = self._advance(iteration, evaluates=validation is not None)
+            last, due = iteration == self.total, self._evaluations_due(iteration)
+            action = self._advance(iteration, evaluates=bool(due))
             if self.losses.diverged:
                 give_up(self.losses, self.done, self.checkpoints)
             # An evaluation does not delay a stop.
-            if validation is not None and (last or action < SAVE_AND_STOP):
-                action = max(action, self._validate(iteration, validation))
+            if due and (last or action < SAVE_AND_STOP):
+                action = max(action, self._evaluate(due))
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
                 self.recorder.enter("check replicas")
@@ -269,34 +270,37 @@ class Trainer:
                 if not self.checkpoints.saving:
                     self.conditions.saved()
         if self.splits.test:
-            loss = evaluate(self.state, self.splits.test)
-            self.log.evaluation("test", self.total, self.done.consumed_samples, loss)
+            loss = evaluate(self.state, self.splits.test, self.config.data.eval_samples)
+            self.log.evaluation("test", self.done, loss)
         self.checkpoints.close()
         self.conditions.saved()
         return True
 
-    def _validation_due(self, iteration: int) -> data.Samples | None:
-        """The samples of an evaluation that is due after this step."""
-        every = self.config.data.eval_every
-        due = iteration == self.total or (every and iteration % every == 0)
-        return self.splits.validation if due else None
+    def _evaluations_due(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
+        """By name the samples, and how many, of the evaluations that are due after this step."""
+        every, splits = self.config.data.eval_every, self.splits
+        if iteration != self.total and not (every and iteration % every == 0):
+            return {}
+        if splits.validation is None:
+            return dict(splits.eval_sets)
+        validation = splits.validation, self.config.data.eval_samples
+        return {"validation": validation, **splits.eval_sets}
 
     def _advance(self, iteration: int, evaluates: bool) -> float:
         """Train on the next global batch, or pass it over; the action requested then."""
-        begin, untrained = self.done.consumed_samples, self.done.skipped_samples
+        begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
         if self.config.passes_over(begin, batch):
-            self.done = Progress(iteration, begin + batch, untrained + batch)
+            self._count(iteration, batch, trained=False)
             self.log.pass_over(iteration, begin + batch, batch)
             return GO_ON  # it took no time: nothing is asked before the next step
         began = time.perf_counter()
         self.recorder.begin_step(iteration)
         self.trace.before(iteration)
-        trained, samples = begin - untrained, self.config.total_samples
+        trained, samples = begin - self.done.skipped_samples, self.config.total_samples
         lr = learning_rate(self.config.training, trained, samples, batch)
         result = step(self.state, self.splits.train, begin, lr)
-        untrained += batch if result.skipped else 0
-        self.done = Progress(iteration, begin + batch, untrained)
+        self._count(iteration, batch, trained=not result.skipped)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         everyone = self._exchange(seconds, evaluates)
         self.trace.after(iteration)
@@ -305,6 +309,14 @@ class Trainer:
         self.log.step(self.done, batch, lr, result, everyone)
         self.losses.step(self.done, batch, result)
         return max(rank.requested_action for rank in everyone)
+
+    def _count(self, iteration: int, batch: int, trained: bool) -> None:
+        """Make progress by a step on `batch` samples; trained: whether it changed the weights."""
+        begin, untrained = self.done.consumed_samples, self.done.skipped_samples
+        counts = self.splits.train.count_by_corpus(begin, begin + batch)
+        usage = self.done.usage.after(counts, batch, self.config.length(begin), trained)
+        untrained += 0 if trained else batch
+        self.done = Progress(iteration, begin + batch, untrained, usage)
 
     def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
         """Every rank's statistics of the step: the one exchange between steps."""
@@ -318,11 +330,11 @@ class Trainer:
         self.recorder.end_step()
         return everyone
 
-    def _validate(self, iteration: int, samples: data.Samples) -> float:
-        """Evaluate on the validation split; the action requested afterwards."""
+    def _evaluate(self, due: dict[str, tuple[data.Samples, int]]) -> float:
+        """Evaluate on the validation split and the sets; the action requested afterwards."""
         began = time.perf_counter()
-        loss = evaluate(self.state, samples)
-        self.log.evaluation("validation", iteration, self.done.consumed_samples, loss)
+        for name, (samples, count) in due.items():
+            self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
         self.seconds_to_evaluate = time.perf_counter() - began
         return self._largest_request()
 

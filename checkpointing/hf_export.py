@@ -201,7 +201,7 @@ def import_weights(source: str, target: str) -> ModelShape:
 def _attributes(model: ModelShape, source: str) -> file_format.Attributes:
     return {
         "model": dataclasses.asdict(model),
-        "progress": dataclasses.asdict(Progress()),
+        "progress": Progress().counts(),
         "optimizer": {"kind": "none"},
         "data": {"seed": 0, "fingerprint": ""},
         "run": origin({"imported_from": os.path.basename(os.path.normpath(source))}),

@@ -13,7 +13,8 @@ import math
 import os
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,19 +24,31 @@ from checkpointing.index import Index
 from checkpointing.verification import check_files
 from config.messages import UserError
 from config.schema import Config
+from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from zero import Optimizer, ParamShard
 
+# Options of data that a resumed run prints if they have changed, as it does those of training.
+DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
+
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done, samples consumed, and how many of these in skipped steps."""
+    """How far a run is: steps done, samples consumed, how many of these in skipped steps, and the
+    text that was read.
+    """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped_samples: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+    def counts(self) -> dict[str, int]:
+        """The attributes of a checkpoint's group /progress."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if name != "usage"}
 
 
 def checkpoints_folder(config: Config) -> str:
@@ -124,7 +137,7 @@ class Loader:
             scalars = index.attributes("optimizer")
             scalars.pop("kind")
             self.optimizer.after_load(scalars)
-            progress = Progress(**index.attributes("progress"))
+            progress = self._read_progress(index)
             if self.mesh.rank == 0:
                 self._print_resumed(index, folder, progress)
             return progress
@@ -224,6 +237,17 @@ class Loader:
                 index.read(kind, shard.spec.name, boxes, loaded.numpy())
                 shard.write(kind, shard.start, loaded.to(current.device))
 
+    def _read_progress(self, index: Index) -> Progress:
+        """A checkpoint's progress; from before tokens were counted, all of its samples count."""
+        progress, text = Progress(**index.attributes("progress")), index.attributes("data")
+        if "usage" in text:
+            return dataclasses.replace(progress, usage=Usage.from_text(text["usage"]))
+        consumed, counts = progress.consumed_samples, dict[str, int]()
+        if self.samples is not None:
+            counts = self.samples.count_by_corpus(0, min(consumed, len(self.samples)))
+        length = self.config.model.seq_length
+        return dataclasses.replace(progress, usage=Usage().after(counts, consumed, length, True))
+
     def _print_resumed(self, index: Index, folder: str, progress: Progress) -> None:
         consumed = progress.consumed_samples
         self.print_line(
@@ -235,8 +259,9 @@ class Loader:
                 f"the samples before {consumed} are not those that the checkpoint was trained "
                 f"on (fingerprint {there} there, {here} here); training continues with these"
             )
-        ours = json.loads(json.dumps(dataclasses.asdict(self.config.training)))  # lists, as there
-        theirs = json.loads(index.attributes("run")["config"]).get("training", {})
+        there = json.loads(index.attributes("run")["config"])
+        theirs = _options(there)
+        ours = _options(json.loads(json.dumps(self.config.as_dict())))  # lists, as there
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"
             for name in ours.keys() & theirs.keys()
@@ -244,6 +269,12 @@ class Loader:
         ]
         if changed:
             self.print_line(f"options that changed: {'; '.join(sorted(changed))}")
+
+
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    """Those that decide what is trained on and how, of a configuration's nested values."""
+    data = config.get("data", {})
+    return config.get("training", {}) | {name: data[name] for name in DATA if name in data}
 
 
 def _list_some(items: list[str], count: int = 10) -> str:

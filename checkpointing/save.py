@@ -341,9 +341,13 @@ class Checkpointer:
         read = fingerprint(self.samples, progress.consumed_samples)
         return {
             "model": dataclasses.asdict(self.config.model),
-            "progress": dataclasses.asdict(progress),
+            "progress": progress.counts(),
             "optimizer": {"kind": self.optimizer.state_name, **self.optimizer.scalars()},
-            "data": {"seed": self.config.training.seed, "fingerprint": read},
+            "data": {
+                "seed": self.config.training.seed,
+                "fingerprint": read,
+                "usage": progress.usage.text(),
+            },
             "run": origin(self.config.as_dict()),
         }
 

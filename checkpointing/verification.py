@@ -14,6 +14,7 @@ from checkpointing.index import Index
 from config import command_line, validation
 from config.messages import UserError
 from config.schema import ModelShape
+from corpora.usage import Usage
 
 COUNTS = ("iteration", "consumed_samples", "skipped_samples", "step")
 
@@ -108,6 +109,10 @@ def _check_attributes(index: Index, step: int) -> None:
         dict(json.loads(str(text["config"])).get("training", {}))
     except (ValueError, TypeError, AttributeError, RecursionError):
         wrong.append(("config", text["config"]))
+    try:
+        Usage.from_text(str(data.get("usage", Usage().text())))
+    except ValueError:
+        wrong.append(("usage", data["usage"]))
     if wrong:
         raise UserError(f"{index.path} has {wrong[0][0]!a} = {wrong[0][1]!a:.80}")
     if progress["iteration"] != step:

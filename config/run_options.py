@@ -42,6 +42,22 @@ class Data:
     split: str = option("95,5,0", "shares of train, validation and test, by document")
     eval_every: int = option(0, "steps between evaluations, 0: only when training ends", minimum=0)
     eval_samples: int = option(0, "validation samples per evaluation, 0: no evaluation", minimum=0)
+    eval_data: tuple = option(
+        None,
+        "NAME=PREFIX[:SAMPLES] ..., evaluate on these corpora too, on all samples or so many",
+        nargs="+",
+    )
+    data_schedule: tuple = option(
+        None,
+        "SAMPLES:WEIGHT,WEIGHT,... ..., other weights for --data from so many samples on; needs "
+        "--order stable",
+        nargs="+",
+    )
+    curriculum: str = option(
+        None,
+        "START:END:STEPS[:MULTIPLE], samples grow from START to END tokens in so many steps, in "
+        "multiples of MULTIPLE, default: 8",
+    )
     order: str = option(
         "megatron",
         "of samples: Megatron's, or stable, in which a longer run reads first what a shorter does",

@@ -16,6 +16,7 @@ from typing import Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule
+from config.data_options import Curriculum
 from config.messages import UserError
 from config.run_options import Data, Run, option
 
@@ -298,6 +299,21 @@ class Config:
     def passes_over(self, first: int, count: int) -> bool:
         """Whether the global batch of `count` samples from `first` on has one that is skipped."""
         return any(a < first + count and first < b for a, b in self.skipped)
+
+    @cached_property
+    def curriculum(self) -> Curriculum | None:
+        """That of --curriculum; UserError if it is malformed."""
+        text = self.data.curriculum
+        return Curriculum.parse(text, self.batches.consumed) if text else None
+
+    def length(self, consumed: int) -> int:
+        """Tokens of a sample in the step that begins after `consumed` samples."""
+        return self.curriculum.length(consumed) if self.curriculum else self.model.seq_length
+
+    @property
+    def length_divisor(self) -> int:
+        """What divides every length of the run, the largest that is known to."""
+        return self.curriculum.multiple if self.curriculum else self.model.seq_length
 
     @property
     def total_samples(self) -> int:

@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 
+from config.data_options import parse_data_schedule, parse_eval_sets
 from config.messages import UserError
 from config.run_options import Data, Run
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
@@ -25,6 +26,9 @@ def check(config: Config, ranks: int) -> Config:
     check_batches(config)
     _ = config.skipped  # UserError if the ranges are malformed or overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
+    parse_eval_sets(config.data.eval_data or ())
+    _check_data_schedule(config)
+    _check_curriculum(config)
     _check_objective(config.data, config.model)
     check_sharding(layout, config.training)
     if layout.vocab_pp and (config.data.masks_attention or config.data.reset_positions):
@@ -181,6 +185,36 @@ def check_batches(config: Config) -> None:
             )
 
 
+def _check_data_schedule(config: Config) -> None:
+    """Raise UserError if weights that change would change what was read before."""
+    order = config.data.order
+    if parse_data_schedule(config.data.data_schedule or ()) and order != "stable":
+        raise UserError(
+            f"--data-schedule needs --order stable, not {order}, in which the samples before a "
+            f"change depend on those after it"
+        )
+
+
+def _check_curriculum(config: Config) -> None:
+    """Raise UserError if --curriculum does not go with the model, the layout or other options."""
+    found, length, tp = config.curriculum, config.model.seq_length, config.layout.tp
+    if found is None:
+        return
+    given = f"--curriculum {config.data.curriculum}"
+    if found.end != length:
+        raise UserError(f"{given} ends at {found.end} tokens, but seq-length is {length}")
+    if config.layout.sequence_parallel and found.multiple % tp:
+        raise UserError(
+            f"{given}: with --sequence-parallel tp({tp}) must divide every length; it does not "
+            f"divide their MULTIPLE({found.multiple})"
+        )
+    if config.training.batch_schedule:
+        raise UserError(
+            f"{given}: --batch-schedule counts samples of seq-length({length}) tokens; use "
+            f"--rampup-batch-size, which counts samples"
+        )
+
+
 def check_sharding(layout: Layout, training: Training) -> None:
     """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
     name, zero = training.optimizer, layout.zero
@@ -272,7 +306,8 @@ def check_paths(config: Config) -> None:
     """UserError if files that the run reads are missing, or those that it writes cannot be made."""
     run = config.run
     check_folder("--out", run.out)
-    if config.data.cache_folder and config.data.data != ("synthetic",):
+    reads = config.data.data != ("synthetic",) or config.data.eval_data
+    if config.data.cache_folder and reads:
         check_folder("--cache", config.data.cache_folder)
     for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
         if path and os.path.isdir(path):

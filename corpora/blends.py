@@ -1,11 +1,15 @@
 """Samples of several corpora mixed by weight, in Megatron's order."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
+from config.data_options import parse_data_schedule
 from config.messages import UserError
 from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
@@ -13,6 +17,7 @@ from corpora.sample_order import GPTSamples, TextSpan
 # Comparisons from which on compiling is worth its second; about as many take numpy that long.
 WORTH_COMPILING = 3 * 10**7
 RULE = 1  # version of `blend_order`: cached orders of another one are not used
+COUNTED_AT_ONCE = 1 << 22  # samples, so that counting takes little memory
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -109,17 +114,47 @@ class BlendOrder:
     found: Found
 
 
-def find_blend_order(shares: list[float], size: int, cache: ArrayCache) -> BlendOrder:
-    """`blend_order`, from the cache if it is there."""
+def find_blend_order(
+    shares: list[float],
+    size: int,
+    cache: ArrayCache,
+    changes: Sequence[tuple[int, list[float]]] = (),
+) -> BlendOrder:
+    """`blend_order`, from the cache if it is there.
+
+    changes: samples after which other shares hold; each part goes on with its next sample.
+    """
+    facts: dict[str, Any] = {"blend": RULE, "shares": shares, "size": size}
+    facts |= {"changes": changes} if changes else {}
 
     def build() -> dict[str, np.ndarray]:
-        which, number = blend_order(shares, size)
+        which, number = _blend_phases([(0, shares), *changes], size)
         taken = np.bincount(which, minlength=len(shares))
         return {"which": which, "number": number, "taken": taken}
 
-    found = cache.find({"blend": RULE, "shares": shares, "size": size}, build)
+    found = cache.find(facts, build)
     arrays = found.arrays
     return BlendOrder(arrays["which"], arrays["number"], arrays["taken"].tolist(), found)
+
+
+def _blend_phases(
+    phases: list[tuple[int, list[float]]], size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`blend_order` by phases: (first sample, shares); parts without a share are left out."""
+    if len(phases) == 1:
+        return blend_order(phases[0][1], size)
+    which, number = np.empty(size, np.int16), np.empty(size, _number_type(size))
+    taken = np.zeros(len(phases[0][1]), np.int64)
+    for (first, shares), (end, _) in pairwise([*phases, (size, [])]):
+        here, end = slice(first, end), min(end, size)
+        if first >= end:
+            break
+        parts = np.flatnonzero(shares)
+        chosen, count = blend_order([shares[part] for part in parts], end - first)
+        which[here] = parts[chosen]
+        number[here] = count + taken[which[here]]
+        taken += np.bincount(which[here], minlength=len(taken))
+    return which, number
 
 
 class Blend:
@@ -138,6 +173,17 @@ class Blend:
     def _place(self, k: int) -> tuple[GPTSamples, int]:
         self.order.found.check()
         return self.parts[self.order.which[k]], int(self.order.number[k])
+
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        counts = np.zeros(len(self.parts), np.int64)
+        for begin in range(first, stop, COUNTED_AT_ONCE):
+            which = self.order.which[begin : min(begin + COUNTED_AT_ONCE, stop)]
+            counts += np.bincount(which, minlength=len(counts))
+        total = Counter[str]()
+        for part, count in zip(self.parts, counts.tolist()):
+            total[part.dataset.prefix] += count
+        return dict(total)
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of the blend's sample k: (seq_length + 1,), int64."""
@@ -172,6 +218,15 @@ class Epochs:
     def _place(self, k: int) -> tuple[Blend, int]:
         epoch, number = divmod(k, len(self.epochs[0]))
         return self.epochs[epoch], number
+
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        total, size = Counter[str](), len(self.epochs[0])
+        for number, epoch in enumerate(self.epochs):
+            begin, end = max(first - number * size, 0), min(stop - number * size, size)
+            if begin < end:
+                total.update(epoch.count_by_corpus(begin, end))
+        return dict(total)
 
     def sample(self, k: int) -> np.ndarray:
         """Tokens of sample k: (seq_length + 1,), int64."""
@@ -215,6 +270,23 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
     if not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"{flag}: weights must be positive numbers")
     return prefixes, weights
+
+
+def shares_by_phase(
+    data_schedule: tuple, corpora: int, weighted: bool
+) -> list[tuple[int, list[float]]]:
+    """From which sample on which shares hold, by --data-schedule; UserError if it does not fit.
+
+    corpora: how many --data names, `weighted` says whether by weights.
+    """
+    changes = parse_data_schedule(data_schedule)
+    if changes and not weighted:
+        raise UserError("--data-schedule changes the weights of --data, which gives none")
+    for first, weights in changes:
+        if len(weights) != corpora:
+            given = f"{len(weights)} weights from sample {first} on"
+            raise UserError(f"--data-schedule gives {given}, but --data has {corpora} corpora")
+    return [(first, normalise(weights)) for first, weights in changes]
 
 
 def _number(word: str) -> float | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from config.messages import UserError
 from config.run_options import Data
-from corpora.objectives import Objective, Readable
+from corpora.objectives import NO_TARGET, Objective, Readable
 
 READERS = 4  # threads: reads that wait for a disk or a file system at the same time
 AHEAD = 8  # micro-batches that are read or being read before they are asked for
@@ -41,13 +41,24 @@ class Batch:
     stops: Tensor | None = None
     positions: Tensor | None = None
 
-    def to(self, device: torch.device) -> "Batch":
-        """The same on a device, to which its copies are under way."""
+    def first(self, rows: int) -> "Batch":
+        """The same, where only the first `rows` samples, or none, count in the loss."""
+        if rows < len(self.labels):
+            self.labels[max(0, rows) :] = NO_TARGET
+        return replace(self, count=int((self.labels >= 0).sum()))
+
+    def to(self, device: torch.device, length: int) -> "Batch":
+        """The first `length` tokens of each sample on a device, to which copies are under way."""
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
             if torch.is_tensor(value)
         }
+        if length < self.tokens.shape[1]:
+            # Cut there: of pinned memory only a whole tensor is copied without a wait.
+            moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
+            moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
+            moved["count"] = int((self.labels[:, :length] >= 0).sum())  # of those on the host
         return replace(self, **moved)
 
 

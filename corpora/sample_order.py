@@ -86,6 +86,10 @@ class GPTSamples:
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
+        return {self.dataset.prefix: stop - first}
+
     def file_of(self, k: int) -> str:
         """The file that holds sample k's tokens."""
         return self.dataset.prefix + ".bin"

@@ -142,8 +142,12 @@ def shortened(config: Config) -> Config:
     enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2 + layout.vocab_pp)
     fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)
-    few = min(config.data.eval_samples, 2 * layout.micro_batch_size * layout.dp)
-    evaluated = dataclasses.replace(config.data, data=("synthetic",), eval_samples=few)
+    few = 2 * layout.micro_batch_size * layout.dp
+    few = few if config.data.eval_data else min(config.data.eval_samples, few)
+    # Without a curriculum samples have their full length, which takes the most memory.
+    plain: dict[str, Any] = dict.fromkeys(("curriculum", "eval_data", "data_schedule"))
+    plain |= {"data": ("synthetic",), "eval_samples": few}
+    evaluated = dataclasses.replace(config.data, **plain)
     config = dataclasses.replace(config, training=training, data=evaluated)
     return _with_micro_batches(config, enough)
 
@@ -220,7 +224,7 @@ def _after_steps(
     """Evaluate, check the replicas and save, as at the end of a run."""
     recorder = context.recorder
     if config.data.eval_samples:
-        trainer.evaluate(state, samples)
+        trainer.evaluate(state, samples, config.data.eval_samples)
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)

@@ -55,7 +55,9 @@ def draw(folder: Path) -> Path:
         layout, seq_length = config["layout"], config["model"]["seq_length"]
         tokens = np.array([row["consumed_tokens"] for row in steps], float)
         losses = np.array([row["loss"] for row in steps], float)
-        places = [row["consumed_samples"] * seq_length for row in evaluations]
+        places = [
+            row.get("consumed_tokens", row["consumed_samples"] * seq_length) for row in evaluations
+        ]
         title = "tp {tp} x pp {pp} x dp {dp}, zero {zero}".format(**layout)
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{folder} is not the --out of a run of train.py: {error!r}") from None

@@ -5,7 +5,7 @@ Where a terminal shows the live line (log_lines.py), log lines go to log.txt alo
 
     run.json        the whole configuration, where the run executes, and with which versions
     log.txt         all that is printed, and the log lines
-    metrics.jsonl   a row per step, and one per evaluation (with `validation_loss` or `test_loss`)
+    metrics.jsonl   a row per step, and one per evaluation (`NAME_loss`: validation, test, sets)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
 """
 
@@ -18,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import IO, Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
     total: the run's last step; a resumed run may set another one than the configuration's.
+    epoch_tokens: by corpus of --data, the tokens of an epoch of it; the trainer sets them.
     """
 
     def __init__(
@@ -71,14 +73,13 @@ class Log:
         self.config, self.context, self.stage_specs = config, context, stage_specs
         self.is_writer, self.total = context.rank == 0, config.total_steps
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
+        self.rates: list[float] = []  # tokens per second of each
+        self.epoch_tokens: Mapping[str, int] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
+        self.recomputed = sum(config.layout.recomputed_blocks(s.blocks) for s in stage_specs)
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}
-        # FLOPs for one sample, per rank.
-        self.model_flops = model_stats.model_flops(config.model, 1, FORMULA) / context.size
-        executed = partition.executed_flops(config.model, config.layout, 1, FORMULA)
-        self.hardware_flops = executed / context.size
         self.text: IO[str] | None = None  # log.txt
         self.live: log_lines.LiveLine | None = None
         if self.is_writer:
@@ -96,17 +97,23 @@ class Log:
         everyone: every rank's statistics; rank 0's seconds are the step's.
         """
         self.latest, seconds = everyone, everyone[0].seconds
+        length = self.config.length(done.consumed_samples - batch)
         self.steps.append((batch, seconds, result.loss))
+        self.rates.append(batch * length / seconds)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
         if not self.is_writer:
             return
-        iteration, length = done.iteration, self.config.model.seq_length
+        iteration = done.iteration
+        model, share = replace(self.config.model, seq_length=length), batch / self.context.size
+        recompute = self.config.layout.recompute
+        flops = model_stats.model_flops(model, 1, FORMULA) * share
+        executed = model_stats.hardware_flops(model, 1, recompute, FORMULA, self.recomputed) * share
         peaks, reserved = memory_report.per_stage(everyone, self.config.layout)
         row: dict[str, Any] = {
             "iteration": iteration,
             "consumed_samples": done.consumed_samples,
-            "consumed_tokens": done.consumed_samples * length,
+            "consumed_tokens": done.usage.tokens,
             "seconds": seconds,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -114,9 +121,9 @@ class Log:
             "global_batch_size": batch,
             "loss_scale": result.loss_scale,
             "skipped": result.skipped,
-            "tokens_per_second": batch * length / seconds,
-            "tflops_model": self.model_flops * batch / seconds / 1e12,
-            "tflops_hardware": self.hardware_flops * batch / seconds / 1e12,
+            "tokens_per_second": self.rates[-1],
+            "tflops_model": flops / seconds / 1e12,
+            "tflops_hardware": executed / seconds / 1e12,
             "peak_memory_bytes": max(peaks),
             "peak_memory_bytes_per_stage": peaks,
             "reserved_memory_bytes_per_stage": reserved,
@@ -126,9 +133,13 @@ class Log:
         }
         if self.peak_flops:
             row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
+        row |= {"sample_length": length} if self.config.curriculum else {}
+        due = iteration % self.config.run.log_every == 0 or iteration in (1, self.total)
+        row |= self._of_corpora(done) if due else {}
         self._write(row)
-        if iteration % self.config.run.log_every == 0 or iteration in (1, self.total):
+        if due:
             line = log_lines.FORMATS[self.config.run.log_format](self._facts(row))
+            line += log_lines.of_corpora(row)
             self.note(line, printed=not (self.live and self.live.replaces_lines))
         if self.live:
             self.live.show(log_lines.short(self._facts(row)))
@@ -142,12 +153,13 @@ class Log:
             f" passed over by --skip-samples: {consumed - batch} to {consumed - 1} |"
         )
 
-    def evaluation(self, split: str, iteration: int, consumed: int, loss: float) -> None:
-        """Record an evaluation's mean loss per token on the `validation` or `test` split."""
-        self.evaluations[split] = loss
-        self._write({"iteration": iteration, "consumed_samples": consumed, f"{split}_loss": loss})
+    def evaluation(self, name: str, done: Progress, loss: float) -> None:
+        """Record the mean loss per token of `validation`, of `test`, or of a set of --eval-data."""
+        self.evaluations[name] = loss
+        row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
+        self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(
-            f" {split} loss at iteration {iteration} | lm loss: {loss:.6E} | "
+            f" {name} loss at iteration {done.iteration} | lm loss: {loss:.6E} | "
             f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
         )
 
@@ -190,6 +202,19 @@ class Log:
             with contextlib.suppress(OSError):  # what could not be written was said before
                 self.text.close()
             self.text = None
+
+    def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
+        """By corpus, the tokens trained on and the epochs, in which a cut sample is a whole one."""
+        corpora, length = done.usage.corpora, self.config.model.seq_length
+        if not corpora:
+            return {}
+        epochs = {
+            prefix: corpora[prefix][0] * length / tokens
+            for prefix, tokens in self.epoch_tokens.items()
+            if prefix in corpora
+        }
+        tokens = {prefix: count for prefix, (_, count) in corpora.items()}
+        return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
     def _facts(self, row: dict[str, Any]) -> log_lines.Facts:
         samples, seconds, losses = zip(*self.steps[-self.config.run.log_every :])
@@ -309,6 +334,9 @@ class Log:
         if len(levels) == 1:
             text = f"{levels[0].batch} samples"
         lines = [f"global batch: {text}, {config.total_steps} steps"]
+        if found := config.curriculum:
+            grow = f"samples grow from {found.start} to {found.end} tokens"
+            lines.append(f"{grow} in the first {found.samples} samples")
         if config.skipped:
             ranges = ", ".join(f"{first}:{end}" for first, end in config.skipped)
             lines.append(f"batches that hold samples of {ranges} are passed over")
@@ -323,9 +351,8 @@ class Log:
         return lines
 
     def _summary(self) -> str:
-        config, length, out = self.config, self.config.model.seq_length, self.config.run.out
-        rates = [samples * length / seconds for samples, seconds, _ in self.steps]
-        rates = rates[WARM_UP_STEPS:] or rates
+        config, out = self.config, self.config.run.out
+        rates = self.rates[WARM_UP_STEPS:] or self.rates
         device, memory = self.context.device.type, (self.before, self.latest, self.predicted_memory)
         lines = [
             "",

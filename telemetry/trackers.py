@@ -98,11 +98,14 @@ def open_trackers(config: Config) -> dict[str, Tracker]:
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a row of metrics.jsonl; those of a list by stage, as NAME/0, NAME/1."""
+    """The numbers of a row of metrics.jsonl; those of a list by stage, as NAME/0, NAME/1, and
+    those of a table by name.
+    """
     found: dict[str, float] = {}
     for name, value in row.items():
-        if isinstance(value, list):
-            found |= {f"{name}/{stage}": number for stage, number in enumerate(value)}
+        parts = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(parts, dict):
+            found |= {f"{name}/{part}": number for part, number in parts.items()}
         elif value is not None:
             found[name] = value
     return found

@@ -35,20 +35,25 @@ def options(case: dict) -> configuration.Config:
 
 
 def run(config: configuration.Config, context=None) -> dict:
-    """Loss and gradient norm of every step, the final weights in sums, and unequal replicas."""
-    training = config.training
-    samples = data.build(config).train
+    """Loss and gradient norm of every step, the final weights in sums, unequal replicas, and the
+    losses of evaluation sets.
+    """
+    training, splits = config.training, data.build(config)
     state = trainer.build(config, context)
     losses, norms = [], []
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)
         batch = config.batches.batch(consumed)
         lr = trainer.learning_rate(training, consumed, config.total_samples, batch)
-        result = trainer.step(state, samples, consumed, lr)
+        result = trainer.step(state, splits.train, consumed, lr)
         losses.append(result.loss)
         norms.append(result.grad_norm)
     unequal = unequal_replicas(state.stages, state.optimizer, state.factory.mesh)
+    sets = splits.eval_sets.items()
+    evaluated = {name: trainer.evaluate(state, *samples) for name, samples in sets}
+    state.reader.close()
     return {
+        "evaluated": evaluated,
         "losses": losses,
         "norms": norms,
         "weights": weights(state),

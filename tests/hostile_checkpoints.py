@@ -377,6 +377,7 @@ WRONG_ATTRIBUTES: dict[str, tuple] = {
     "optimizer/step": (None, -1, NAN, "4", 1.5, np.arange(2)),
     "optimizer/loss_scale": (NAN, -1.0, INFINITY, "1"),
     "optimizer/hysteresis": (NAN, np.zeros(2, COMPOUND)[0]),
+    "data/usage": (5, "", "{}", '{"tokens": -1, "corpora": {}}', "[" * 9999),
     "data/fingerprint": (None, 5, "a\nb", np.bytes_(b"\xff\xfe")),
     "run/config": (
         None,

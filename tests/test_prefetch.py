@@ -112,7 +112,7 @@ def test_an_evaluation_between_steps_costs_no_second_reading():
     reader.batches(train, 0, config)(0)
     train.wait_for(range(8 * (1 + AHEAD)))
     for turn in (1, 2):
-        take = reader.batches(validation, 0, config, 3)
+        take = reader.batches(validation, 0, config, 24)
         for index in range(3):
             assert equal(
                 take(index), micro_batch(Synthetic(VOCAB, 8, 3), 0, index, config.layout, 0)

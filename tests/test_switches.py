@@ -371,7 +371,7 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
     run.config = SimpleNamespace(run=Run(check_replicas_every=0))
     run.splits, run.conditions = SimpleNamespace(test=None), conditions
     run.done, run.total, run.losses = Progress(), 3, SimpleNamespace(diverged=False, bad=[])
-    run._validation_due = lambda iteration: None
+    run._evaluations_due = lambda iteration: {}
     run._largest_request = conditions.requested_action
 
     def advance(iteration, evaluates):

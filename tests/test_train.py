@@ -85,7 +85,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     steps = [r for r in ours if "loss" in r]
     evaluations = [r for r in ours if "validation_loss" in r]
     assert len(steps) == 12
-    assert all(set(r) == ROW for r in steps)
+    assert all(set(r) == ROW | {"corpus_tokens", "corpus_epochs"} for r in steps)
     assert [r["iteration"] for r in evaluations] == [5, 10, 12]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     for key in ("loss", "grad_norm", "validation_loss", "learning_rate", "consumed_tokens"):

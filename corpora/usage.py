@@ -1,0 +1,48 @@
+"""Which text a run has read: tokens of all samples, and of each corpus what was trained on.
+
+    usage = Usage().after(samples.count_by_corpus(0, 512), length=2048, trained=True)
+    usage.corpora["data/books"]          (samples, tokens)
+    Usage.from_text(usage.text())        as a checkpoint has it
+
+Counted step by step, so that it is exact after a change of data, batch size or curriculum too.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Usage:
+    """tokens: of all consumed samples. corpora: by prefix, samples and tokens trained on."""
+
+    tokens: int = 0
+    corpora: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def after(self, counts: Mapping[str, int], samples: int, length: int, trained: bool) -> "Usage":
+        """That after a step on `samples` samples of `length` tokens; counts: of each corpus.
+
+        trained: whether the step changed the weights.
+        """
+        corpora = dict(self.corpora)
+        for prefix, count in counts.items() if trained else ():
+            before = corpora.get(prefix, (0, 0))
+            corpora[prefix] = (before[0] + count, before[1] + count * length)
+        return Usage(self.tokens + samples * length, corpora)
+
+    def text(self) -> str:
+        """As JSON, of ASCII characters."""
+        return json.dumps({"tokens": self.tokens, "corpora": self.corpora})
+
+    @classmethod
+    def from_text(cls, text: str) -> "Usage":
+        """That of `text`; ValueError if it is none."""
+        try:
+            values = json.loads(text)
+            corpora = {str(prefix): (a, b) for prefix, (a, b) in values["corpora"].items()}
+            numbers = [values["tokens"], *(n for pair in corpora.values() for n in pair)]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{text:.80} is no count of tokens: {error!r:.80}") from None
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise ValueError(f"{text:.80} has a count that is none")
+        return cls(values["tokens"], corpora)

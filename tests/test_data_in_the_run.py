@@ -1,0 +1,413 @@
+"""Evaluation sets, tokens by corpus, weights that change and samples that grow, in whole runs."""
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import golden_worker
+import numpy as np
+import pytest
+import torch
+from compare import relative_difference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_golden import POSITIONS, distance, run_cases
+
+import data
+import trainer
+from checkpointing import load
+from config import validation
+from config.command_line import parse
+from config.data_options import Curriculum, parse_data_schedule, parse_eval_sets
+from config.messages import UserError
+from corpora import blends
+from corpora.mapped_files import ArrayCache
+from corpora.token_files import IndexedDatasetWriter
+from corpora.usage import Usage
+from distributed.launch import Launch
+
+VOCAB = 61
+MASKS = {"objective": "prefix", "eod_token": 7, "reset_attention": True}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> Path:
+    """Three corpora, a, b and c; a has 12 samples of 16 tokens, c 21."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for number, (name, lengths) in enumerate(
+        {"a": [20] * 10, "b": [30] * 8, "c": [7] * 49}.items()
+    ):
+        random = np.random.default_rng(number)
+        with IndexedDatasetWriter(str(folder / name), VOCAB) as writer:
+            for length in lengths:
+                writer.add_document(random.integers(VOCAB, size=length))
+    return folder
+
+
+def options(folder: Path, **changed) -> dict:
+    """A run on a blend whose weights change twice, in a curriculum, with two evaluation sets."""
+    blend = [0.7, str(folder / "a"), 0.3, str(folder / "b")]
+    return {
+        "data": blend,
+        "order": "stable",
+        "split": "1",
+        "cache": "none",
+        "data_schedule": ["30:0,1", "50:1,3"],
+        "curriculum": "4:16:6:4",
+        "eval_data": [f"whole={folder / 'c'}", f"part={folder / 'c'}:5"],
+    } | changed
+
+
+def configure(words: str):
+    shape = (
+        "--layers 1 --hidden 8 --heads 2 --seq-length 16 --vocab-size 61 --pad-vocab-multiple 4 "
+    )
+    return validation.check(parse((shape + "--device cpu --no-watchdog " + words).split()), ranks=1)
+
+
+def words_of(folder: Path, **changed) -> str:
+    flat = {
+        name: value if isinstance(value, str) else " ".join(map(str, value))
+        for name, value in options(folder, **changed).items()
+        if value is not None
+    }
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flat.items())
+
+
+def rows(out: Path) -> list[dict]:
+    files = [*out.glob("metrics.jsonl.*"), out / "metrics.jsonl"]
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+# ------------------------------------------------------------------------------------------------
+# Layouts
+# ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_layout_reads_the_same_and_evaluates_the_same(corpora, tmp_path):
+    """The curriculum has lengths 4, 8, 12 and 16; the sets have 21 and 5 samples, which dp 4 and
+    micro-batches of 2 do not divide.
+    """
+    plain = options(corpora, precision="fp64", layers=4)
+    layouts = [
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "positions": "alibi", "micro_batch_size": 2},
+        {"tp": 2, "sequence_parallel": True, "zero": 2, "positions": "rotary"},
+        {"zero": 3, "positions": "alibi", "micro_batch_size": 2, "recompute": "full"},
+        {"pp": 2, "schedule": "interleaved", "positions": "rotary", "micro_batch_size": 2},
+        {"pp": 4, "schedule": "zb-h1", "positions": "learned"},
+        {
+            "tp": 2,
+            "sequence_parallel": True,
+            "positions": "rotary",
+            "reset_positions": True,
+            **MASKS,
+        },
+        {"pp": 2, "positions": "alibi", **MASKS},
+        {"pp": 2, "vocab_pp": True, "positions": "learned", "micro_batch_size": 2},
+    ]
+    cases = [plain | POSITIONS[each["positions"]] | each for each in layouts]
+    results = run_cases(4, cases, tmp_path)
+    names = {"tp", "pp", "sequence_parallel", "zero", "recompute", "schedule", "micro_batch_size"}
+    names.add("vocab_pp")
+    expected = {}
+    for case, result in zip(cases, results, strict=True):
+        single = {name: value for name, value in case.items() if name not in names}
+        key = single["positions"], "objective" in single
+        if key not in expected:
+            config = validation.check(golden_worker.options(single), 1)
+            expected[key] = golden_worker.run(config)
+        wanted = expected[key]
+        assert distance(result, wanted) <= 1e-10, case
+        assert set(result["evaluated"]) == {"whole", "part"}
+        for name, loss in result["evaluated"].items():
+            assert relative_difference([loss], [wanted["evaluated"][name]]) <= 1e-10, (case, name)
+    assert len({run["evaluated"]["whole"] for run in expected.values()}) == 5
+
+
+def test_a_full_evaluation_counts_every_sample_once(corpora):
+    """Against the mean over batches of one sample each, of every sample of the corpus."""
+    config = configure(f"--steps 1 --micro-batch-size 4 {words_of(corpora)}")
+    state, sets = trainer.build(config), data.build(config).eval_sets
+    samples, count = sets["whole"]
+    assert (count, sets["part"][1]) == (21, 5)
+    seen = sorted(span[1:4] for k in range(count) for span in samples.spans(k))
+    assert seen[0] == (0, 0, 7)
+    assert sum(length for *_, length in seen) == 21 * 17  # neighbours share a token
+    model, total = state.stages[0], 0.0
+    with torch.no_grad():
+        for k in range(count):
+            tokens = torch.from_numpy(samples.sample(k))[None]
+            total += model(tokens[:, :-1], data.Batch(tokens[:, :-1], tokens[:, 1:], 16)).item()
+    found = trainer.evaluate(state, samples, count)
+    assert found == pytest.approx(total / (21 * 16), rel=1e-6)
+    state.reader.close()
+
+
+def test_micro_batches_are_the_beginnings_of_their_samples(corpora):
+    config = configure(f"--steps 10 --micro-batch-size 2 {words_of(corpora)}")
+    samples, reader = data.build(config).train, data.BatchReader(config, 0, torch.device("cpu"))
+    lengths = []
+    for step in range(10):
+        batch = reader.batches(samples, 8 * step, config)(1)
+        tokens, labels = batch.tokens, batch.labels
+        lengths.append(tokens.shape[1])
+        assert batch.count == labels.numel()
+        whole = np.stack([samples.sample(8 * step + 2 + i) for i in range(2)])
+        assert np.array_equal(tokens, whole[:, : lengths[-1]])
+        assert np.array_equal(labels, whole[:, 1 : lengths[-1] + 1])
+    assert lengths == [4, 4, 8, 8, 12, 12, 16, 16, 16, 16]
+    reader.close()
+
+
+# ------------------------------------------------------------------------------------------------
+# Whole runs
+# ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_epochs_by_corpus_are_exact_after_a_restart(corpora, tmp_path, capsys):
+    """With a skipped batch before and one after it; counted again from the samples' places."""
+    words = words_of(corpora) + " --eval-every 4 --skip-samples 8:9 60:61 --save-every 5 "
+    words += "--steps 10 --lr-schedule constant --out "
+    whole = configure(words + str(tmp_path / "whole") + " --tensorboard")
+    trainer.main(whole, Launch("python"))
+    lines = capsys.readouterr().out
+    parts = configure(words + str(tmp_path / "parts"))
+    short = dataclasses.replace(parts.training, steps=5)
+    trainer.main(dataclasses.replace(parts, training=short), Launch("python"))
+    again = dataclasses.replace(parts.run, resume="auto")
+    trainer.main(dataclasses.replace(parts, run=again), Launch("python"))
+    changed = [line for line in capsys.readouterr().out.splitlines() if "changed" in line]
+    assert changed == ["options that changed: steps 5 before, 10 now"]
+
+    samples, tokens = data.build(whole).train, 0
+    counted, expected = {"a": [0, 0], "b": [0, 0]}, {}
+    for step, length in enumerate([4, 4, 8, 8, 12, 12, 16, 16, 16, 16]):
+        tokens += 8 * length
+        for k in range(8 * step, 8 * step + 8) if step not in (1, 7) else ():
+            own = counted[samples.spans(k)[0].prefix[-1]]
+            own[0], own[1] = own[0] + 1, own[1] + length
+        of_corpora = {str(corpora / name): own[1] for name, own in counted.items()}
+        epochs = [counted["a"][0] * 16 / 200, counted["b"][0] * 16 / 240]
+        expected[step + 1] = (tokens, length, of_corpora, epochs)
+    for out in ("whole", "parts"):
+        found = {row["iteration"]: row for row in rows(tmp_path / out) if "loss" in row}
+        assert sorted(found) == [1, 3, 4, 5, 6, 7, 9, 10]
+        for iteration, row in found.items():
+            about = row["consumed_tokens"], row["sample_length"], row["corpus_tokens"]
+            assert about == expected[iteration][:3]
+            assert list(row["corpus_epochs"].values()) == expected[iteration][3]
+    ours, theirs = (
+        {
+            (row["iteration"], key): row[key]
+            for row in rows(tmp_path / out)
+            for key in row
+            if key.endswith(("loss", "norm"))
+        }
+        for out in ("whole", "parts")
+    )
+    # Of the part that was meant to end at step 5, the evaluation there.
+    assert theirs.keys() - ours.keys() == {(5, "whole_loss"), (5, "part_loss")}
+    assert {key: theirs[key] for key in ours} == ours
+    a, b = expected[10][2].values()
+    assert f" sample length: 16 | {corpora / 'a'}: {a} tokens, " in lines
+    assert f"{corpora / 'b'}: {b} tokens, {expected[10][3][1]:.4f} epochs |" in lines
+    assert "samples grow from 4 to 16 tokens in the first 48 samples" in lines
+    assert "stable order in memory; other weights from samples [30, 50] on" in lines
+    assert f"evaluation set part: 5 of 21 samples of {corpora / 'c'}" in lines
+    assert " whole loss at iteration 8 | lm loss: " in lines
+    assert_tensorboard(tmp_path / "whole" / "tensorboard", corpora)
+
+
+def assert_tensorboard(folder: Path, corpora: Path) -> None:
+    """Sets and corpora have tags of their own."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"whole_loss", "part_loss", "sample_length"} <= tags
+    names = [corpora / name for name in "ab"]
+    assert {
+        f"{kind}/{name}" for kind in ("corpus_tokens", "corpus_epochs") for name in names
+    } <= tags
+    assert [event.step for event in events.Scalars("whole_loss")] == [4, 8, 10]
+
+
+def test_a_checkpoint_without_counts_of_tokens_counts_all_of_its_samples(corpora):
+    config = configure(f"--steps 10 {words_of(corpora, curriculum=None)}")
+    samples = data.build(config).train
+    loader = SimpleNamespace(config=config, samples=samples)
+    old = {
+        "progress": {"iteration": 5, "consumed_samples": 40, "skipped_samples": 0},
+        "data": {"seed": 1234, "fingerprint": ""},
+    }
+    progress = load.Loader._read_progress(loader, SimpleNamespace(attributes=old.__getitem__))
+    read = Counter(samples.spans(k)[0].prefix for k in range(40))
+    assert progress.usage.tokens == 640
+    assert progress.usage.corpora == {name: (n, 16 * n) for name, n in read.items()}
+    old["data"]["usage"] = progress.usage.text()
+    loader.samples = None
+    again = load.Loader._read_progress(loader, SimpleNamespace(attributes=old.__getitem__))
+    assert again == progress
+    assert progress.counts() == old["progress"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"tokens": 1}',
+        '{"tokens": -1, "corpora": {}}',
+        '{"tokens": 1.5, "corpora": {}}',
+        '{"tokens": true, "corpora": {}}',
+        '{"tokens": 1, "corpora": {"a": [1]}}',
+        '{"tokens": 1, "corpora": {"a": [1, NaN]}}',
+        '{"tokens": 1, "corpora": {"a": 3}}',
+        "[" * 100_000,
+    ],
+)
+def test_a_text_that_counts_no_tokens(text):
+    with pytest.raises(ValueError, match="count"):
+        Usage.from_text(text)
+
+
+def test_blends_count_their_samples_by_corpus(corpora, monkeypatch):
+    """By weight, by size over several epochs, and where a corpus is named twice."""
+    a, b = corpora / "a", corpora / "b"
+    monkeypatch.setattr(blends, "COUNTED_AT_ONCE", 7)
+    for blend in (f"{a}", f"0.3 {a} 0.7 {b}", f"{a} {b}", f"1 {a} 2 {b} 1 {a}"):
+        samples = data.build(configure(f"--steps 9 --split 1 --cache none --data {blend}")).train
+        for first, stop in ((0, 72), (0, 1), (5, 13), (20, 70), (9, 9)):
+            wanted = Counter(samples.file_of(k)[: -len(".bin")] for k in range(first, stop))
+            found = samples.count_by_corpus(first, stop)
+            assert {name: n for name, n in found.items() if n} == wanted, (blend, first, stop)
+    assert data.build(configure("--steps 9")).train.count_by_corpus(0, 8) == {}
+
+
+# ------------------------------------------------------------------------------------------------
+# Weights that change
+# ------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any), max_size=4),
+    st.lists(st.integers(1, 60), min_size=4, max_size=4),
+    st.integers(1, 150),
+)
+@settings(max_examples=60, deadline=None)
+def test_each_phase_has_its_shares_and_no_part_repeats_a_sample(weights, spans, size):
+    starts = np.cumsum(spans)[: len(weights)].tolist()
+    changes = [(first, blends.normalise(own)) for first, own in zip(starts, weights)]
+    shares = blends.normalise([1, 2, 3])
+    order = blends.find_blend_order(shares, size, ArrayCache(), changes)
+    before = blends.find_blend_order(shares, size, ArrayCache())
+    cut = min([size, *starts])
+    assert np.array_equal(order.which[:cut], before.which[:cut])
+    assert np.array_equal(order.number[:cut], before.number[:cut])
+    for part in range(3):
+        numbers = order.number[order.which == part]
+        assert numbers.tolist() == list(range(order.taken[part]))
+    for (first, own), end in zip(changes, [*starts[1:], size]):
+        counts = np.bincount(order.which[first:end], minlength=3)
+        length = max(0, min(end, size) - first)
+        assert all(abs(count - share * length) < 3 for count, share in zip(counts, own))
+        assert all(count == 0 for count, share in zip(counts, own) if share == 0)
+
+
+def test_a_change_to_come_leaves_what_was_read(corpora):
+    """A run of 10 steps, and one of 40 whose weights change at its 80th sample."""
+    plain = words_of(corpora, data_schedule=None)
+    before = data.build(configure(f"--steps 10 {plain}")).train
+    after = data.build(configure(f"--steps 40 {plain} --data-schedule 80:1,9")).train
+    assert [before.spans(k) for k in range(80)] == [after.spans(k) for k in range(80)]
+    counts = after.count_by_corpus(80, 320)
+    assert counts[str(corpora / "b")] == pytest.approx(216, abs=2)
+    for part in after.parts:  # within an epoch no sample comes twice
+        epoch = (part.dataset.tokens - 1) // 16
+        assert sorted(part.shuffle_index[:epoch].tolist()) == list(range(epoch))
+
+
+# ------------------------------------------------------------------------------------------------
+# Words and mistakes
+# ------------------------------------------------------------------------------------------------
+
+
+def test_lengths_of_a_curriculum():
+    found = Curriculum.parse("64:2048:10", lambda steps: 100 * steps)
+    assert found == Curriculum(64, 2048, 1000, 8)
+    lengths = [found.length(consumed) for consumed in range(0, 1100, 100)]
+    assert lengths == [64, 256, 456, 656, 856, 1056, 1248, 1448, 1648, 1848, 2048]
+    assert found.length(10**18) == 2048
+    assert dataclasses.replace(found, multiple=64).length(300) == 640
+    assert found.length(300) == 656
+    config = configure("--curriculum 8:16:4 --rampup-batch-size 2 2 8 --steps 9")
+    assert config.batches.consumed(4) == 16
+    assert [config.length(first) for first in (0, 15, 16, 1000)] == [8, 8, 16, 16]
+    assert config.length_divisor == 8
+    assert configure("--steps 9").length_divisor == 16
+
+
+def test_words_of_evaluation_sets():
+    assert parse_eval_sets(("a=x/y", "b-2.0=x:y:12", "c=x=3")) == [
+        ("a", "x/y", None),
+        ("b-2.0", "x:y", 12),
+        ("c", "x=3", None),
+    ]
+    assert parse_data_schedule(("10:0.5,1", "20:0,1")) == [(10, [0.5, 1.0]), (20, [0.0, 1.0])]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--eval-data x", "NAME=PREFIX or NAME=PREFIX:SAMPLES such as .*, not 'x'"),
+        ("--eval-data =x", "not '=x'"),
+        ("--eval-data a=", "not 'a='"),
+        ("--eval-data a=x:0", "not 'a=x:0'"),
+        ("--eval-data a/b=x", "not 'a/b=x'"),
+        ("--eval-data a=x a=y", "--eval-data a=y: another set is called a"),
+        ("--eval-data test=x", "a split of --data is called test"),
+        ("--data-schedule 10:1,2", "--data-schedule needs --order stable, not megatron"),
+        ("--order stable --data-schedule 1,2", "from a sample after the first on.*, not '1,2'"),
+        ("--order stable --data-schedule 0:1", "not '0:1'"),
+        ("--order stable --data-schedule 5:0,0", "not '5:0,0'"),
+        ("--order stable --data-schedule 5:1,-1", "not '5:1,-1'"),
+        ("--order stable --data-schedule 5:1,x", "not '5:1,x'"),
+        ("--order stable --data-schedule 5:nan", "not '5:nan'"),
+        ("--order stable --data-schedule 5:1 5:2", "5 samples do not come after 5"),
+        ("--curriculum 8:16", "takes START:END:STEPS or .*, not '8:16'"),
+        ("--curriculum 8:16:0", "not '8:16:0'"),
+        ("--curriculum 8:16:1e3", "not '8:16:1e3'"),
+        ("--curriculum 6:16:9", r"MULTIPLE\(8\) does not divide START\(6\)"),
+        ("--curriculum 16:16:9", r"START\(16\) is not below its END"),
+        ("--curriculum 8:32:9", "ends at 32 tokens, but seq-length is 16"),
+        ("--curriculum 8:16:9 --batch-schedule 0:4", r"--batch-schedule counts .*length\(16\)"),
+    ],
+)
+def test_mistakes(words, sentence):
+    with pytest.raises(UserError, match=sentence):
+        configure(f"--steps 3 {words}")
+
+
+def test_sequence_parallelism_must_divide_every_length():
+    words = "--layers 1 --hidden 8 --heads 2 --seq-length 18 --steps 1 --tp 2 --sequence-parallel "
+    config = parse((words + "--curriculum 9:18:4:9").split())
+    with pytest.raises(UserError, match=r"tp\(2\) must divide every length.*MULTIPLE\(9\)"):
+        validation.check(config, ranks=2)
+
+
+def test_mistakes_that_only_the_corpora_show(corpora):
+    a, b, c = (corpora / name for name in "abc")
+    stable = f"--steps 3 --order stable --split 1 --cache none --data 1 {a} 1 {b} --data-schedule "
+    for words, sentence in (
+        (stable + "5:1,1,1", "gives 3 weights from sample 5 on, but --data has 2 corpora"),
+        (stable.replace("1 /", "/") + "5:1,1", "changes the weights of --data, which gives none"),
+        (f"--steps 3 --cache none --eval-data c={c}:22", "asks for 22 samples, .*c has 21 of 16"),
+        (f"--steps 3 --cache none --eval-data c={c}x", "cx.idx"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            data.build(configure(words))
