@@ -197,16 +197,16 @@ def test_the_planner_says_when_it_pays():
     machine, seconds = hardware.load("a100-80"), {}
     large = preset("bloom-176b")
     small = ModelShape(layers=24, hidden=2048, heads=16, seq_length=2048, vocab_size=250_000)
-    for name, model, pp in (("1b3", small, 8), ("bloom", large, 12)):
+    for name, model, tp, pp in (("1b3", small, 1, 8), ("bloom", large, 4, 12)):
         for spread in (False, True):
-            layout = Layout(tp=4, pp=pp, dp=1, vocab_pp=spread, recompute="full")
+            layout = Layout(tp=tp, pp=pp, dp=1, vocab_pp=spread, recompute="full")
             training = Training(global_batch_size=64, precision="bf16", steps=1)
             found = step_time.predict(model, layout, training, machine)
             seconds[name, spread] = found.seconds
             if spread and name == "1b3":
                 held = [stage.weights for stage in found.memory]
                 assert max(held) < 1.1 * min(held)
-    assert seconds["1b3", True] < 0.9 * seconds["1b3", False]
+    assert seconds["1b3", True] < 0.7 * seconds["1b3", False]
     assert seconds["bloom", True] > seconds["bloom", False]
 
 
