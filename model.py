@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask, alibi_slopes, masked_attention, visible
+from corpora.attention_masks import Mask, alibi_slopes, causal_alibi, masked_attention, visible
 from data import Batch
 from distributed.collectives import MAX, Group
 from parallel import (
@@ -58,15 +58,9 @@ def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
 
 
 def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """What ALiBi adds to the scores of the local heads, and -inf above the diagonal: (1, a, s, s).
-
-    Written as -slope * distance, so that the near tokens are exact in bf16.
-    """
-    place = torch.arange(model.seq_length, dtype=torch.float64)
-    distance = place[:, None] - place  # (s, s), of query and key
-    bias = -local_slopes(model, factory)[:, None, None] * distance
-    bias.masked_fill_(distance < 0, -torch.inf)
-    return bias[None].to(factory.device, factory.dtype)
+    """What ALiBi adds to the scores of the local heads: (1, a, s, s)."""
+    bias = causal_alibi(local_slopes(model, factory), model.seq_length)
+    return bias.to(factory.device, factory.dtype)
 
 
 def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
@@ -396,10 +390,9 @@ class Stage(nn.Module):
         """Of the samples from now on, in tokens: at most seq_length."""
         if self.embedding is not None:
             self.embedding.length = length
-        if self._bias is None or self.bias is None or self.bias.shape[-1] == length:
-            return
-        # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
-        self.bias = self._bias[..., :length, :length].contiguous()
+        if self._bias is not None and self.bias is not None and self.bias.shape[-1] != length:
+            # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
+            self.bias = self._bias[..., :length, :length].contiguous()
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         x = self.hidden_states(x, batch)

@@ -93,12 +93,11 @@ class Curriculum:
             raise UserError(f"--curriculum takes {wanted}, not {text!r}")
         numbers[2] = consumed(numbers[2])
         found = cls(*numbers)
-        for name, length in (("START", found.start), ("END", found.end)):
-            if length % found.multiple:
-                raise UserError(
-                    f"--curriculum {text}: MULTIPLE({found.multiple}) does not divide "
-                    f"{name}({length})"
-                )
+        if found.start % found.multiple or found.end % found.multiple:
+            both = f"{found.start} and {found.end}"
+            raise UserError(
+                f"--curriculum {text}: MULTIPLE({found.multiple}) does not divide {both}"
+            )
         if found.start >= found.end:
             raise UserError(f"--curriculum {text}: START({found.start}) is not below its END")
         return found

@@ -187,12 +187,9 @@ def check_batches(config: Config) -> None:
 
 def _check_data_schedule(config: Config) -> None:
     """Raise UserError if weights that change would change what was read before."""
-    order = config.data.order
+    order, why = config.data.order, "in which the samples before a change depend on those after it"
     if parse_data_schedule(config.data.data_schedule or ()) and order != "stable":
-        raise UserError(
-            f"--data-schedule needs --order stable, not {order}, in which the samples before a "
-            f"change depend on those after it"
-        )
+        raise UserError(f"--data-schedule needs --order stable, not {order}, {why}")
 
 
 def _check_curriculum(config: Config) -> None:
@@ -204,15 +201,11 @@ def _check_curriculum(config: Config) -> None:
     if found.end != length:
         raise UserError(f"{given} ends at {found.end} tokens, but seq-length is {length}")
     if config.layout.sequence_parallel and found.multiple % tp:
-        raise UserError(
-            f"{given}: with --sequence-parallel tp({tp}) must divide every length; it does not "
-            f"divide their MULTIPLE({found.multiple})"
-        )
+        every = f"must divide every length, but not MULTIPLE({found.multiple})"
+        raise UserError(f"{given}: with --sequence-parallel tp({tp}) {every}")
     if config.training.batch_schedule:
-        raise UserError(
-            f"{given}: --batch-schedule counts samples of seq-length({length}) tokens; use "
-            f"--rampup-batch-size, which counts samples"
-        )
+        counts = f"--batch-schedule counts tokens by seq-length({length})"
+        raise UserError(f"{given}: {counts}; use --rampup-batch-size, which counts samples")
 
 
 def check_sharding(layout: Layout, training: Training) -> None:

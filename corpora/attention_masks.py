@@ -95,6 +95,17 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return numbers[:, None], order[:, None].to(torch.int32)
 
 
+def causal_alibi(slopes: Tensor, length: int) -> Tensor:
+    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, s, s).
+
+    Written as -slope * distance, so that the near tokens are exact in bf16.
+    """
+    place = torch.arange(length, dtype=torch.float64)
+    distance = place[:, None] - place  # (s, s), of query and key
+    bias = -slopes[:, None, None] * distance
+    return bias.masked_fill_(distance < 0, -torch.inf)[None]
+
+
 def alibi_score(slopes: Tensor) -> Callable:
     """ALiBi as flex_attention takes it: what a score becomes; slopes of the local heads (a,)."""
 

@@ -17,7 +17,6 @@ from corpora.sample_order import GPTSamples, TextSpan
 # Comparisons from which on compiling is worth its second; about as many take numpy that long.
 WORTH_COMPILING = 3 * 10**7
 RULE = 1  # version of `blend_order`: cached orders of another one are not used
-COUNTED_AT_ONCE = 1 << 22  # samples, so that counting takes little memory
 
 
 def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,10 +175,7 @@ class Blend:
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
         """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
-        counts = np.zeros(len(self.parts), np.int64)
-        for begin in range(first, stop, COUNTED_AT_ONCE):
-            which = self.order.which[begin : min(begin + COUNTED_AT_ONCE, stop)]
-            counts += np.bincount(which, minlength=len(counts))
+        counts = np.bincount(self.order.which[first:stop], minlength=len(self.parts))
         total = Counter[str]()
         for part, count in zip(self.parts, counts.tolist()):
             total[part.dataset.prefix] += count
