@@ -21,12 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from config.schema import Layout, ModelShape
 from corpora.attention_masks import Mask, alibi_slopes, causal_alibi, masked_attention, visible
 from data import Batch
-from distributed.collectives import MAX, Group
+from loss import cross_entropy
 from parallel import (
     ColumnLinear,
     DeferredGradients,
     ParamFactory,
-    ParamSpec,
     RowLinear,
     VocabEmbedding,
     column_linear,
@@ -256,52 +255,6 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(self.logits(x), labels.t(), self.factory.mesh.tp, self.spec)
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocabulary split over tp, without ever gathering the logits.
-
-    Two collectives of one and of two numbers per token. Computed in fp32 at least.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, labels, tp, start, stop):
-        """The loss of each token, of labels' shape; logits are those of words [start, stop).
-
-        They are overwritten if they are in fp32 or fp64: a copy is the largest tensor of a step.
-        """
-        dtype = logits.dtype
-        logits = logits.detach().to(torch.promote_types(dtype, torch.float32))
-        logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
-        largest = logits.amax(-1)
-        tp.all_reduce(largest, MAX).wait()
-        logits.sub_(largest[..., None])
-        local = labels - start
-        absent = (local < 0) | (labels >= stop)
-        local = local.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, local)[..., 0].masked_fill(absent, 0.0)
-        exponentials = logits.exp_()
-        sums = torch.stack([exponentials.sum(-1), target])
-        tp.all_reduce(sums).wait()
-        ctx.save_for_backward(exponentials, sums[0], local, absent)
-        ctx.dtype = dtype
-        return sums[0].log() - sums[1]
-
-    @staticmethod
-    def backward(ctx, grad):
-        exponentials, total, local, absent = ctx.saved_tensors
-        dlogits = exponentials.mul_((grad / total)[..., None])
-        dlogits.scatter_add_(-1, local, -grad.masked_fill(absent, 0.0)[..., None])
-        return dlogits.to(ctx.dtype), None, None, None, None
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
-    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
-
-    `spec` is that of the head's weight: which rows of the vocabulary are here. Both passes reuse
-    the memory of the logits: they are lost, and the backward may run once only.
-    """
-    return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)
 
 
 class VocabularyPart(nn.Module):

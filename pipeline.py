@@ -9,7 +9,6 @@ sent.
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from config.schema import Config
 from data import Batch
 from distributed.collectives import Handle
+from loss import LocalLoss
 from model import Stage
-from parallel import ParamFactory, ParamSpec
+from parallel import ParamFactory
 from schedules import vocabulary
 from schedules.partition import placement
 from schedules.schedule import VOCABULARY, Action, Schedule, forward_only
@@ -273,51 +273,6 @@ class Execution:
 
 
 # ---- The vocabulary's passes, where all ranks share it -------------------------------------------
-
-
-class LocalLoss(NamedTuple):
-    """What a rank keeps of a loss whose vocabulary is spread, until it has the others' `sums`:
-    (3, s, b), a token's largest logit, the sum of exponentials relative to it, its label's logit.
-    """
-
-    exponentials: Tensor
-    columns: Tensor
-    absent: Tensor
-    targets: Tensor  # where there is one: a label below 0 is none
-    dtype: torch.dtype
-    sums: Tensor
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, logits: Tensor, labels: Tensor, spec: ParamSpec) -> "LocalLoss":
-        """Of the logits (s, b, V/n) of the words that `spec` has, and labels (s, b)."""
-        dtype, rows = logits.dtype, spec.stop - spec.start
-        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
-        logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
-        columns = labels - spec.start
-        absent = (columns < 0) | (columns >= rows)
-        columns = columns.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, columns)[..., 0].masked_fill(absent, 0.0)
-        largest = logits.amax(-1)
-        exponentials = logits.sub_(largest[..., None]).exp_()
-        sums = torch.stack([largest, exponentials.sum(-1), target])
-        return cls(exponentials, columns, absent, labels >= 0, dtype, sums)
-
-    @torch.no_grad()
-    def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        """The tokens' losses (s, b), and `weight` times the gradient of these logits; once only.
-
-        every: the `sums` of all ranks, (n, 3, s, b).
-        """
-        largest, sums, target = every.unbind(1)
-        most = largest.amax(0)
-        total = (sums * (largest - most).exp_()).sum(0)
-        scale = (weight * (self.sums[0] - most).exp_() / total).masked_fill_(~self.targets, 0.0)
-        gradient = self.exponentials.mul_(scale[..., None])
-        own = torch.zeros_like(scale).sub_(weight).masked_fill_(self.absent, 0.0)
-        gradient.scatter_add_(-1, self.columns, own[..., None])
-        losses = (total.log() + most - target.sum(0)).masked_fill_(~self.targets, 0.0)
-        return losses, gradient.to(self.dtype)
 
 
 class VocabularyPasses:

@@ -7,9 +7,9 @@ tests/test_house.py enforces; this script only prints.
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINE = ("train", "trainer", "data", "pipeline", "model", "parallel", "zero")
+ENGINE = ("train", "trainer", "data", "pipeline", "model", "loss", "parallel", "zero")
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
-ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 23_500
+ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 23_750
 
 
 def lines_of(paths: list[Path]) -> int:

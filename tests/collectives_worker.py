@@ -11,7 +11,7 @@ from distributed.collectives import MAX, Group
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh
-from model import cross_entropy
+from loss import cross_entropy
 from parallel import ParamFactory
 
 CHECKS = []

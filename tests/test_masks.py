@@ -234,7 +234,7 @@ def test_a_step_is_that_of_the_dense_reference(positions, objective):
     mean = loss / targets
     gradients = torch.autograd.grad(mean, list(state.stages.parameters()))
     norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
-    assert_close(trainer.evaluate(state, samples), mean.item(), 1e-12)
+    assert_close(trainer.evaluate(state, samples, 8), mean.item(), 1e-12)
     before = [p.detach().clone() for p in state.stages.parameters()]
     result = trainer.step(state, samples, 0, 1.0)
     assert_close(result.loss, mean.item(), 1e-12)
@@ -256,7 +256,7 @@ def test_a_batch_without_targets_changes_nothing():
         assert (result.loss, result.grad_norm, result.skipped) == (0.0, 0.0, True)
         assert all(map(torch.equal, before, state.stages.parameters()))
         assert state.optimizer.updates == 0
-        assert trainer.evaluate(state, samples) == 0.0
+        assert trainer.evaluate(state, samples, 8) == 0.0
         after = state.optimizer.scale.state()
         assert after.get("loss_scale") == scale.get("loss_scale")
         state.reader.close()

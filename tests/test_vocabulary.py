@@ -23,9 +23,8 @@ from config.command_line import preset
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from distributed.mesh import Mesh
-from model import cross_entropy
+from loss import LocalLoss, cross_entropy
 from parallel import ParamSpec
-from pipeline import LocalLoss
 from planner import hardware, step_time
 from schedules import schedule, vocabulary
 from schedules.drawing import draw
