@@ -13,7 +13,7 @@ step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that 
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -189,8 +189,7 @@ class Corpora:
                 return self._part(0, ranges, num_samples)
             if self.weights is None:
                 return self._by_size(ranges, num_samples)
-            changes = [] if number else self.changes
-            return self._by_weight(self.weights, ranges, num_samples, changes)
+            return self._by_weight(ranges, num_samples, () if number else self.changes)
         except UserError as error:
             raise type(error)(
                 f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
@@ -219,20 +218,14 @@ class Corpora:
         about = config.model.seq_length, seed, config.model.vocab_size, config.data.order
         return GPTSamples(self.datasets[i], ranges[i], count, *about, self.cache)
 
-    def _by_weight(
-        self,
-        weights: list[float],
-        ranges: list[range],
-        num_samples: int,
-        changes: list[tuple[int, list[float]]],
-    ) -> Blend:
+    def _by_weight(self, ranges: list[range], num_samples: int, changes: Sequence) -> Blend:
         """A blend whose parts are requested as Megatron does: their share and some surplus.
 
         The order of a part depends on how much is requested of it. Where that falls short of what
         the blend takes, where Megatron fails, what is taken is requested. changes: of the shares,
         in the stable order alone, in which a part's first samples do not depend on the request.
         """
-        shares = normalise(weights)
+        shares = normalise(self.weights or ())
         # Megatron normalises given weights once for the requests and once more for the order.
         order = find_blend_order(normalise(shares), num_samples, self.cache, changes)
         surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]

@@ -198,9 +198,8 @@ class Embedding(nn.Module):
     ):
         """tied: another rank holds a copy of the tokens' matrix; spread: that all hold parts."""
         super().__init__()
-        h, self.length = model.hidden, model.seq_length
         self.part = factory.mesh.tp if factory.sequence_parallel else None
-        self.tokens = None
+        h, self.tokens = model.hidden, None
         if not spread:
             self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
@@ -214,7 +213,8 @@ class Embedding(nn.Module):
         x = tokens if self.tokens is None else self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
-                x = x + self._own_part(self.positions[: self.length, None])
+                parts = self.part.size if self.part else 1
+                x = x + self._own_part(self.positions[: len(x) * parts, None])
             else:
                 x = x + F.embedding(self._own_part(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
@@ -341,8 +341,6 @@ class Stage(nn.Module):
 
     def set_length(self, length: int) -> None:
         """Of the samples from now on, in tokens: at most seq_length."""
-        if self.embedding is not None:
-            self.embedding.length = length
         if self._bias is not None and self.bias is not None and self.bias.shape[-1] != length:
             # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
             self.bias = self._bias[..., :length, :length].contiguous()
