@@ -71,7 +71,10 @@ def parse_data_schedule(words: tuple) -> list[tuple[int, list[float]]]:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Samples of `start` tokens, then more, of `end` after so many samples; all multiples."""
+    """Lengths of samples, in tokens: from `start` to `end` within so many steps.
+
+    Every length is a multiple of `multiple`. samples: consumed by these steps.
+    """
 
     start: int
     end: int
@@ -80,7 +83,10 @@ class Curriculum:
 
     @classmethod
     def parse(cls, text: str, consumed: Callable[[int], int]) -> "Curriculum":
-        """That of START:END:STEPS[:MULTIPLE], which consume so many samples; UserError."""
+        """That of START:END:STEPS[:MULTIPLE]; UserError if it is malformed.
+
+        consumed: samples of so many steps.
+        """
         numbers = [_whole(word) or 0 for word in text.split(":")]
         if len(numbers) not in (3, 4) or min(numbers) == 0:
             wanted = "START:END:STEPS or START:END:STEPS:MULTIPLE such as 64:2048:10000"
@@ -88,8 +94,10 @@ class Curriculum:
         numbers[2] = consumed(numbers[2])
         found = cls(*numbers)
         if found.start % found.multiple or found.end % found.multiple:
-            many = f"MULTIPLE({found.multiple})"
-            raise UserError(f"--curriculum {text}: {many} does not divide START and END")
+            both = f"{found.start} and {found.end}"
+            raise UserError(
+                f"--curriculum {text}: MULTIPLE({found.multiple}) does not divide {both}"
+            )
         if found.start >= found.end:
             raise UserError(f"--curriculum {text}: START({found.start}) is not below its END")
         return found

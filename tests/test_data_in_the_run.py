@@ -381,7 +381,7 @@ def test_words_of_evaluation_sets():
         ("--curriculum 8:16", "takes START:END:STEPS or .*, not '8:16'"),
         ("--curriculum 8:16:0", "not '8:16:0'"),
         ("--curriculum 8:16:1e3", "not '8:16:1e3'"),
-        ("--curriculum 6:16:9", r"MULTIPLE\(8\) does not divide START and END"),
+        ("--curriculum 6:16:9", r"MULTIPLE\(8\) does not divide 6 and 16"),
         ("--curriculum 16:16:9", r"START\(16\) is not below its END"),
         ("--curriculum 8:32:9", "ends at 32 tokens, but seq-length is 16"),
         ("--curriculum 8:16:9 --batch-schedule 0:4", r"--batch-schedule counts .*length\(16\)"),
