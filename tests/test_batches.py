@@ -135,7 +135,7 @@ def test_a_run_has_the_steps_of_its_schedule():
         ("--rampup-batch-size 8 5 100", 1, "8 by 5 over 100 samples does not reach global-batch-"),
         ("--rampup-batch-size 8 8 100 --batch-schedule 0:4", 1, "one of --rampup-batch-size and"),
         ("--rampup-batch-size 8 8", 1, "--rampup-batch-size: expected 3 arguments"),
-        ("--rampup-batch-size 8 8 1e3", 1, "--rampup-batch-size: invalid int value: '1e3'"),
+        ("--rampup-batch-size 8 8 1.5", 1, "--rampup-batch-size: invalid int value: '1.5'"),
         ("--batch-schedule 0:4 5x:8", 1, "takes TOKENS:SIZE such as 5B:1024, not '5x:8'"),
         ("--batch-schedule 0:4 5B", 1, "takes TOKENS:SIZE such as 5B:1024, not '5B'"),
         ("--batch-schedule 1K:4", 1, "1K:4: the first size is for 0 tokens, as in 0:192"),
