@@ -107,6 +107,20 @@ def _unknown(what: str, names: list[str]) -> str:
     return f"unknown {what}s: {', '.join(shown)}"
 
 
+def to_words(group: Any, without: str = "") -> list[str]:
+    """The flags that give one of GROUPS its values, but for those at their defaults, and one."""
+    words: list[str] = []
+    for field in dataclasses.fields(group):
+        value, name = getattr(group, field.name), field.name.replace("_", "-")
+        if value is None or value == field.default or field.name == without:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+    return words
+
+
 def build(values: dict[str, Any]) -> Config:
     """A Config from flat option names; `model`, if given, names the preset to start from."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config import model_stats, schema, validation
+from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
 from planner import hardware, layouts, memory, risk, step_time
@@ -93,16 +94,7 @@ def _refusal(run: Config, gpus: int) -> str:
 
 def flags(layout: schema.Layout) -> list[str]:
     """What to type after train.py for a layout: what is not its default, but for dp."""
-    words: list[str] = []
-    for option in fields(schema.Layout):
-        value, flag = getattr(layout, option.name), option.name.replace("_", "-")
-        if value == option.default or option.name == "dp":
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
-    return words
+    return to_words(layout, without="dp")
 
 
 def defaults(name: str, given: Collection[str]) -> dict[str, Any]:

@@ -51,7 +51,10 @@ def test_every_kind_of_side_computes_the_same():
     words = ["--rows", *rows, "--rounds", "2", "--shape", "tiny"]
     done = start([*BENCHMARK, *words], timeout=900, OMP_NUM_THREADS="1")
     assert done.status == 0, done.err
-    table = [line.split("|")[1:-1] for line in done.out.splitlines() if line.startswith("| ")][2:]
+    speeds, bubbles = done.out.split("| row | side | bubble | MiB |")
+    table = [line.split("|")[1:-1] for line in speeds.splitlines() if line.startswith("| ")][2:]
+    shares = re.findall(r"^\| tp2-pp2 \| .*? \| +([\d.]+)", bubbles, re.MULTILINE)
+    assert shares and all(0 < float(share) < 100 for share in shares)
     assert [(row[0].strip(), row[2].strip()) for row in table] == [
         ("tp2", "DTensor"),
         ("tp2", "by hand: f, g, vocabulary-parallel loss"),

@@ -12,9 +12,8 @@ import random
 import pytest
 from compare import assert_close
 from golden_worker import options
-from ranks import mpirun
 from test_checkpoint import execute
-from test_golden import TOLERANCE, covering, distance, reference
+from test_golden import TOLERANCE, covering, distance, reference, run_cases
 
 from config import validation
 from config.messages import UserError
@@ -77,13 +76,8 @@ def asked(case: dict) -> dict:
 @pytest.mark.slow
 def test_every_schedule_equals_the_single_rank_run(tmp_path):
     cases = [asked(case) for case in covering(every_case(), seed=15)]
-    source, target = tmp_path / "cases.json", tmp_path / "results.json"
-    source.write_text(json.dumps(cases))
-    worker = ("tests/golden_worker.py", str(source), str(target))
-    outcome = mpirun(4, *worker, timeout=90 + 30 * len(cases))
-    assert outcome.status == 0, outcome.err[-4000:]
     worst = {"fp32": 0.0, "fp64": 0.0}
-    for case, result in zip(cases, json.loads(target.read_text()), strict=True):
+    for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
         off = distance(result, reference(case))
         assert off <= TOLERANCE[case["precision"]], case
         worst[case["precision"]] = max(worst[case["precision"]], off)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import mpirun
 from test_checkpoint import execute
-from test_golden import POSITIONS, TOLERANCE, covering, distance, reference
+from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_cases
 
 from config import validation
 from config.command_line import preset
@@ -266,12 +266,7 @@ def asked(case: dict) -> dict:
 @pytest.mark.slow
 def test_it_equals_the_single_rank_run(tmp_path):
     cases = [asked(case) for case in covering(every_case(), seed=3)]
-    source, target = tmp_path / "cases.json", tmp_path / "results.json"
-    source.write_text(json.dumps(cases))
-    worker = ("tests/golden_worker.py", str(source), str(target))
-    outcome = mpirun(4, *worker, timeout=90 + 30 * len(cases))
-    assert outcome.status == 0, outcome.err[-4000:]
-    for case, result in zip(cases, json.loads(target.read_text()), strict=True):
+    for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
         assert distance(result, reference(case)) <= TOLERANCE[case["precision"]], case
 
 

@@ -13,6 +13,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from config.command_line import to_words
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
@@ -72,16 +73,7 @@ class Candidate:
 
 def to_cli_args(config: Config) -> list[str]:
     """The arguments that make train.py run `config`: every option that is not at its default."""
-    found = []
-    for group, cls in GROUPS.items():
-        for field in fields(cls):
-            value = getattr(getattr(config, group), field.name)
-            name = field.name.replace("_", "-")
-            if isinstance(value, bool) and value != field.default:
-                found.append(f"--{name}" if value else f"--no-{name}")
-            elif value is not None and value != field.default:
-                found += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
-    return found
+    return [word for group in GROUPS for word in to_words(getattr(config, group))]
 
 
 def candidates(
