@@ -224,6 +224,7 @@ def test_mistakes_are_one_sentence(words, sentence):
 
 # A launcher that notes that it was called, as Slurm's would be.
 SRUN = "#!/bin/sh\ntouch $CALLED\n"
+SCONTROL = "#!/bin/sh\necho n1\n"  # the hostnames of the job
 TOO_LARGE = "--hidden 8192 --heads 64 --layers 24 --precision bf16 --global-batch-size 1"
 
 
@@ -237,13 +238,13 @@ TOO_LARGE = "--hidden 8192 --heads 64 --layers 24 --precision bf16 --global-batc
     ],
 )
 def test_a_batch_job_ends_before_srun_if_it_is_rejected(gpu, words, status, sentence, tmp_path):
-    srun = tmp_path / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS_PER_NODE": "1"}
     job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(tmp_path / "called")}
     job |= {"LOGS": str(tmp_path / "logs"), "GPU": gpu}
-    text = f"set -euo pipefail; source scripts/slurm_job.sh; ranks train.py {words}"
+    text = f"set -euo pipefail; source scripts/slurm_job.sh; ranks train.py {words} --resume auto"
     outcome = start(["bash", "-c", text], timeout=300, **job)
     assert outcome.status == status, outcome.err
     assert sentence in outcome.out + outcome.err
