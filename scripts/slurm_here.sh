@@ -41,12 +41,12 @@ stop() {
         sleep 0.1
     done
     kill -KILL "${daemons[@]}"
-    wait
     rm -rf "$state"
 }
 daemon() {
     setsid "$@" >>"$state/log/output" 2>&1 & # a session of its own: Ctrl-C must reach the command only
     daemons+=($!)
+    disown $! # of a slurmd that a test has killed bash would say so, after the command's last line
 }
 trap 'status=$?; set +e; stop >/dev/null 2>&1; exit $status' EXIT
 trap 'exit 143' TERM HUP
