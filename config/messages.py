@@ -60,6 +60,13 @@ class Parser(argparse.ArgumentParser):
             version, text = f"trine {VERSION}", "print the version and exit"
             self.add_argument("--version", action="version", version=version, help=text)
 
+    @classmethod
+    def described(cls, text: str) -> "Parser":
+        """That of a program whose docstring this is: its first line above, the rest below."""
+        head, _, rest = text.partition("\n\n")
+        form = argparse.RawDescriptionHelpFormatter
+        return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(message)

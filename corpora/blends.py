@@ -156,7 +156,34 @@ def _blend_phases(
     return which, number
 
 
-class Blend:
+class Placed:
+    """Samples each of which is one of other samples: `_place` says which."""
+
+    def _place(self, k: int) -> tuple[Any, int]:
+        raise NotImplementedError
+
+    def sample(self, k: int) -> np.ndarray:
+        """Tokens of sample k: (seq_length + 1,), int64."""
+        samples, number = self._place(k)
+        return samples.sample(number)
+
+    def answers(self, k: int) -> np.ndarray:
+        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
+        samples, number = self._place(k)
+        return samples.answers(number)
+
+    def spans(self, k: int) -> list[TextSpan]:
+        """Where its tokens are."""
+        samples, number = self._place(k)
+        return samples.spans(number)
+
+    def file_of(self, k: int) -> str:
+        """The file that holds them."""
+        samples, number = self._place(k)
+        return samples.file_of(number)
+
+
+class Blend(Placed):
     """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
 
     def __init__(self, parts: list[GPTSamples], order: BlendOrder):
@@ -181,28 +208,8 @@ class Blend:
             total[part.dataset.prefix] += count
         return dict(total)
 
-    def sample(self, k: int) -> np.ndarray:
-        """Tokens of the blend's sample k: (seq_length + 1,), int64."""
-        part, number = self._place(k)
-        return part.sample(number)
 
-    def answers(self, k: int) -> np.ndarray:
-        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
-        part, number = self._place(k)
-        return part.answers(number)
-
-    def spans(self, k: int) -> list[TextSpan]:
-        """Where its tokens are."""
-        part, number = self._place(k)
-        return part.spans(number)
-
-    def file_of(self, k: int) -> str:
-        """The file that holds them."""
-        part, number = self._place(k)
-        return part.file_of(number)
-
-
-class Epochs:
+class Epochs(Placed):
     """`num_samples` samples of blends of equal length, one after the other."""
 
     def __init__(self, epochs: list[Blend], num_samples: int):
@@ -223,26 +230,6 @@ class Epochs:
             if begin < end:
                 total.update(epoch.count_by_corpus(begin, end))
         return dict(total)
-
-    def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64."""
-        blend, number = self._place(k)
-        return blend.sample(number)
-
-    def answers(self, k: int) -> np.ndarray:
-        """Which of its tokens are of answers: (seq_length + 1,), 0 or 1."""
-        blend, number = self._place(k)
-        return blend.answers(number)
-
-    def spans(self, k: int) -> list[TextSpan]:
-        """Where its tokens are."""
-        blend, number = self._place(k)
-        return blend.spans(number)
-
-    def file_of(self, k: int) -> str:
-        """The file that holds them."""
-        blend, number = self._place(k)
-        return blend.file_of(number)
 
 
 def normalise(weights: Sequence[float]) -> list[float]:

@@ -180,12 +180,7 @@ def _lines(paths: list[str], seed: int):
 
 def main(arguments: list[str]) -> None:
     """Write the corpus that the arguments say; raises UserError."""
-    parser = Parser(
-        description=__doc__.splitlines()[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser.described(__doc__)
     add = parser.add_argument
     add("paths", nargs="+", metavar="FILE", help="JSON lines")
     add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx and .targets.*")

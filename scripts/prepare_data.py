@@ -145,12 +145,7 @@ def _parts(reader: Reader, place: np.ndarray, found: Found) -> Iterator[str]:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; UserError if options do not go together."""
-    parser = Parser(
-        description=__doc__.splitlines()[0],
-        epilog=__doc__.partition("\n\n")[2],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser.described(__doc__)
     add = parser.add_argument
     add("paths", nargs="*", metavar="PATH", help=f"files or folders of {SHOWN}; - for stdin")
     add("--out", required=True, metavar="PREFIX", help="write PREFIX.bin, .idx, .tokenizer.json")

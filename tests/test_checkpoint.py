@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_worker import build_run, make
+from compare import assert_close
 from ranks import ROOT, mpirun
 
 import trainer
@@ -89,6 +90,24 @@ def execute(jobs: dict[tuple, tuple[int, dict]], folder: Path) -> dict[tuple, di
         for start in starts:
             results |= start.result()
     return results
+
+
+def check_chain(ranks: int, common: dict, layouts: list[dict], folder: Path) -> None:
+    """Each layout in turn continues for two steps what the one before it has saved: its steps after
+    that are those of one rank that never stopped.
+    """
+    jobs = {}
+    for number, layout in enumerate(layouts):
+        places = {"out": str(folder / str(number))}
+        places |= {"resume": str(folder / str(number - 1))} if number else {}
+        jobs[(number,)] = ranks, {"options": common | layout | places, "before": 2, "after": 2}
+    plain = {"options": common | {"out": str(folder / "plain")}}
+    plain |= {"before": 0, "after": 2 * len(layouts) + 2}
+    ((_, expected),) = execute({("plain",): (1, plain)}, folder).items()
+    for (number,), result in execute(jobs, folder).items():
+        first = 2 * number + 2
+        assert result["progress"]["iteration"] == first
+        assert_close(result["numbers"], expected["numbers"][first : first + 2], 1e-10, number)
 
 
 def run_ranks(ranks: int, jobs: dict[tuple, dict], folder: Path) -> dict[tuple, dict]:

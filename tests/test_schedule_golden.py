@@ -10,9 +10,8 @@ import json
 import random
 
 import pytest
-from compare import assert_close
 from golden_worker import options
-from test_checkpoint import execute
+from test_checkpoint import check_chain
 from test_golden import TOLERANCE, covering, distance, reference, run_cases
 
 from config import validation
@@ -109,16 +108,4 @@ def test_a_checkpoint_knows_no_schedule(tmp_path):
         {"pp": 2, "schedule": "auto"},
         {"pp": 2, "partition": "1,3"},
     ]
-    jobs = {}
-    for number, layout in enumerate(layouts):
-        folder = {"out": str(tmp_path / str(number))}
-        folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
-        job = {"options": common | layout | folder, "before": 2, "after": 2}
-        jobs[(number,)] = (2, job)
-    plain = {"options": common | {"out": str(tmp_path / "plain")}}
-    plain |= {"before": 0, "after": 2 * len(layouts) + 2}
-    ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
-    for (number,), result in execute(jobs, tmp_path).items():
-        assert result["progress"]["iteration"] == 2 * number + 2
-        first = 2 * number + 2
-        assert_close(result["numbers"], expected["numbers"][first : first + 2], 1e-10, number)
+    check_chain(2, common, layouts, tmp_path)

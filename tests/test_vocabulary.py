@@ -15,7 +15,7 @@ from golden_worker import options
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import mpirun
-from test_checkpoint import execute
+from test_checkpoint import check_chain
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_cases
 
 from config import validation
@@ -282,18 +282,7 @@ def test_a_checkpoint_does_not_know_of_it(tmp_path):
         {"pp": 4, "vocab_pp": True, "schedule": "gpipe"},
         {"tp": 4},
     ]
-    jobs = {}
-    for number, layout in enumerate(layouts):
-        folder = {"out": str(tmp_path / str(number))}
-        folder |= {"resume": str(tmp_path / str(number - 1))} if number else {}
-        jobs[(number,)] = 4, {"options": common | layout | folder, "before": 2, "after": 2}
-    plain = {"options": common | {"out": str(tmp_path / "plain")}}
-    plain |= {"before": 0, "after": 2 * len(layouts) + 2}
-    ((_, expected),) = execute({("plain",): (1, plain)}, tmp_path).items()
-    for (number,), result in execute(jobs, tmp_path).items():
-        assert result["progress"]["iteration"] == 2 * number + 2
-        first = 2 * number + 2
-        assert_close(result["numbers"], expected["numbers"][first : first + 2], 1e-10, number)
+    check_chain(4, common, layouts, tmp_path)
 
 
 @pytest.mark.slow
