@@ -232,7 +232,7 @@ class Trainer:
         self.checkpoints, self.conditions = checkpoints, conditions
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
-        self.trace = StepTrace(checkpoints.exchange, log)
+        self.trace = StepTrace(checkpoints.exchange, log, state.pipeline.finish_sending)
         self.done = checkpoints.resume()
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total, log.epoch_tokens = self.total, splits.epoch_tokens

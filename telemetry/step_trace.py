@@ -15,6 +15,7 @@ first rank of every pipeline stage: OUT/torch_step_N_rank_R.json, for the same v
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,9 +32,12 @@ COLOURS = {"F": "thread_state_running", "B": "rail_animation", "data": "thread_s
 class StepTrace:
     """Writes the trace of step --profile-step; every rank calls the same methods."""
 
-    def __init__(self, exchange: StoreExchange, log: Log):
-        """exchange: between all ranks, through the store."""
+    def __init__(self, exchange: StoreExchange, log: Log, finish_sending: Callable[[], None]):
+        """exchange: between all ranks, through the store; finish_sending: waits for the messages
+        that this rank still sends.
+        """
         self.exchange, self.log, run = exchange, log, log.config.run
+        self.finish_sending = finish_sending
         self.device, self.recorder = log.context.device, log.context.recorder
         self.step = run.profile_step
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
@@ -61,6 +65,9 @@ class StepTrace:
         the ranks that are write one each.
         """
         if self.profiler:
+            # torch ends the record of a message as it is waited for; once the profiler has stopped,
+            # that record is freed memory.
+            self.finish_sending()
             self.profiler.stop()
             with self.log.without(self.profile_path):
                 open(self.profile_path, "w").close()  # export_chrome_trace says not why it cannot

@@ -1,7 +1,9 @@
 """The trace of a step: it shows the schedule, on one clock."""
 
+import contextlib
 import itertools
 import json
+import types
 
 import pytest
 import torch
@@ -84,6 +86,21 @@ def test_a_trace_shows_the_schedule(tmp_path):
     for name in profiles:
         kernels = {e["name"] for e in json.loads((tmp_path / name).read_text())["traceEvents"]}
         assert {"aten::mm", "aten::native_layer_norm"} <= kernels or "aten::addmm" in kernels
+
+
+def test_a_profile_ends_after_the_messages_of_its_step(tmp_path):
+    """torch writes to the record of a message that is waited for after the profiler has stopped."""
+    done = []
+    context = types.SimpleNamespace(device=torch.device("cpu"), recorder=FlightRecorder(), rank=0)
+    run = types.SimpleNamespace(profile_step=0, torch_profile=2, out=str(tmp_path))
+    log = types.SimpleNamespace(context=context, config=types.SimpleNamespace(run=run))
+    log.without, log.note = contextlib.nullcontext, done.append
+    trace = step_trace.StepTrace(None, log, lambda: done.append("sent"))
+    trace.profiler = types.SimpleNamespace(
+        stop=lambda: done.append("stopped"), export_chrome_trace=lambda path: done.append("written")
+    )
+    trace.after(2)
+    assert done[:3] == ["sent", "stopped", "written"]
 
 
 def test_a_step_lasts_until_the_device_has_done_it(monkeypatch):
