@@ -145,14 +145,15 @@ class Measured:
 
 @contextmanager
 def sides_of(row: Row, folder: Path) -> Iterator[list[Side]]:
-    """Trine and its peers, ready for commands and on the same cores; they end with the block."""
+    """Trine and its peers, ready for commands and on the same cores; they end with the block. Each
+    starts alone: some time their passes before the first step.
+    """
     sides: list[Side] = []
     try:
         for i, peer in enumerate(("", *row.peers)):
             label, words = program(row, peer, folder, i)
             sides.append(Side(label, words, row.ranks, folder / str(i)))
-        for side in sides:
-            side.wait_until_ready()
+            sides[-1].wait_until_ready()
         for side in sides[1:]:
             side.bind(sides[0].cores())
         yield sides
