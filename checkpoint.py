@@ -10,12 +10,10 @@ checkpointing/ has the format, and how a run saves and loads.
 
 import argparse
 import ctypes
-import dataclasses
 import math
 import os
 import signal
 import sys
-from typing import Any
 
 from config import messages  # first: it ends a Python that is too old
 
@@ -47,6 +45,7 @@ with messages.installed():
     from checkpointing import folders
     from checkpointing.index import GROUPS, Index
     from checkpointing.verification import check_files
+    from config.families import FAMILIES
     from config.messages import Parser, UserError
 
 
@@ -76,10 +75,9 @@ def run_command(arguments: list[str]) -> None:
     if given.command == "import":
         from checkpointing.hf_export import import_weights
 
-        model = import_weights(given.source, given.target)
-        flags = _as_flags(dataclasses.asdict(model))
-        print(f"weights of {given.source} are in {given.target}; to begin training with them:")
-        print(f"  --resume {given.target} --load-weights-only {flags}")
+        import_weights(given.source, given.target)
+        print(f"weights of {given.source} are in {given.target}, their shape in its run.json;")
+        print(f"to begin training with them: --resume {given.target} --load-weights-only")
         return
     if given.command == "export" and not given.shard_gb > 0:
         raise UserError(f"--shard-gb {given.shard_gb:g}: a file needs more than 0 bytes")
@@ -95,7 +93,8 @@ def run_command(arguments: list[str]) -> None:
         if given.tokenizer is None:
             print("without a tokenizer; --tokenizer PREFIX.tokenizer.json adds that of the data")
         size = given.shard_gb * 1e9
-        files = export_weights(folder, given.target, given.dtype, size, given.tokenizer)
+        options = given.dtype, size, given.tokenizer, given.family
+        files = export_weights(folder, given.target, *options)
         print(f"{given.target}: {', '.join(files)}")
 
 
@@ -108,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("export", help="weights for transformers")
     command.add_argument("--to", choices=("hf",), required=True)
     command.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="default: as saved")
+    command.add_argument("--family", choices=tuple(FAMILIES), help="default: the first that fits")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
     command.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to add")
     command.add_argument("source", metavar="DIR", help="a checkpoint, or a run's folder")
@@ -117,17 +117,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("source", metavar="DIR", help="with config.json and safetensors")
     command.add_argument("target", metavar="OUT", help="a new folder")
     return parser
-
-
-def _as_flags(values: dict[str, Any]) -> str:
-    flags = []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags.append(f"--{flag} {value}")
-    return " ".join(flags)
 
 
 if __name__ == "__main__":

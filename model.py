@@ -1,4 +1,4 @@
-"""The GPT: embedding, pre-norm blocks, head and loss; a stage is a slice of it.
+"""The GPT: embedding, blocks, head and loss; a stage is a slice of it.
 
     [embedding] block* [final norm + head + loss]        each may be absent
 
@@ -7,6 +7,7 @@ f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. 
 GPT-2: normal, the two matrices that write into the residual stream smaller by sqrt(2 L).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
+from config.validation import rotary_scaling
 from corpora.attention_masks import Mask, alibi_slopes, causal_alibi, masked_attention, visible
 from data import Batch
 from loss import cross_entropy
@@ -29,6 +31,7 @@ from parallel import (
     RowLinear,
     VocabEmbedding,
     column_linear,
+    sum_over_tp,
 )
 from schedules.partition import StageSpec
 
@@ -63,18 +66,41 @@ def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
 
 
 def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: (s, 1, 1, d)."""
-    d = model.head_size
-    frequencies = model.rotary_base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: (s, 1, 1, r) for the
+    r columns of a head that are turned.
+    """
+    r = model.rotary_width
+    frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    frequencies = _scaled(frequencies, *rotary_scaling(model.rotary_scaling))
     angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
     angles = torch.cat([angles, angles], -1)[:, None, None, :]
     cos, sin = angles.cos(), angles.sin()
     return cos.to(factory.device, factory.dtype), sin.to(factory.device, factory.dtype)
 
 
+def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
+    """Frequencies by --rotary-scaling: all over a factor, or in Llama 3.1 those that turn less than
+    `low` times in the positions trained at first, and in part those that turn up to `high` times.
+    """
+    if kind == "none":
+        return frequencies
+    if kind == "linear":
+        return frequencies / numbers[0]
+    factor, low, high, positions = numbers
+    turns = positions * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on (s, b, heads, d), by tables of (s or more, 1 or b, 1, d)."""
+    """Rotary positions on the first r columns of (s, b, heads, d), by tables of (s or more, 1 or b,
+    1, r).
+    """
     cos, sin = (table[: len(x)] for table in tables)
+    r = cos.shape[-1]
+    if r < x.shape[-1]:
+        turned, rest = x.split((r, x.shape[-1] - r), -1)
+        return torch.cat([rotate(turned, tables), rest], -1)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
@@ -94,13 +120,16 @@ class Attention(nn.Module):
         self.queries = model.heads // model.kv_heads
         self.d, self.recompute = model.head_size, recompute
         shape = (model.kv_heads, self.queries + 2, self.d)
-        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.bias)
+        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
+        self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         inputs, std = model.heads * self.d, _residual_std(factory, model)
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
+        if self.norms is not None:
+            q, k = self.norms(q, k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if self.recompute and torch.is_grad_enabled():
@@ -135,8 +164,49 @@ def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
     return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
 
 
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of queries and keys, of each head, or over all heads of all tensor ranks ("full")."""
+
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        super().__init__()
+        self.tp, self.eps, self.d = factory.mesh.tp, model.norm_eps, model.head_size
+        self.full = model.qk_norm == "full"
+        self.widths = [heads * self.d for heads in (model.heads, model.kv_heads)]
+
+        def scale(kind: str, heads: int) -> nn.Parameter:
+            shape, dim = ((heads, self.d), 0) if self.full else ((self.d,), None)
+            weight = f"{name}.{kind}_norm.weight"
+            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=not self.full)
+
+        self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """(s, b, heads, d) each, as they come."""
+        if not self.full:
+            shape = (self.d,)
+            return F.rms_norm(q, shape, self.q, self.eps), F.rms_norm(k, shape, self.k, self.eps)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        squares = [t.to(exact).square().sum((-2, -1)) for t in (q, k)]
+        sums = sum_over_tp(torch.stack(squares), self.tp)  # 2 s b
+        factors = [torch.rsqrt(sum_ / n + self.eps) for sum_, n in zip(sums, self.widths)]
+        return _scale(q, factors[0], self.q), _scale(k, factors[1], self.k)
+
+
+def _scale(x: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
+    """x (s, b, heads, d) times a factor for each token (s, b), and a weight."""
+    scaled = x.to(factor.dtype) * factor[..., None, None]
+    return scaled.to(x.dtype) * weight.view(x.shape[2:])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
 class MLP(nn.Module):
-    """h -> f -> h, with GELU, or gated with SiLU: the gate and up matrices are one (2, f, h)."""
+    """h -> f -> h, with an activation, or gated with SiLU: gate and up are one matrix (2, f, h)."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
@@ -151,12 +221,15 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             gate, up = x.chunk(2, -1)
             return self.down(F.silu(gate) * up)
-        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return self.down(F.gelu(x, approximate=approximate))
+        return self.down(ACTIVATIONS[self.activation](x))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
+    """x + attention(norm(x)), then x + MLP(norm(x)).
+
+    --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). parallel: the sum of x,
+    attention(norm(x)) and MLP(norm(x)), with two norms.
+    """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
@@ -165,7 +238,7 @@ class Block(nn.Module):
         self.attention = Attention(factory, f"{name}.attention", model, recompute == "selective")
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.mlp = MLP(factory, f"{name}.mlp", model)
-        self.recompute = recompute == "full"
+        self.recompute, self.kind = recompute == "full", model.block
 
     def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -173,8 +246,11 @@ class Block(nn.Module):
         return self._run(x, bias, rotary)
 
     def _run(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), bias, rotary)
-        return x + self.mlp(self.mlp_norm(x))
+        if self.kind == "post-norm":
+            x = x + self.attention_norm(self.attention(x, bias, rotary))
+            return x + self.mlp_norm(self.mlp(x))
+        mixed = x + self.attention(self.attention_norm(x), bias, rotary)
+        return mixed + self.mlp(self.mlp_norm(x if self.kind == "parallel" else mixed))
 
 
 def _residual_std(factory: ParamFactory, model: ModelShape) -> float:

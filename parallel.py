@@ -90,9 +90,11 @@ class ParamFactory:
         tied: bool = False,
         copy: bool = False,
         over: Group | None = None,
+        partial: bool = False,
     ) -> nn.Parameter:
         """This rank's part of the tensor `name`: normal with `std`, or constant `fill`.
 
+        partial: each tensor rank's gradient is one term of a sum, as of its own heads.
         Split along `dim`, if given, over tp or another group (`over`), of size `padded` (default:
         shape[dim]), which the group's size divides. `.spec` says what it is a part of.
         """
@@ -109,7 +111,7 @@ class ParamFactory:
             own = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(own, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = ("replicas",)
-        if self.sequence_parallel and dim is None and tp.size > 1:
+        if (self.sequence_parallel or partial) and dim is None and tp.size > 1:
             reduce_over += ("tp",)
         if tied:
             reduce_over += ("tied",)
@@ -202,6 +204,28 @@ def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
         return x
     reduce = _ReduceScatterSequence if factory.sequence_parallel else _Reduce
     return reduce.apply(x, factory.mesh.tp)
+
+
+class _SumOverTp(torch.autograd.Function):
+    """A sum over tp of which every rank uses all for its own part: all-reduce both ways."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        ctx.mark_dirty(x)
+        tp.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.tp.all_reduce(grad).wait()
+        return grad, None
+
+
+def sum_over_tp(x: Tensor, tp: Group) -> Tensor:
+    """The sum of every tensor rank's x, which changes in place, for each to use on its heads."""
+    return x if tp.size == 1 else _SumOverTp.apply(x, tp)
 
 
 def _gather(x: Tensor, tp: Group | None) -> Tensor:

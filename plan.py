@@ -65,7 +65,8 @@ def ask(arguments: list[str]) -> Answer:
             others = " and ".join(readers)
             raise UserError(f"--{name} goes with {others}, not {options.question}")
     options.top = 20 if options.top is None else options.top
-    request = parse_request(rest, defaults=partial(questions.defaults, options.question))
+    defaults = partial(questions.defaults, options.question)
+    request = parse_request(rest, defaults=defaults, plans=True)
     for note in request.notes:
         print(f"note: {note}", file=sys.stderr)
     answer, _ = QUESTIONS[options.question]

@@ -80,7 +80,9 @@ class PlainRun:
     def __init__(self, shape: ModelShape, vocabulary: int, device: str, backend: str = "inductor"):
         """vocabulary: rows, padding included. UserError for a shape that this GPT has not."""
         kind = (shape.positions, shape.norm, shape.activation, shape.bias, shape.tied)
-        if kind != ("learned", "layernorm", "gelu_tanh", True, True):
+        kind += (shape.qkv_bias, shape.qk_norm, shape.block, shape.heads * shape.head_size)
+        own = ("learned", "layernorm", "gelu_tanh", True, True)
+        if kind != (*own, True, "none", "pre-norm", shape.hidden):
             raise UserError(f"the plain GPT has no {kind}")
         torch.manual_seed(0)
         torch.compiler.reset()  # else an earlier run's sizes make this one's dynamic, and slower

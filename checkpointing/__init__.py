@@ -8,7 +8,7 @@ writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
 load          reads a checkpoint under any layout; `Progress` of a run
 hf_export     Hugging Face weights, out and in
-hf_mappings   tensor names and shapes of the Hugging Face families
+hf_mappings   which tensors of the families of Hugging Face transformers make which of ours
 
 A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save and load.
 """

@@ -28,7 +28,8 @@ from checkpointing.hf_mappings import Rule, hf_config, model_shape, rules
 from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import origin
-from checkpointing.verification import check_shapes, make_model
+from checkpointing.verification import check_shapes
+from config.command_line import make_model
 from config.messages import UserError
 from config.schema import ModelShape
 
@@ -43,18 +44,20 @@ def export_weights(
     dtype: str | None = None,
     shard_bytes: float = 5e9,
     tokenizer: str | None = None,
+    family: str | None = None,
 ) -> list[str]:
     """Write a checkpoint's weights to a new folder for transformers; returns the files' names.
 
     source: a checkpoint whose files have been checked. dtype: a key of DTYPES, default as saved.
     shard_bytes: limit of a file, and so of the memory; a larger tensor has a file of its own.
-    Raises UserError if no family of transformers is this model's, or target exists.
+    family: a name of families.toml, default: the first that has the model. Raises UserError if none
+    has, or target exists.
     """
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
         chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
-        all_rules, shapes = rules(model), index.shapes
-        config = hf_config(model, chosen)
+        all_rules, shapes = rules(model, family), index.shapes
+        config = hf_config(model, chosen, family)
         if tokenizer:
             config |= _copy_tokenizer(tokenizer, folder, model)
         files = _group(all_rules, shapes, chosen.itemsize, shard_bytes)
@@ -160,11 +163,12 @@ def import_weights(source: str, target: str) -> ModelShape:
     In fp32, which represents bf16 and fp16 exactly; fp64 stays fp64. Returns the model's shape.
     Raises UserError if a file is missing or the model is none of ours.
     """
-    model = model_shape(_read_json(source, "config.json"), os.path.join(source, "config.json"))
+    config = _read_json(source, "config.json")
+    model = model_shape(config, os.path.join(source, "config.json"))
     there = _open_tensors(source)
     if model.layers > len(there):
         raise UserError(f"{source} has {len(there)} tensors, too few for {model.layers} layers")
-    all_rules = rules(model)
+    all_rules = rules(model, config["model_type"])
     tensors = _match(source, there, all_rules)
     kind = "float64" if "F64" in {tensor.get_dtype() for tensor in tensors.values()} else "float32"
 
@@ -193,6 +197,7 @@ def import_weights(source: str, target: str) -> ModelShape:
         image = file_format.index_image(shapes, [shard])
         index = file_format.write_index(hidden, image, _attributes(model, source))
         folders.write_manifest(hidden, 0, {name: (total, crc), file_format.INDEX: index})
+        _write_json(folder, "run.json", {"config": {"model": dataclasses.asdict(model)}})
         if os.path.lexists(os.path.join(source, "tokenizer.json")):
             shutil.copyfile(_path_in(source, "tokenizer.json"), f"{folder}/tokenizer.json")
     return model
@@ -241,7 +246,10 @@ def _read_json(folder: str, name: str) -> dict[str, Any]:
 
 
 # Buffers and copies that files of these families may contain in addition to the weights.
-_IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", "lm_head.weight")
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_IGNORED = (*_BUFFERS, ".rotary_emb.inv_freq", "lm_head.weight", "embed_out.weight")
+# Other names of tensors in files that other versions of transformers wrote.
+_OTHER_NAMES = {"embed_out.weight": "lm_head.weight"}
 
 
 def _open_tensors(folder: str) -> dict[str, Any]:
@@ -274,11 +282,13 @@ def _match(folder: str, there: dict[str, Any], all_rules: list[Rule]) -> dict[st
     """
     found, missing = {}, []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
-        short = name.split(".", 1)[1]  # some files omit the first component
-        if name in there or short in there:
-            found[name] = there.pop(name if name in there else short)
-        else:
+        # Some files omit the first component.
+        spelled = [name, name.split(".", 1)[1], _OTHER_NAMES.get(name, name)]
+        known = next((each for each in spelled if each in there), None)
+        if known is None:
             missing.append(name)
+        else:
+            found[name] = there.pop(known)
     surplus = sorted(name for name in there if not name.endswith(_IGNORED))
     if missing or surplus:
         raise UserError(

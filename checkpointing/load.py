@@ -22,6 +22,7 @@ from checkpointing import folders
 from checkpointing.file_format import Box, split_into_boxes
 from checkpointing.index import Index
 from checkpointing.verification import check_files
+from config.command_line import make_model
 from config.messages import UserError
 from config.schema import Config
 from corpora.usage import Usage
@@ -176,13 +177,14 @@ class Loader:
 
     def _check_model(self, index: Index, folder: str) -> None:
         """UserError if the checkpoint's model is another one; a line with --load-weights-only."""
-        ours, theirs = dataclasses.asdict(self.config.model), index.attributes("model")
+        ours = dataclasses.asdict(self.config.model)
+        theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         if self.config.model.positions != "learned":
             theirs["seq_length"] = ours["seq_length"]  # no tensor depends on it
-        different = [name for name in ours if ours[name] != theirs.get(name)]
+        different = [name for name in ours if ours[name] != theirs[name]]
         if not different:
             return
-        both = ", ".join(f"{name} {theirs.get(name)} against {ours[name]}" for name in different)
+        both = ", ".join(f"{name} {theirs[name]} against {ours[name]}" for name in different)
         sentence = f"{folder} is of another model than this run's: {both}"
         if not self.run.load_weights_only:
             raise UserError(sentence)

@@ -3,7 +3,6 @@
 manifest = check_files(folder)      manifest, files, tensors, attributes; UserError
 """
 
-import dataclasses
 import json
 import math
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from checkpointing import folders
 from checkpointing.file_format import INDEX, Shape
 from checkpointing.index import Index
-from config import command_line, validation
+from config.command_line import make_model
 from config.messages import UserError
 from config.schema import ModelShape
 from corpora.usage import Usage
@@ -39,19 +38,6 @@ def check_files(folder: str, contents: bool = True, rank: int = 0, size: int = 1
     return manifest
 
 
-def make_model(values: dict[str, Any], where: str) -> ModelShape:
-    """The model of these fields; UserError if one is unknown, of a wrong type or out of range."""
-    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
-    if unknown:
-        raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
-    try:
-        model = command_line.build(values).model
-        validation.check_shape(model)
-    except UserError as error:
-        raise UserError(f"{where}: {' '.join(str(error).split()):.300}") from None
-    return model
-
-
 def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None:
     """UserError unless these are the names and shapes of the model's tensors."""
     if model.layers > len(found):
@@ -67,8 +53,14 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     """The names and global shapes of a model's tensors; file_format.py has the symbols."""
     h, g, d, f = model.hidden, model.kv_heads, model.head_size, model.ffn_hidden
     qkv, up = (g, model.heads // g + 2, d), (2, f) if model.activation == "swiglu" else (f,)
-    linear = {"attention.qkv": (qkv, h), "attention.out": ((h,), h)}
-    linear |= {"mlp.up": (up, h), "mlp.down": ((h,), f)}
+    linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
+    linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
+    linear |= {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}
+    scales = {
+        "none": {},
+        "head": {"q": (d,), "k": (d,)},
+        "full": {"q": (model.heads, d), "k": (g, d)},
+    }
     norms = ["head.norm"]
     shapes: dict[str, Shape] = {"embedding.tokens.weight": (model.vocab_size, h)}
     if model.positions == "learned":
@@ -79,10 +71,12 @@ def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
         norms.append("embedding.norm")
     for block in (f"blocks.{i}" for i in range(model.layers)):
         norms += [f"{block}.attention_norm", f"{block}.mlp_norm"]
-        for name, (outputs, inputs) in linear.items():
+        for name, (outputs, inputs, bias) in linear.items():
             shapes[f"{block}.{name}.weight"] = (*outputs, inputs)
-            if model.bias:
+            if bias:
                 shapes[f"{block}.{name}.bias"] = outputs
+        for name, shape in scales[model.qk_norm].items():
+            shapes[f"{block}.attention.{name}_norm.weight"] = shape
     for norm in norms:
         shapes |= {
             f"{norm}.{n}": (h,) for n in ("weight", "bias")[: 1 + (model.norm == "layernorm")]

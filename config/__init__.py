@@ -4,6 +4,7 @@ schema          the dataclasses of all options, and the axes of the mesh of rank
 run_options     of these the options of data and run
 data_options    evaluation sets, weights that change, samples that become longer
 command_line    flags and TOML to a `Config`, with what was given; models by name (presets.toml)
+families        config.json of transformers in and out (families.toml), shapes of runs
 spelling        names of Megatron-LM's options (other_names.toml), and what others may mean
 validation      every check across options; an error shows both sides with their numbers
 batch_schedule  samples per step, ramp-ups, samples that are skipped

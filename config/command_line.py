@@ -17,20 +17,28 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from config import spelling
+from config import families, spelling
 from config.messages import Parser, UserError, nearest
+from config.run_options import Run
 from config.schema import GROUPS, Config, ModelShape
+from config.validation import check_shape
 
 
 def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
     """Every named shape in the file's order, and other names for some of them."""
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
     shapes = {
-        name: ModelShape(*sizes, **family["shared"])
+        name: ModelShape(*sizes, **(_first_options(family.get("name")) | family["shared"]))
         for family in tree["family"]
         for name, sizes in family["models"].items()
     }
     return shapes, tree["aliases"]
+
+
+def _first_options(family: str | None) -> dict[str, Any]:
+    """What all models of a family of families.toml have, unless they say otherwise."""
+    options = families.FAMILIES[family].options if family else {}
+    return {name: allowed[0] for name, allowed in options.items()}
 
 
 PRESETS, ALIASES = _load_presets()
@@ -51,6 +59,28 @@ def preset(name: str) -> ModelShape:
     if key not in PRESETS:
         raise UserError(f"no preset is called {name!r}{nearest(key, [*PRESETS, *ALIASES])}")
     return PRESETS[key]
+
+
+def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
+    """The shape of a preset or of a file, and sentences about what it leaves out."""
+    known = {*PRESETS, *ALIASES}
+    if name.lower() in known or not families.is_path(name):
+        return preset(name), []
+    options, lacks = families.read(name, seq_length)
+    return make_model(options, name), lacks
+
+
+def make_model(values: dict[str, Any], where: str) -> ModelShape:
+    """The model of these fields; UserError if one is unknown, of a wrong type or out of range."""
+    unknown = sorted(values.keys() - {field.name for field in dataclasses.fields(ModelShape)})
+    if unknown:
+        raise UserError(f"{where} has unknown fields of a model: {unknown!a:.80}")
+    try:
+        model = build(values).model
+        check_shape(model)
+    except UserError as error:
+        raise UserError(f"{where}: {' '.join(str(error).split()):.300}") from None
+    return model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +108,13 @@ def parse_request(
     arguments: list[str],
     description: str = "Train a GPT.",
     defaults: Callable[[Collection[str]], dict[str, Any]] = lambda given: {},
+    plans: bool = False,
 ) -> Request:
     """As `parse`, with the names of what was given; flags override the file.
 
     defaults: a program's own values for options that neither a flag nor the file gives, as a
-    function of the names that were given; what was given is never overridden.
+    function of the names that were given; what was given is never overridden. plans: whether what
+    the engine cannot train of a --model is a note, not a UserError.
     """
     translated = spelling.translate(arguments)
     flags, unknown = _parser(description).parse_known_args(translated.words)
@@ -91,9 +123,21 @@ def parse_request(
         names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
         raise UserError(_unknown("argument", names))
     file = values.pop("config", None)
-    given = translated.finish((_options_of_file(file) if file else {}) | values)
-    request = Request(build(defaults(frozenset(given)) | given), frozenset(given))
-    return dataclasses.replace(request, notes=tuple(translated.notes))
+    given = _with_shape(translated.finish((_options_of_file(file) if file else {}) | values))
+    lacks: list[str] = []
+    config = build(defaults(frozenset(given)) | given, lacks if plans else None)
+    notes = [*translated.notes, *(f"planned, but not trained here: {each}" for each in lacks)]
+    return Request(config, frozenset(given), tuple(notes))
+
+
+def _with_shape(given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, and if that is no shape but --resume: the shape of the run to resume."""
+    resume = given.get("resume")
+    if not isinstance(resume, str) or given.keys() & {"model", "layers", "hidden", "heads"}:
+        return given
+    folder = str(given.get("out", Run.out)) if resume == "auto" else resume
+    found = families.of_run(folder)
+    return given | {"model": found} if found else given
 
 
 def _unknown(what: str, names: list[str]) -> str:
@@ -121,13 +165,23 @@ def to_words(group: Any, without: str = "") -> list[str]:
     return words
 
 
-def build(values: dict[str, Any]) -> Config:
-    """A Config from flat option names; `model`, if given, names the preset to start from."""
+def build(values: dict[str, Any], lacks: list[str] | None = None) -> Config:
+    """A Config from flat option names; `model`, if given, is the preset or file to start from.
+
+    lacks: takes sentences about what that file's model has and the engine cannot train; without it
+    they are a UserError.
+    """
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     for name, value in values.items():
         check_option(name, value)
-    base = preset(values.pop("model")) if "model" in values else None
     groups: dict[str, Any] = {}
+    base = None
+    if "model" in values:
+        base, found = _base_shape(values["model"], values.get("seq_length"))
+        if lacks is not None:
+            lacks += found
+        elif found:
+            raise UserError(f"--model {values['model']}: {'; '.join(found)}")
     for group, cls in GROUPS.items():
         own = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         groups[group] = reshape(base, own) if group == "model" and base else cls(**own)
@@ -136,7 +190,7 @@ def build(values: dict[str, Any]) -> Config:
 
 def reshape(base: ModelShape, own: dict[str, Any]) -> ModelShape:
     """A preset with some fields changed; fields that are derived from these are derived again."""
-    defaults = {"kv_heads": base.heads, "ffn_hidden": base.default_ffn()}
+    defaults = base.derived()
     derived = {name: None for name, value in defaults.items() if getattr(base, name) == value}
     return dataclasses.replace(base, **(derived | own))
 
@@ -164,7 +218,8 @@ def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argpar
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
             text = "start from a named shape: " + ", ".join(PRESETS)
-            section.add_argument("--model", metavar="PRESET", help=text, **absent)
+            text += ", or that of a config.json of transformers, a run's folder, a checkpoint"
+            section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
         for f in dataclasses.fields(cls):
             _add_flag(section, f)
     return parser

@@ -18,12 +18,23 @@ def norm_parameters(model: ModelShape) -> int:
     return model.hidden * (2 if model.norm == "layernorm" else 1)
 
 
+def head_norm_parameters(model: ModelShape) -> int:
+    """Of --qk-norm head in a block: scales of the queries' and of the keys' head size."""
+    return 2 * model.head_size if model.qk_norm == "head" else 0
+
+
+def normed_width(model: ModelShape) -> int:
+    """Columns of queries and keys together that --qk-norm normalises."""
+    return 0 if model.qk_norm == "none" else (model.heads + model.kv_heads) * model.head_size
+
+
 def block_parameters(model: ModelShape) -> int:
     """Parameters of one block; L(12 h^2 + 13 h) over L for a plain GPT."""
     h, qkv, up = model.hidden, model.qkv_width, model.up_width
     matrices = h * (qkv + model.attention_width + up + model.ffn_hidden)
-    biases = qkv + h + up + h if model.bias else 0
-    return matrices + biases + 2 * norm_parameters(model)
+    biases = (qkv if model.qkv_bias else 0) + (h + up + h if model.bias else 0)
+    scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
+    return matrices + biases + scales + 2 * norm_parameters(model)
 
 
 def embedding_parameters(model: ModelShape) -> int:

@@ -49,22 +49,46 @@ class ModelShape:
     vocab_size: int = option(50257, "tokens in the vocabulary, before padding", minimum=1)
     positions: str = option("learned", "kind of positions", choices=("learned", "alibi", "rotary"))
     norm: str = option("layernorm", "normalisation", choices=("layernorm", "rmsnorm"))
-    activation: str = option("gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "swiglu"))
+    activation: str = option(
+        "gelu_tanh", "MLP activation", choices=("gelu", "gelu_tanh", "relu", "swiglu")
+    )
     bias: bool = option(True, "biases in the linear layers")
     embedding_norm: bool = option(False, "normalise the embedding's output, as BLOOM does")
     tied: bool = option(True, "the output head shares the embedding's weights")
     norm_eps: float = option(1e-5, "epsilon of the normalisation", minimum=0.0)
     rotary_base: float = option(10000.0, "base of the rotary frequencies", above=0.0)
+    rotary_fraction: float = option(
+        1.0, "share of each head that rotary positions turn", above=0.0, maximum=1.0
+    )
+    rotary_scaling: str = option(
+        "none", "of rotary frequencies: none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS"
+    )
+    head_size: int = option(None, "width of a head, default: hidden / heads", minimum=1)
+    qkv_bias: bool = option(None, "biases of queries, keys and values, default: as --bias")
+    qk_norm: str = option(
+        "none",
+        "RMSNorm of queries and keys: of each head, or all",
+        choices=("none", "head", "full"),
+    )
+    block: str = option(
+        "pre-norm",
+        "norms before attention and MLP, or after; parallel: before, both read the block's input",
+        choices=("pre-norm", "post-norm", "parallel"),
+    )
 
     def __post_init__(self) -> None:
         missing = [n for n in ("layers", "hidden", "heads") if getattr(self, n) is None]
         if missing:
             flags = ", ".join(f"--{n}" for n in missing)
             raise UserError(f"the model has no {flags}: give them, or --model PRESET")
-        derived = {"kv_heads": self.heads, "ffn_hidden": self.default_ffn()}
-        for name, value in (derived | {"max_positions": self.seq_length}).items():
+        for name, value in (self.derived() | {"max_positions": self.seq_length}).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+    def derived(self) -> dict[str, Any]:
+        """What options are that are not given, and follow from others."""
+        head = {"head_size": self.hidden // self.heads, "kv_heads": self.heads}
+        return head | {"ffn_hidden": self.default_ffn(), "qkv_bias": self.bias}
 
     def default_ffn(self) -> int:
         """Width of the MLP if it is not given."""
@@ -73,9 +97,9 @@ class ModelShape:
         return -(-8 * self.hidden // (3 * 64)) * 64  # Llama's 8/3 rule, up to a multiple of 64
 
     @property
-    def head_size(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.heads
+    def rotary_width(self) -> int:
+        """Columns of a head that rotary positions turn."""
+        return int(self.head_size * self.rotary_fraction)
 
     @property
     def attention_width(self) -> int:

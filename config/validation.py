@@ -58,20 +58,44 @@ def _place(layout: Layout, ranks: int) -> Layout:
 
 def check_shape(model: ModelShape) -> None:
     """Raise UserError if no layout can build such a model."""
-    if model.hidden % model.heads:
-        raise UserError(f"heads({model.heads}) does not divide hidden({model.hidden})")
+    if model.hidden % model.heads and model.head_size == model.hidden // model.heads:
+        both = f"heads({model.heads}) does not divide hidden({model.hidden})"
+        raise UserError(f"{both}: give another --head-size than {model.head_size}")
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
-    if model.positions == "rotary" and model.head_size % 2:
+    rotary_scaling(model.rotary_scaling)
+    if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
+        part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
         raise UserError(
-            f"rotary positions need an even head size: hidden({model.hidden}) / "
-            f"heads({model.heads}) = {model.head_size}"
+            f"rotary positions turn an even number of columns of a head, 2 or more: {part} is "
+            f"{model.rotary_width}"
         )
     if model.positions == "learned" and model.seq_length > model.max_positions:
         raise UserError(
             f"seq-length({model.seq_length}) is longer than the learned positions: "
             f"max-positions({model.max_positions})"
         )
+
+
+# The numbers of each way to scale rotary frequencies, by their names in config.json.
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROTARY_SCALING = {"none": (), "linear": ("factor",), "llama3": _LLAMA3}
+
+
+def rotary_scaling(text: str) -> tuple[str, list[float]]:
+    """The kind and the numbers of --rotary-scaling; UserError if it has others."""
+    kind, *parts = text.split(":")
+    with contextlib.suppress(ValueError):
+        numbers = [float(part) for part in parts]
+        known = len(numbers) == len(ROTARY_SCALING.get(kind, ("unknown",) * 9))
+        if known and all(0 < number < math.inf for number in numbers):
+            if kind == "llama3" and numbers[1] >= numbers[2]:
+                raise UserError(f"--rotary-scaling {text}: LOW must be below HIGH")
+            return kind, numbers
+    raise UserError(
+        "--rotary-scaling is none, linear:FACTOR or llama3:FACTOR:LOW:HIGH:POSITIONS with numbers "
+        f"above 0 like llama3:8:1:4:8192, not {text!r}"
+    )
 
 
 def check_split(model: ModelShape, layout: Layout) -> None:

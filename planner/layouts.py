@@ -236,9 +236,8 @@ def _deepest(
 
 def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
     """A model of `like`'s kind with full attention heads and an MLP of 4 x hidden."""
-    return replace(
-        like, layers=layers, hidden=hidden, heads=heads, kv_heads=heads, ffn_hidden=4 * hidden
-    )
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads}
+    return replace(like, **sizes, ffn_hidden=4 * hidden, head_size=hidden // heads)
 
 
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:

@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from config.messages import UserError
-from config.model_stats import block_parameters, norm_parameters
+from config.model_stats import (
+    block_parameters,
+    head_norm_parameters,
+    norm_parameters,
+    normed_width,
+)
 from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
 from planner.job import Job
@@ -178,7 +183,7 @@ def _kept(spec: StageSpec, job: Job) -> float:
 def held_parameters(spec: StageSpec, job: Job) -> float:
     """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
     model, layout = job.model, job.layout
-    norms = 2 * norm_parameters(model)
+    norms = 2 * norm_parameters(model) + head_norm_parameters(model)
     held = spec.blocks * ((block_parameters(model) - norms) / layout.tp + norms)
     matrix = job.vocab_columns * model.hidden
     if spec.embedding and not layout.vocab_pp:
@@ -274,11 +279,14 @@ def block_activations(job: Job, scores: bool) -> float:
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
     outside = (10.0 if software.dropout else 8.0) * model.hidden
+    if model.block == "parallel":  # both norms have the same input
+        outside -= 2.0 * model.hidden
     if not software.fused_norms:  # the input in FP32, and the result before it is scaled
         outside += 2 * (4.0 + 2.0) * model.hidden
     if job.sequence_parallel:
         outside /= t
-    widths = model.qkv_width + model.hidden + model.up_width + model.ffn_hidden
+    widths = model.qkv_width + model.attention_width + model.up_width + model.ffn_hidden
+    widths += normed_width(model) * (1 if software.fused_norms else 4)
     if not software.keeps_scores:  # what differs where the kernels are torch's own
         widths += model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU of the gate
         # Attention's result with samples before the sequence, and as the next product takes it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from config.model_stats import block_parameters, model_flops
+from config.model_stats import block_parameters, model_flops, normed_width
 from config.schema import Layout, ModelShape, Training
 from planner import memory, op_costs, risk
 from planner.hardware import Machine
@@ -144,11 +144,16 @@ def _elementwise(job: Job) -> tuple[float, float]:
     forward = (10 * size + 2 * masks) * h / shared + size * width / t
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
-        backward += size * (model.qkv_width / t + f / t + 2 * h)
+        backward += size * (f / t + 2 * h)
+    if model.qkv_bias:
+        backward += size * model.qkv_width / t
+    normed = size * normed_width(model) / t
     software = job.machine.software
     if not software.fused_norms:
         forward += 2 * UNFUSED_NORM[0] * size * h / shared
         backward += 2 * UNFUSED_NORM[1] * size * h / shared
+    fused = (2.0, 3.0) if software.fused_norms else UNFUSED_NORM
+    forward, backward = forward + fused[0] * normed, backward + fused[1] * normed
     if not software.fused_elementwise and model.activation == "swiglu":
         forward, backward = forward + 2 * size * f / t, backward + 3 * size * f / t
     if model.positions == "rotary":

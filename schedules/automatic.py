@@ -91,7 +91,7 @@ def parts_of(
     again = {"none": 0.0, "selective": scores, "full": forward}
     recompute = layout.recompute if layout.recompute_layers is None else "none"
     inputs = whole.block - forward - (flops - scores) + again[recompute]
-    widths = model.qkv_width + h + model.up_width + model.ffn_hidden + model.attention_width
+    widths = model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
     kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
     held = 4.0 * h if recompute == "full" else kept
     logits = (whole.head - head) / 2

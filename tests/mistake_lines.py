@@ -22,7 +22,7 @@ BLOCKS = {
 --layers 1000000 | --layers must be at most 10000, not 1000000
 --heads 5 | heads(5) does not divide hidden(64)
 --kv-heads 3 | kv-heads(3) does not divide heads(4)
---hidden 12 --positions rotary | rotary positions need an even head size: hidden(12) / heads(4) = 3
+--hidden 12 --positions rotary | head-size(3) * rotary-fraction(1) is 3
 --positions relative | --positions is one of learned, alibi, rotary, not 'relative'
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
 --vocab-size 50q | --vocab-size: invalid int value: '50q'

@@ -1,10 +1,10 @@
-"""The model against transformers' GPT-2, BLOOM and Llama: same weights, same logits."""
+"""The model's parts: slopes, counts, the attention kernel. Families are in test_families.py."""
 
 import pytest
 import torch
 from compare import assert_close
 
-from checkpointing.hf_mappings import hf_config, rules
+from checkpointing.hf_mappings import hf_config
 from config import model_stats
 from config import schema as configuration
 from config.command_line import PRESETS, preset
@@ -16,108 +16,7 @@ from schedules import partition
 
 transformers = pytest.importorskip("transformers")
 
-V, H, A, L, S = 131, 48, 6, 3, 40  # six heads: BLOOM's slopes are not all powers of two
-
-
-def gpt2():
-    config = transformers.GPT2Config(
-        vocab_size=V, n_positions=S, n_embd=H, n_layer=L, n_head=A, attn_implementation="eager"
-    )
-    shape = configuration.ModelShape(L, H, A, seq_length=S, vocab_size=V)
-    return transformers.GPT2LMHeadModel(config), shape
-
-
-def bloom():
-    config = transformers.BloomConfig(
-        vocab_size=V, hidden_size=H, n_layer=L, n_head=A, attn_implementation="eager"
-    )
-    shape = configuration.ModelShape(
-        L, H, A, seq_length=S, vocab_size=V, positions="alibi", embedding_norm=True
-    )
-    return transformers.BloomForCausalLM(config), shape
-
-
-def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=V,
-        hidden_size=H,
-        num_hidden_layers=L,
-        num_attention_heads=A,
-        num_key_value_heads=2,
-        intermediate_size=80,
-        max_position_embeddings=S,
-        rms_norm_eps=1e-6,
-        attn_implementation="eager",
-    )
-    shape = configuration.ModelShape(
-        L,
-        H,
-        A,
-        kv_heads=2,
-        ffn_hidden=80,
-        seq_length=S,
-        vocab_size=V,
-        positions="rotary",
-        norm="rmsnorm",
-        activation="swiglu",
-        bias=False,
-        tied=False,
-        norm_eps=1e-6,
-    )
-    return transformers.LlamaForCausalLM(config), shape
-
-
-def convert(theirs: dict, shape: configuration.ModelShape) -> dict:
-    """Their tensors as ours."""
-    return {r.name: r.to_ours(*(theirs[name] for name in r.theirs)) for r in rules(shape)}
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(
-    ("family", "dtype", "tolerance"),
-    [
-        (gpt2, torch.float32, 1e-5),
-        (bloom, torch.float32, 1e-5),
-        (llama, torch.float32, 1e-5),
-        (gpt2, torch.float64, 1e-12),  # the other two compute parts in fp32 whatever the weights
-    ],
-)
-def test_logits_equal_transformers(family, dtype, tolerance, recompute):
-    torch.manual_seed(1)
-    theirs, shape = family()
-    for p in theirs.parameters():  # their own initialisation would leave biases untried
-        p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
-    layout = configuration.Layout(dp=1, recompute=recompute)
-    stage = Stage(
-        ParamFactory(Mesh(), dtype), shape, layout, partition.stage_specs(shape, layout)[0]
-    )
-    weights = convert(theirs.state_dict(), shape)
-    parameters = {p.spec.name: p for p in stage.parameters()}
-    assert set(weights) == set(parameters)
-    for name, p in parameters.items():
-        rows = weights[name].shape[p.spec.dim or 0]
-        p.data.narrow(p.spec.dim or 0, 0, rows).copy_(weights[name])
-
-    tokens = torch.randint(V, (2, S))
-    logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :V]
-    expected = theirs.eval()(tokens).logits
-    scale = expected.abs().max().item()
-    assert scale > 1
-    assert_close(logits, expected, tolerance, scale=scale)
-
-    labels = torch.randint(V, (2, S))
-    loss = stage(tokens, Batch(tokens, labels, labels.numel()))
-    reference = torch.nn.functional.cross_entropy(
-        expected.flatten(0, 1), labels.flatten(), reduction="sum"
-    )
-    assert_close(loss, reference, tolerance)
-    loss.backward()
-    reference.backward()
-    gradients = convert({k: p.grad for k, p in theirs.named_parameters()}, shape)
-    for name, gradient in gradients.items():
-        p = parameters[name]
-        own = p.grad.narrow(p.spec.dim or 0, 0, gradient.shape[p.spec.dim or 0])
-        assert_close(own, gradient, 20 * tolerance, name, scale=gradient.abs().max().item())
+V = 131
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 12, 112])

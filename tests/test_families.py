@@ -1,0 +1,354 @@
+"""Every family of config/families.toml against transformers: same weights, same logits and
+gradients, in and out again, config.json read and written; and their layers under real layouts.
+"""
+
+import dataclasses
+import json
+import tomllib
+
+import golden_worker
+import pytest
+import torch
+from compare import assert_close
+from ranks import ROOT
+from test_golden import TOLERANCE, distance, reference, run_cases
+
+from checkpointing import hf_export, hf_mappings
+from config import command_line, families, model_stats, schema, validation
+from config.command_line import PRESETS, parse, parse_request, preset
+from config.messages import UserError
+from data import Batch
+from distributed.mesh import Mesh
+from model import Stage
+from parallel import ParamFactory
+from schedules import partition
+
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+V, S = 131, 40
+# As transformers' configurations are given; six heads: BLOOM's slopes are not all powers of two.
+OLD_NAMES = {"n_embd": 48, "n_layer": 2, "n_head": 6}
+NEW_NAMES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+NEW_NAMES |= {"max_position_embeddings": S}
+LLAMA = NEW_NAMES | {"num_key_value_heads": 2, "intermediate_size": 80}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+CASES = {
+    "gpt2": {"n_positions": S} | OLD_NAMES,
+    "gpt2 relu": {"n_positions": S, "activation_function": "relu", "n_inner": 80} | OLD_NAMES,
+    "bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 6, "seq_length": S},
+    "llama": LLAMA,
+    "llama 3": LLAMA | {"rope_parameters": LLAMA3, "head_dim": 16},
+    "llama linear": LLAMA | {"rope_parameters": LINEAR, "tie_word_embeddings": True},
+    "mistral": LLAMA | {"sliding_window": S, "head_dim": 10},
+    "qwen2": LLAMA | {"tie_word_embeddings": True},
+    "qwen3": LLAMA | {"head_dim": 16},
+    "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
+    "gpt_neox sequential": NEW_NAMES
+    | {"intermediate_size": 80, "use_parallel_residual": False, "hidden_act": "gelu_new"},
+    "opt": NEW_NAMES | {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0},
+    "opt no bias": NEW_NAMES | {"ffn_dim": 80, "enable_bias": False, "activation_function": "gelu"},
+    "olmo2": LLAMA | {"pad_token_id": None},
+}
+
+
+def their_model(case: str, dtype: torch.dtype = torch.float32):
+    """transformers' model of a case, with weights, biases and norms drawn."""
+    config = transformers.AutoConfig.for_model(case.split()[0], vocab_size=V, **CASES[case])
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    torch.manual_seed(1)
+    for p in theirs.parameters():  # their own initialisation would leave biases untried
+        p.data = torch.randn_like(p, dtype=dtype) * 0.15 + (p.dim() == 1)
+    return theirs.eval()
+
+
+def shape_of(theirs) -> schema.ModelShape:
+    return hf_mappings.model_shape(theirs.config.to_dict(), "config.json")
+
+
+def tensors_of(tensors: dict) -> dict:
+    """Also by the names that GPT-NeoX's files have."""
+    return {k.replace("lm_head", "embed_out"): v for k, v in tensors.items()} | tensors
+
+
+def convert(theirs, tensors: dict) -> dict:
+    """Tensors of their model as ours."""
+    there = tensors_of(tensors)
+    rules = hf_mappings.rules(shape_of(theirs), theirs.config.model_type)
+    return {r.name: r.to_ours(*(there[name] for name in r.theirs)) for r in rules}
+
+
+def our_stage(theirs, dtype: torch.dtype, recompute: str = "none") -> Stage:
+    """Our model of the same shape with their weights."""
+    shape, layout = shape_of(theirs), schema.Layout(dp=1, recompute=recompute)
+    factory = ParamFactory(Mesh(), dtype)
+    stage = Stage(factory, shape, layout, partition.stage_specs(shape, layout)[0])
+    weights = convert(theirs, theirs.state_dict())
+    parameters = {p.spec.name: p for p in stage.parameters()}
+    assert set(weights) == set(parameters)
+    for name, p in parameters.items():
+        rows = weights[name].shape[p.spec.dim or 0]
+        p.data.narrow(p.spec.dim or 0, 0, rows).copy_(weights[name])
+    return stage
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "tolerance", "recompute"),
+    [(case, torch.float32, 1e-5, "none") for case in CASES]
+    + [(case, torch.float32, 1e-5, "full") for case in ("bloom", "gpt_neox", "olmo2")]
+    + [(case, torch.float32, 1e-5, "selective") for case in ("gpt2", "llama", "qwen3")]
+    # The others compute parts in fp32 whatever the weights.
+    + [("gpt2", torch.float64, 1e-12, "none"), ("opt", torch.float64, 1e-12, "none")],
+)
+def test_logits_and_gradients_equal_transformers(case, dtype, tolerance, recompute):
+    theirs = their_model(case, dtype)
+    stage = our_stage(theirs, dtype, recompute)
+    tokens = torch.randint(V, (2, S))
+    logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :V]
+    expected = theirs(tokens).logits
+    scale = expected.abs().max().item()
+    assert scale > 1
+    assert_close(logits, expected, tolerance, scale=scale)
+
+    labels = torch.randint(V, (2, S))
+    loss = stage(tokens, Batch(tokens, labels, labels.numel()))
+    reference = torch.nn.functional.cross_entropy(
+        expected.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    assert_close(loss, reference, tolerance)
+    loss.backward()
+    reference.backward()
+    parameters = {p.spec.name: p for p in stage.parameters()}
+    gradients = {k: p.grad for k, p in theirs.named_parameters()}
+    for name, gradient in convert(theirs, gradients).items():
+        p = parameters[name]
+        own = p.grad.narrow(p.spec.dim or 0, 0, gradient.shape[p.spec.dim or 0])
+        assert_close(own, gradient, 20 * tolerance, name, scale=gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_and_out_again_is_the_same_model(case, tmp_path):
+    """From transformers' own files to ours, to files that transformers reads without a question."""
+    theirs = their_model(case, torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "hf")
+    hf_export.import_weights(str(tmp_path / "hf"), str(tmp_path / "in"))
+    folder = str(tmp_path / "in/step_00000000")
+    hf_export.export_weights(folder, str(tmp_path / "out"), "bf16", family=case.split()[0])
+    back, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    tokens = torch.randint(V, (2, S))
+    assert type(back) is type(theirs)
+    for name, tensor in theirs.state_dict().items():
+        rows = 2 if "embed_positions" in name else 0  # which no token has
+        assert torch.equal(back.state_dict()[name][rows:], tensor[rows:]), name
+    assert torch.equal(back.eval()(tokens).logits, theirs(tokens).logits)
+    # A fresh model of that shape, by the file and by the checkpoint.
+    for path in ("hf/config.json", "hf", "out", "in", "in/step_00000000"):
+        assert parse(["--model", str(tmp_path / path), "--steps", "1"]).model == shape_of(theirs)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_of_a_family_and_has_its_parameters(name):
+    """But the two that normalise the embedding and have learned positions, which none has."""
+    shape = preset(name)
+    if name == "1b3":
+        with pytest.raises(UserError, match="gpt2 needs embedding_norm False, not True"):
+            families.family_of(shape)
+        return
+    config = transformers.AutoConfig.for_model(**families.to_config(shape))
+    validation.check_shape(shape)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    there = sum(p.numel() for p in theirs.parameters())
+    skipped = families.family_of(shape).skipped_rows * shape.hidden
+    assert model_stats.parameters(shape) == there - skipped
+
+
+# As published, from the models' pages; a few, of each kind of table.
+PUBLISHED = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "pythia-160m": 162_322_944,
+    "opt-125m": 125_237_760,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_have_the_published_parameters(name):
+    assert model_stats.parameters(preset(name)) == PUBLISHED[name]
+
+
+# ---- config.json, run.json, --model --------------------------------------------------------------
+
+
+def written(folder, **changes) -> str:
+    """The path of a Mistral's config.json with some fields changed."""
+    config = transformers.MistralConfig(**CASES["mistral"] | {"vocab_size": V}).to_dict()
+    path = folder / "config.json"
+    path.write_text(json.dumps(config | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; here it is False"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'; here it is silu or swish"),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]; here it is silu or swish"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "rotary positions are scaled by 'yarn'; here: ",
+        ),
+        ({"sliding_window": 16}, r"sliding_window\(16\) is shorter than seq-length\(32\)"),
+    ],
+)
+def test_what_the_engine_lacks_is_a_sentence_for_training_and_a_note_for_a_plan(
+    changes, sentence, tmp_path
+):
+    words = ["--model", written(tmp_path, **changes), "--steps", "1", "--seq-length", "32"]
+    with pytest.raises(UserError, match=sentence):
+        parse(words)
+    (note,) = parse_request(words, plans=True).notes
+    assert note.startswith("planned, but not trained here: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "whisper"}, "is a 'whisper'; known are gpt2, "),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_size": "48"}, "--hidden takes a whole number, not '48'"),
+        ({"num_key_value_heads": 4}, r"kv-heads\(4\) does not divide heads\(6\)"),
+        ({"rope_parameters": 5}, "the rotary positions are 5, not an object"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8}},
+            "llama3 need numbers: factor, ",
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "with numbers above 0"),
+    ],
+)
+def test_a_wrong_config_is_one_sentence(changes, sentence, tmp_path):
+    path = written(tmp_path, **changes)
+    for plans in (False, True):
+        with pytest.raises(UserError, match=sentence) as caught:
+            parse_request(["--model", path], plans=plans)
+        assert "\n" not in str(caught.value)
+
+
+def test_samples_are_no_longer_than_the_window(tmp_path):
+    path = written(tmp_path, sliding_window=16)
+    assert parse(["--model", path]).model.seq_length == 16
+    assert parse(["--model", path, "--seq-length", "8"]).model.seq_length == 8
+    assert parse(["--model", written(tmp_path, sliding_window=None)]).model.seq_length == S
+
+
+def test_a_path_that_is_none_is_one_sentence(tmp_path):
+    (tmp_path / "run.json").write_text('{"config": {"layout": {}}}')
+    for path, sentence in (
+        (f"{tmp_path}/none.json", "there is no such file, and no preset of that name"),
+        ("llama-3-8", "no preset is called 'llama-3-8'; did you mean 'llama-3-8b'"),
+        (str(tmp_path), r"has no \[config\]\[model\]: it is no run.json"),
+        ("/", "it has no config.json, and is no run's: no run.json"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            parse(["--model", path])
+
+
+def test_a_run_is_resumed_without_its_shape(tmp_path):
+    """Its run.json has it, and so has that of a run whose checkpoint is resumed from."""
+    shape = schema.ModelShape(2, 48, 6, qk_norm="full", seq_length=16, rotary_scaling="linear:2")
+    model = dataclasses.asdict(shape)
+    run, checkpoint = tmp_path / "run", tmp_path / "run/checkpoints/step_00000002"
+    checkpoint.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"config": {"model": model}}))
+    for words in (["--resume", "auto", "--out", str(run)], ["--resume", str(checkpoint)]):
+        assert parse(words).model == shape
+        assert parse([*words, "--seq-length", "8"]).model.seq_length == 8
+        other = [*words, "--layers", "1", "--hidden", "8", "--heads", "1"]
+        assert parse(other).model == schema.ModelShape(1, 8, 1)
+    assert parse(["--model", str(run)]).model == shape
+    old = {name: model[name] for name in ("layers", "hidden", "heads", "vocab_size")}
+    (run / "run.json").write_text(json.dumps({"config": {"model": old | {"wings": 2}}}))
+    with pytest.raises(UserError, match=r"has unknown fields of a model: \['wings'\]"):
+        parse(["--resume", str(checkpoint)])
+
+
+def test_the_demos_model_is_a_gpt_neox():
+    words = tomllib.loads((ROOT / "scripts/demo.toml").read_text())["model"]
+    shape = command_line.build({k.replace("-", "_"): v for k, v in words.items()}).model
+    assert families.family_of(shape).name == "gpt_neox"
+    assert families.export_note(shape) is None
+
+
+def test_a_shape_that_no_family_has_is_one_sentence_with_the_nearest():
+    shape = schema.ModelShape(2, 48, 6, positions="rotary", norm="rmsnorm", bias=False)
+    note = families.export_note(shape)
+    assert note == (
+        "checkpoints of this run cannot be exported: transformers has no such model: llama needs "
+        "activation swiglu, not gelu_tanh"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rotary_scaling": "linear"}, "--rotary-scaling is none, linear:FACTOR or llama3:"),
+        ({"rotary_scaling": "llama3:8:4:1:512"}, "LOW must be below HIGH"),
+        ({"rotary_scaling": "linear:nan"}, "with numbers above 0"),
+        ({"positions": "rotary", "rotary_fraction": 0.4}, "is 3$"),
+        ({"positions": "rotary", "rotary_fraction": 0.1}, "2 or more: .* is 0"),
+        ({"heads": 5}, r"heads\(5\) does not divide hidden\(48\): give another --head-size than 9"),
+    ],
+)
+def test_a_shape_that_cannot_be_built_is_refused(changes, sentence):
+    shape = schema.ModelShape(**{"layers": 2, "hidden": 48, "heads": 6} | changes)
+    with pytest.raises(UserError, match=sentence):
+        validation.check_shape(shape)
+    validation.check_shape(schema.ModelShape(2, 48, 5, head_size=8))
+
+
+# ---- Layouts -------------------------------------------------------------------------------------
+
+ROTARY = {"positions": "rotary", "norm": "rmsnorm"}
+QWEN3 = ROTARY | {"qk_norm": "head", "qkv_bias": True, "bias": False, "head_size": 6, "kv_heads": 4}
+OLMO2 = ROTARY | {"qk_norm": "full", "block": "post-norm", "bias": False, "kv_heads": 4}
+NEOX = {"positions": "rotary", "rotary_fraction": 0.5, "block": "parallel", "activation": "relu"}
+SCALED = {"rotary_scaling": "llama3:8:1:4:8", "activation": "swiglu"}
+LAYOUTS = {
+    2: [
+        QWEN3 | {"tp": 2, "recompute": "full"},
+        QWEN3 | {"tp": 2, "sequence_parallel": True, "precision": "fp64"},
+        OLMO2 | {"tp": 2, "sequence_parallel": True, "recompute": "full", "precision": "fp64"},
+        OLMO2 | SCALED | {"zero": 3},
+        QWEN3 | SCALED | {"zero": 3},
+        NEOX | {"zero": 2},
+    ],
+    4: [
+        NEOX | {"tp": 2, "pp": 2, "sequence_parallel": True, "precision": "fp64"},
+        NEOX | {"tp": 2, "pp": 2, "schedule": "zb-h1", "zero": 0},
+        OLMO2 | {"tp": 4, "pp": 1},
+        OLMO2 | SCALED | {"tp": 2, "pp": 2, "schedule": "zb-v", "precision": "fp64"},
+        QWEN3 | {"tp": 2, "pp": 1, "zero": 2, "sequence_parallel": True},
+        QWEN3 | {"tp": 2, "pp": 2, "schedule": "interleaved", "layers": 2},
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_their_layers_give_the_single_rank_run_in_every_layout(ranks, tmp_path):
+    every = LAYOUTS[ranks]
+    for case, result in zip(every, run_cases(ranks, every, tmp_path), strict=True):
+        assert len(result["losses"]) == golden_worker.STEPS
+        off = distance(result, reference(case))
+        assert off <= TOLERANCE[case.get("precision", "fp32")], case
