@@ -36,6 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+OPT = NEW_NAMES | {"ffn_dim": 80, "pad_token_id": None}  # else that token's row has no gradient
 CASES = {
     "gpt2": {"n_positions": S} | OLD_NAMES,
     "gpt2 relu": {"n_positions": S, "activation_function": "relu", "n_inner": 80} | OLD_NAMES,
@@ -49,8 +50,8 @@ CASES = {
     "gpt_neox": NEW_NAMES | {"intermediate_size": 80, "rope_parameters": PARTIAL},
     "gpt_neox sequential": NEW_NAMES
     | {"intermediate_size": 80, "use_parallel_residual": False, "hidden_act": "gelu_new"},
-    "opt": NEW_NAMES | {"ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.0},
-    "opt no bias": NEW_NAMES | {"ffn_dim": 80, "enable_bias": False, "activation_function": "gelu"},
+    "opt": OPT,
+    "opt no bias": OPT | {"enable_bias": False, "activation_function": "gelu"},
     "olmo2": LLAMA | {"pad_token_id": None},
 }
 
@@ -101,7 +102,7 @@ def our_stage(theirs, dtype: torch.dtype, recompute: str = "none") -> Stage:
     + [(case, torch.float32, 1e-5, "full") for case in ("bloom", "gpt_neox", "olmo2")]
     + [(case, torch.float32, 1e-5, "selective") for case in ("gpt2", "llama", "qwen3")]
     # The others compute parts in fp32 whatever the weights.
-    + [("gpt2", torch.float64, 1e-12, "none"), ("opt", torch.float64, 1e-12, "none")],
+    + [("gpt2", torch.float64, 1e-12, "none")],
 )
 def test_logits_and_gradients_equal_transformers(case, dtype, tolerance, recompute):
     theirs = their_model(case, dtype)
@@ -322,7 +323,9 @@ def test_a_shape_that_cannot_be_built_is_refused(changes, sentence):
 ROTARY = {"positions": "rotary", "norm": "rmsnorm"}
 QWEN3 = ROTARY | {"qk_norm": "head", "qkv_bias": True, "bias": False, "head_size": 6, "kv_heads": 4}
 OLMO2 = ROTARY | {"qk_norm": "full", "block": "post-norm", "bias": False, "kv_heads": 4}
-NEOX = {"positions": "rotary", "rotary_fraction": 0.5, "block": "parallel", "activation": "relu"}
+NEOX = {"positions": "rotary", "rotary_fraction": 0.5, "block": "parallel"}
+# In fp32 one token's ReLU that rounding turns on or off is a difference of 5e-4 in its gradient.
+RELU = {"activation": "relu", "precision": "fp64"}
 SCALED = {"rotary_scaling": "llama3:8:1:4:8", "activation": "swiglu"}
 LAYOUTS = {
     2: [
@@ -334,7 +337,7 @@ LAYOUTS = {
         NEOX | {"zero": 2},
     ],
     4: [
-        NEOX | {"tp": 2, "pp": 2, "sequence_parallel": True, "precision": "fp64"},
+        NEOX | RELU | {"tp": 2, "pp": 2, "sequence_parallel": True},
         NEOX | {"tp": 2, "pp": 2, "schedule": "zb-h1", "zero": 0},
         OLMO2 | {"tp": 4, "pp": 1},
         OLMO2 | SCALED | {"tp": 2, "pp": 2, "schedule": "zb-v", "precision": "fp64"},
