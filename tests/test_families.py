@@ -327,31 +327,20 @@ NEOX = {"positions": "rotary", "rotary_fraction": 0.5, "block": "parallel"}
 # In fp32 one token's ReLU that rounding turns on or off is a difference of 5e-4 in its gradient.
 RELU = {"activation": "relu", "precision": "fp64"}
 SCALED = {"rotary_scaling": "llama3:8:1:4:8", "activation": "swiglu"}
-LAYOUTS = {
-    2: [
-        QWEN3 | {"tp": 2, "recompute": "full"},
-        QWEN3 | {"tp": 2, "sequence_parallel": True, "precision": "fp64"},
-        OLMO2 | {"tp": 2, "sequence_parallel": True, "recompute": "full", "precision": "fp64"},
-        OLMO2 | SCALED | {"zero": 3},
-        QWEN3 | SCALED | {"zero": 3},
-        NEOX | {"zero": 2},
-    ],
-    4: [
-        NEOX | RELU | {"tp": 2, "pp": 2, "sequence_parallel": True},
-        NEOX | {"tp": 2, "pp": 2, "schedule": "zb-h1", "zero": 0},
-        OLMO2 | {"tp": 4, "pp": 1},
-        OLMO2 | SCALED | {"tp": 2, "pp": 2, "schedule": "zb-v", "precision": "fp64"},
-        QWEN3 | {"tp": 2, "pp": 1, "zero": 2, "sequence_parallel": True},
-        QWEN3 | {"tp": 2, "pp": 2, "schedule": "interleaved", "layers": 2},
-    ],
-}
+LAYOUTS = [  # of four ranks
+    NEOX | RELU | {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
+    NEOX | {"tp": 2, "pp": 2, "recompute": "full", "zero": 0},
+    OLMO2 | SCALED | {"tp": 2, "pp": 2, "schedule": "zb-v", "precision": "fp64"},
+    OLMO2 | {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    OLMO2 | SCALED | {"tp": 2, "zero": 3},
+    QWEN3 | SCALED | {"tp": 2, "zero": 3},
+    QWEN3 | {"tp": 2, "zero": 2, "sequence_parallel": True, "precision": "fp64"},
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_their_layers_give_the_single_rank_run_in_every_layout(ranks, tmp_path):
-    every = LAYOUTS[ranks]
-    for case, result in zip(every, run_cases(ranks, every, tmp_path), strict=True):
+def test_their_layers_give_the_single_rank_run_in_every_layout(tmp_path):
+    for case, result in zip(LAYOUTS, run_cases(4, LAYOUTS, tmp_path), strict=True):
         assert len(result["losses"]) == golden_worker.STEPS
         off = distance(result, reference(case))
         assert off <= TOLERANCE[case.get("precision", "fp32")], case
