@@ -7,7 +7,6 @@ f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. 
 GPT-2: normal, the two matrices that write into the residual stream smaller by sqrt(2 L).
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,9 +19,10 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
-from config.validation import rotary_scaling
 from corpora.attention_masks import Mask, alibi_slopes, causal_alibi, masked_attention, visible
+from corpora.rotary import rotary_tables, rotate
 from data import Batch
+from distributed.collectives import sum_both_ways
 from loss import cross_entropy
 from parallel import (
     ColumnLinear,
@@ -31,7 +31,6 @@ from parallel import (
     RowLinear,
     VocabEmbedding,
     column_linear,
-    sum_over_tp,
 )
 from schedules.partition import StageSpec
 
@@ -63,46 +62,6 @@ def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
     """What ALiBi adds to the scores of the local heads: (1, a, s, s)."""
     bias = causal_alibi(local_slopes(model, factory), model.seq_length)
     return bias.to(factory.device, factory.dtype)
-
-
-def rotary_tables(model: ModelShape, factory: ParamFactory) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: (s, 1, 1, r) for the
-    r columns of a head that are turned.
-    """
-    r = model.rotary_width
-    frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
-    frequencies = _scaled(frequencies, *rotary_scaling(model.rotary_scaling))
-    angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
-    angles = torch.cat([angles, angles], -1)[:, None, None, :]
-    cos, sin = angles.cos(), angles.sin()
-    return cos.to(factory.device, factory.dtype), sin.to(factory.device, factory.dtype)
-
-
-def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Frequencies by --rotary-scaling: all over a factor, or in Llama 3.1 those that turn less than
-    `low` times in the positions trained at first, and in part those that turn up to `high` times.
-    """
-    if kind == "none":
-        return frequencies
-    if kind == "linear":
-        return frequencies / numbers[0]
-    factor, low, high, positions = numbers
-    turns = positions * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / factor)
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on the first r columns of (s, b, heads, d), by tables of (s or more, 1 or b,
-    1, r).
-    """
-    cos, sin = (table[: len(x)] for table in tables)
-    r = cos.shape[-1]
-    if r < x.shape[-1]:
-        turned, rest = x.split((r, x.shape[-1] - r), -1)
-        return torch.cat([rotate(turned, tables), rest], -1)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
@@ -169,40 +128,26 @@ class QueryKeyNorm(nn.Module):
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
-        self.tp, self.eps, self.d = factory.mesh.tp, model.norm_eps, model.head_size
-        self.full = model.qk_norm == "full"
-        self.widths = [heads * self.d for heads in (model.heads, model.kv_heads)]
+        self.tp, self.eps, self.full = factory.mesh.tp, model.norm_eps, model.qk_norm == "full"
 
         def scale(kind: str, heads: int) -> nn.Parameter:
-            shape, dim = ((heads, self.d), 0) if self.full else ((self.d,), None)
-            weight = f"{name}.{kind}_norm.weight"
-            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=not self.full)
+            shape, dim = ((heads, model.head_size), 0) if self.full else ((model.head_size,), None)
+            weight, partial = f"{name}.{kind}_norm.weight", not self.full
+            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=partial)
 
         self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
         """(s, b, heads, d) each, as they come."""
+        both = [(q, self.q), (k, self.k)]
         if not self.full:
-            shape = (self.d,)
-            return F.rms_norm(q, shape, self.q, self.eps), F.rms_norm(k, shape, self.k, self.eps)
+            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in both]
         exact = torch.promote_types(q.dtype, torch.float32)
-        squares = [t.to(exact).square().sum((-2, -1)) for t in (q, k)]
-        sums = sum_over_tp(torch.stack(squares), self.tp)  # 2 s b
-        factors = [torch.rsqrt(sum_ / n + self.eps) for sum_, n in zip(sums, self.widths)]
-        return _scale(q, factors[0], self.q), _scale(k, factors[1], self.k)
-
-
-def _scale(x: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
-    """x (s, b, heads, d) times a factor for each token (s, b), and a weight."""
-    scaled = x.to(factor.dtype) * factor[..., None, None]
-    return scaled.to(x.dtype) * weight.view(x.shape[2:])
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+        squares = torch.stack([x.to(exact).square().mean((-2, -1)) for x, _ in both])
+        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b: ranks have as many columns
+        factors = torch.rsqrt(means + self.eps)[..., None, None]
+        scaled = [(x * factor).to(x.dtype) for (x, _), factor in zip(both, factors)]
+        return [x * weight.view(x.shape[2:]) for x, (_, weight) in zip(scaled, both)]
 
 
 class MLP(nn.Module):
@@ -221,7 +166,10 @@ class MLP(nn.Module):
         if self.activation == "swiglu":
             gate, up = x.chunk(2, -1)
             return self.down(F.silu(gate) * up)
-        return self.down(ACTIVATIONS[self.activation](x))
+        if self.activation == "relu":
+            return self.down(F.relu(x))
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.down(F.gelu(x, approximate=approximate))
 
 
 class Block(nn.Module):
@@ -412,7 +360,10 @@ class Stage(nn.Module):
         self.bias = self._bias = alibi_bias(model, factory) if alibi and not masked else None
         self.slopes = local_slopes(model, factory).to(factory.device) if alibi and masked else None
         self.dtype = factory.dtype
-        self.rotary = rotary_tables(model, factory) if rotary else None
+        self.rotary = None
+        if rotary:
+            cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
+            self.rotary = cos, sin
         _check_count(self, shared)
 
     def set_length(self, length: int) -> None:

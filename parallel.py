@@ -206,28 +206,6 @@ def reduce_from_tp(x: Tensor, factory: ParamFactory) -> Tensor:
     return reduce.apply(x, factory.mesh.tp)
 
 
-class _SumOverTp(torch.autograd.Function):
-    """A sum over tp of which every rank uses all for its own part: all-reduce both ways."""
-
-    @staticmethod
-    def forward(ctx, x, tp):
-        ctx.tp = tp
-        ctx.mark_dirty(x)
-        tp.all_reduce(x).wait()
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.tp.all_reduce(grad).wait()
-        return grad, None
-
-
-def sum_over_tp(x: Tensor, tp: Group) -> Tensor:
-    """The sum of every tensor rank's x, which changes in place, for each to use on its heads."""
-    return x if tp.size == 1 else _SumOverTp.apply(x, tp)
-
-
 def _gather(x: Tensor, tp: Group | None) -> Tensor:
     """Every rank's part of the sequence; x itself if tp is None."""
     if tp is None:

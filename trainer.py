@@ -20,7 +20,6 @@ from torch import nn
 import data
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
-from config import families
 from config.messages import UserError
 from config.schema import Config, Training
 from distributed import preflight
@@ -200,8 +199,6 @@ def main(
             log.note(f"--schedule auto, costs {layout.schedule_costs}: {choice}")
         for note in splits.notes:
             log.note(note)
-        if refusal := families.export_note(config.model):
-            log.note(refusal)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)

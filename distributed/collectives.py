@@ -215,3 +215,27 @@ class Group:
         sent = rows.expand(self.size, -1).cpu().contiguous()
         received = torch.empty_like(sent)
         return self._all_to_all(received, sent), received
+
+
+class _SumBothWays(torch.autograd.Function):
+    """All-reduce forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ctx.mark_dirty(x)
+        group.all_reduce(x).wait()
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        ctx.group.all_reduce(grad).wait()
+        return grad, None
+
+
+def sum_both_ways(x: Tensor, group: Group) -> Tensor:
+    """The sum of every rank's x, which changes in place, for each to use in its own part: gradients
+    are summed too.
+    """
+    return x if group.size == 1 else _SumBothWays.apply(x, group)

@@ -181,7 +181,7 @@ def dense_loss(state: trainer.TrainState, rows: list[dict]) -> tuple[torch.Tenso
         x, (model.hidden,), w[f"{name}.weight"], w[f"{name}.bias"], model.norm_eps
     )
     places = torch.arange(model.seq_length)
-    tables = rotary_tables(model, state.factory)
+    tables = rotary_tables(model)
     for row in rows:
         positions = torch.from_numpy(row["positions"]) if "positions" in row else places
         x = w["embedding.tokens.weight"][torch.from_numpy(row["tokens"])]
