@@ -329,9 +329,8 @@ RELU = {"activation": "relu", "precision": "fp64"}
 SCALED = {"rotary_scaling": "llama3:8:1:4:8", "activation": "swiglu"}
 LAYOUTS = [  # of four ranks
     NEOX | RELU | {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-h1"},
-    NEOX | {"tp": 2, "pp": 2, "recompute": "full", "zero": 0},
-    OLMO2 | SCALED | {"tp": 2, "pp": 2, "schedule": "zb-v", "precision": "fp64"},
-    OLMO2 | {"tp": 4, "sequence_parallel": True, "recompute": "full"},
+    OLMO2 | SCALED | {"tp": 2, "pp": 2, "sequence_parallel": True, "schedule": "zb-v"},
+    OLMO2 | {"tp": 4, "recompute": "full", "precision": "fp64"},
     OLMO2 | SCALED | {"tp": 2, "zero": 3},
     QWEN3 | SCALED | {"tp": 2, "zero": 3},
     QWEN3 | {"tp": 2, "zero": 2, "sequence_parallel": True, "precision": "fp64"},
