@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ("train", "trainer", "data", "pipeline", "model", "loss", "parallel", "zero")
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
-ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 23_900
+ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 29_500
 
 
 def lines_of(paths: list[Path]) -> int:
