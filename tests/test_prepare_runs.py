@@ -11,12 +11,16 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from test_prepare_data import prepare, read
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers.pre_tokenizers import Split
 
 from benchmarks.prepare import kill_rounds
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import documents, encode_documents, encoders, partial_pair, prepare_data
+from scripts import documents, encode_documents, encoders, partial_pair, prepare_data, word_cache
 from scripts.journal import Journal
 
 NAMES = (".bin", ".idx", ".tokenizer.json", ".sha256", ".crc32")
@@ -207,6 +211,86 @@ def test_a_folder_of_datasets(tmp_path, capsys):
     (folder / "state.json").write_text(json.dumps(state))
     with pytest.raises(UserError, match=r"state\.json lists gone\.arrow, which is not there"):
         prepare(tmp_path / "c", tmp_path / "set")
+
+
+# ------------------------------------------------------------------------------------------------
+# Words that have come before
+# ------------------------------------------------------------------------------------------------
+
+ALPHABET = "ab Zé9'.,:s\n\r\t  ()\u00a0\u0301\u200b\u3000世👍🏽\x1c"
+
+
+@pytest.fixture(scope="module")
+def byte_levels() -> list[encoders.TokenizersEncoder]:
+    """Tokenizers that split as GPT-2, Llama 3 and Qwen 2, and one that adds a space in front."""
+    level = pre_tokenizers.ByteLevel
+    whole = [level(add_prefix_space=False), level(add_prefix_space=True)]
+    bare = level(add_prefix_space=False, use_regex=False)
+    for pattern in word_cache.PATTERNS:
+        whole.append(pre_tokenizers.Sequence([Split(Regex(pattern), "isolated"), bare]))
+    made = []
+    for splitter in whole:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = splitter
+        trainer = trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=["<|endoftext|>"],
+            initial_alphabet=level.alphabet(),
+            show_progress=False,
+        )
+        texts = ["a word's end. ab Zéa 99 (a b) ... \n\n  b's:\n" * 3, ALPHABET * 3]
+        tokenizer.train_from_iterator(texts, trainer)
+        made.append(encoders.TokenizersEncoder(tokenizer, "<|endoftext|>"))
+    made[-1].tokenizer.normalizer = normalizers.NFC()
+    return made
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(st.sampled_from(ALPHABET), max_size=40), min_size=1, max_size=4))
+@example(
+    ["a b", " a", "a  b", "\n a", "'s 's", "a\u00a0 b", " ", "a ", "é \u0301e", "<|endoftext|> a"]
+)
+def test_tokens_by_words_are_those_of_the_text(byte_levels, texts):
+    for encoder in byte_levels:
+        assert word_cache.splits_at_spaces(encoder)
+        cache, whole = word_cache.WordCache(encoder), encoder.encode(texts)
+        # Ten times: words are new in the first turn alone.
+        found = [cache.encode(texts * 10), cache.encode(texts)]
+        assert found == [[np.array(ids, "<i4").tobytes() for ids in whole * n] for n in (10, 1)]
+
+
+def test_a_cache_of_words_is_bounded_and_texts_of_new_words_pass_by(byte_levels, monkeypatch):
+    cache = word_cache.WordCache(byte_levels[0])
+    cache.encode(["ab Zé 9"])
+    assert not cache._known
+    cache.encode(["ab Zé ab Zé ab Zé ab Zé"])
+    assert set(cache._known) == {"ab", " Zé", " ab"}
+    monkeypatch.setattr(word_cache, "MOST_COST", 10)
+    cache.encode(["b b b b b b b"])
+    assert not cache._known
+
+
+def test_other_tokenizers_are_given_whole_texts(byte_levels):
+    def changed(**values) -> encoders.TokenizersEncoder:
+        tokenizer = Tokenizer.from_str(byte_levels[0].tokenizer.to_str())
+        for name, value in values.items():
+            setattr(tokenizer, name, value)
+        return encoders.TokenizersEncoder(tokenizer, "<|endoftext|>")
+
+    level, split = pre_tokenizers.ByteLevel, word_cache.splits_at_spaces
+    assert split(changed())
+    other = Split(Regex(r"\S+ \S+|."), "isolated")
+    bare = level(add_prefix_space=False, use_regex=False)
+    assert not split(changed(pre_tokenizer=bare))
+    assert not split(changed(pre_tokenizer=pre_tokenizers.Metaspace()))
+    assert not split(changed(pre_tokenizer=pre_tokenizers.Sequence([other, bare])))
+    assert not split(changed(normalizer=normalizers.Replace(" ", "_")))
+    assert not split(changed(model=models.BPE(dropout=0.1)))
+    added = changed()
+    added.tokenizer.add_tokens(["a b"])
+    assert not split(added)
+    assert not split(encoders.BytesEncoder())
+    assert not split(None)
 
 
 # ------------------------------------------------------------------------------------------------
