@@ -5,6 +5,7 @@
     sample_order  which tokens each sample of a corpus is cut from
     blends        samples of several corpora, mixed by weight
     usage         tokens that were read, by corpus
+    compiled      loops of both that numba compiles where it is installed
     mapped_files  the cache of orders, built by one process of a node and mapped by all
     objectives    what is learned from a sample: masks, prefixes, reordered documents
     attention_masks  which tokens each token sees, as torch's attention takes it

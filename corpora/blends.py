@@ -11,11 +11,10 @@ import numpy as np
 
 from config.data_options import parse_data_schedule
 from config.messages import UserError
+from corpora.compiled import compiled
 from corpora.mapped_files import ArrayCache, Found
 from corpora.sample_order import GPTSamples, TextSpan
 
-# Comparisons from which on compiling is worth its second; about as many take numpy that long.
-WORTH_COMPILING = 3 * 10**7
 RULE = 1  # version of `blend_order`: cached orders of another one are not used
 
 
@@ -28,13 +27,8 @@ def blend_order(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]
     One sample after the other, that is slow in Python: numba compiles it where it is installed and
     the order is long, else `by_chunks` gives the same.
     """
-    if size * len(shares) >= WORTH_COMPILING:
-        try:
-            import numba
-        except ImportError:
-            return by_chunks(shares, size)
-        return one_by_one(shares, size, numba.njit(_fill))
-    return by_chunks(shares, size)
+    fill = compiled(_fill, size * len(shares))
+    return one_by_one(shares, size, fill) if fill else by_chunks(shares, size)
 
 
 def one_by_one(
@@ -47,13 +41,14 @@ def one_by_one(
 
 
 def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.ndarray) -> None:
+    below = np.empty(len(shares))
     for i in range(len(which)):
-        position, chosen = float(max(i, 1)), 0
-        most = shares[0] * position - taken[0]
-        for part in range(1, len(shares)):
-            below = shares[part] * position - taken[part]
-            if below > most:
-                most, chosen = below, part
+        position, most, chosen = float(max(i, 1)), -np.inf, 0
+        for part in range(len(shares)):  # without a branch: several parts at a time
+            below[part] = shares[part] * position - taken[part]
+            most = max(most, below[part])
+        while below[chosen] < most:
+            chosen += 1
         which[i] = chosen
         number[i] = taken[chosen]
         taken[chosen] += 1

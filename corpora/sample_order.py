@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from config.messages import UserError
+from corpora.compiled import shuffle
 from corpora.mapped_files import ArrayCache
 from corpora.token_files import IndexedDataset
 
@@ -221,7 +222,7 @@ def _index_type(count: int) -> type[np.signedinteger]:
 def _shuffle(order: np.ndarray, cuts: list[int], random: np.random.RandomState) -> None:
     """Shuffle what is between every two neighbouring cuts, in place."""
     for begin, end in itertools.pairwise(cuts):
-        random.shuffle(order[begin:end])
+        shuffle(order[begin:end], random)
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:
