@@ -6,6 +6,7 @@ are the same numbers.
 
 import functools
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 
@@ -42,9 +43,9 @@ def shuffle(order: np.ndarray, random: np.random.RandomState) -> None:
         random.shuffle(order)
         return
     bits = np.random.MT19937()
-    bits.state = random.get_state(legacy=False)
+    bits.state = cast(Any, random.get_state(legacy=False))
     swap(order, bits.ctypes.next_uint32, bits.ctypes.state_address)
-    random.set_state(bits.state)
+    random.set_state(cast(Any, bits.state))
 
 
 def swap_all(order: np.ndarray, draw: Callable[[int], int], state: int) -> int:
