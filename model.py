@@ -19,7 +19,14 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask, alibi_slopes, causal_alibi, masked_attention, visible
+from corpora.attention_masks import (
+    Mask,
+    Past,
+    alibi_slopes,
+    causal_alibi,
+    masked_attention,
+    visible,
+)
 from corpora.rotary import rotary_tables, rotate
 from data import Batch
 from distributed.collectives import sum_both_ways
@@ -84,14 +91,16 @@ class Attention(nn.Module):
         inputs, std = model.heads * self.d, _residual_std(factory, model)
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
         if self.norms is not None:
             q, k = self.norms(q, k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        if self.recompute and torch.is_grad_enabled():
+        if isinstance(bias, Past):
+            mixed = _attend(q, *bias.extend(self, k, v))
+        elif self.recompute and torch.is_grad_enabled():
             mixed = checkpoint(_attend, q, k, v, bias, use_reentrant=False)
         else:
             mixed = _attend(q, k, v, bias)
@@ -188,12 +197,12 @@ class Block(nn.Module):
         self.mlp = MLP(factory, f"{name}.mlp", model)
         self.recompute, self.kind = recompute == "full", model.block
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, x, bias, rotary, use_reentrant=False)
         return self._run(x, bias, rotary)
 
-    def _run(self, x: Tensor, bias: Tensor | Mask | None, rotary) -> Tensor:
+    def _run(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         if self.kind == "post-norm":
             x = x + self.attention_norm(self.attention(x, bias, rotary))
             return x + self.mlp_norm(self.mlp(x))
@@ -372,8 +381,13 @@ class Stage(nn.Module):
             # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
             self.bias = self._bias[..., :length, :length].contiguous()
 
-    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        x = self.hidden_states(x, batch)
+    def forward(self, x: Tensor, batch: Batch | None = None, past: Past | None = None) -> Tensor:
+        """With `past`, x is of tokens that follow it; the last stage's result is this rank's logits
+        of what follows the last of them: (b, V/tp).
+        """
+        x = self.hidden_states(x, batch, past)
+        if past is not None:
+            return x if self.head is None else self.head.logits(x[-1:])[0]
         if self.head is None or batch is None:
             return x
         losses = self.head(x, batch.labels)  # s b
@@ -381,12 +395,15 @@ class Stage(nn.Module):
             losses = losses.masked_fill(batch.labels.t() < 0, 0.0)
         return losses.sum()
 
-    def hidden_states(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+    def hidden_states(
+        self, x: Tensor, batch: Batch | None = None, past: Past | None = None
+    ) -> Tensor:
         """What leaves the last block of this stage."""
         positions = None if batch is None else batch.positions
+        positions = positions if past is None else past.positions
         if self.embedding is not None:
             x = self.embedding(x, positions)
-        bias: Tensor | Mask | None = self.bias
+        bias: Tensor | Mask | Past | None = self.bias if past is None else past
         if batch is not None and batch.starts is not None and batch.stops is not None:
             bias = visible(batch.starts, batch.stops, self.slopes, self.dtype)
         rotary = self.rotary

@@ -107,7 +107,7 @@ class ParamFactory:
             local[dim] = rows
         dtype = torch.promote_types(self.dtype, torch.float32)
         tensor = torch.full(local, fill, dtype=dtype, device=self.device)
-        if std is not None:
+        if std:  # at 0 nothing is drawn: the weights will be loaded
             own = tensor.zero_().narrow(dim or 0, 0, stop - start)
             draw_normal(own, name, shape, dim or 0, start, std, self.seed)
         reduce_over: tuple[str, ...] = ("replicas",)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from config.schema import Config
+from corpora.attention_masks import Past
 from data import Batch
 from distributed.collectives import Handle
 from loss import LocalLoss
@@ -44,6 +45,7 @@ class Pipeline:
         self._model, self._layout, self._schedules = model, layout, dict[int, Schedule]()
         self.set_length(model.seq_length)
         self.sending: list[Handle] = []  # the last messages of the last pass
+        self.last_rank = placement(layout)[-1]  # of the pipeline, the last stage's
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def set_length(self, length: int) -> None:
@@ -75,6 +77,25 @@ class Pipeline:
             about = self._model, self._layout, micro_batches, self.device.type
             return self.run(vocabulary.build(*about, backward=False), batches)
         return self.run(forward_only(placement(self._layout), micro_batches), batches)
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, past: Past) -> Tensor | None:
+        """Logits of what follows the tokens (b, s) that follow `past`: (b, V/tp), this rank's, on
+        the ranks of the last stage, else None. Every rank has the tokens; no sequence parallelism.
+        """
+        self.finish_sending()
+        past.begin(tokens.shape[1])
+        x, rank, rank_of = tokens, self.mesh.pp.rank, placement(self._layout)
+        for stage, (here, to) in enumerate(zip(rank_of, [*rank_of[1:], rank_of[-1]])):
+            if rank == here:
+                x = self.stages[stage](x, past=past)
+            if rank == here != to:
+                self.mesh.channel("F", here, to).send(x.contiguous(), to).wait()
+            elif rank == to != here:
+                shape = (tokens.shape[1], len(tokens), self._model.hidden)
+                x = torch.empty(shape, dtype=self.dtype, device=self.device)
+                self.mesh.channel("F", here, to).receive(x, here).wait()
+        return x if rank == self.last_rank else None
 
     def run(
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0

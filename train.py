@@ -61,6 +61,7 @@ def check_machine(config: Config, launch: Launch) -> None:
     """End the job if files or memory of this rank's node cannot do for the run."""
     with messages.installed():
         from corpora import blends, sample_order, token_files
+        from generation import text
     try:
         check_paths(config)
         node = psutil.virtual_memory().total + psutil.swap_memory().total
@@ -73,8 +74,12 @@ def check_machine(config: Config, launch: Launch) -> None:
             prefixes += own
         for prefix in prefixes:
             token_files.check_pair(prefix)
+        text.prompts_of_run(config)
+        note = text.unused_rows(config)
     except UserError as mistake:
         end_job(launch, mistake)
+    if note:
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

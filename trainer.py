@@ -27,6 +27,7 @@ from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
+from generation.decoding import Decoder, RunSamples
 from model import Stage, attention_kernel
 from optim.fsdp import block_sharder
 from parallel import CPU, DeferredGradients, ParamFactory
@@ -34,6 +35,7 @@ from pipeline import Pipeline
 from schedules.automatic import settled
 from schedules.partition import StageSpec, part_costs, stage_specs
 from telemetry import memory_report, step_stats
+from telemetry.layer_stats import LayerStats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
 from telemetry.pass_times import with_measured_costs
@@ -55,16 +57,22 @@ DTYPES = {
 
 
 @dataclass
-class TrainState:
-    """What one rank holds of a run, for one layout."""
+class ModelState:
+    """What one rank holds of a model, for one layout: enough to evaluate it."""
 
     config: Config
     factory: ParamFactory
     stage_specs: list[StageSpec]  # of the whole pipeline
     stages: nn.ModuleList  # those of this rank, in the model's order
     pipeline: Pipeline
-    optimizer: Optimizer
     reader: data.BatchReader
+
+
+@dataclass
+class TrainState(ModelState):
+    """What one rank holds of a run."""
+
+    optimizer: Optimizer
 
 
 def build(config: Config, context: Context | None = None) -> TrainState:
@@ -72,6 +80,14 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 
     `config` has passed validation.check. Without a context it is a world of one on the CPU.
     """
+    model = build_model(config, context)
+    config, factory = model.config, model.factory
+    optimizer = Optimizer(model.stages, factory, config.training, config.layout)
+    return TrainState(**vars(model), optimizer=optimizer)
+
+
+def build_model(config: Config, context: Context | None = None) -> ModelState:
+    """As `build`, without an optimizer."""
     device = context.device if context else CPU
     if context:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
@@ -93,10 +109,9 @@ def build(config: Config, context: Context | None = None) -> TrainState:
             masked = config.data.masks_attention
             stage_of[spec.index] = Stage(factory, config.model, layout, spec, first, masked)
     stages = nn.ModuleList(stage_of.values())
-    optimizer = Optimizer(stages, factory, training, layout)
     pipeline = Pipeline(stage_of, factory, config)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device)
-    return TrainState(config, factory, specs, stages, pipeline, optimizer, reader)
+    return ModelState(config, factory, specs, stages, pipeline, reader)
 
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
@@ -111,7 +126,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     return state.optimizer.step(lr, loss_sum, counted if config.data.masks_loss else None)
 
 
-def evaluate(state: TrainState, samples: data.Samples, count: int) -> float:
+def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     """Mean loss per target over the first `count` samples; collective over all ranks. 0 if no label
     there counts.
     """
@@ -237,6 +252,9 @@ class Trainer:
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total, log.epoch_tokens = self.total, splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
+        decoder = Decoder(state.pipeline, state.factory, config.model)
+        self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
+        self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
 
     def run(self) -> bool:
@@ -257,6 +275,8 @@ class Trainer:
             # An evaluation does not delay a stop.
             if due and (last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(due))
+            if last or action < SAVE_AND_STOP:
+                self.samples.after_step(iteration, last)
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
                 self.recorder.enter("check replicas")
@@ -297,11 +317,13 @@ class Trainer:
         began = time.perf_counter()
         self.recorder.begin_step(iteration)
         self.trace.before(iteration)
+        self.layers.begin(iteration)
         trained, samples = begin - self.done.skipped_samples, self.config.total_samples
         lr = learning_rate(self.config.training, trained, samples, batch)
         result = step(self.state, self.splits.train, begin, lr)
         self._count(iteration, batch, trained=not result.skipped)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
+        self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
         self.trace.after(iteration)
         for line in self.stragglers.add(everyone):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from checkpointing import folders
 from checkpointing.file_format import Box, split_into_boxes
@@ -271,6 +273,25 @@ class Loader:
         ]
         if changed:
             self.print_line(f"options that changed: {'; '.join(sorted(changed))}")
+
+
+def load_weights(stages: nn.ModuleList, index: Index) -> None:
+    """Fill the parameters of stages that have no optimizer; padding stays as it is.
+
+    UserError if the checkpoint lacks one, or has it in another shape.
+    """
+    for p in stages.parameters():
+        spec, own = p.spec, p.data
+        if index.shapes.get(spec.name) != spec.shape:
+            found = index.shapes.get(spec.name, "missing")
+            raise UserError(f"{index.folder}: {spec.name} is {found} there and {spec.shape} here")
+        box = [(0, size) for size in spec.shape]
+        if spec.dim is not None:
+            box[spec.dim] = (spec.start, spec.stop)
+            own = p.data.narrow(spec.dim, 0, spec.stop - spec.start)
+        loaded = torch.empty(own.shape, dtype=p.dtype)
+        index.read("weights", spec.name, [tuple(box)], loaded.view(-1).numpy())
+        own.copy_(loaded)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:

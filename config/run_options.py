@@ -123,6 +123,15 @@ class Run:
     log_format: str = option(
         "short", "of log lines: short, or Megatron-LM's long one", choices=("short", "megatron")
     )
+    sample_every: int = option(
+        0, "steps between samples in the log, and one at the end; 0: none", minimum=0
+    )
+    sample_prompt: tuple = option(
+        None, "texts that --sample-every continues, or ids where there is no tokenizer", nargs="+"
+    )
+    stats_every: int = option(
+        0, "steps between rows with norms and largest activations by layer; 0: never", minimum=0
+    )
     check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
     spike_sigma: float = option(
         6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0

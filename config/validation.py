@@ -33,6 +33,8 @@ def check(config: Config, ranks: int) -> Config:
     check_sharding(layout, config.training)
     if layout.vocab_pp and (config.data.masks_attention or config.data.reset_positions):
         raise UserError("--vocab-pp takes neither masks of attention nor reset positions")
+    if layout.vocab_pp and config.run.sample_every:
+        raise UserError("--sample-every samples no model whose vocabulary --vocab-pp spreads")
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -311,6 +313,8 @@ def _check_run(run: Run, steps: int) -> None:
             raise UserError(f"--{flag} needs {needed}: nothing is saved")
     if run.hang_timeout is not None and not run.watchdog:
         raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
+    if (run.sample_every > 0) != (run.sample_prompt is not None):
+        raise UserError("--sample-every N and --sample-prompt TEXT need each other")
     for flag, step in (("profile-step", run.profile_step), ("torch-profile", run.torch_profile)):
         if step is not None and step > steps:
             raise UserError(f"--{flag} {step} is never reached: the run has {steps} steps")

@@ -2,6 +2,7 @@
 
     mask = visible(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
     mixed = masked_attention(q, k, v, mask, grouped)        in each block
+    k, v, bias = past.extend(layer, k, v)                   or token by token, with a cache
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
 torch's flex_attention, which skips those that nobody sees: no tensor of s x s numbers is made.
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens; flex_attention's own
@@ -28,6 +29,38 @@ class Mask(NamedTuple):
     dense: Tensor | None = None
     blocks: BlockMask | None = None
     score: Callable | None = None
+
+
+class Past:
+    """Keys and values of the tokens so far, by layer, so that new tokens are computed alone.
+
+    tokens: how many there are, with the new ones; positions: of the new ones, (1, s).
+    """
+
+    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
+        """most: tokens that there may be; slopes: of ALiBi for the local heads, (a,)."""
+        self.most, self.device, self.tokens = most, device, 0
+        self.slopes = torch.zeros(1) if slopes is None else slopes
+        self._held: dict[nn.Module, list[Tensor]] = {}
+
+    def begin(self, count: int) -> None:
+        """The next pass through the layers is of so many new tokens."""
+        self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
+        self.tokens += count
+        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        bias = -self.slopes.to(self.device)[:, None, None] * distance
+        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values of all tokens, given those of the new ones, (s, b, heads, d), and what is
+        added to the scores.
+        """
+        if layer not in self._held:
+            self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
+        held = self._held[layer]
+        for of_all, new in zip(held, (k, v)):
+            of_all[self.tokens - len(new) : self.tokens] = new
+        return held[0][: self.tokens], held[1][: self.tokens], self._bias.to(k.dtype)
 
 
 def alibi_slopes(heads: int) -> Tensor:

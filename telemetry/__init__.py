@@ -7,6 +7,7 @@ pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 memory_report   measured and predicted memory by stage
 loss_monitor    loss spikes and losses that are not finite
+layer_stats     norms and largest activations by layer
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
 step_trace      one step as a Chrome trace

@@ -49,7 +49,8 @@ class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
     total: the run's last step; a resumed run may set another one than the configuration's.
-    epoch_tokens: by corpus of --data, the tokens of an epoch of it; the trainer sets them.
+    epoch_tokens: by corpus of --data, the tokens of an epoch of it; layers: what layer_stats.py has
+    for the step's row. The trainer sets them.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Log:
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
         self.rates: list[float] = []  # tokens per second of each
         self.epoch_tokens: Mapping[str, int] = {}
+        self.layers: Mapping[str, Any] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         self.recomputed = sum(config.layout.recomputed_blocks(s.blocks) for s in stage_specs)
@@ -136,6 +138,7 @@ class Log:
         row |= {"sample_length": length} if self.config.curriculum else {}
         due = iteration % self.config.run.log_every == 0 or iteration in (1, self.total)
         row |= self._of_corpora(done) if due else {}
+        row |= self.layers
         self._write(row)
         if due:
             line = log_lines.FORMATS[self.config.run.log_format](self._facts(row))

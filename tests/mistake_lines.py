@@ -121,6 +121,20 @@ BLOCKS = {
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --log-format long | --log-format is one of short, megatron, not 'long'
 --log-every 0 | --log-every must be at least 1, not 0
+--sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
+--sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
+--sample-every -1 | --sample-every must be at least 0, not -1
+--sample-every x | --sample-every: invalid int value: 'x'
+--sample-every 2 --sample-prompt | --sample-prompt: expected at least one argument
+--sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
+--sample-every 2 --sample-prompt text | --sample-prompt 'text': no tokenizer was found beside
+--sample-every 2 --sample-prompt 1,x | --sample-prompt '1,x': no tokenizer was found beside
+--sample-every 2 --sample-prompt 100 | --sample-prompt: 100 is not below vocab-size(100)
+--sample-every 2 --sample-prompt '1 2 3 4 5 6 7 8 9 1 2 3 4 5 6 7' | --sample-prompt has 16 tokens:
+--sample-evry 2 | unknown argument '--sample-evry'; did you mean '--sample-every'?
+--stats-every -2 | --stats-every must be at least 0, not -2
+--stats-every 1.5 | --stats-every: invalid int value: '1.5'
+--stats-every | --stats-every: expected one argument
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt2 | no preset is called 'gpt2'
@@ -303,6 +317,59 @@ constants --gpu cpu | unknown argument '--gpu': constants takes --json only
 | give --launch: see python tune.py --help
 --ranks 8 | give --launch: see python tune.py --help
 --launch 'env {ranks}' | give --ranks: see python tune.py --help
+""",
+    "sample.py": """
+@/sample.py
+| the following arguments are required: RUN
+--prompt text | the following arguments are required: RUN
+nowhere | give one of --prompt and --eval-data; neither was given
+nowhere --prompt text | nowhere is not a complete checkpoint: it has no manifest.json
+a-file --prompt text | a-file is not a complete checkpoint: it has no manifest.json
+dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
+'' --prompt text | no value, after '': is a variable not set?
+cut-manifest --prompt text | cut-manifest/manifest.json is damaged: its contents do not match its
+dir dir --prompt text | unrecognized arguments: dir
+""",
+    "sample.py of a run": """
+@/sample.py @/tests/data/run_189cc1d
+--prompt text | --prompt 'text': no tokenizer was found beside the checkpoint or the corpus
+--prompt '' | no value, after '--prompt': is a variable not set?
+--prompt | --prompt: expected one argument
+--prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
+--prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
+--prompt 1 --eval-data a=b | give one of --prompt and --eval-data; both were given
+--prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
+--prompt 1 --max-tokens 16 | the longest prompt has 1 tokens and --max-tokens is 16: together 17
+--prompt 1 --max-tokens 0 | --max-tokens must be from 1 to 1048576, not 0
+--prompt 1 --max-tokens ten | --max-tokens: invalid int value: 'ten'
+--prompt 1 --max-tokens 1e9 | --max-tokens must be from 1 to 1048576, not 1000000000
+--prompt 1 --temperature -1 | --temperature must be at least 0 and finite, not -1.0
+--prompt 1 --temperature nan | --temperature must be at least 0 and finite, not nan
+--prompt 1 --temperature warm | --temperature: invalid float value: 'warm'
+--prompt 1 --top-p 0 | --top-p must be above 0 and at most 1, not 0.0
+--prompt 1 --top-p 95 | --top-p must be above 0 and at most 1, not 95.0
+--prompt 1 --seed -3 | --seed must be at least 0 and below 2^63, not -3
+--prompt 1 --tokenizer nowhere | --tokenizer nowhere: there is no such file
+--prompt 1 --tokenizer dir | --tokenizer dir: there is no such file
+--prompt 1 --tokenizer a-file | cannot read the tokenizer a-file: expected ident at line 1 column 2
+--prompt 1 --tokenizer binary.toml | cannot read the tokenizer binary.toml: stream did not contain
+--prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
+--prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
+--prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
+--prompt 1 --max-tokens 5 --precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
+--prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
+--promt 1 | unrecognized arguments: --promt 1
+--prompt 1 --greedy | unrecognized arguments: --greedy
+--eval-data nowhere | --eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books
+--eval-data a=nowhere | nowhere.idx does not exist
+--eval-data a=only | only.idx does not exist
+--eval-data a=b a=c | --eval-data a=c: another set is called a
+--eval-data | --eval-data: expected at least one argument
+""",
+    "sample.py on two ranks": """
+%/sample.py @/tests/data/run_189cc1d
+--prompt 1 --max-tokens 5 --tp 3 | tp(3) * pp(1) * dp(?) does not divide 2 ranks
+--prompt text --tp 2 | --prompt 'text': no tokenizer was found beside the checkpoint or the corpus
 """,
     "checkpoint.py": """
 @/checkpoint.py

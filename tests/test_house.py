@@ -28,6 +28,7 @@ ROWS = (
     ("supervisor",),
     ("checkpoint", "sample"),
     ("trainer",),
+    ("generation",),
     ("telemetry",),
     ("checkpointing",),
     ("pipeline",),

@@ -18,7 +18,7 @@ from distributed.launch import check_launch, discover
 from distributed.placement import threads_asked_for
 from planner import memory
 
-ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py")
+ENTRIES = ("train.py", "plan.py", "tune.py", "checkpoint.py", "sample.py")
 SCRIPTS = ("scripts/prepare_data.py", "scripts/plot_loss.py")
 MOST_PROCESSOR_SECONDS = 3.0
 

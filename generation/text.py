@@ -1,0 +1,125 @@
+"""Text as token ids, and back: by the tokenizer of a corpus or a checkpoint, else as numbers.
+
+    text = Text(find_tokenizer(["runs/demo"], ["data/stdlib"]), vocab_size=8192)
+    text.decode(text.encode("def main("))
+
+There is no torch here, so that a wrong prompt is reported before it is imported.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from config.messages import UserError
+from config.schema import Config
+from corpora.blends import parse_blend
+
+END = "<|endoftext|>"  # ends a document, as scripts/prepare_data.py writes it
+IDS = re.compile(r"\s*\d{1,18}([\s,]+\d{1,18})*\s*")
+SAMPLE_TOKENS = 48  # of a sample in training, at the most
+
+
+def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | None:
+    """The first tokenizer.json in one of these folders, else PREFIX.tokenizer.json of a corpus."""
+    paths = [os.path.join(folder, "tokenizer.json") for folder in folders]
+    paths += [f"{prefix}.tokenizer.json" for prefix in prefixes]
+    return next(filter(os.path.isfile, paths), None)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a file; UserError if it is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # the library has no exception of its own
+        cause = " ".join(str(error).split())
+        raise UserError(f"cannot read the tokenizer {path}: {cause:.200}") from None
+
+
+class Text:
+    """Encodes and decodes; end: the id that ends a document, None if there is none or no tokenizer.
+
+    Without a tokenizer the text is ids, as `17 4 250`.
+    """
+
+    def __init__(self, path: str | None, vocab_size: int):
+        """path: of a tokenizer.json. UserError if it has more tokens than the model."""
+        self.path, self.vocab_size = path, vocab_size
+        self.tokenizer = load_tokenizer(path) if path else None
+        self.end: int | None = None
+        if self.tokenizer is None:
+            return
+        size = self.tokenizer.get_vocab_size()
+        if size > vocab_size:
+            raise UserError(f"{path} has {size} tokens, the model {vocab_size}")
+        self.end = self.tokenizer.token_to_id(END)
+
+    def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
+        """The ids of a prompt; UserError, with the flag that gave it, if it has none."""
+        if self.tokenizer is not None:
+            ids = self.tokenizer.encode(prompt).ids
+            if not ids:
+                raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
+            return ids
+        if not IDS.fullmatch(prompt):
+            raise UserError(
+                f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus, "
+                "so a prompt is token ids such as '17 4 250'"
+            )
+        ids = [int(word) for word in re.findall(r"\d+", prompt)]
+        if max(ids) >= self.vocab_size:
+            raise UserError(f"{flag}: {max(ids)} is not below vocab-size({self.vocab_size})")
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        if self.tokenizer is None:
+            return " ".join(map(str, ids))
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+# ---- In training ---------------------------------------------------------------------------------
+
+
+def prefixes_of(data: tuple) -> list[str]:
+    """The corpora of --data."""
+    return [] if data == ("synthetic",) else parse_blend(data)[0]
+
+
+def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
+    """The text of a run's corpus and the ids of --sample-prompt; UserError if one does not fit."""
+    model, given = config.model, config.run.sample_prompt or ()
+    path = find_tokenizer([], prefixes_of(config.data.data)) if given else None
+    text = Text(path, model.vocab_size)
+    return text, [_fitting(text, prompt, model.seq_length) for prompt in given]
+
+
+def _fitting(text: Text, prompt: str, length: int) -> list[int]:
+    ids = text.encode(prompt, "--sample-prompt")
+    if len(ids) >= length:
+        raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
+    return ids
+
+
+def unused_rows(config: Config) -> str | None:
+    """A note if the model's vocabulary is larger than that of its corpora, rounded up as for
+    padding; None if it is not, or if no corpus has its tokenizer beside it.
+    """
+    multiple = config.layout.pad_vocab_multiple * config.layout.tp
+    found = [find_tokenizer([], [prefix]) for prefix in prefixes_of(config.data.data)]
+    if not found or None in found:
+        return None
+    try:
+        sizes = {path: load_tokenizer(path).get_vocab_size() for path in found if path}
+    except UserError as error:  # training does not need it
+        return str(error)
+    path, size = max(sizes.items(), key=lambda item: item[1])
+    ours = config.model.vocab_size
+    if ours <= -(-size // multiple) * multiple:
+        return None
+    return (
+        f"the model has a vocabulary of {ours}, but {path} has {size} tokens: {ours - size} rows "
+        f"are never used; --vocab-size {size} leaves them out"
+    )

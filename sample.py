@@ -1,0 +1,192 @@
+"""Text from a checkpoint, or its loss on named corpora, under any layout.
+
+    python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
+    mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
+    python sample.py runs/demo --eval-data code=data/stdlib:256 wiki=data/wiki
+
+RUN is a run's folder, whose newest checkpoint is taken, or a checkpoint's. The tokenizer is the
+tokenizer.json beside the checkpoint, or PREFIX.tokenizer.json of the corpus that it was trained on;
+without one a prompt is token ids, and so is the output. --prompt may be given several times.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from config import messages  # first: it ends a Python that is too old
+
+with messages.installed():
+    from checkpointing import folders
+    from checkpointing.index import Index
+    from checkpointing.verification import check_files, make_model
+    from config import command_line, validation
+    from config.data_options import parse_eval_sets
+    from config.messages import Parser, UserError, exit_with
+    from config.schema import Config, ModelShape
+    from corpora import token_files
+    from distributed.context import Context, prepare, start
+    from distributed.launch import Launch, discover
+    from generation.text import Text, find_tokenizer
+
+MAX_TOKENS = 100
+EVAL_BATCH = 4  # samples in a pass of --eval-data
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is asked for: a checkpoint, the options, and for --prompt the texts and their ids."""
+
+    folder: str
+    given: argparse.Namespace
+    config: Config
+    text: Text | None = None
+    prompts: tuple[list[int], ...] = ()
+    count: int = 0  # of new tokens
+
+
+def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
+    """Everything that can be wrong is found here, in the same way on every rank; UserError."""
+    if (given.prompt is None) == (given.eval_data is None):
+        both = "neither was" if given.prompt is None else "both were"
+        raise UserError(f"give one of --prompt and --eval-data; {both} given")
+    _check_numbers(given)
+    folder = folders.find_checkpoints(given.run)[0]
+    check_files(folder, contents=False)
+    with Index(folder) as index:
+        model = make_model(index.attributes("model"), index.path)
+        origin = json.loads(str(index.attributes("run")["config"]))
+    if given.eval_data:
+        for each in parse_eval_sets(given.eval_data):
+            token_files.check_pair(each.prefix)
+        return Task(folder, given, _config(given, model, ranks))
+    above = [os.path.join(folder, up) for up in ("", "..", "../..")]  # an import's is above
+    found = given.tokenizer or find_tokenizer(above, _corpora(origin))
+    text = Text(found, model.vocab_size)
+    prompts = tuple(text.encode(prompt) for prompt in given.prompt)
+    longest, count = max(map(len, prompts)), given.max_tokens or MAX_TOKENS
+    if model.positions == "learned":
+        room = model.max_positions - longest
+        if room < (given.max_tokens or 1):
+            raise UserError(
+                f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
+                f"{longest + count}, but max-positions is {model.max_positions}"
+            )
+        count = min(count, room)
+    length = longest + count
+    model = dataclasses.replace(model, seq_length=length)  # of tables of positions
+    return Task(folder, given, _config(given, model, ranks), text, prompts, count)
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    if not 0 <= given.temperature < math.inf:
+        raise UserError(f"--temperature must be at least 0 and finite, not {given.temperature}")
+    if not 0 < given.top_p <= 1:
+        raise UserError(f"--top-p must be above 0 and at most 1, not {given.top_p}")
+    if given.max_tokens is not None and not 0 < given.max_tokens <= 2**20:
+        raise UserError(f"--max-tokens must be from 1 to {2**20}, not {given.max_tokens}")
+    if not 0 <= given.seed < 2**63:
+        raise UserError(f"--seed must be at least 0 and below 2^63, not {given.seed}")
+    if given.tokenizer and not os.path.isfile(given.tokenizer):
+        raise UserError(f"--tokenizer {given.tokenizer}: there is no such file")
+
+
+def _corpora(origin: dict[str, Any]) -> list[str]:
+    """The prefixes of --data of the run that wrote a checkpoint; weights may be among them."""
+    data = origin.get("data")
+    words = data.get("data") if isinstance(data, dict) else None
+    return [word for word in words or () if isinstance(word, str)]
+
+
+def _config(given: argparse.Namespace, model: ModelShape, ranks: int) -> Config:
+    """The configuration of the layout that is asked for; UserError if it does not fit."""
+    micro = EVAL_BATCH if given.eval_data else 1
+    batch = micro * max(1, ranks // (max(1, given.tp) * max(1, given.pp)))
+    values = dataclasses.asdict(model) | {"tp": given.tp, "pp": given.pp, "steps": 1}
+    values |= {"micro_batch_size": micro, "global_batch_size": batch, "init_std": 0.0}
+    values |= {"precision": given.precision, "device": given.device, "sequence_parallel": False}
+    values |= {"out": os.path.join(tempfile.gettempdir(), f"trine-sample-{os.getuid()}")}
+    values |= {"watchdog": ranks > 1, "zero": 0, "overlap_param_gather": False}
+    if given.eval_data:
+        values["eval_data"] = given.eval_data
+    return validation.check(command_line.build(values), ranks)
+
+
+def run(task: Task, context: Context) -> Iterator[str]:
+    """Load the weights; the samples or losses, as lines; collective over all ranks."""
+    import data
+    import trainer
+    from checkpointing.load import load_weights
+    from generation.decoding import Choice, Decoder
+
+    trainer.check_precision(task.config, context)
+    splits = data.build(task.config)
+    state = trainer.build_model(task.config, context)
+    context.recorder.enter("load")
+    check_files(task.folder, True, context.rank, context.size)
+    with Index(task.folder) as index:
+        load_weights(state.stages, index)
+    state.stages.to(state.factory.dtype)
+    if context.rank == 0:
+        tokenizer = f", tokenizer: {task.text.path or 'none'}" if task.text else ""
+        print(f"note: {task.folder}{tokenizer}", file=sys.stderr, flush=True)
+    if task.text is not None:
+        how = Choice(task.given.temperature, task.given.top_p, task.given.seed)
+        decoder = Decoder(state.pipeline, state.factory, task.config.model)
+        for prompt in task.prompts:
+            context.recorder.enter("sample")
+            ids = decoder.generate(prompt, task.count, how, task.text.end)
+            yield task.text.decode(prompt + ids)
+    for name, (samples, count) in splits.eval_sets.items():
+        loss = trainer.evaluate(state, samples, count)
+        tokens, perplexity = count * task.config.model.seq_length, math.exp(min(loss, 100.0))
+        yield f"{name}: loss {loss:.6f}, perplexity {perplexity:.4f}, {tokens} tokens"
+    state.reader.close()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; UserError."""
+    parser = Parser.described(__doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
+    add("--prompt", action="append", metavar="TEXT", help="what is continued")
+    text = f"new ones at the most ({MAX_TOKENS}, or as many as fit into learned positions)"
+    add("--max-tokens", type=int, metavar="N", help=text)
+    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely (0.8)")
+    add("--top-p", type=float, default=0.95, metavar="P", help="of this probability (0.95)")
+    add("--seed", type=int, default=1234, metavar="N", help="of what is drawn (1234)")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json")
+    add("--eval-data", nargs="+", metavar="NAME=PREFIX[:SAMPLES]", help="print the loss on these")
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (1)")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (1)")
+    add("--precision", default="fp32", metavar="fp64|fp32|bf16|fp16", help="arithmetic (fp32)")
+    add("--device", default="auto", metavar="auto|cpu|cuda", help="of each rank (auto)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    """Check what is asked, before torch is imported, then do it; exits with 2 after a mistake."""
+    launch = Launch("python")
+    try:
+        launch = discover()
+        task = prepare_task(parse(arguments), launch.size)
+    except UserError as mistake:
+        exit_with(mistake, launch.rank == 0, launch.exit_delay)
+    prepare(task.config.run, task.config.layout.pp)
+    context = start(launch, task.config.run)
+    with context.failing_loudly():
+        for line in run(task, context):
+            if context.rank == 0:
+                print(line, flush=True)
+    context.stop()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    main(sys.argv[1:])

@@ -1,0 +1,268 @@
+"""sample.py: tokens equal those of transformers under any layout; --sample-every; what is drawn."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import checkpoint_worker as worker
+import pytest
+import ranks
+import torch
+
+import checkpoint
+import sample
+import trainer
+from checkpointing import save as saving
+from checkpointing.load import Progress
+from config import validation
+from config.messages import UserError
+from distributed.launch import Launch
+from generation import decoding, text
+from generation.decoding import Choice, choose
+
+SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab_size": 131, "seq_length": 40}
+LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": False, "positions": "rotary"}
+MODELS = {
+    "gpt2": {"positions": "learned"},
+    "bloom": {"positions": "alibi", "embedding_norm": True},
+    "llama": LLAMA | {"kv_heads": 2, "ffn_hidden": 80, "tied": False},
+}
+PROMPT, COUNT = [5, 17, 130, 2, 64], 30
+
+
+def save(out: Path, extra: dict) -> Path:
+    """A run of random weights, biases and norms, with one checkpoint: its folder."""
+    options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
+    state = trainer.build(validation.check(worker.options(options), 1))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in state.stages.parameters():
+            rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
+            p[:rows].normal_(0.0, 0.5)  # large, so that no token is chosen again and again
+            if p.spec.name.endswith("norm.weight"):
+                p.add_(1.0)
+    checkpoints = saving.Checkpointer(state.config, state.factory.mesh, state.optimizer)
+    checkpoints.after_step(Progress(1, worker.BATCH))
+    checkpoints.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: save(folder / name, extra) for name, extra in MODELS.items()}
+
+
+def words(run: Path, *more: str) -> list[str]:
+    """Arguments of sample.py: greedy, of one prompt of ids."""
+    prompt = ["--prompt", " ".join(map(str, PROMPT)), "--max-tokens", str(COUNT)]
+    return [str(run), *prompt, "--temperature", "0", "--device", "cpu", *more]
+
+
+def numbers(out: str) -> list[list[int]]:
+    """The lines of ids that were printed."""
+    return [list(map(int, line.split())) for line in out.splitlines()]
+
+
+def expected_ids(run: Path, hf: Path) -> list[int]:
+    """PROMPT and what transformers continues it with."""
+    transformers = pytest.importorskip("transformers")
+    arguments = ["export", "--to", "hf", f"{run}/checkpoints/step_00000001", str(hf)]
+    checkpoint.run_command(arguments)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    theirs.generation_config.eos_token_id = None
+    asked = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
+    return theirs.generate(torch.tensor([PROMPT]), **asked)[0].tolist()
+
+
+def test_greedy_tokens_are_those_of_transformers_under_every_layout(runs, tmp_path):
+    layouts = (("--tp", "2", "--pp", "2"), ("--pp", "2"), ())
+    jobs = [{"sample": words(run, *layout)} for run in runs.values() for layout in layouts]
+    source = tmp_path / "jobs.json"
+    source.write_text(json.dumps(jobs))
+    done = ranks.mpirun(4, "tests/sample_worker.py", str(source), str(tmp_path / "results"))
+    assert done.status == 0, done.err[-4000:]
+    found = numbers(done.out)
+    assert len(found) == len(jobs)
+    for index, (name, run) in enumerate(runs.items()):
+        expected = expected_ids(run, tmp_path / name)
+        assert len(set(expected[len(PROMPT) :])) > 3, "else a wrong cache might not show"
+        own = found[index * len(layouts) :][: len(layouts)]
+        assert own == [expected] * len(layouts), name
+
+
+def test_the_program_prints_text_by_the_tokenizer_of_the_corpus(runs, tmp_path):
+    """As a process under mpirun; a letter is a token."""
+    (tmp_path / "tokenizer.json").write_text(letters().to_str())
+    command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    command += ["--prompt", "ab", "--prompt", "cd", "--temperature", "0", "--max-tokens", "9"]
+    done = ranks.mpirun(2, *command, "--tp", "2", "--device", "cpu", "--precision", "fp64")
+    assert done.status == 0, done.err
+    lines = done.out.splitlines()
+    assert [line[:2] for line in lines] == ["ab", "cd"]
+    folder = f"{runs['llama']}/checkpoints/step_00000001"
+    assert f"note: {folder}, tokenizer: {tmp_path}/tokenizer.json\n" in done.err
+
+
+def letters(end: str = "z"):
+    """A tokenizer of 130 single characters, the first of them a to z."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = [chr(code) for code in (*range(97, 123), *range(200, 304))]
+    ids = {name: i for i, name in enumerate(names) if name != end} | {text.END: names.index(end)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    return tokenizer
+
+
+def run_here(arguments: list[str], capsys) -> tuple[str, str]:
+    """Output and notes of sample.py on one rank, in this process."""
+    from distributed.context import start
+
+    task = sample.prepare_task(sample.parse(arguments), 1)
+    lines = list(sample.run(task, start(Launch("python"), task.config.run)))
+    return "".join(f"{line}\n" for line in lines), capsys.readouterr().err
+
+
+def test_a_seed_draws_the_same_text_again_and_the_cache_changes_nothing(runs, capsys, monkeypatch):
+    drawn = [*words(runs["bloom"]), "--temperature", "1.5", "--top-p", "0.9"]
+    first, again = run_here(drawn, capsys)[0], run_here(drawn, capsys)[0]
+    assert first == again
+    assert first != run_here([*drawn, "--seed", "7"], capsys)[0]
+
+    decode, seen = decoding.Pipeline.decode, []
+
+    def without_cache(pipeline, tokens, past):
+        seen.append(tokens)
+        fresh = decoding.Past(100, past.slopes, past.device)
+        return decode(pipeline, torch.cat(seen, 1), fresh)
+
+    cached = [run_here(words(run), capsys)[0] for run in runs.values()]
+    monkeypatch.setattr(decoding.Pipeline, "decode", without_cache)
+    for run, ids in zip(runs.values(), cached):
+        seen.clear()
+        assert run_here(words(run), capsys)[0] == ids
+        assert [len(tokens[0]) for tokens in seen] == [len(PROMPT)] + [1] * (COUNT - 1)
+
+
+def test_a_token_is_drawn_of_the_most_likely_ones():
+    random, logits = torch.Generator().manual_seed(0), torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert choose(logits, Choice(), random) == 0
+
+    def shares(how: Choice) -> list[float]:
+        counts = torch.bincount(torch.tensor([choose(logits, how, random) for _ in range(4000)]))
+        return (counts / 4000).tolist()
+
+    assert shares(Choice(1.0, 1.0)) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)
+    assert shares(Choice(1.0, 0.75)) == pytest.approx([0.625, 0.375], abs=0.04)
+    assert shares(Choice(1.0, 0.5)) == [1.0]
+    squares = torch.tensor([0.25, 0.09, 0.0225, 0.0025])
+    assert shares(Choice(0.5)) == pytest.approx((squares / squares.sum()).tolist(), abs=0.04)
+
+
+def test_a_sample_ends_where_the_document_does(runs, tmp_path, capsys):
+    common = [str(runs["gpt2"]), "--temperature", "0", "--max-tokens", "30", "--device", "cpu"]
+    ids = numbers(run_here([*common, "--prompt", "5 17 2 64"], capsys)[0])[0]
+    new = ids[4:]
+    at = next(i for i, token in enumerate(new) if i > 3 and token < 130 and token not in ids[:4])
+    at = new.index(new[at])
+    names = [chr(code) for code in (*range(97, 123), *range(200, 304))]
+    (tmp_path / "t.json").write_text(letters(names[new[at]]).to_str())
+    prompt = ["--tokenizer", str(tmp_path / "t.json"), "--prompt"]
+    prompt.append("".join(names[i] for i in ids[:4]))
+    drawn = run_here([*common, *prompt], capsys)[0]
+    assert drawn == "".join(names[i] for i in ids[: 4 + at]) + "\n"
+
+
+# ---- Losses on named corpora ---------------------------------------------------------------------
+
+
+def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
+    """Of two corpora, from train.py's own rows; under another layout."""
+    corpus = [sys.executable, "scripts/prepare_data.py", "--out", str(tmp_path / "text")]
+    text_file = tmp_path / "a.txt"
+    text_file.write_text("\n\n".join(f"line {i} of a text, {i * i}" for i in range(3000)))
+    made = ranks.start([*corpus, "--vocab-size", "300", str(text_file)], 120)
+    assert made.status == 0, made.err
+    shape = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 300 --device cpu"
+    command = f"train.py {shape} --steps 4 --out {tmp_path}/run --data {tmp_path}/text"
+    command += f" --save-every 4 --eval-data a={tmp_path}/text:50 b={tmp_path}/text:7"
+    command += " --sample-every 2 --stats-every 4"
+    done = ranks.mpirun(2, *command.split(), "--tp", "2", "--sample-prompt", "line 5", "text")
+    assert done.status == 0, done.err
+    assert "are never used" not in done.err
+    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {key: value for row in rows for key, value in row.items() if key.endswith("_loss")}
+    log = (tmp_path / "run/log.txt").read_text()
+    assert [log.count(f" sample at iteration {i} | 'line 5' -> '") for i in range(1, 5)] == [
+        *(0, 1, 0, 1)
+    ]
+    assert log.count("| 'text' -> '") == 2
+    assert list(next(row["layer_grad_norm"] for row in rows if "layer_grad_norm" in row)) == [
+        *("embedding", "blocks.0", "blocks.1", "head")
+    ]
+    sets = [f"a={tmp_path}/text:50", f"b={tmp_path}/text:7"]
+    words = ["sample.py", str(tmp_path / "run"), "--pp", "2", "--device", "cpu"]
+    done = ranks.mpirun(2, *words, "--eval-data", *sets)
+    assert done.status == 0, done.err
+    lines = done.out.splitlines()
+    assert len(lines) == 2
+    for line, (name, tokens) in zip(lines, {"a": 800, "b": 112}.items()):
+        found = line.removeprefix(f"{name}: loss ").split(", ")
+        assert float(found[0]) == pytest.approx(losses[f"{name}_loss"], abs=2e-5)
+        perplexity = float(found[1].removeprefix("perplexity "))
+        assert perplexity == pytest.approx(math.exp(float(found[0])), rel=1e-5)
+        assert found[2] == f"{tokens} tokens"
+    sampled = ranks.start([sys.executable, *words[:2], "--prompt", "line 5"])
+    assert sampled.status == 0, sampled.err
+    assert sampled.out.startswith("line 5")
+    assert f", tokenizer: {tmp_path}/text.tokenizer.json\n" in sampled.err
+
+
+# ---- Mistakes ------------------------------------------------------------------------------------
+
+
+def test_a_vocabulary_that_no_text_uses_is_a_note(tmp_path):
+    (tmp_path / "c.tokenizer.json").write_text(letters().to_str())
+
+    def note(size: int, data: tuple = (f"{tmp_path}/c",)) -> str | None:
+        return text.unused_rows(worker.options({"vocab_size": size, "data": data}))
+
+    assert note(130) is None
+    assert note(132) is None, "rounded up to a multiple of 4"
+    sentence = f"the model has a vocabulary of 133, but {tmp_path}/c.tokenizer.json has 130 tokens"
+    assert note(133).startswith(sentence)
+    assert "--vocab-size 130" in note(50257)
+    assert note(50257, (f"{tmp_path}/none",)) is None
+    assert note(50257, ("synthetic",)) is None
+    (tmp_path / "d.tokenizer.json").write_text("{")
+    assert note(50257, (f"{tmp_path}/d",)).startswith("cannot read the tokenizer ")
+
+
+def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
+    (tmp_path / "t.json").write_text(letters().to_str())
+    long = ["--prompt", "1 " * 20 + "1", "--max-tokens", "30"]
+    wrong = {
+        ("--prompt", "a text"): "no tokenizer was found beside the checkpoint or the corpus",
+        ("--prompt", "1 131"): "--prompt: 131 is not below vocab-size(131)",
+        (
+            *long,
+            "--tp",
+            "5",
+        ): "has 21 tokens and --max-tokens is 30: together 51, but max-positions is 40",
+        (
+            "--prompt",
+            "1",
+            "--tp",
+            "5",
+            "--max-tokens",
+            "39",
+        ): "tp(5) * pp(1) * dp(?) does not divide 1 ranks",
+        ("--prompt", "1", "--tokenizer", str(runs["gpt2"] / "run.json")): "there is no such file",
+    }
+    for more, sentence in wrong.items():
+        with pytest.raises(UserError) as caught:
+            sample.prepare_task(sample.parse([str(runs["gpt2"]), *more]), 1)
+        assert sentence in str(caught.value)
+        assert "\n" not in str(caught.value)
