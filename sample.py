@@ -67,8 +67,7 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
             token_files.check_pair(each.prefix)
         return Task(folder, given, _config(given, model, ranks))
     above = [os.path.join(folder, up) for up in ("", "..", "../..")]  # an import's is above
-    found = given.tokenizer or find_tokenizer(above, _corpora(origin))
-    text = Text(found, model.vocab_size)
+    text = Text(given.tokenizer or find_tokenizer(above, _corpora(origin)), model.vocab_size)
     prompts = tuple(text.encode(prompt) for prompt in given.prompt)
     longest, count = max(map(len, prompts)), given.max_tokens or MAX_TOKENS
     if model.positions == "learned":
@@ -79,8 +78,7 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
                 f"{longest + count}, but max-positions is {model.max_positions}"
             )
         count = min(count, room)
-    length = longest + count
-    model = dataclasses.replace(model, seq_length=length)  # of tables of positions
+    model = dataclasses.replace(model, seq_length=longest + count)  # of tables of positions
     return Task(folder, given, _config(given, model, ranks), text, prompts, count)
 
 
@@ -101,7 +99,7 @@ def _corpora(origin: dict[str, Any]) -> list[str]:
     """The prefixes of --data of the run that wrote a checkpoint; weights may be among them."""
     data = origin.get("data")
     words = data.get("data") if isinstance(data, dict) else None
-    return [word for word in words or () if isinstance(word, str)]
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 def _config(given: argparse.Namespace, model: ModelShape, ranks: int) -> Config:

@@ -1,12 +1,16 @@
 """The documentation: links lead somewhere, programs that it names exist, limits agree."""
 
 import re
+import sys
 
 import pytest
 import test_house
 from ranks import ROOT
 
 from scripts import line_counts
+
+sys.path.append(str(ROOT / "benchmarks"))
+import pictures
 
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
 PAGES = sorted(page for folder in FOLDERS for page in (ROOT / folder).glob("*.md"))
@@ -59,6 +63,13 @@ def test_tests_that_are_named_exist(page):
         if not (ROOT / path).exists() or f"def {test}(" not in (ROOT / path).read_text()
     ]
     assert gone == []
+
+
+def test_the_picture_of_schedules_is_what_the_program_draws():
+    drawn = pictures.stand_alone(pictures.schedules_drawn())
+    assert (ROOT / "docs/pictures/schedules.svg").read_text() == drawn
+    named = re.findall(r"(\S+): (\d+)% of the time idle", drawn)
+    assert named == [("1f1b", "27"), ("zb-v", "6")], "as the README says"
 
 
 def test_the_readme_is_one_page():

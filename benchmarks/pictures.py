@@ -1,0 +1,116 @@
+"""The README's two pictures, as SVG files: `python benchmarks/pictures.py docs/pictures`.
+
+planner.svg      predicted over measured seconds of the published A100 rows, each row predicted with
+                 constants that were refitted without its section (about half a minute)
+schedules.svg    1F1B and zb-v in simulation, 4 ranks and 8 micro-batches, as they are executed
+
+The colours are those of the tuner's report, dark and light.
+"""
+
+import math
+import sys
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import plan_accuracy
+import published_cases
+import published_rows
+
+from config.messages import Parser, UserError, exit_with
+from planner import hardware
+from schedules import schedule
+from schedules.simulation import Slot, bubble, simulate, unit_seconds
+from tuner import charts
+
+STYLE = """<style>
+svg { --ink: #1c1d20; --faint: #696c74; --line: #dcdcd6; --mark: #2563b8; --good: #13795b;
+  --back: #fbfbf9; font: 11px DejaVu Sans, Verdana, sans-serif; }
+@media (prefers-color-scheme: dark) { svg { --ink: #e8e8e4; --faint: #9ea2ab; --line: #343841;
+  --mark: #6ea8ff; --good: #4cc79a; --back: #15171b; } }
+</style>"""
+UNIT, ROW, LEFT = 26, 20, 60  # pixels: of a unit of time, of a rank, before the first unit
+COLORS = {"F": "--mark", "B": "--good", "W": "--line"}
+
+
+def planner_accuracy() -> str:
+    """Predicted over measured seconds, two logarithmic axes."""
+    rows = published_rows.read(str(ROOT / "benchmarks/data/measured_rows.csv"))
+    cases = published_cases.cases(rows)
+    values = {c.name: c.value for c in hardware.constants()}
+    predicted = plan_accuracy.held_out(cases, "seconds", values, cases)
+    chosen = [c for c in plan_accuracy.usable(cases, "seconds") if c.source == "001"]
+    points = [(c.id, c.seconds, predicted[c.id]) for c in chosen]
+    titles = "measured seconds a step", "predicted seconds"
+    return charts.scatter(points, *titles, same_scale=True)
+
+
+def timeline(name: str, top: int, ranks: int = 4, micro_batches: int = 8) -> tuple[str, int, int]:
+    """The elements of a simulated schedule, their width and their height."""
+    order = schedule.build(name, ranks, micro_batches)
+    share = ranks / order.stages  # a stage of two has half of the rank's blocks
+    units = {key: unit * share for key, unit in unit_seconds(order).items()}
+    slots = simulate(order, units)
+    end = math.ceil(max(slot.end for row in slots for slot in row))
+    idle = f"{name}: {bubble(slots):.0%} of the time idle"
+    parts = [_text(LEFT, top + 14, idle, "start", "--ink")]
+    for rank, row in enumerate(slots):
+        y = top + 22 + rank * ROW
+        parts.append(_text(LEFT - 8, y + 14, f"rank {rank}", "end", "--faint"))
+        parts += [_rectangle(slot, y, ranks) for slot in row]
+    return "".join(parts), LEFT + end * UNIT + 10, 22 + ranks * ROW
+
+
+def _rectangle(slot: Slot, y: int, ranks: int) -> str:
+    """An action with its micro-batch; the second stage of a rank is paler."""
+    kind, x = slot.action.kind, LEFT + slot.start * UNIT
+    width, opacity = (slot.end - slot.start) * UNIT, 0.5 if slot.action.stage >= ranks else 0.9
+    place = f'x="{x:g}" y="{y}" width="{width - 1:g}" height="{ROW - 1}"'
+    label = _text(x + width / 2, y + 14, str(slot.action.micro_batch), "middle", "--ink")
+    return f'<rect {place} style="fill: var({COLORS[kind]})" opacity="{opacity}"/>{label}'
+
+
+def _text(x: float, y: float, words: str, anchor: str, color: str) -> str:
+    style = f'style="fill: var({color}); text-anchor: {anchor}"'
+    return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
+
+
+def schedules_drawn() -> str:
+    """Two timelines, one below the other, and what the colours mean."""
+    first, wide, high = timeline("1f1b", 0)
+    second, other, also = timeline("zb-v", high + 14)
+    words = "blue: forward, green: backward (zb-v: of inputs), grey: gradients of weights"
+    key = _text(LEFT, high + also + 34, words, "start", "--faint")
+    box = f'viewBox="0 0 {max(wide, other)} {high + also + 44}"'
+    return f'<svg {box} role="img" aria-label="1F1B and zb-v">{first}{second}{key}</svg>'
+
+
+def stand_alone(svg: str) -> str:
+    """A file of its own: with the names of XML, colours and a background."""
+    start, _, rest = svg.partition(">")
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    head = start.replace("<svg", f"<svg {names}", 1)
+    back = '<rect width="100%" height="100%" style="fill: var(--back)"/>'
+    return f"{head}>{STYLE}{back}{rest}\n"
+
+
+def main(arguments: list[str]) -> None:
+    """Write both files."""
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", metavar="FOLDER", help="of the files")
+    folder = Path(parser.parse_args(arguments).folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "schedules.svg").write_text(stand_alone(schedules_drawn()))
+        (folder / "planner.svg").write_text(stand_alone(planner_accuracy()))
+    except OSError as error:
+        raise UserError(f"FOLDER {folder}: cannot write in it: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as mistake:
+        exit_with(mistake)
