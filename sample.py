@@ -69,28 +69,27 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
     above = [os.path.join(folder, up) for up in ("", "..", "../..")]  # an import's is above
     text = Text(given.tokenizer or find_tokenizer(above, _corpora(origin)), model.vocab_size)
     prompts = tuple(text.encode(prompt) for prompt in given.prompt)
-    longest, count = max(map(len, prompts)), given.max_tokens or MAX_TOKENS
-    if model.positions == "learned":
-        room = model.max_positions - longest
-        if room < (given.max_tokens or 1):
-            raise UserError(
-                f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
-                f"{longest + count}, but max-positions is {model.max_positions}"
-            )
-        count = min(count, room)
+    longest = max(map(len, prompts))
+    count = given.max_tokens or max(1, min(MAX_TOKENS, model.seq_length - longest))
+    if model.positions == "learned" and longest + count > model.max_positions:
+        raise UserError(
+            f"the longest prompt has {longest} tokens and --max-tokens is {count}: together "
+            f"{longest + count}, but max-positions is {model.max_positions}"
+        )
     model = dataclasses.replace(model, seq_length=longest + count)  # of tables of positions
     return Task(folder, given, _config(given, model, ranks), text, prompts, count)
 
 
 def _check_numbers(given: argparse.Namespace) -> None:
-    if not 0 <= given.temperature < math.inf:
-        raise UserError(f"--temperature must be at least 0 and finite, not {given.temperature}")
-    if not 0 < given.top_p <= 1:
-        raise UserError(f"--top-p must be above 0 and at most 1, not {given.top_p}")
-    if given.max_tokens is not None and not 0 < given.max_tokens <= 2**20:
-        raise UserError(f"--max-tokens must be from 1 to {2**20}, not {given.max_tokens}")
-    if not 0 <= given.seed < 2**63:
-        raise UserError(f"--seed must be at least 0 and below 2^63, not {given.seed}")
+    at, most = given, 1 if given.max_tokens is None else given.max_tokens
+    for flag, value, holds, limits in (
+        ("temperature", at.temperature, 0 <= at.temperature < math.inf, "at least 0 and finite"),
+        ("top-p", at.top_p, 0 < at.top_p <= 1, "above 0 and at most 1"),
+        ("max-tokens", most, 0 < most <= 2**20, f"from 1 to {2**20}"),
+        ("seed", at.seed, 0 <= at.seed < 2**63, "at least 0 and below 2^63"),
+    ):
+        if not holds:
+            raise UserError(f"--{flag} must be {limits}, not {value}")
     if given.tokenizer and not os.path.isfile(given.tokenizer):
         raise UserError(f"--tokenizer {given.tokenizer}: there is no such file")
 
@@ -154,7 +153,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
     add("--prompt", action="append", metavar="TEXT", help="what is continued")
-    text = f"new ones at the most ({MAX_TOKENS}, or as many as fit into learned positions)"
+    text = f"new ones ({MAX_TOKENS}, or fewer: prompt and these are one training sample at most)"
     add("--max-tokens", type=int, metavar="N", help=text)
     add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely (0.8)")
     add("--top-p", type=float, default=0.95, metavar="P", help="of this probability (0.95)")

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from config.messages import UserError
 from config.schema import Config
 from corpora.blends import parse_blend
@@ -29,8 +31,6 @@ def find_tokenizer(folders: Iterable[str], prefixes: Iterable[str]) -> str | Non
 
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a file; UserError if it is none."""
-    from tokenizers import Tokenizer
-
     try:
         return Tokenizer.from_file(path)
     except Exception as error:  # the library has no exception of its own
@@ -92,15 +92,11 @@ def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     """The text of a run's corpus and the ids of --sample-prompt; UserError if one does not fit."""
     model, given = config.model, config.run.sample_prompt or ()
     path = find_tokenizer([], prefixes_of(config.data.data)) if given else None
-    text = Text(path, model.vocab_size)
-    return text, [_fitting(text, prompt, model.seq_length) for prompt in given]
-
-
-def _fitting(text: Text, prompt: str, length: int) -> list[int]:
-    ids = text.encode(prompt, "--sample-prompt")
-    if len(ids) >= length:
-        raise UserError(f"--sample-prompt has {len(ids)} tokens: seq-length is {length}")
-    return ids
+    text, length = Text(path, model.vocab_size), model.seq_length
+    prompts = [text.encode(prompt, "--sample-prompt") for prompt in given]
+    for count in [len(ids) for ids in prompts if len(ids) >= length]:
+        raise UserError(f"--sample-prompt has {count} tokens: seq-length is {length}")
+    return text, prompts
 
 
 def unused_rows(config: Config) -> str | None:

@@ -70,7 +70,11 @@ def expected_ids(run: Path, hf: Path) -> list[int]:
     transformers = pytest.importorskip("transformers")
     arguments = ["export", "--to", "hf", f"{run}/checkpoints/step_00000001", str(hf)]
     checkpoint.run_command(arguments)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(hf).eval()
+    return continued(transformers.AutoModelForCausalLM.from_pretrained(hf).eval())
+
+
+def continued(theirs) -> list[int]:
+    """PROMPT and what a model of transformers continues it with."""
     theirs.generation_config.eos_token_id = None
     asked = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
     return theirs.generate(torch.tensor([PROMPT]), **asked)[0].tolist()
@@ -90,6 +94,25 @@ def test_greedy_tokens_are_those_of_transformers_under_every_layout(runs, tmp_pa
         assert len(set(expected[len(PROMPT) :])) > 3, "else a wrong cache might not show"
         own = found[index * len(layouts) :][: len(layouts)]
         assert own == [expected] * len(layouts), name
+
+
+def test_every_familys_greedy_tokens_are_those_of_transformers(tmp_path, capsys):
+    """Imported from transformers; on one rank."""
+    families = pytest.importorskip("test_families")
+    different = {}
+    for case in families.CASES:
+        theirs, folder = families.their_model(case), tmp_path / case.replace(" ", "_")
+        with torch.no_grad():
+            for p in theirs.parameters():
+                p.mul_(3.0 if p.dim() > 1 else 1.0)  # else a token is chosen again and again
+        theirs.save_pretrained(folder / "hf")
+        checkpoint.run_command(["import", "--from", "hf", f"{folder}/hf", f"{folder}/in"])
+        capsys.readouterr()
+        found = numbers(run_here(words(folder / "in"), capsys)[0])[0]
+        expected = continued(theirs)
+        if found != expected:
+            different[case] = found, expected
+    assert different == {}
 
 
 def test_the_program_prints_text_by_the_tokenizer_of_the_corpus(runs, tmp_path):
