@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,13 +22,16 @@ from typing import Any, cast
 from config import messages  # first: it ends a Python that is too old
 from config.command_line import options_help, parse_request
 from config.messages import Parser, UserError
-from planner import hardware, questions, risk
-from planner.questions import QUESTIONS, Answer, Question
+from planner import growth, hardware, questions, risk
+from planner.questions import Answer, Question
 
 # The planner's own flags that one or two questions read.
 READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts", "shapes")}
 READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
+READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
+LIMITS |= {"deadline": 1e5}  # days
+QUESTIONS = questions.QUESTIONS | {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -71,6 +75,8 @@ def ask(arguments: list[str]) -> Answer:
         print(f"note: {note}", file=sys.stderr)
     answer, _ = QUESTIONS[options.question]
     found = answer(Question(options, request.config, request.given, machine))
+    if options.submit:
+        return replace(found, text=f"{found.text}\n{_submitted(options.stages)}")
     if not options.rehearse:
         return found
     training, data = request.config.training, cast(dict[str, Any], found.data)
@@ -80,6 +86,16 @@ def ask(arguments: list[str]) -> Answer:
     heard = [_rehearse(row, rest, options, data["gpus"]) for row in rows]
     text = "\n".join([found.text, "rehearsed:", *(f"  {sentence}" for sentence in heard)])
     return Answer(text, data | {"rehearsed": heard})
+
+
+def _submitted(stages: str) -> str:
+    """What scripts/stages.py prints when it submits the first stage; UserError if it cannot."""
+    program = str(Path(__file__).parent / "scripts" / "stages.py")
+    words = [sys.executable, program, "submit", stages]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    return done.stdout.strip()
 
 
 def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: int) -> str:
@@ -138,6 +154,10 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     about_risk = "of running out of memory, accepted (0.05)"
     add("risk", about_risk, type=float, default=risk.DEFAULT)
     add("rehearse", "rehearse the first N layouts", type=int, metavar="N")
+    add("deadline", "days: fewest GPU-hours within them", type=float, metavar="DAYS")
+    add("restart", "minutes that a change of nodes takes (10)", type=float, metavar="MINUTES")
+    add("stages", "write the stages, for scripts/stages.py", metavar="FILE")
+    add("submit", "submit the first: sbatch's options and the batch file", metavar="WORDS")
     add("trace", "write a Chrome trace", metavar="FILE")
 
 

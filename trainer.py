@@ -249,6 +249,7 @@ class Trainer:
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
         self.trace = StepTrace(checkpoints.exchange, log, state.pipeline.finish_sending)
         self.done = checkpoints.resume()
+        check_begin(config, self.done)
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total, log.epoch_tokens = self.total, splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
@@ -263,7 +264,10 @@ class Trainer:
         False if a stop condition or a signal ended it before; all is saved then. UserError if
         training has diverged.
         """
-        action = self._largest_request() if self.done.iteration < self.total else GO_ON
+        action: float = GO_ON
+        if self.done.iteration < self.total:
+            at_boundary = self.conditions.action_after(self.done.consumed_samples)
+            action = max(self._largest_request(), at_boundary)
         if action == SAVE_AND_STOP:
             return self._stop_early()
         save_requested = action == SAVE
@@ -281,6 +285,7 @@ class Trainer:
             if every and (last or iteration % every == 0):
                 self.recorder.enter("check replicas")
                 check_replicas(self.state, iteration)
+            action = max(action, self.conditions.action_after(self.done.consumed_samples))
             if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
             save_requested |= action == SAVE
@@ -382,6 +387,16 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
+
+
+def check_begin(config: Config, done: Progress) -> None:
+    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
+    begin = config.run.begin_at_samples
+    if done.consumed_samples < begin:
+        raise UserError(
+            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
+            f"{done.consumed_samples} samples: use the layout of the stage before"
+        )
 
 
 def check_precision(config: Config, context: Context) -> None:

@@ -101,6 +101,18 @@ def by_tokens(words: tuple[str, ...], seq_length: int) -> BatchSchedule:
     return _joined([(tokens // seq_length, size) for tokens, size in parse_steps(words)])
 
 
+def between(levels: list[Level], begin: int, stop: int) -> list[Level]:
+    """Of a schedule's levels those with a step that begins after `begin` consumed samples or more
+    and, unless `stop` is 0, after less than `stop`.
+    """
+    return [
+        level
+        for level in levels
+        if (not stop or level.consumed < stop)
+        and (level.steps is None or level.consumed + level.steps * level.batch > begin)
+    ]
+
+
 def parse_steps(words: tuple[str, ...]) -> list[tuple[int, int]]:
     """Tokens and sizes of `0:192 5B:1024 ...`; K, M, B and T are powers of a thousand."""
     text = " ".join(map(str, words))

@@ -157,6 +157,12 @@ class Run:
     exit_after_minutes: float = option(
         0.0, "save and stop with status 75 before so many minutes, 0: no limit", minimum=0.0
     )
+    stop_at_samples: int = option(
+        0, "save and stop with status 75 after so many samples, 0: no limit", minimum=0
+    )
+    begin_at_samples: int = option(
+        0, "resume after so many samples at least: batches before them need not divide", minimum=0
+    )
     kill_switch: str = option(None, "save and stop with status 75 when this file appears")
     save_switch: str = option(None, "save when this file appears, remove it, and continue")
     watchdog: bool = option(True, "watch all ranks: name who hangs or dies, and end the job")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from config import batch_schedule as batches
-from config.batch_schedule import BatchSchedule
+from config.batch_schedule import BatchSchedule, Level
 from config.data_options import Curriculum
 from config.messages import UserError
 from config.run_options import Data, Run, option
@@ -314,6 +314,12 @@ class Config:
         if not self.training.decrease_batch_size_if_needed:
             return schedule
         return schedule.rounded(self.layout.micro_batch_size * self.layout.dp)
+
+    @property
+    def levels(self) -> list[Level]:
+        """The batch sizes of this start: those from --begin-at-samples to --stop-at-samples."""
+        run = self.run
+        return batches.between(self.batches.levels(), run.begin_at_samples, run.stop_at_samples)
 
     @cached_property
     def skipped(self) -> list[tuple[int, int]]:

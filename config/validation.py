@@ -11,6 +11,7 @@ import math
 import os
 import tempfile
 
+from config.batch_schedule import between
 from config.data_options import parse_data_schedule, parse_eval_sets
 from config.messages import UserError
 from config.run_options import Data, Run
@@ -194,10 +195,11 @@ def check_batch(layout: Layout, name: str, samples: int, when: str = "") -> None
 
 
 def check_batches(config: Config) -> None:
-    """Raise UserError, naming the first batch size of the run that the layout cannot run."""
+    """Raise UserError, naming the first batch size of this start that the layout cannot run."""
     layout, rounds = config.layout, config.training.decrease_batch_size_if_needed
-    share = layout.micro_batch_size * layout.dp
-    for level in batch_schedule(config.training, config.model.seq_length).levels():
+    share, run = layout.micro_batch_size * layout.dp, config.run
+    levels = batch_schedule(config.training, config.model.seq_length).levels()
+    for level in between(levels, run.begin_at_samples, run.stop_at_samples):
         name, when = "global-batch-size", ""
         if level.consumed or level.steps:
             name = "batch"
@@ -306,6 +308,11 @@ def _check_run(run: Run, steps: int) -> None:
         raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
     if run.load_weights_only and not run.resume:
         raise UserError("--load-weights-only needs --resume, to say which weights")
+    begin, stop = run.begin_at_samples, run.stop_at_samples
+    if begin and not run.resume:
+        raise UserError(f"--begin-at-samples {begin} needs --resume: a new run begins with 0")
+    if stop and stop <= begin:
+        raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
     saves = run.save_every or run.save_every_minutes
     for flag, given in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
         if given and not saves:

@@ -6,6 +6,7 @@
 
     SIGTERM, SIGINT, SIGUSR1  save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
+    --stop-at-samples         save and stop
 
 A signal or file seen by any rank takes effect on all ranks at the same step boundary. The run ends
 with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
@@ -134,6 +135,14 @@ class StopConditions:
             return RequestedAction.GO_ON
         self._saving = os.path.isfile(self._save_switch)  # True once for each save
         return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
+
+    def action_after(self, consumed: int) -> RequestedAction:
+        """What --stop-at-samples requests after so many samples: the same on every rank."""
+        limit = self.run.stop_at_samples
+        if not limit or consumed < limit:
+            return RequestedAction.GO_ON
+        self.reason = self.reason or f"--stop-at-samples {limit}"
+        return RequestedAction.SAVE_AND_STOP
 
     def saved(self) -> None:
         """Remove the file of --save-switch: the save that it requested is complete.

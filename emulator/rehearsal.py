@@ -129,7 +129,7 @@ def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     config, of_rank = case.config, {record.rank: record.events for record in records}
     traces = {r: of_rank.get(r, of_rank[s[0]]) for s in stages_of(config) for r in s}
     world = World(records[0].rows, [traces[rank] for rank in range(case.world)])
-    most = max(level.batch for level in config.batches.levels())
+    most = max(level.batch for level in config.levels)
     count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
     return Rehearsal(config, world, records, count, of_run, seconds)
@@ -138,7 +138,7 @@ def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
 def shortened(config: Config) -> Config:
     """The configuration of a run of two steps with the fewest micro-batches that show it all."""
     layout, training = config.layout, config.training
-    most = config.micro_batches(max(level.batch for level in config.batches.levels()))
+    most = config.micro_batches(max(level.batch for level in config.levels))
     enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2 + layout.vocab_pp)
     fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)

@@ -113,13 +113,13 @@ def _held(job: Job, in_flight: int | None) -> list[_Held]:
 def of_run(config: Config) -> list[dict[str, float]]:
     """Bytes by part of OF_RUN on every pipeline rank: what model and layout account for.
 
-    `config` must be checked. Of a ramp-up, the largest batch counts.
+    `config` must be checked. Of a ramp-up, the largest batch of this start counts.
     """
     # Any machine will do: with this software and no overhead, its numbers are not in these parts.
     machine = hardware.load("a100-80")
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
-    batch = max(level.batch for level in config.batches.levels())
+    batch = max(level.batch for level in config.levels)
     training = replace(config.training, global_batch_size=batch)
     if config.layout.schedule_costs == "measured":  # before the run has: the limit is the same
         config = replace(config, layout=replace(config.layout, schedule_costs="counted"))

@@ -30,8 +30,8 @@ FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
 
 
 def settled(config: Config, device: str) -> tuple[Config, Choice | None]:
-    """With the schedule decided, and what decided it; for the largest batch of the run."""
-    largest = max(level.batch for level in config.batches.levels())
+    """With the schedule decided, and what decided it; for the largest batch of this start."""
+    largest = max(level.batch for level in config.levels)
     count = config.micro_batches(largest)
     layout, choice = settled_layout(config.model, config.layout, count, device)
     return replace(config, layout=layout), choice

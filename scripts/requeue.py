@@ -8,6 +8,7 @@ and why:
     the job was cancelled, by scancel           not requeued, whatever STATUS is
     Slurm requeues it itself (a node is down)   nothing to do
     75: stopped early, everything is saved      requeued, also at the time limit or if preempted
+    75 at the end of a stage of STAGES          the next stage's job is submitted (stages.py)
     a rank was lost: dead, hung or missing      requeued at most MOST_LOST times in a row without a
                                                 new checkpoint
     what the supervisor has stopped             not requeued
@@ -21,14 +22,15 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 # Python puts this script's folder on the path; the modules that it uses are in its parent.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from config.command_line import parse
+from config.messages import UserError
+from scripts import stages
 from supervisor.command import run_options
 from supervisor.decisions import Action
 from supervisor.journal import read_entries
@@ -36,7 +38,6 @@ from supervisor.journal import read_entries
 STOPPED_EARLY = 75
 LOST = {"dead", "hang", "missing"}  # kinds of a case of the monitor
 MOST_LOST = 3
-SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # scontrol; after the time limit there are 30 s (KillWait)
 
 
 def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tuple[bool, str]:
@@ -70,6 +71,17 @@ def decide(status: int, began: float, out: Path, job: str, restarts: int) -> tup
     return count <= MOST_LOST, f"{text}; at most {MOST_LOST}"
 
 
+def next_stage(path: str | None, words: list[str], out: Path) -> str | None:
+    """Submit the job of the next stage if the run with these options is at the end of one; what was
+    done. path: of STAGES, if there are stages. UserError.
+    """
+    stop = parse(words).run.stop_at_samples if path else 0
+    consumed = stages.consumed_samples(str(out))
+    if not path or not stop or consumed < stop:
+        return None
+    return stages.submit(path, stages.read(path), consumed)
+
+
 def _lost_rank(folder: Path, after: float) -> str | None:
     """The kind of the case in that folder if it is a lost rank's, and written after that time."""
     file = folder / "case.json"
@@ -86,16 +98,6 @@ def _value(name: str, job: str) -> str:
     return found[1] if found else ""
 
 
-def _scontrol(*words: str) -> str:
-    """What scontrol prints; it is asked again, since its controller may be busy. SystemExit."""
-    for pause in SECONDS_TO_ASK_AGAIN:
-        done = subprocess.run(["scontrol", *words], capture_output=True, text=True)
-        if done.returncode == 0:
-            return done.stdout
-        time.sleep(pause)
-    sys.exit(f"error: not requeued: scontrol {' '.join(words)}: {done.stderr.strip()}")
-
-
 def main() -> None:
     """Decide, print the decision, requeue."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -106,14 +108,23 @@ def main() -> None:
     if not job_id or not restarts.isdecimal():
         sys.exit(f"error: SLURM_JOB_ID is {job_id!r}, SLURM_RESTART_COUNT {restarts!r}: not a job")
     out = Path(run_options(words)["out"])
-    shown = _scontrol("show", "job", job_id)
+    shown = stages.run_slurm("scontrol", "show", "job", job_id)
     requeued, reason = decide(given.status, given.began, out, shown, int(restarts))
-    if requeued and "SLURM_ARRAY_JOB_ID" in os.environ:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if requeued and (submitted := next_stage(os.environ.get("STAGES"), words[1:], out)):
+        print(f"job {job_id}: {submitted}", flush=True)
+        if array:  # its next elements have the nodes of this stage
+            stages.run_slurm("scancel", "--state=PENDING", array)
+        return
+    if requeued and array:
         requeued, reason = False, f"{reason}; the next element of the array resumes"
     print(f"job {job_id}: {'requeued' if requeued else 'not requeued'}: {reason}", flush=True)
     if requeued:
-        _scontrol("requeue", job_id)
+        stages.run_slurm("scontrol", "requeue", job_id)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: not requeued: {error}")

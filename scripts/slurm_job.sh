@@ -10,12 +10,20 @@
 # early, and a requeued job may wait for two minutes before it starts. While the file of --kill-switch
 # exists, train.py does not start again.
 #
+# With STAGES=FILE, which `plan.py rampup --submit` sets, the stage's options replace those of the batch
+# file, and at the end of a stage the next one's job is submitted, with its --nodes (scripts/stages.py).
+#
 # With GPU=NAME, a machine of hardware/, the run is rehearsed before srun, on CPU cores of the first
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
 
 ranks() {
-    local step status began spare=${SPARE_NODES:-0}
+    local words step status began spare=${SPARE_NODES:-0}
     mkdir -p "$LOGS"
+    if [ -n "${STAGES:-}" ]; then
+        words=$(.venv/bin/python scripts/stages.py words "$STAGES" "$@") || return 2
+        set -- "$@" $words # of the stage; none has a space in it
+        echo "stage: $words"
+    fi
     [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
     began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before

@@ -297,7 +297,7 @@ class Log:
         lines.append(partition.stage_table(self.stage_specs, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:
-            largest = max(level.batch for level in self.config.batches.levels())
+            largest = max(level.batch for level in self.config.levels)
             count, device = self.config.micro_batches(largest), self.context.device.type
             order = of_layout(self.config.model, layout, count, device)
             slots = simulation.simulate(order)
@@ -309,8 +309,7 @@ class Log:
     def _layout_line(self) -> str:
         layout, facts = self.config.layout, self.context.describe()
         ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
-        levels = self.config.batches.levels()
-        counts = [self.config.micro_batches(level.batch) for level in levels]
+        counts = [self.config.micro_batches(level.batch) for level in self.config.levels]
         micro_batches = " to ".join(map(str, sorted({min(counts), max(counts)})))
         options = f"recompute {layout.recompute}"
         if layout.recompute_layers is not None:

@@ -121,6 +121,7 @@ class Runner:
         quiet: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
         quiet |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
         quiet |= {"preflight": False, "exit_after_minutes": 0.0}
+        quiet |= {"begin_at_samples": 0, "stop_at_samples": 0}
         quiet |= {"save_weights_only": False, "load_weights_only": False}
         run = replace(config.run, out=str(out), **quiet)
         config = replace(config, training=training, data=data, run=run)

@@ -1,0 +1,141 @@
+"""The stages of a run that grows with its batch: which one is next, its options, its job.
+
+    python scripts/stages.py submit STAGES                  by plan.py rampup --submit
+    python scripts/stages.py words STAGES train.py ...      by scripts/slurm_job.sh
+    python scripts/stages.py next STAGES train.py ...       by scripts/requeue.py
+
+STAGES is what `plan.py rampup --deadline DAYS --stages STAGES` wrote. The stage is that of the
+samples that the newest checkpoint of the run's --out has consumed. `words` prints the options of
+the stage, which replace those of the batch file; `submit` and `next` start its job by sbatch, with
+the stage's --nodes and STAGES in the environment, `submit` from the first sample.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Python puts this script's folder on the path; the modules that it uses are in its parent.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from checkpointing import folders
+from checkpointing.index import Index
+from config import messages, validation
+from config.command_line import parse
+from config.messages import UserError
+
+# What sbatch may not be given beside the stage's own, long and short.
+OURS = ("--nodes", "-N", "--ntasks", "-n", "--export")
+SECONDS_TO_ASK_AGAIN = (1, 2, 4, 0)  # Slurm; after a time limit there are 30 s (KillWait)
+
+
+def read(path: str) -> dict[str, Any]:
+    """The file that plan.py wrote; UserError if it is not one."""
+    try:
+        tree = json.loads(Path(path).read_text())
+        if not {"stages", "model", "batches", "sbatch"} <= set(tree):
+            raise ValueError("keys are missing")
+    except (OSError, ValueError, TypeError) as error:
+        text = f"is not what `plan.py rampup --stages` writes: {error}"
+        raise UserError(f"STAGES {path} {text}") from None
+    return tree
+
+
+def stage_after(stages: list[dict[str, Any]], consumed: int) -> dict[str, Any]:
+    """The stage in which a run trains after so many samples."""
+    return [stage for stage in stages if stage["begin_at_samples"] <= consumed][-1]
+
+
+def consumed_samples(out: str) -> int:
+    """Of the newest checkpoint of a run that can be read; 0 without one."""
+    for folder in folders.list_checkpoints(os.path.join(out, "checkpoints")):
+        try:
+            with Index(folder) as index:
+                return int(index.attributes("progress")["consumed_samples"])
+        except (UserError, KeyError):  # train.py passes over it too, and says so
+            continue
+    return 0
+
+
+def words_of(tree: dict[str, Any], run: list[str], nodes: int, tasks: int) -> list[str]:
+    """The stage's options for a job of `nodes`, of so many `tasks` each; UserError if the batch
+    file's options in `run` are not those of the plan, or the nodes not those of the stage.
+    """
+    consumed = consumed_samples(parse(run).run.out)
+    stage = stage_after(tree["stages"], consumed)
+    if (nodes, nodes * tasks) != (stage["nodes"], stage["gpus"]):
+        raise UserError(
+            f"after {consumed} samples the stage has {stage['nodes']} nodes and {stage['gpus']} "
+            f"ranks, but this job has {nodes} nodes of {tasks}: `python scripts/stages.py next "
+            f"STAGES train.py ...` submits the job of the stage"
+        )
+    config = validation.check(parse([*run, *stage["words"]]), stage["gpus"])
+    sides = {"model": (tree["model"], dataclasses.asdict(config.model))}
+    sides["batches"] = (tree["batches"], [list(start) for start in config.batches.starts])
+    planned, given = stage["layout"], dataclasses.asdict(config.layout)
+    sides |= {name: (planned[name], given[name]) for name in planned}
+    for name, (plan, batch_file) in sides.items():
+        if plan != batch_file:
+            shown = f"{plan} of the plan and {batch_file} of the batch file"
+            raise UserError(
+                f"{name.replace('_', '-')} differs: {shown}; plan with the same options"
+            )
+    return stage["words"]
+
+
+def submit(path: str, tree: dict[str, Any], consumed: int) -> str:
+    """Submit the job of the stage after so many samples; what was done. UserError if it fails."""
+    sbatch = tree["sbatch"]
+    if not sbatch:
+        raise UserError(f"STAGES {path} names no batch file: plan.py rampup --submit does")
+    for word in sbatch:
+        if word.split("=")[0] in OURS or (word[:2] in OURS and word[:2] != "--"):
+            raise UserError(f"--submit: leave out {word}, which the stages give to sbatch")
+    stage, env = stage_after(tree["stages"], consumed), dict(os.environ)
+    nodes = stage["nodes"] + int(env.get("SPARE_NODES") or 0)
+    # Those of this job, such as its number of restarts, are not those of the next.
+    env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
+    env["STAGES"] = os.path.abspath(path)
+    command = ["sbatch", "--parsable", "--export=ALL", f"--nodes={nodes}", *sbatch]
+    job = run_slurm(*command, env=env).strip().partition(";")[0]
+    return f"submitted job {job}: {nodes} nodes, after {consumed} samples"
+
+
+def run_slurm(*words: str, env: dict[str, str] | None = None) -> str:
+    """What a command of Slurm prints; it is started again, since the controller may be busy.
+    UserError.
+    """
+    for pause in SECONDS_TO_ASK_AGAIN:
+        try:
+            done = subprocess.run(words, env=env, capture_output=True, text=True)
+        except OSError as error:
+            raise UserError(f"{words[0]}: {error.strerror}") from None
+        if done.returncode == 0:
+            return done.stdout
+        time.sleep(pause)
+    raise UserError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def main(arguments: list[str]) -> None:
+    """See above; a mistake is one sentence and exit status 2."""
+    if len(arguments) < 2 or arguments[0] not in ("submit", "words", "next"):
+        raise UserError("usage: stages.py submit|words|next STAGES [train.py ARGUMENTS...]")
+    what, path, run = arguments[0], arguments[1], arguments[3:]
+    tree = read(path)
+    if what == "submit":
+        print(submit(path, tree, 0))
+    elif what == "next":
+        print(submit(path, tree, consumed_samples(parse(run).run.out)))
+    else:
+        env = os.environ
+        nodes = int(env["SLURM_JOB_NUM_NODES"]) - int(env.get("SPARE_NODES") or 0)
+        print(*words_of(tree, run, nodes, int(env["SLURM_NTASKS_PER_NODE"])))
+
+
+if __name__ == "__main__":
+    with messages.sentences():
+        main(sys.argv[1:])

@@ -1,0 +1,336 @@
+"""A ramp-up in stages of nodes: the plan, the end of a start at a boundary, the chain of jobs."""
+
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import ROOT, Outcome, mpi_command, start
+
+import plan
+from config import validation
+from config.batch_schedule import Level
+from config.command_line import parse
+from config.messages import UserError
+from config.schema import Layout
+from planner import growth
+from scripts import stages
+
+# Sizes 2, 4 and 12: four steps of each.
+RAMP = "--batch-schedule 0:2 256:4 768:12 --train-samples 72"
+MODEL = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --precision fp64"
+WORDS = f"{MODEL} {RAMP} --device cpu --eval-samples 12 --eval-every 2 --skip-samples 21:22"
+STEPS = 12
+SECONDS = 400  # until the last of three jobs has ended
+
+BATCH = """#!/usr/bin/env bash
+#SBATCH --ntasks-per-node=1 --time=10 --requeue --output={out}/job-%j.txt
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+source scripts/slurm_job.sh
+LOGS={out}/logs
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1
+ranks train.py {words} --tp 1 --pp 1 --out {out}/run --resume auto
+"""
+
+# ---- The plan ------------------------------------------------------------------------------------
+
+
+def random_case(seed: int) -> tuple[list[Level], list[growth.Choice]]:
+    draw = random.Random(seed)
+    levels = [Level(2**i, 10 * i, 100 * i, draw.randint(1, 9)) for i in range(4)]
+    found = []
+    for nodes in (1, 2, 2, 5):
+        seconds = [draw.uniform(1, 9) / nodes if draw.random() < 0.9 else math.inf for _ in levels]
+        found.append(growth.Choice(nodes, 4 * nodes, Layout(dp=nodes), tuple(seconds)))
+    return levels, found
+
+
+def test_no_plan_that_is_as_fast_costs_less():
+    """Against every plan, of 60 cases: 4 batch sizes, 4 choices, some of which cannot run all."""
+    kept = 0
+    for seed in range(60):
+        (levels, choices), restart = random_case(seed), seed % 3
+        paths = itertools.combinations_with_replacement(choices, len(levels))
+        every = [growth.Plan(levels, path, restart) for path in paths]
+        every = [one for one in every if one.seconds < math.inf]
+        if not every:
+            assert growth.cheapest(levels, choices, 1e9, restart) is None
+            continue
+        fastest, slowest = (pick(one.seconds for one in every) for pick in (min, max))
+        for share in (0.0, 0.2, 0.5, 1.0):
+            deadline = (fastest + share * (slowest - fastest)) * (1 + 1e-9)
+            found = growth.cheapest(levels, choices, deadline, restart)
+            assert found.seconds <= deadline
+            as_fast = [one.gpu_seconds for one in every if one.seconds <= found.seconds]
+            assert found.gpu_seconds <= min(as_fast) * (1 + 1e-9)
+            kept += 1
+        with pytest.raises(UserError, match="cannot be kept: the fastest plan takes"):
+            growth.cheapest(levels, choices, fastest * 0.99, restart)
+    assert kept > 100
+
+
+BLOOM = (
+    "rampup --model 176b --gpu a100-80 --nodes 48 --rampup-batch-size 192 16 9765625 "
+    "--train-samples 220000000 --tp 4 --micro-batch-size 2"
+)
+
+
+def ask(line: str):
+    return plan.ask(line.split())
+
+
+def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
+    """Every stage is one that train.py would start, and the run ends in time."""
+    line = f"{BLOOM} --deadline 110"
+    data, model = ask(line).data, "--model 176b --global-batch-size 2048 --train-samples 220000000"
+    nodes = [stage["nodes"] for stage in data["stages"]]
+    assert nodes == sorted(nodes)
+    assert nodes[0] < nodes[-1] <= 48
+    assert [level["batch"] for level in data["levels"]] == list(range(192, 2049, 16))
+    assert sum(level["batch"] * level["steps"] for level in data["levels"]) <= 220_000_000
+    assert data["days"] <= 110
+    assert data["gpu_hours"] < data["constant"]["gpu_hours"]
+    for before, after in itertools.pairwise(data["stages"]):
+        assert before["stop_at_samples"] == after["begin_at_samples"] > 0
+    for stage in data["stages"]:
+        words = f"{model} --rampup-batch-size 192 16 9765625 --precision bf16 --resume auto"
+        checked = validation.check(parse(words.split() + stage["words"]), stage["gpus"])
+        assert checked.layout.dp == stage["layout"]["dp"]
+        sizes = [level.batch for level in checked.levels]
+        assert [sizes[0], sizes[-1]] == stage["batches"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--deadline 5", "--deadline 5 days cannot be kept: the fastest plan takes "),
+        ("--stages x.json", "--stages and --restart need --deadline DAYS"),
+        ("--deadline 95 --submit x.slurm", "--submit needs --stages FILE"),
+        ("--deadline -1", "--deadline must be above 0, not -1"),
+        ("--deadline 95 --decrease-batch-size-if-needed", "would give each layout other batch"),
+        ("--deadline 95 --dp 7", "no plan runs every batch size"),
+    ],
+)
+def test_a_mistake_is_a_sentence(words, sentence):
+    with pytest.raises(UserError) as caught:
+        ask(f"{BLOOM} --pp 12 {words}")
+    assert sentence in str(caught.value)
+
+
+def test_the_length_of_the_run_is_needed():
+    with pytest.raises(UserError, match="how long is the run"):
+        ask("rampup --model 176b --rampup-batch-size 192 16 9765625 --deadline 95")
+
+
+# ---- The options of a start ----------------------------------------------------------------------
+
+
+def test_only_the_batches_of_the_start_must_divide():
+    words = f"{WORDS} --resume auto"
+    for more, sizes in (
+        ("--stop-at-samples 8", [2]),
+        ("--begin-at-samples 8 --stop-at-samples 24", [4]),
+        ("--begin-at-samples 9 --stop-at-samples 25", [4, 12]),
+        ("--begin-at-samples 24", [12]),
+        ("", [2, 4, 12]),
+    ):
+        config = parse(f"{words} {more}".split())
+        assert [level.batch for level in config.levels] == sizes
+        good = max(dp for dp in (2, 4, 12) if all(size % dp == 0 for size in sizes))
+        assert validation.check(config, good).layout.dp == good
+        with pytest.raises(UserError, match=r"does not divide (batch|global-batch-size)\("):
+            validation.check(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--begin-at-samples 8", "--begin-at-samples 8 needs --resume: a new run begins with 0"),
+        (
+            "--begin-at-samples 8 --stop-at-samples 8 --resume auto",
+            "stop-at-samples(8) is not above begin-at-samples(8)",
+        ),
+    ],
+)
+def test_stages_that_cannot_be(words, sentence):
+    with pytest.raises(UserError) as caught:
+        validation.check(parse(f"{WORDS} {words}".split()), 1)
+    assert str(caught.value) == sentence
+
+
+# ---- The chain of jobs ---------------------------------------------------------------------------
+
+
+def staged(folder: Path, **environment: str) -> list[int]:
+    """Plan the run over 1, 2 and 3 nodes and submit its first stage; the stages' nodes.
+
+    On a machine whose computation is slow beside its network the deadline decides alone.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / "batch.slurm").write_text(BATCH.format(out=folder, words=WORDS))
+    (folder / "slow.toml").write_text('device = "CPU"\nnode = 1\ngemm_fraction = 1e-5\n')
+    line = f"rampup --gpu cpu --calibration {folder}/slow.toml --nodes 3 --restart 0 --zero 1 "
+    line += f"--recompute none {WORDS} --tp 1 --pp 1 --stages {folder}/stages.json"
+    days = 1000.0
+    while True:
+        data = ask(f"{line} --deadline {days}").data
+        nodes = [stage["nodes"] for stage in data["stages"]]
+        if nodes == [1, 2, 3]:
+            break
+        days = 0.97 * data["days"]  # UserError at the end, if there is none
+    submit = ["--submit", str(folder / "batch.slurm")]
+    words = [*line.split(), "--deadline", str(days), *submit]
+    outcome = start([sys.executable, "plan.py", *words], **environment)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.splitlines()[-1].endswith(": 1 nodes, after 0 samples")
+    return nodes
+
+
+def curve(run: Path) -> list[tuple]:
+    """Every row of all starts, in order: its step and what was trained or evaluated."""
+    earlier = sorted(run.glob("metrics.jsonl.*"), key=lambda path: int(path.suffix[1:]))
+    rows = []
+    for path in [*earlier, run / "metrics.jsonl"]:
+        rows += [json.loads(line) for line in path.read_text().splitlines()]
+    names = ("loss", "validation_loss", "grad_norm", "learning_rate", "skipped_samples")
+    return [(row["iteration"], *(row.get(name, -1.0) for name in names)) for row in rows]
+
+
+def check_one_curve(folder: Path) -> None:
+    """That of the stages is that of a run of one rank without any."""
+    words = [*WORDS.split(), "--out", str(folder / "straight")]
+    outcome = start([sys.executable, "train.py", *words], OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.err
+    ours, straight = curve(folder / "run"), curve(folder / "straight")
+    assert [row[0] for row in ours] == [row[0] for row in straight]
+    assert straight[-1][0] == STEPS
+    assert ours == [pytest.approx(row, rel=1e-6) for row in straight]
+    worlds = [json.loads(path.read_text())["cluster"]["ranks"] for path in runs_of(folder / "run")]
+    assert sorted(worlds) == [1, 2, 3]
+
+
+def runs_of(run: Path) -> list[Path]:
+    return list(run.glob("run.json*"))
+
+
+SLURM = {
+    "sbatch": 'echo "$@" >>{bin}/jobs; echo "STAGES $STAGES $SLURM_RESTART_COUNT" >>{bin}/jobs; '
+    "echo 8",
+    "scancel": 'echo "scancel $@" >>{bin}/jobs',
+    "scontrol": """case $2 in
+job) printf 'JobId=7\\n JobState=RUNNING Reason=None Restarts=0 PreemptTime=None\\n' ;;
+*) for node in $(seq $SLURM_JOB_NUM_NODES); do echo n$node; done ;;
+esac""",
+    "srun": """while [ "$1" != env ]; do shift; done
+exec {mpirun} $SLURM_JOB_NUM_NODES "$@\"""",
+}
+
+
+def commands_of_slurm(folder: Path) -> Path:
+    """A folder with commands that note what they are given, and start ranks by mpirun."""
+    folder.mkdir()
+    mpirun = " ".join(mpi_command(0)[:-1])
+    for name, body in SLURM.items():
+        text = body.replace("{bin}", str(folder)).replace("{mpirun}", mpirun)
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_chain_of_jobs_over_three_numbers_of_nodes_is_one_curve(tmp_path):
+    """The batch file with commands in place of Slurm's, as one job after the other."""
+    own = commands_of_slurm(tmp_path / "bin")
+    path, jobs = f"{own}:{os.environ['PATH']}", own / "jobs"
+    staged(tmp_path, PATH=path)
+
+    def job(nodes: int, **more: str) -> Outcome:
+        facts = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
+        facts |= {"SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_NODELIST": "n", "PATH": path}
+        facts |= {"STAGES": str(tmp_path / "stages.json")} | more
+        return start(["bash", str(tmp_path / "batch.slurm")], **facts)
+
+    for nodes in (1, 2, 3):
+        (line, stages_line) = jobs.read_text().splitlines()[-2:]
+        assert line == f"--parsable --export=ALL --nodes={nodes} {tmp_path / 'batch.slurm'}"
+        assert stages_line == f"STAGES {tmp_path / 'stages.json'} "  # and no number of restarts
+        if nodes == 2:  # a job of other nodes than its stage's
+            wrong = job(3)
+            assert wrong.status == 2
+            assert "error: after 8 samples the stage has 2 nodes and 2 ranks, but" in wrong.err
+        array = {"SLURM_ARRAY_JOB_ID": "5"} if nodes == 2 else {}
+        done = job(nodes, SLURM_RESTART_COUNT="0", **array)
+        assert done.status == (0 if nodes == 3 else 75), done.out + done.err
+        if nodes < 3:
+            after = {1: 8, 2: 24}[nodes]
+            assert f"job 7: submitted job 8: {nodes + 1} nodes, after {after} samples" in done.out
+            assert f"stopped by --stop-at-samples {after} on rank 0" in done.out
+        if array:
+            assert jobs.read_text().splitlines()[-1] == "scancel --state=PENDING 5"
+            with jobs.open("a") as file:  # the last two lines are a job's again
+                file.write("\n".join(jobs.read_text().splitlines()[-3:-1]) + "\n")
+    check_one_curve(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_ramp_up_over_three_numbers_of_nodes_by_slurm_is_one_curve(slurm, tmp_path):
+    """Each job submits the next one by sbatch, with other --nodes."""
+    folder = tmp_path / "growing"
+    staged(folder)
+
+    def output() -> str:
+        return "\n".join(path.read_text() for path in sorted(folder.glob("job-*.txt")))
+
+    limit = time.monotonic() + SECONDS
+    while ": status 0" not in output():
+        assert time.monotonic() < limit, output()
+        assert "\nerror: " not in output(), output()
+        time.sleep(0.5)
+    assert [output().count(f": {nodes} nodes, after") for nodes in (1, 2, 3)] == [0, 1, 1]
+    check_one_curve(folder)
+
+
+@pytest.mark.slow
+def test_a_start_before_its_stage_is_a_mistake_and_one_at_its_end_stops_at_once(tmp_path):
+    out = tmp_path / "run"
+    words = ["train.py", *WORDS.split(), "--out", str(out), "--resume", "auto"]
+    first = start([sys.executable, *words, "--stop-at-samples", "4"], OMP_NUM_THREADS="1")
+    assert first.status == 75, first.err
+    assert stages.consumed_samples(str(out)) == 4
+    again = start([sys.executable, *words, "--stop-at-samples", "4"], OMP_NUM_THREADS="1")
+    assert again.status == 75, again.err
+    assert (out / "metrics.jsonl").read_text() == ""
+    early = start([sys.executable, *words, "--begin-at-samples", "8"], OMP_NUM_THREADS="1")
+    assert early.status == 2
+    sentence = "--begin-at-samples 8, but --resume auto continues after 4 samples"
+    assert early.err.count(sentence) == 1
+
+
+def test_a_batch_file_of_other_options_is_refused(tmp_path):
+    """The plan's words replace those of the layout; model, sizes and the rest must be the same."""
+    own = commands_of_slurm(tmp_path / "bin")
+    staged(tmp_path, PATH=f"{own}:{os.environ['PATH']}")
+    tree = stages.read(str(tmp_path / "stages.json"))
+    run = [*WORDS.split(), "--out", str(tmp_path / "run"), "--resume", "auto"]
+    assert stages.words_of(tree, [*run, "--tp", "4"], 1, 1) == tree["stages"][0]["words"]
+    for more, sentence in (
+        ("--layers 4", "model differs"),
+        ("--batch-schedule 0:2 256:4 800:12", "batches differs"),
+        ("--schedule gpipe", "schedule differs: 1f1b of the plan and gpipe of the batch file"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            stages.words_of(tree, [*run, *more.split()], 1, 1)
+    with pytest.raises(UserError, match="the stage has 1 nodes and 1 ranks, but this job has 1"):
+        stages.words_of(tree, run, 1, 4)
+    with pytest.raises(UserError, match="leave out --nodes=2"):
+        stages.submit("x", tree | {"sbatch": ["--nodes=2", "x.slurm"]}, 0)
+    with pytest.raises(UserError, match="names no batch file"):
+        stages.submit("x", tree | {"sbatch": []}, 0)
+    with pytest.raises(UserError, match=r"STAGES .* is not what `plan.py rampup"):
+        stages.read(str(tmp_path / "batch.slurm"))
