@@ -60,21 +60,23 @@ class Plan:
     @property
     def seconds(self) -> float:
         """Of the whole run."""
-        steps = (self.step_seconds(number) for number in range(len(self.levels)))
-        return sum(steps) + self.restart * (len(self.stages) - 1)
+        steps = sum(self.step_seconds(number) for number in range(len(self.levels)))
+        return steps + self.restart * (len(self.stages) - 1)
 
     @property
     def gpu_seconds(self) -> float:
         """Of the whole run; the nodes of a new stage wait while it starts."""
-        steps = (c.gpus * self.step_seconds(number) for number, c in enumerate(self.chosen))
-        return sum(steps) + self.restart * sum(c.gpus for c, _ in self.stages[1:])
+        steps = sum(c.gpus * self.step_seconds(number) for number, c in enumerate(self.chosen))
+        return steps + self.restart * sum(c.gpus for c, _ in self.stages[1:])
 
     def step_seconds(self, number: int) -> float:
         """Of all steps of a level."""
         return (self.levels[number].steps or 0) * self.chosen[number].seconds[number]
 
-
-# ---- The cheapest plan ---------------------------------------------------------------------------
+    def totals(self) -> dict[str, float]:
+        """Days, GPU-hours, and the most nodes."""
+        days, hours = self.seconds / DAY, self.gpu_seconds / HOUR
+        return {"days": days, "gpu_hours": hours, "nodes": self.chosen[-1].nodes}
 
 
 def at_price(
@@ -96,10 +98,9 @@ def at_price(
             sums.append(before + (level.steps or 0) * choice.seconds[number] * rate)
         totals = sums
         origins.append(row)
-    at = min(range(len(choices)), key=totals.__getitem__, default=-1)
-    if at < 0 or totals[at] == math.inf:
+    path = [min(range(len(choices)), key=totals.__getitem__, default=0)]
+    if not choices or totals[path[0]] == math.inf:
         return None
-    path = [at]
     for row in origins[:0:-1]:
         path.append(row[path[-1]])
     return Plan(levels, tuple(choices[at] for at in reversed(path)), restart)
@@ -117,17 +118,16 @@ def cheapest(
     if best.seconds > deadline:
         fastest = f"the fastest plan takes {best.seconds / DAY:.4g} days"
         raise UserError(f"--deadline {deadline / DAY:g} days cannot be kept: {fastest}")
-    free = at_price(levels, choices, 0.0, restart)
-    if free and free.seconds <= deadline:
-        return free
-    low, high = LEAST_PRICE, MOST_PRICE
+    low, high, price = LEAST_PRICE, MOST_PRICE, 0.0
     for _ in range(BISECTIONS):
-        price = math.sqrt(low * high)
         plan = at_price(levels, choices, price, restart)
         if plan and plan.seconds <= deadline:
             best, high = plan, price
-        else:
+        elif price:
             low = price
+        if not high:  # the cheapest of all is fast enough
+            break
+        price = math.sqrt(low * high)
     return best
 
 
@@ -141,13 +141,11 @@ def levels_of_run(config: Config) -> list[Level]:
         raise UserError("--decrease-batch-size-if-needed would give each layout other batch sizes")
     if training.steps is None and training.train_samples is None:
         raise UserError("how long is the run? give --train-samples or --steps")
-    total, levels = config.total_steps, config.batches.levels()
-    ends = [level.first_step + (level.steps or total) for level in levels]
-    return [
-        replace(level, steps=min(end, total) - level.first_step)
-        for level, end in zip(levels, ends, strict=True)
-        if level.first_step < total
-    ]
+    total, found = config.total_steps, []
+    for level in config.batches.levels():
+        left = total - level.first_step
+        found += [replace(level, steps=min(level.steps or left, left))] if left > 0 else []
+    return found
 
 
 def node_counts(most: int) -> list[int]:
@@ -195,7 +193,7 @@ def _seconds(question: Question, layout: Layout, level: Level) -> float:
 
 def rampup(question: Question) -> Answer:
     """With --deadline the cheapest plan of stages, else what `questions.rampup` answers."""
-    options, config = question.options, question.config
+    options = question.options
     if options.submit and not options.stages:
         raise UserError("--submit needs --stages FILE, from which the jobs have their stages")
     found = questions.rampup(question)  # UserError without a ramp-up
@@ -205,94 +203,75 @@ def rampup(question: Question) -> Answer:
                 "--stages and --restart need --deadline DAYS, within which the run ends"
             )
         return found
-    levels, most = levels_of_run(config), max(1, question.gpus // question.machine.node)
+    levels, most = levels_of_run(question.config), max(1, question.gpus // question.machine.node)
     minutes = RESTART_MINUTES if options.restart is None else options.restart
-    able = choices(question, levels, most)
-    plan = cheapest(levels, able, options.deadline * DAY, 60 * minutes)
+    if not 0 <= minutes < math.inf:
+        raise UserError(f"--restart must be at least 0, not {minutes:g}")
+    able, limits = choices(question, levels, most), (options.deadline * DAY, 60 * minutes)
+    plan = cheapest(levels, able, *limits)
     if plan is None:
         tried = f"nodes of {question.machine.name}: {', '.join(map(str, node_counts(most)))}"
         raise UserError(
             f"no plan runs every batch size, with never fewer nodes than before; {tried}"
         )
-    constant = _constant(levels, able, options.deadline * DAY, 60 * minutes)
-    data = _as_data(question, plan, constant)
-    lines = _lines(data)
+    same = _constant(levels, able, *limits)
+    data = plan.totals() | {
+        "levels": [_level(plan, number) for number in range(len(levels))],
+        "stages": [_stage(plan, choice, numbers) for choice, numbers in plan.stages],
+        "constant": same.totals() if same else None,
+        # By which scripts/stages.py knows the run, and what it gives to sbatch.
+        "model": asdict(question.config.model),
+        "batches": question.config.batches.starts,
+        "sbatch": (options.submit or "").split(),
+    }
     if options.stages:
-        _write(data | {"sbatch": (options.submit or "").split()}, options.stages)
-    return Answer("\n".join(lines), data)
+        try:
+            Path(options.stages).write_text(json.dumps(data, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.stages}: {error.strerror}") from None
+    return Answer("\n".join(_lines(data)), data)
 
 
 def _constant(
     levels: Sequence[Level], able: Sequence[Choice], deadline: float, restart: float
 ) -> Plan | None:
     """The cheapest plan on the same nodes throughout that keeps the deadline, if there is one."""
-    kept = []
-    for nodes in sorted({choice.nodes for choice in able}):
-        plan = at_price(levels, [c for c in able if c.nodes == nodes], 0.0, restart)
-        kept += [plan] if plan and plan.seconds <= deadline else []
+    of_nodes = [[c for c in able if c.nodes == nodes] for nodes in sorted({c.nodes for c in able})]
+    plans = [at_price(levels, own, 0.0, restart) for own in of_nodes]
+    kept = [plan for plan in plans if plan and plan.seconds <= deadline]
     return min(kept, key=lambda plan: plan.gpu_seconds, default=None)
 
 
-def _as_data(question: Question, plan: Plan, constant: Plan | None) -> dict[str, Any]:
-    config, machine = question.config, question.machine
-    levels = [
-        asdict(level)
-        | {"nodes": choice.nodes, "seconds": choice.seconds[number]}
-        | {"gpu_hours": choice.gpus * plan.step_seconds(number) / HOUR}
-        for number, (level, choice) in enumerate(zip(plan.levels, plan.chosen, strict=True))
-    ]
-    stages = [_stage(plan, choice, numbers) for choice, numbers in plan.stages]
-    same = None if constant is None else _totals(constant) | {"nodes": constant.chosen[0].nodes}
-    return {
-        "machine": machine.name,
-        "gpus_per_node": machine.node,
-        "deadline_days": question.options.deadline,
-        "restart_minutes": plan.restart / 60,
-        "model": asdict(config.model),
-        "batches": config.batches.starts,
-        "levels": levels,
-        "stages": stages,
-        "constant": same,
-        **_totals(plan),
-    }
-
-
-def _totals(plan: Plan) -> dict[str, float]:
-    return {"days": plan.seconds / DAY, "gpu_hours": plan.gpu_seconds / HOUR}
+def _level(plan: Plan, number: int) -> dict[str, Any]:
+    choice = plan.chosen[number]
+    found = asdict(plan.levels[number])
+    found |= {"nodes": choice.nodes, "seconds": choice.seconds[number]}
+    return found | {"gpu_hours": choice.gpus * plan.step_seconds(number) / HOUR}
 
 
 def _stage(plan: Plan, choice: Choice, numbers: list[int]) -> dict[str, Any]:
     """One stage: where it runs, and what to give train.py in it."""
-    first, end = plan.levels[numbers[0]], numbers[-1] + 1
-    stop = plan.levels[end].consumed if end < len(plan.levels) else 0
+    first, last = plan.levels[numbers[0]], plan.levels[numbers[-1]]
+    stop = 0 if last is plan.levels[-1] else plan.levels[numbers[-1] + 1].consumed
     seconds = sum(map(plan.step_seconds, numbers))
     words = [f"--{name.replace('_', '-')} {getattr(choice.layout, name)}" for name in SEARCHED]
     words += [f"--begin-at-samples {first.consumed}"] if first.consumed else []
     words += [f"--stop-at-samples {stop}"] if stop else []
-    return {
-        "nodes": choice.nodes,
-        "gpus": choice.gpus,
-        "batches": [first.batch, plan.levels[numbers[-1]].batch],
-        "begin_at_samples": first.consumed,
-        "stop_at_samples": stop,
-        "days": seconds / DAY,
-        "gpu_hours": choice.gpus * seconds / HOUR,
-        "layout": asdict(choice.layout),
-        "words": " ".join(words).split(),
-    }
+    found = {"nodes": choice.nodes, "gpus": choice.gpus, "batches": [first.batch, last.batch]}
+    found |= {"begin_at_samples": first.consumed, "stop_at_samples": stop, "days": seconds / DAY}
+    found |= {"gpu_hours": choice.gpus * seconds / HOUR, "layout": asdict(choice.layout)}
+    return found | {"words": " ".join(words).split()}
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
     """The answer as text: every batch size, every stage, and what it saves."""
-    head = f"fewest GPU-hours within {data['deadline_days']:g} days on {data['machine']}, a change"
-    lines = [f"{head} takes {data['restart_minutes']:g} minutes and the time in the queue"]
-    lines.append(" batch  first step    consumed    steps  nodes   s/step   GPU-hours")
+    lines = [" batch  first step    consumed    steps  nodes   s/step   GPU-hours"]
     lines += [
         f"{lv['batch']:6}{lv['first_step']:12,}{lv['consumed']:12,}{lv['steps']:9,}"
         f"{lv['nodes']:7}{lv['seconds']:9.2f}{lv['gpu_hours']:12,.0f}"
         for lv in data["levels"]
     ]
-    lines += ["", " nodes      batches     days   GPU-hours  train.py"]
+    lines.append(" nodes      batches     days   GPU-hours  train.py")
     for stage in data["stages"]:
         sizes = " to ".join(map(str, stage["batches"]))
         line = f"{stage['nodes']:6}{sizes:>13}{stage['days']:9.2f}{stage['gpu_hours']:12,.0f}  "
@@ -303,11 +282,3 @@ def _lines(data: dict[str, Any]) -> list[str]:
     saved = 1 - data["gpu_hours"] / same["gpu_hours"]
     constant = f"{same['nodes']} nodes throughout: {same['days']:.2f} days, "
     return [*lines, f"{total}; {constant}{same['gpu_hours']:,.0f}: {saved:.1%} fewer GPU-hours"]
-
-
-def _write(data: dict[str, Any], path: str) -> None:
-    """The file that scripts/stages.py reads; UserError if it cannot be written."""
-    try:
-        Path(path).write_text(json.dumps(data, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write --stages {path}: {error.strerror}") from None

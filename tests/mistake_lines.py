@@ -115,6 +115,8 @@ BLOCKS = {
 --save-every -1 | --save-every must be at least 0, not -1
 --save-every-minutes nan | --save-every-minutes must be a finite number, not nan
 --exit-after-minutes inf | --exit-after-minutes must be a finite number, not inf
+--begin-at-samples 8 | --begin-at-samples 8 needs --resume: a new run begins with 0
+--stop-at-samples -1 | --stop-at-samples must be at least 0, not -1
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
 --profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
@@ -248,6 +250,11 @@ model --model 176b --trace t.json | --trace goes with timeline, not model
 shapes --size inf | --size must be below 1e+16, not inf
 shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
+rampup --rampup-batch-size 16 16 1600 --submit x | --submit needs --stages FILE
+rampup --rampup-batch-size 16 16 1600 --stages x | --stages and --restart need --deadline DAYS
+rampup --rampup-batch-size 16 16 1600 --deadline nan | --deadline must be above 0, not nan
+rampup --rampup-batch-size 16 16 1600 --deadline 9 | how long is the run? give --train-samples or
+layouts --model 176b --deadline 3 | --deadline goes with rampup, not layouts
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
 timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were

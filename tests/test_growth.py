@@ -77,7 +77,7 @@ def test_no_plan_that_is_as_fast_costs_less():
 
 BLOOM = (
     "rampup --model 176b --gpu a100-80 --nodes 48 --rampup-batch-size 192 16 9765625 "
-    "--train-samples 220000000 --tp 4 --micro-batch-size 2"
+    "--train-samples 220000000 --tp 4 --pp 12"
 )
 
 
@@ -112,6 +112,7 @@ def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
         ("--deadline 5", "--deadline 5 days cannot be kept: the fastest plan takes "),
         ("--stages x.json", "--stages and --restart need --deadline DAYS"),
         ("--deadline 95 --submit x.slurm", "--submit needs --stages FILE"),
+        ("--deadline 95 --restart -1", "--restart must be at least 0, not -1"),
         ("--deadline -1", "--deadline must be above 0, not -1"),
         ("--deadline 95 --decrease-batch-size-if-needed", "would give each layout other batch"),
         ("--deadline 95 --dp 7", "no plan runs every batch size"),
@@ -119,7 +120,7 @@ def test_the_ramp_up_of_bloom_costs_less_on_nodes_that_grow():
 )
 def test_a_mistake_is_a_sentence(words, sentence):
     with pytest.raises(UserError) as caught:
-        ask(f"{BLOOM} --pp 12 {words}")
+        ask(f"{BLOOM} {words}")
     assert sentence in str(caught.value)
 
 
@@ -264,6 +265,7 @@ def test_a_chain_of_jobs_over_three_numbers_of_nodes_is_one_curve(tmp_path):
             wrong = job(3)
             assert wrong.status == 2
             assert "error: after 8 samples the stage has 2 nodes and 2 ranks, but" in wrong.err
+            check_starts_at_no_stage(tmp_path / "run", tmp_path / "other")
         array = {"SLURM_ARRAY_JOB_ID": "5"} if nodes == 2 else {}
         done = job(nodes, SLURM_RESTART_COUNT="0", **array)
         assert done.status == (0 if nodes == 3 else 75), done.out + done.err
@@ -296,20 +298,16 @@ def test_a_ramp_up_over_three_numbers_of_nodes_by_slurm_is_one_curve(slurm, tmp_
     check_one_curve(folder)
 
 
-@pytest.mark.slow
-def test_a_start_before_its_stage_is_a_mistake_and_one_at_its_end_stops_at_once(tmp_path):
-    out = tmp_path / "run"
-    words = ["train.py", *WORDS.split(), "--out", str(out), "--resume", "auto"]
-    first = start([sys.executable, *words, "--stop-at-samples", "4"], OMP_NUM_THREADS="1")
-    assert first.status == 75, first.err
-    assert stages.consumed_samples(str(out)) == 4
-    again = start([sys.executable, *words, "--stop-at-samples", "4"], OMP_NUM_THREADS="1")
-    assert again.status == 75, again.err
-    assert (out / "metrics.jsonl").read_text() == ""
-    early = start([sys.executable, *words, "--begin-at-samples", "8"], OMP_NUM_THREADS="1")
+def check_starts_at_no_stage(run: Path, out: Path) -> None:
+    """After 8 samples: one that begins later is a mistake, one that stops there ends at once."""
+    words = [sys.executable, "train.py", *WORDS.split(), "--out", str(out), "--resume", str(run)]
+    early = start([*words, "--begin-at-samples", "24"], OMP_NUM_THREADS="1")
     assert early.status == 2
-    sentence = "--begin-at-samples 8, but --resume auto continues after 4 samples"
+    sentence = f"--begin-at-samples 24, but --resume {run} continues after 8 samples"
     assert early.err.count(sentence) == 1
+    late = start([*words, "--stop-at-samples", "8"], OMP_NUM_THREADS="1")
+    assert late.status == 75, late.err
+    assert (out / "metrics.jsonl").read_text() == ""
 
 
 def test_a_batch_file_of_other_options_is_refused(tmp_path):
