@@ -96,13 +96,21 @@ def submit(path: str, tree: dict[str, Any], consumed: int) -> str:
         if word.split("=")[0] in OURS or (word[:2] in OURS and word[:2] != "--"):
             raise UserError(f"--submit: leave out {word}, which the stages give to sbatch")
     stage, env = stage_after(tree["stages"], consumed), dict(os.environ)
-    nodes = stage["nodes"] + int(env.get("SPARE_NODES") or 0)
+    nodes = stage["nodes"] + number("SPARE_NODES", "0")
     # Those of this job, such as its number of restarts, are not those of the next.
     env = {k: v for k, v in env.items() if k == "SLURM_CONF" or not k.startswith("SLURM")}
     env["STAGES"] = os.path.abspath(path)
     command = ["sbatch", "--parsable", "--export=ALL", f"--nodes={nodes}", *sbatch]
     job = run_slurm(*command, env=env).strip().partition(";")[0]
     return f"submitted job {job}: {nodes} nodes, after {consumed} samples"
+
+
+def number(name: str, default: str = "") -> int:
+    """An environment variable that is a whole number; UserError if it is none."""
+    text = os.environ.get(name) or default
+    if not text.isdecimal():
+        raise UserError(f"{name} is {text!r}, not a whole number")
+    return int(text)
 
 
 def run_slurm(*words: str, env: dict[str, str] | None = None) -> str:
@@ -131,9 +139,8 @@ def main(arguments: list[str]) -> None:
     elif what == "next":
         print(submit(path, tree, consumed_samples(parse(run).run.out)))
     else:
-        env = os.environ
-        nodes = int(env["SLURM_JOB_NUM_NODES"]) - int(env.get("SPARE_NODES") or 0)
-        print(*words_of(tree, run, nodes, int(env["SLURM_NTASKS_PER_NODE"])))
+        nodes = number("SLURM_JOB_NUM_NODES") - number("SPARE_NODES", "0")
+        print(*words_of(tree, run, nodes, number("SLURM_NTASKS_PER_NODE")))
 
 
 if __name__ == "__main__":

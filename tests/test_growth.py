@@ -262,6 +262,7 @@ def test_a_chain_of_jobs_over_three_numbers_of_nodes_is_one_curve(tmp_path):
         assert line == f"--parsable --export=ALL --nodes={nodes} {tmp_path / 'batch.slurm'}"
         assert stages_line == f"STAGES {tmp_path / 'stages.json'} "  # and no number of restarts
         if nodes == 2:  # a job of other nodes than its stage's
+            assert "error: SPARE_NODES is 'x', not a whole number" in job(2, SPARE_NODES="x").err
             wrong = job(3)
             assert wrong.status == 2
             assert "error: after 8 samples the stage has 2 nodes and 2 ranks, but" in wrong.err
