@@ -151,12 +151,17 @@ def _unknown(what: str, names: list[str]) -> str:
     return f"unknown {what}s: {', '.join(shown)}"
 
 
-def to_words(group: Any, without: str = "") -> list[str]:
-    """The flags that give one of GROUPS its values, but for those at their defaults, and one."""
+def to_words(group: Any, without: str = "", always: Collection[str] = ()) -> list[str]:
+    """The flags that give one of GROUPS its values, but for those at their defaults, and one.
+
+    always: options that are given at their defaults too.
+    """
     words: list[str] = []
     for field in dataclasses.fields(group):
         value, name = getattr(group, field.name), field.name.replace("_", "-")
-        if value is None or value == field.default or field.name == without:
+        if value is None or field.name == without:
+            continue
+        if value == field.default and field.name not in always:
             continue
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")

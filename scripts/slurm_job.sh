@@ -1,9 +1,10 @@
 # Sourced by Slurm batch files: `ranks train.py ARGUMENTS...` runs it on all tasks of the job and
 # forwards the signal of --signal=B:USR1@SECONDS to the ranks, which save and exit with status 75.
 # supervise.py starts them again in this allocation after a fault, on the nodes that are not at fault;
-# SPARE_NODES=N of the job's nodes are left free for that. In the end scripts/requeue.py requeues the
-# job if its next start, by --resume auto, can continue it: after 75 and after a lost rank, but not
-# after scancel, a mistake or what supervise.py has stopped.
+# SPARE_NODES=N of the job's nodes are left free for that; with none left it goes on with fewer, by the
+# planner's layout for GPU, if a step takes at most MAX_SLOWDOWN (1.5) times as long. In the end
+# scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it: after 75
+# and after a lost rank, but not after scancel, a mistake or what supervise.py has stopped.
 #
 # One log per node: $LOGS/NAME-JOB.NUMBER.NODE.out. A job array (--array=1-20%1) needs no requeue: its
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
@@ -17,7 +18,7 @@
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
 
 ranks() {
-    local words step status began spare=${SPARE_NODES:-0}
+    local words step status began spare=${SPARE_NODES:-0} fewer=()
     mkdir -p "$LOGS"
     if [ -n "${STAGES:-}" ]; then
         words=$(.venv/bin/python scripts/stages.py words "$STAGES" "$@") || return 2
@@ -25,10 +26,11 @@ ranks() {
         echo "stage: $words"
     fi
     [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
+    [ "${GPU:-none}" = none ] || fewer=(--gpu "$GPU" --max-slowdown "${MAX_SLOWDOWN:-1.5}")
     began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
-    env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" -- \
+    env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" "${fewer[@]}" -- \
         srun --mpi=pmi2 --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --open-mode=append --output="$LOGS/%x-%j.%n.%N.out" \
         env --ignore-signal=USR1 .venv/bin/python "$@" &

@@ -51,14 +51,29 @@ class Command:
         """Whether the launcher is srun, which has signals of its own."""
         return Path(self.words[0]).name == "srun"
 
-    def on(self, nodes: Sequence[str]) -> list[str]:
-        """The words that start the ranks on these nodes; as given if they are all of the job's."""
-        if not nodes or self.job is None or len(nodes) == len(self.job.nodes):
-            return list(self.words)
+    @property
+    def options(self) -> list[str]:
+        """The options of the run: the words of its program from the first that is one."""
+        return list(self.words[self._first_option :])
+
+    @property
+    def _first_option(self) -> int:
+        at = program_at(self.words) or 0
+        options = (n for n in range(at, len(self.words)) if self.words[n].startswith("--"))
+        return next(options, len(self.words))
+
+    def on(self, nodes: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+        """The words that start the ranks on these nodes, as given if there are none.
+
+        options: in place of those of the run, if there are any.
+        """
+        words = [*self.words[: self._first_option], *(options or self.options)]
+        if not nodes or self.job is None:
+            return words
         tasks = len(nodes) * self.job.tasks_per_node
         places = [f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--nodelist={','.join(nodes)}"]
         # What an ended step holds on a node that does not answer is released minutes later.
-        return [self.words[0], *places, "--overlap", *self.words[1:]]
+        return [words[0], *places, "--overlap", *words[1:]]
 
 
 def read_command(words: Sequence[str], spare: int) -> Command:
@@ -66,7 +81,7 @@ def read_command(words: Sequence[str], spare: int) -> Command:
 
     spare: nodes of the job that the ranks do not take.
     """
-    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    script = program_at(words)
     if script is None:
         raise UserError("no program after --: supervise.py [options] -- srun ... train.py ...")
     launcher = [Path(word).name for word in words[:script]]
@@ -92,6 +107,11 @@ def read_command(words: Sequence[str], spare: int) -> Command:
     return command
 
 
+def program_at(words: Sequence[str]) -> int | None:
+    """Where the program is among the words of a command, None if there is none."""
+    return next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+
+
 def _places(words: Sequence[str]) -> str:
     """The first option of srun that says where tasks are started, or an empty string."""
     for word in words:
@@ -107,16 +127,20 @@ def silent_nodes(nodes: Sequence[str]) -> tuple[str, ...]:
 
     If none answers it is Slurm that does not, and nothing is known of the nodes.
     """
+    found = answering_nodes(nodes, SECONDS_TO_ANSWER)
+    return tuple(node for node in nodes if node not in found) if found else ()
+
+
+def answering_nodes(nodes: Sequence[str], seconds: float) -> tuple[str, ...]:
+    """Nodes of this Slurm job on which a task runs and ends within that time."""
     words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--mpi=none", "--quiet"]
-    seconds = str(SECONDS_TO_ANSWER)
     started = {
         node: subprocess.Popen(
-            ["timeout", "--kill-after=2", seconds, *words, f"--nodelist={node}", "true"],
+            ["timeout", "--kill-after=2", str(seconds), *words, f"--nodelist={node}", "true"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
         for node in nodes
     }
-    silent = tuple(node for node, process in started.items() if process.wait() != 0)
-    return silent if len(silent) < len(nodes) else ()
+    return tuple(node for node, process in started.items() if process.wait() == 0)

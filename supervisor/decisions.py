@@ -7,9 +7,10 @@
     an exception                                           start again; the second time as above
     the same step fails on other nodes, or three times     stop: it is not the hardware
     too many restarts in an hour                           stop
+    saved, since nodes answer again that were left out     restart on all nodes, as given
 
-With too few nodes left the job goes back to the queue, status 75, unless it did so MOST_QUEUED
-times without a new checkpoint.
+With too few nodes left the session asks for a layout on fewer (fewer.py); without one the job goes
+back to the queue, status 75, unless it did so MOST_QUEUED times without a new checkpoint.
 """
 
 import enum
@@ -31,15 +32,22 @@ class Action(enum.StrEnum):
     QUEUE = "queue the job again"
     WAIT = "wait for room on the disk"
     RESTART = "restart"
+    RETURN = "restart with the layout as given"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """An action, its reason, and the nodes that are left out from now on."""
+    """An action, its reason, and the nodes that are left out, and used again, from now on.
+
+    used: nodes that the ranks take from now on, with a layout of these flags; 0: as before.
+    """
 
     action: Action
     reason: str
     out: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+    used: int = 0
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,9 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
     """What to do about that end of the ranks; earlier: of this run, the oldest first."""
     if found.status == 0:
         return Decision(Action.PASS, "the run is finished")
+    if found.status == 75 and found.back and not found.requested:
+        answer = f"{', '.join(found.back)} can be used again"
+        return Decision(Action.RETURN, answer, back=found.back)
     if found.status == 75:
         return Decision(Action.PASS, "stopped early, everything is saved")
     if found.requested:

@@ -37,6 +37,7 @@ class Evidence:
     free: int = 0  # bytes where the run's folder is
     needed: int = 0  # bytes of another checkpoint
     requested: bool = False  # a signal asked for the end
+    back: tuple[str, ...] = ()  # nodes that answer again, for which the ranks were asked to save
 
     @property
     def disk_is_full(self) -> bool:
@@ -70,7 +71,12 @@ class Evidence:
 
 
 def read_evidence(
-    out: str, status: int, began: float, silent: tuple[str, ...] = (), requested: bool = False
+    out: str,
+    status: int,
+    began: float,
+    silent: tuple[str, ...] = (),
+    requested: bool = False,
+    back: tuple[str, ...] = (),
 ) -> Evidence:
     """What is known about a start that ended with this status. began: in seconds since 1970."""
     case, (last, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
@@ -85,12 +91,18 @@ def read_evidence(
         free=free_bytes(out),
         needed=needed,
         requested=requested,
+        back=back,
     )
 
 
 def case_is_written(out: str, began: float) -> bool:
     """Whether there is a case of the start that began then."""
     return bool(_read(Path(out, "hang", "case.json"), began))
+
+
+def has_trained(out: str, began: float) -> bool:
+    """Whether the start that began then has done a step."""
+    return _last_row(Path(out), began)[0] is not None
 
 
 def _case(folder: Path, began: float) -> dict[str, Any]:

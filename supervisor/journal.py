@@ -1,7 +1,8 @@
 """OUT/supervisor.jsonl: every decision with its evidence, for people and for the next start.
 
 {"time": "2026-11-21T20:41:47+0000", "at": seconds since 1970, "job": "7.0", "action": "restart",
- "reason": ..., "out": nodes left out, "evidence": {...}}
+ "reason": ..., "out": nodes left out, "back": nodes used again, "used": their number from now on,
+ "flags": the layout on so many nodes, "evidence": {...}}
 """
 
 import contextlib
@@ -52,7 +53,34 @@ class Journal:
 
     def left_out(self) -> set[str]:
         """The nodes that this start of the job has left out."""
-        return {node for e in self.entries if e.job == self.job for node in e.decision.out}
+        return set(self._left_out())
+
+    @property
+    def has_left_out(self) -> bool:
+        """Whether this start of the job has ever left a node out."""
+        return any(entry.decision.out for entry in self._of_this_start())
+
+    def silent(self) -> set[str]:
+        """Those of `left_out` that did not answer: such a node may come back."""
+        return {node for node, silent in self._left_out().items() if silent}
+
+    def _left_out(self) -> dict[str, bool]:
+        """The nodes that are left out, and whether they did not answer then."""
+        found: dict[str, bool] = {}
+        for entry in self._of_this_start():
+            found |= {node: node in entry.evidence.silent for node in entry.decision.out}
+            found = {node: was for node, was in found.items() if node not in entry.decision.back}
+        return found
+
+    def layout(self) -> tuple[int, tuple[str, ...]]:
+        """The nodes that the ranks take now and their layout's flags; 0 if it is as given."""
+        for entry in reversed(self._of_this_start()):
+            if entry.decision.used or entry.decision.back:
+                return entry.decision.used, entry.decision.flags
+        return 0, ()
+
+    def _of_this_start(self) -> list[Entry]:
+        return [entry for entry in self.entries if entry.job == self.job]
 
 
 def read_entries(path: Path) -> list[Entry]:
@@ -70,7 +98,10 @@ def _entry(row: dict[str, Any]) -> Entry:
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
     }
-    decision = Decision(Action(row["action"]), str(row["reason"]), tuple(row["out"]))
+    later = {name: tuple(row.get(name, ())) for name in ("back", "flags")}
+    used = int(row.get("used", 0))
+    action, reason, out = Action(row["action"]), str(row["reason"]), tuple(row["out"])
+    decision = Decision(action, reason, out, used=used, **later)
     return Entry(float(row["at"]), str(row["job"]), Evidence(**values), decision)
 
 

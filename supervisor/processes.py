@@ -67,6 +67,11 @@ class Processes:
         self._end_descendants()
         return 128 - status if status < 0 else status
 
+    def save(self) -> None:
+        """Have the ranks save and end, with status 75."""
+        if self._process and self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+
     def _prepare(self) -> None:
         """In the new process, before it becomes the launcher."""
         number = signal.SIGUSR1 if self.srun else signal.SIGTERM

@@ -1,31 +1,45 @@
 """One supervisor: starts the ranks, waits, decides by the evidence, and starts them again."""
 
 import time
+from dataclasses import replace
 
+from config.messages import UserError
 from distributed.run_lock import in_use
-from supervisor.command import Command, silent_nodes
+from supervisor.command import Command, answering_nodes, silent_nodes
 from supervisor.decisions import Action, Choice, Decision, decide
-from supervisor.evidence import case_is_written, free_bytes, newest_checkpoint, read_evidence
+from supervisor.evidence import (
+    case_is_written,
+    free_bytes,
+    has_trained,
+    newest_checkpoint,
+    read_evidence,
+)
+from supervisor.fewer import Fewer
 from supervisor.journal import Journal, say
 from supervisor.processes import STOPPED_EARLY, Processes
 
 SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_LINES = 1.0, 600.0  # while the disk is full
 SECONDS_FOR_AN_EARLIER_RUN = 60.0  # to end, which a killed supervisor has left
+SECONDS_BETWEEN_PROBES, SECONDS_OF_A_PROBE = 30.0, 5.0  # of nodes that may come back
 
 
 class Session:
-    """Keeps one run going. limit: restarts in an hour."""
+    """Keeps one run going. limit: restarts in an hour; fewer: finds layouts on fewer nodes, if the
+    user wants that.
+    """
 
-    def __init__(self, command: Command, limit: int):
-        self.command, self.limit = command, limit
+    def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
+        self.command, self.limit, self.fewer = command, limit, fewer
         self.journal = Journal(command.out, command.job.start if command.job else "")
         self.processes = Processes(command.by_srun)
+        self.back: tuple[str, ...] = ()  # nodes that answer again: the ranks were asked to save
+        self.asked = 0.0  # when they were last asked
 
     def run(self) -> int:
         """Until the run ends for good; the exit status."""
         self._await_earlier_run()
         while not self.processes.stopped:
-            if len(self._nodes()) < self.command.used:
+            if len(self._nodes()) < self._used():
                 say(f"too few nodes are left: {', '.join(self._nodes()) or 'none'}")
                 return STOPPED_EARLY
             status, decision = self._start()
@@ -38,27 +52,80 @@ class Session:
         say("stopped while no rank ran")
         return STOPPED_EARLY
 
+    def _used(self) -> int:
+        """The number of nodes that the ranks take."""
+        return self._layout()[0] or self.command.used
+
+    def _layout(self) -> tuple[int, list[str]]:
+        """Nodes and flags of the layout on fewer nodes; 0 if it is as given."""
+        used, flags = self.journal.layout() if self.fewer else (0, ())
+        return used, list(flags)
+
+    def _usable(self) -> list[str]:
+        """The job's nodes that are not left out."""
+        return [node for node in self.command.nodes if node not in self.journal.left_out()]
+
     def _nodes(self) -> list[str]:
         """The nodes for the next start; empty if the launcher chooses them."""
-        usable = [node for node in self.command.nodes if node not in self.journal.left_out()]
-        return usable[: self.command.used]
+        return self._usable()[: self._used()]
 
     def _start(self) -> tuple[int, Decision]:
         """Start the ranks, wait for their end, and decide."""
         command, journal, began = self.command, self.journal, time.time()
         nodes = self._nodes()
+        used, flags = self._layout()
         where = f" on {', '.join(nodes)}" if nodes else ""
+        where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
         step = newest_checkpoint(command.out)[0]
         say(f"starting{where}, {'from step 0' if step is None else f'from checkpoint {step}'}")
-        status = self.processes.run(command.on(nodes), lambda: case_is_written(command.out, began))
+        self.back, self.asked = (), time.monotonic()
+        status = self.processes.run(self._words(nodes), lambda: self._look(began))
         stopped = self.processes.stopped
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
-        found = read_evidence(command.out, status, began, silent, stopped)
-        spare = len(command.nodes) - len(journal.left_out()) - len(nodes) if nodes else None
+        found = read_evidence(command.out, status, began, silent, stopped, self.back)
+        spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(found, journal.earlier(), Choice(spare, self.limit))
+        if decision.action == Action.QUEUE and self.fewer:
+            decision = self._on_fewer(decision, self.fewer)
         journal.add(found, decision)
         return status, decision
+
+    def _words(self, nodes: list[str]) -> list[str]:
+        """The words that start the ranks there, as given on the first start on all nodes."""
+        used, flags = self._layout()
+        as_given = len(nodes) == len(self.command.nodes) and not self.journal.has_left_out
+        options = self.fewer.words(flags) if used and self.fewer else []
+        return self.command.on([] if as_given else nodes, options)
+
+    def _look(self, began: float) -> bool:
+        """Whether the ranks have reported a fault. Has them save and end if left-out nodes answer
+        again, and if there are enough for the layout as given then.
+        """
+        silent, now = self.journal.silent(), time.monotonic()
+        due = self.asked + SECONDS_BETWEEN_PROBES < now and not self.back
+        if due and silent and self._used() < self.command.used:
+            back = answering_nodes(sorted(silent), SECONDS_OF_A_PROBE)
+            self.asked = time.monotonic()
+            enough = len(self._usable()) + len(back) >= self.command.used
+            if back and enough and has_trained(self.command.out, began):
+                self.back = back
+                say(f"{', '.join(back)} can be used again: the ranks save and end")
+                self.processes.save()
+        return case_is_written(self.command.out, began)
+
+    def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
+        """In place of the queue, if there is a layout for what is left; else with the reason."""
+        left = [node for node in self._usable() if node not in decision.out]
+        say(f"{decision.reason}: asking the planner for a layout on {len(left)} nodes")
+        try:
+            found = fewer.best(len(left))
+        except UserError as none:
+            return replace(decision, reason=f"{decision.reason}; {none}")
+        reason = f"{decision.reason}; {found.reason}"
+        return replace(
+            decision, action=Action.RESTART, reason=reason, used=found.nodes, flags=found.flags
+        )
 
     def _await_room(self) -> None:
         """Return when another checkpoint fits on the disk, or at a signal."""

@@ -4,13 +4,24 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from ranks import Job, mpi_command, none_left, start
-from supervised_runs import ONE_THREAD, STEPS, WORDS, actions, curve, decisions, fault, supervised
+from supervised_runs import (
+    ONE_THREAD,
+    STEPS,
+    WORDS,
+    LostNodes,
+    actions,
+    curve,
+    decisions,
+    fault,
+    in_slurm,
+    supervised,
+    wait_for_idle,
+)
 
 # ---- Real runs -----------------------------------------------------------------------------------
 
@@ -38,6 +49,24 @@ def test_a_run_with_three_faults_is_the_run_without_any(tmp_path):
     losses = curve(tmp_path / "run")
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses == curve(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    """The newest one, by a rank that is killed then: from the one before, bitwise the same."""
+    command = supervised(tmp_path, [fault("damage", 0, 6)], [], "--hang-timeout", "60")
+    outcome = start(command, 120, **ONE_THREAD)
+    assert outcome.status == 0, outcome.out + outcome.err
+    assert [row["action"] for row in decisions(tmp_path)] == ["restart", "pass the status on"]
+    newest = decisions(tmp_path)[0]["evidence"]["newest"]
+    assert newest == 5
+    assert "step_00000005 cannot be loaded" in outcome.out
+    resumed = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert resumed["iteration"] == 5
+    straight = [sys.executable, "train.py", *WORDS, "--steps", str(STEPS)]
+    done = start([*straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    assert done.status == 0, done.err
+    assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 
 
 @pytest.mark.slow
@@ -115,73 +144,65 @@ def test_signals_reach_the_ranks_and_a_killed_supervisor_leaves_none(tmp_path):
 # ---- Slurm ---------------------------------------------------------------------------------------
 
 
-def end_node(name: str) -> list[str]:
-    """Kill a node of this machine's Slurm: its daemon, its steps and their tasks.
-
-    Returns the command that starts the daemon again.
-    """
-    command: list[str] = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if words[-2:] == ["-N", name] and Path(words[0]).name == "slurmd":
-            command, doomed = words, [process]
-        elif "tests/paced_worker.py" in words and on_node(process, name):
-            doomed = [process, process.parent()]
-        else:
-            continue
-        for one in doomed:
-            one.kill()
-    return command
-
-
-def on_node(process: psutil.Process, name: str) -> bool:
-    try:
-        return process.environ().get("SLURMD_NODENAME") == name
-    except psutil.Error:
-        return False
-
-
-def wait_for_idle(nodes: int) -> None:
-    words, limit = ["sinfo", "--noheader", "--states=idle", "--format=%D"], time.monotonic() + 60
-    while subprocess.run(words, capture_output=True, text=True).stdout.strip() != str(nodes):
-        assert time.monotonic() < limit, "the node does not come back"
-        time.sleep(0.2)
+def nodes_of(run: Path) -> list[list[str]]:
+    """The nodes of the ranks of every start, the oldest first."""
+    files = sorted(run.glob("run.json*"), key=lambda path: path.stat().st_mtime)
+    starts = [json.loads(file.read_text())["cluster"]["places"] for file in files]
+    return [[place["node"] for place in places] for places in starts]
 
 
 @pytest.mark.slow
 def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
     """With its daemon, for good: the spare one takes its place, and the curve stays bitwise."""
-    words = [*WORDS, "--steps", "60", "--tp", "2", "--resume", "auto"]
-    job = ["salloc", "--quiet", "--no-kill", "--nodes=3", "--ntasks-per-node=1"]
-    job += [sys.executable, "supervise.py", "--spare-nodes", "1", "--", "srun", "--mpi=pmi2"]
-    job += [sys.executable, "tests/paced_worker.py", "0.1", *words]
-    daemon: list[str] = []
-    try:
-        with Job([*job, "--out", str(tmp_path / "run")], tmp_path / "run", **ONE_THREAD) as run:
-            run.wait_for(lambda: len(run.rows) > 5)
-            daemon = end_node("n2")
-            assert daemon
-            assert run.status(180) == 0, run.text
-    finally:
-        if daemon:
-            subprocess.Popen(daemon, start_new_session=True, stdout=subprocess.DEVNULL)
-            wait_for_idle(3)
+    words, run = [*WORDS, "--steps", "60", "--tp", "2"], tmp_path / "run"
+    command = in_slurm(tmp_path, ["--spare-nodes", "1"], *words)
+    with Job(command, run, **ONE_THREAD) as job, LostNodes() as lost:
+        job.wait_for(lambda: len(job.rows) > 5)
+        lost.end("n2")
+        assert job.status(180) == 0, job.text
+    wait_for_idle(3)
     gone, finished = decisions(tmp_path)
     assert (gone["action"], gone["out"]) == ("restart", ["n2"])
     assert (gone["evidence"]["kind"], gone["evidence"]["silent"]) == ("dead", ["n2"])
     assert finished["action"] == "pass the status on"
-    assert sorted(path.name for path in tmp_path.glob("run/run.json*")) == [
-        "run.json",
-        "run.json.1",
-    ]
-    places = json.loads((tmp_path / "run" / "run.json").read_text())["cluster"]["places"]
-    assert [place["node"] for place in places] == ["n1", "n3"]
+    assert nodes_of(run) == [["n1", "n2"], ["n1", "n3"]]
     straight = [sys.executable, "train.py", *words, "--out", str(tmp_path / "straight")]
     done = start([*mpi_command(2), *straight], **ONE_THREAD)
     assert done.status == 0, done.err
-    losses = curve(tmp_path / "run")
+    losses = curve(run)
     assert sorted(losses) == list(range(1, 61))
     assert losses == curve(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_fewer_nodes_until_they_come_back(tmp_path, slurm):
+    """Without a spare one: with another layout on two nodes, then as given on three."""
+    size = [*WORDS[:-2], "--hang-timeout", "10", "--global-batch-size", "12"]
+    words, run = [*size, "--steps", "100000", "--save-every", "100000"], tmp_path / "run"
+    command = in_slurm(tmp_path, ["--gpu", "cpu", "--max-slowdown", "3"], *words)
+    with Job(command, run, **ONE_THREAD) as job:
+        with LostNodes() as lost:
+            job.wait_for(lambda: len(job.rows) > 5)
+            lost.end("n2")
+            job.wait_for(lambda: len(nodes_of(run)) == 2 and len(job.rows) > 5, 240)
+        job.wait_for(lambda: len(nodes_of(run)) == 3 and len(job.rows) > 5, 240)
+        job.send(signal.SIGTERM)
+        assert job.status(180) == 75, job.text
+    wait_for_idle(3)
+    gone, back, ended = decisions(tmp_path)
+    assert (gone["action"], gone["out"], gone["used"]) == ("restart", ["n2"], 2)
+    assert "goes on with 2 nodes" in gone["reason"]
+    assert "every operation meets, and it fits" in gone["reason"]
+    assert (back["action"], back["back"]) == ("restart with the layout as given", ["n2"])
+    assert ended["action"] == "pass the status on"
+    assert nodes_of(run) == [["n1", "n2", "n3"], ["n1", "n3"], ["n1", "n2", "n3"]]
+    losses = curve(run, 1e-6)
+    last = max(losses)
+    assert sorted(losses) == list(range(1, last + 1))
+    straight = [sys.executable, "train.py", *size, "--steps", str(last)]
+    done = start([*straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    assert done.status == 0, done.err
+    assert losses == pytest.approx(curve(tmp_path / "straight"), rel=1e-6)
 
 
 # ---- What is asked -------------------------------------------------------------------------------
@@ -190,6 +211,15 @@ def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (["--keep-tp", "--", "x.py", "--resume", "auto"], "and --keep-... need --gpu NAME"),
+        (
+            ["--gpu", "cpu", "--", "srun", "x.py", "--resume", "auto"],
+            "--gpu cpu is for other numbers of nodes, which needs a Slurm job",
+        ),
+        (
+            ["--gpu", "cpu", "--max-slowdown", "0.9", "--", "srun", "x.py", "--resume", "auto"],
+            "--max-slowdown must be at least 1 and finite, not 0.9",
+        ),
         ([], "no program after --"),
         (["--", "mpirun", "-n", "2", "hostname"], "no program after --"),
         (["--", "python", "train.py"], "--resume auto: give it to train.py"),

@@ -1,0 +1,170 @@
+"""The layout for fewer nodes than a run was started on: the planner's, checked by the rehearsal.
+
+    options = Options("v100-32", None, 1.5, frozenset({"tp"}))
+    found = Fewer(command, config, options).best(left=47)      # UserError says why there is none
+
+plan.py and rehearse.py are started as processes: the planner is a room above this one, and the
+rehearsal needs torch. Model, data and global batch stay, so that the result does too.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from config.command_line import to_words
+from config.messages import UserError
+from config.schema import Config, Layout
+from supervisor.command import Command
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ("tp", "pp", "micro_batch_size", "recompute", "zero")  # that --keep-... can hold
+MOST_REHEARSED = 3  # layouts, until one is not rejected
+AT_ONCE = 4  # questions to the planner
+SECONDS_TO_PLAN, SECONDS_TO_REHEARSE = 120.0, 900.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user allows: a step of so many times the seconds; options that stay as given."""
+
+    gpu: str  # a machine of hardware/
+    calibration: str | None
+    max_slowdown: float
+    keep: frozenset[str]  # of KEPT
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout on so many nodes, and what speaks for it."""
+
+    nodes: int
+    flags: tuple[str, ...]
+    reason: str
+
+
+class Fewer:
+    """Layouts of one run on fewer nodes. seconds: of a step with the layout as given, predicted;
+    None if the planner rejects it, `rejected` says why.
+
+    config: the run's, before dp is filled in. UserError if the planner finds a mistake.
+    """
+
+    def __init__(self, command: Command, config: Config, options: Options):
+        self.command, self.config, self.options = command, config, options
+        every = [field.name for field in fields(Layout)]
+        answer = self._plan(command.used, to_words(self.config.layout, always=every), "--risk", "1")
+        rows, rejected = answer["ranked"], answer["rejected"]
+        self.seconds: float | None = rows[0]["seconds"] if rows else None
+        self.rejected: str = rejected[0]["reason"] if rejected else "no layout is left"
+
+    def words(self, flags: Sequence[str]) -> list[str]:
+        """The run's options with the layout of these flags."""
+        return [*flags, *_other_words(self.config)]
+
+    def best(self, left: int) -> Found:
+        """The fastest layout on at most that many nodes that the rehearsal does not reject.
+
+        UserError if there is none, or if it is slower than the user allows.
+        """
+        if self.config.training.decrease_batch_size_if_needed:
+            raise UserError("--decrease-batch-size-if-needed: another layout has other batches")
+        if self.seconds is None:
+            raise UserError(f"the planner does not price the layout as given: {self.rejected}")
+        rows, limit, said = self._rows(left), self.options.max_slowdown, ""
+        if not rows:
+            raise UserError(f"the planner finds no layout on {left} nodes")
+        for row in rows[:MOST_REHEARSED]:
+            slowdown = row["seconds"] / self.seconds
+            times = f"a step {slowdown:.2f} times as long, as predicted on {self.options.gpu}"
+            if slowdown > limit:
+                said = said or f"{times}: above --max-slowdown {limit:g}"
+                break
+            accepted, said = self._rehearse(row)
+            if accepted:
+                named = " ".join(row["flags"]) or "without flags"
+                reason = f"goes on with {row['nodes']} nodes, {named}: {times}; {said}"
+                return Found(row["nodes"], tuple(row["flags"]), reason)
+        raise UserError(f"on {left} nodes {said}")
+
+    def _rows(self, left: int) -> list[dict[str, Any]]:
+        """The planner's layouts on `left` nodes down to more than half of them, the fastest first.
+
+        Often fewer divide the batch better: 32 nodes more than 47.
+        """
+        flags = self._held()
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            counts = range(left, left // 2, -1)
+            answers = pool.map(lambda nodes: self._plan(nodes, flags), counts)
+            rows = [row | {"nodes": n} for n, a in zip(counts, answers) for row in a["ranked"]]
+        rows = [row for row in rows if row["rampup"] in ("-", "fits")]
+        return sorted(rows, key=lambda row: row["seconds"])
+
+    def _held(self) -> list[str]:
+        """The layout options that stay as given; the planner tries values of the others."""
+        layout, keep = self.config.layout, self.options.keep
+        free = {"dp", *KEPT} - keep
+        free |= {"recompute_layers"} if "recompute" in free else set()
+        free |= {"partition"} if "," in layout.partition and "pp" in free else set()
+        default = Layout()
+        freed = replace(layout, **{name: getattr(default, name) for name in free})
+        return to_words(freed, always=keep)
+
+    def _plan(self, nodes: int, flags: Sequence[str], *more: str) -> dict[str, Any]:
+        """The planner's layouts on so many nodes. UserError if it finds a mistake."""
+        words = ["layouts", "--json", *self._machine(), "--gpus", str(self._ranks(nodes)), *more]
+        done = _run("plan.py", [*words, *self.words(flags)], SECONDS_TO_PLAN)
+        said = _last_line(done.stderr)
+        if done.returncode == 2:
+            raise UserError(said.removeprefix("error: "))
+        if done.returncode:
+            return {"ranked": [], "rejected": [{"reason": f"plan.py has failed: {said}"}]}
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    def _rehearse(self, row: dict[str, Any]) -> tuple[bool, str]:
+        """Whether that layout can be started, and what the rehearsal says of it."""
+        words = ["--world", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "answers.json")
+            words += [*self._machine(), "--json", str(file), *self.words(row["flags"])]
+            done = _run("rehearse.py", words, SECONDS_TO_REHEARSE)
+            finding = json.loads(file.read_text())["finding"] if file.exists() else None
+        if finding:
+            return False, f"the rehearsal rejects {' '.join(row['flags'])}: {finding}"
+        if finding is None:
+            return True, f"not rehearsed: {_last_line(done.stderr)}"
+        return True, "rehearsed: every operation meets, and it fits"
+
+    def _machine(self) -> list[str]:
+        gpu, file = self.options.gpu, self.options.calibration
+        return ["--gpu", gpu, *(["--calibration", file] if file else [])]
+
+    def _ranks(self, nodes: int) -> int:
+        return nodes * (self.command.job.tasks_per_node if self.command.job else 0)
+
+
+def _other_words(config: Config) -> list[str]:
+    """The options of a run but for its layout. The planner has other defaults of two of them."""
+    training = to_words(config.training, always=("precision", "global_batch_size"))
+    return [*to_words(config.model), *training, *to_words(config.data), *to_words(config.run)]
+
+
+def _run(program: str, words: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a program of the root to its end; one that takes longer than that has status 124."""
+    command = [sys.executable, str(ROOT / program), *words]
+    try:
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no answer within {seconds:g} s")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no answer"])[-1]
