@@ -15,6 +15,7 @@ SHAPE = "--layers 1 --hidden 16 --heads 2 --seq-length 16 --vocab-size 32 --glob
 WORDS = f"{SHAPE} --device cpu --lr-schedule constant --save-every 1 --hang-timeout 2".split()
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 STEPS = 12
+NOWHERE = subprocess.DEVNULL
 
 
 def supervised(out: Path, plan, launcher: list[str], *words: str, options=()) -> list[str]:
@@ -76,7 +77,7 @@ class LostNodes:
 
     def __exit__(self, *exception) -> None:
         for command in self.daemons:
-            subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+            subprocess.Popen(command, start_new_session=True, stdout=NOWHERE, stderr=NOWHERE)
 
     def end(self, name: str) -> None:
         """Kill a node: its daemon, its steps, and all that these have started."""

@@ -44,6 +44,10 @@ def decided(found: Evidence, earlier=(), spare: int | None = 1, limit: int = 6) 
     [
         (Evidence(0), [], 0, PASS, (), "the run is finished"),
         (Evidence(75), [], 0, PASS, (), "stopped early"),
+        (Evidence(75, back=("n2",)), [], 0, RETURN, (), "n2 can be used again"),
+        (Evidence(75, back=("n2",), requested=True), [], 0, PASS, (), "stopped early"),
+        (replace(DEAD, back=("n2",)), [], 1, RESTART, ("n1",), "n1 left out"),
+        (Evidence(0, back=("n2",)), [], 0, PASS, (), "the run is finished"),
         (replace(DEAD, requested=True), [], 1, PASS, (), "a signal asked for the end"),
         (MISTAKE, [], 1, STOP, (), "a user's mistake"),
         (replace(MISTAKE, finite=False), [], 1, STOP, (), "training has diverged"),

@@ -1,6 +1,7 @@
 """supervise.py: what ends the ranks of real runs, and what is decided about it."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -203,6 +204,33 @@ def test_a_run_goes_on_with_fewer_nodes_until_they_come_back(tmp_path, slurm):
     done = start([*straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
     assert done.status == 0, done.err
     assert losses == pytest.approx(curve(tmp_path / "straight"), rel=1e-6)
+
+
+# Slurm's commands in a job of three nodes, of which n2 starts no task; the ranks are lost.
+SRUN = """#!/bin/sh
+case "$*" in *--nodelist=n2*true) exit 1;; *true) exit 0;; esac
+exit 137
+"""
+SCONTROL = "#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n"
+
+
+def test_a_job_that_would_be_too_slow_on_fewer_nodes_is_queued(tmp_path):
+    for name, script in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS_PER_NODE": "2", "SLURM_RESTART_COUNT": "0"}
+    job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    words = [*WORDS, "--steps", "9", "--global-batch-size", "12", "--resume", "auto"]
+    command = [sys.executable, "supervise.py", "--gpu", "cpu", "--max-slowdown", "1", "--keep-tp"]
+    command += ["--keep-pp", "--keep-micro-batch-size", "--", "srun", "python", "train.py", *words]
+    outcome = start([*command, "--out", str(tmp_path / "run")], **job)
+    assert outcome.status == 75, outcome.err
+    (row,) = decisions(tmp_path)
+    assert (row["action"], row["out"], row["used"]) == ("queue the job again", ["n2"], 0)
+    why, slower = row["reason"].split("; ")
+    assert why == "n2 cannot be used, and 0 nodes are spare"
+    assert slower.startswith("on 2 nodes a step 1.")
+    assert slower.endswith(" times as long, as predicted on cpu: above --max-slowdown 1")
 
 
 # ---- What is asked -------------------------------------------------------------------------------
