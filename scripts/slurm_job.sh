@@ -1,10 +1,10 @@
 # Sourced by Slurm batch files: `ranks train.py ARGUMENTS...` runs it on all tasks of the job and
 # forwards the signal of --signal=B:USR1@SECONDS to the ranks, which save and exit with status 75.
 # supervise.py starts them again in this allocation after a fault, on the nodes that are not at fault;
-# SPARE_NODES=N of the job's nodes are left free for that; with none left it goes on with fewer, by the
-# planner's layout for GPU, if a step takes at most MAX_SLOWDOWN (1.5) times as long. In the end
-# scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it: after 75
-# and after a lost rank, but not after scancel, a mistake or what supervise.py has stopped.
+# SPARE_NODES=N of the job's nodes are left free for that. With none left it goes on with fewer, by
+# the planner's layout for GPU (below), if a step takes at most MAX_SLOWDOWN (1.5) times as long. In
+# the end scripts/requeue.py requeues the job if its next start, by --resume auto, can continue it:
+# after 75 and after a lost rank, but not after scancel, a mistake or what supervise.py has stopped.
 #
 # One log per node: $LOGS/NAME-JOB.NUMBER.NODE.out. A job array (--array=1-20%1) needs no requeue: its
 # next element resumes. Slurm checks time limits about every 30 s, so the signal comes up to a minute
