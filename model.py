@@ -352,7 +352,7 @@ class Stage(nn.Module):
         if spec.embedding:
             self.embedding = Embedding(factory, model, padded, spec.tied, spread)
         blocks = range(spec.first, spec.last)
-        again = layout.recomputed_blocks(len(blocks))
+        again = layout.recomputed_blocks(len(blocks), spec.index)
         self.blocks = nn.ModuleList()
         for n, i in enumerate(blocks):
             recompute = layout.recompute if n < again else "none"

@@ -54,7 +54,9 @@ def _rehearse(arguments: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
-    config, _ = settled(replace(config, layout=layout), device)
+    config, choice = settled(replace(config, layout=layout), device)
+    for note in choice.notes(config.layout.schedule_costs) if choice else []:
+        print(f"note: {note}", file=sys.stderr)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
     if options.links or options.write:

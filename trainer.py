@@ -210,9 +210,8 @@ def main(
         peak = peak_of(context.describe()["device"], config.training.precision)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
-        if choice:
-            log.note(f"--schedule auto, costs {layout.schedule_costs}: {choice}")
-        for note in splits.notes:
+        chosen = choice.notes(layout.schedule_costs) if choice else []
+        for note in [*chosen, *splits.notes]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")

@@ -181,6 +181,15 @@ class Layout:
     recompute_layers: int = option(
         None, "of each stage recompute the first N blocks only, default: all", minimum=0
     )
+    recompute_blocks: str = option(
+        None, "as --recompute-layers, with a number for each stage: N,N,..."
+    )
+    activation_memory: float = option(
+        None,
+        "with --schedule auto: what activations of a rank may take, as a share of 1F1B's without "
+        "recomputation; with --recompute full only blocks that would not fit are recomputed",
+        above=0.0,
+    )
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
@@ -188,7 +197,9 @@ class Layout:
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
     )
     vocab_pp: bool = option(
-        False, "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288)"
+        None,
+        "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288); default: "
+        "with --schedule auto, if it is faster in simulation",
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 
@@ -222,11 +233,19 @@ class Layout:
         left = {name: on for name, on in left.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **left)
 
-    def recomputed_blocks(self, blocks: int) -> int:
-        """How many of a stage's blocks, its first ones, are recomputed."""
+    @property
+    def recomputed_of_stage(self) -> tuple[int, ...] | None:
+        """The numbers of --recompute-blocks."""
+        text = self.recompute_blocks
+        return None if text is None else tuple(map(int, text.split(",")))
+
+    def recomputed_blocks(self, blocks: int, stage: int) -> int:
+        """How many of the blocks of that stage, its first ones, are recomputed."""
         if self.recompute == "none":
             return 0
-        return blocks if self.recompute_layers is None else min(blocks, self.recompute_layers)
+        each = self.recomputed_of_stage
+        most = self.recompute_layers if each is None else each[stage]
+        return blocks if most is None else min(blocks, most)
 
 
 @dataclass(frozen=True)

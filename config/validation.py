@@ -32,10 +32,10 @@ def check(config: Config, ranks: int) -> Config:
     _check_curriculum(config)
     _check_objective(config.data, config.model)
     check_sharding(layout, config.training)
-    if layout.vocab_pp and (config.data.masks_attention or config.data.reset_positions):
-        raise UserError("--vocab-pp takes neither masks of attention nor reset positions")
-    if layout.vocab_pp and config.run.sample_every:
-        raise UserError("--sample-every samples no model whose vocabulary --vocab-pp spreads")
+    _check_search(layout)
+    refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
+    if layout.vocab_pp and refusal:
+        raise UserError(refusal)
     _check_precision(config.training)
     _check_length(config)
     _check_run(config.run, config.total_steps)
@@ -159,8 +159,56 @@ def _check_vocab_pp(layout: Layout) -> None:
         return
     if layout.pp == 1:
         raise UserError("--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1")
-    if layout.schedule not in ("1f1b", "gpipe"):
-        raise UserError(f"--vocab-pp takes --schedule 1f1b or gpipe, not {layout.schedule}")
+    if layout.schedule not in ("1f1b", "gpipe", "auto"):
+        raise UserError(f"--vocab-pp takes --schedule 1f1b, gpipe or auto, not {layout.schedule}")
+
+
+def refusal_of_vocab_pp(
+    training: Training, data: Data | None = None, run: Run | None = None
+) -> str:
+    """Why a run cannot have --vocab-pp, as a sentence; empty if it can."""
+    if data and (data.masks_attention or data.reset_positions):
+        return "--vocab-pp takes neither masks of attention nor reset positions"
+    if run and run.sample_every:
+        return "--sample-every samples no model whose vocabulary --vocab-pp spreads"
+    if training.optimizer == "adafactor":
+        return "--optimizer adafactor needs whole matrices, but --vocab-pp cuts the vocabulary's"
+    return ""
+
+
+def _check_search(layout: Layout) -> None:
+    """Raise UserError if options of --schedule auto do not go with the schedule or each other."""
+    name, share, costs = layout.schedule, layout.activation_memory, layout.schedule_costs
+    given = f"--activation-memory {share}" if share else f"--schedule-costs {costs}"
+    if name != "auto" and (costs != "counted" or share):
+        raise UserError(f"{given} needs --schedule auto, which searches, not {name}")
+    if layout.recompute_blocks is not None and name == "auto":
+        raise UserError("--schedule auto finds --recompute-blocks itself, by --activation-memory")
+    if share and layout.pp == 1:
+        raise UserError(f"{given} is about the stages of a pipeline: pp is 1")
+    layers = layout.recompute_layers
+    if share and (layout.recompute == "selective" or layers is not None):
+        other = "selective" if layers is None else f"full of the first {layers}"
+        raise UserError(f"{given} goes with --recompute none, or full of any blocks, not {other}")
+
+
+def _check_recomputed(layout: Layout) -> None:
+    """Raise UserError if the number of blocks to recompute does not go with the layout."""
+    number, text = layout.recompute_layers, layout.recompute_blocks
+    given = f"--recompute-layers {number}" if text is None else f"--recompute-blocks {text}"
+    if layout.recompute == "none" and (number is not None or text is not None):
+        raise UserError(f"{given} needs --recompute selective or full")
+    if text is None:
+        return
+    if number is not None:
+        raise UserError(
+            f"give --recompute-layers({number}) or --recompute-blocks({text}), not both"
+        )
+    count = len(text.split(","))
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise UserError(f"--recompute-blocks is a list like 3,2,1,0, not {text!r}")
+    if count != layout.stages:
+        raise UserError(f"{given} has {count} stages, but the layout has {layout.stages}")
 
 
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
@@ -251,14 +299,11 @@ def check_sharding(layout: Layout, training: Training) -> None:
         raise UserError(f"{whole}, but tp({layout.tp}) cuts them")
     if name in ("adafactor", "muon") and zero == 2:
         raise UserError(f"{whole}: use --zero 0 or 1, not 2")
-    if name == "adafactor" and layout.vocab_pp:
-        raise UserError(f"{whole}, but --vocab-pp cuts the vocabulary's")
+    if layout.vocab_pp and (refusal := refusal_of_vocab_pp(training)):
+        raise UserError(refusal)
     if layout.overlap_param_gather and zero not in (1, 2):
         raise UserError(f"--overlap-param-gather needs --zero 1 or 2, not {zero}")
-    if layout.recompute_layers is not None and layout.recompute == "none":
-        raise UserError(
-            f"--recompute-layers {layout.recompute_layers} needs --recompute selective or full"
-        )
+    _check_recomputed(layout)
 
 
 def _check_objective(data: Data, model: ModelShape) -> None:

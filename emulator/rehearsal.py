@@ -139,7 +139,8 @@ def shortened(config: Config) -> Config:
     """The configuration of a run of two steps with the fewest micro-batches that show it all."""
     layout, training = config.layout, config.training
     most = config.micro_batches(max(level.batch for level in config.levels))
-    enough = most if layout.schedule == "gpipe" else min(most, layout.stages + 2 + layout.vocab_pp)
+    ahead = layout.stages + (3 if layout.vocab_pp else 2)
+    enough = most if layout.schedule == "gpipe" else min(most, ahead)
     fixed: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule", "train_samples"))
     training = dataclasses.replace(training, **fixed, steps=STEPS)
     few = 2 * layout.micro_batch_size * layout.dp

@@ -15,6 +15,7 @@ from config.messages import UserError
 from config.model_stats import block_flops, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
 from config.validation import check_batch, check_shape, check_sharding, check_split
+from config.validation import refusal_of_vocab_pp as refused
 from planner import memory
 from planner.hardware import Machine
 from planner.job import Job
@@ -59,6 +60,8 @@ def rank(
     check_shape(model)
     if (fixed or {}).get("schedule") == "auto":
         plain = dict(fixed or {}) | {"schedule": "1f1b"}
+        if not plain.get("vocab_pp") and refused(training):
+            plain["vocab_pp"] = False
         asked = lambda layout: wanted(replace(layout, schedule="auto"))  # noqa: E731
         found = rank(model, training, machine, gpus, plain, asked)
         return _searched(*found, model, training, machine)
@@ -95,7 +98,11 @@ def _searched(
     for one in ranked[:SEARCHED]:
         job = Job(model, one.layout, training, machine)
         asked = replace(one.layout, schedule="auto")
-        layout, _ = settled_layout(model, asked, job.micro_batches)
+        try:
+            layout, _ = settled_layout(model, asked, job.micro_batches)
+        except UserError as error:  # nothing holds as little as --activation-memory
+            rejected.append(_rejected(asked, str(error)))
+            continue
         prediction = predict(model, layout, training, machine)
         faster = prediction.fits and prediction.seconds < one.prediction.seconds
         found.append(

@@ -22,8 +22,9 @@ from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
 from planner.job import Job
 from schedules import vocabulary
-from schedules.automatic import settled, stage_costs
+from schedules.automatic import settled
 from schedules.compiler import long_schedule
+from schedules.costs import stage_costs
 from schedules.partition import StageSpec, stage_specs
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
@@ -174,7 +175,7 @@ def _rank(here: _Held, job: Job) -> StageMemory:
 
 def _kept(spec: StageSpec, job: Job) -> float:
     """Bytes that a stage keeps of one micro-batch until its backward."""
-    again = job.layout.recomputed_blocks(spec.blocks)
+    again = job.layout.recomputed_blocks(spec.blocks, spec.index)
     # What is kept is allocated between what is not, which leaves gaps.
     kept = again * kept_bytes(job) * job.machine.activation_overhead
     return kept + (spec.blocks - again) * block_activations(job, True)

@@ -385,7 +385,7 @@ def timeline(question: Question) -> Answer:
     trace, bubble = drawing.trace(events), simulation.bubble(slots)
     lines = [drawing.draw(simulation.simulate(order))]
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
-    lines += [f"auto: {choice}"] if choice else []
+    lines += choice.notes(layout.schedule_costs) if choice else []
     if path:
         try:
             Path(path).write_text(json.dumps(trace))

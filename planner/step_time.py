@@ -18,8 +18,8 @@ from planner import memory, op_costs, risk
 from planner.hardware import Machine
 from planner.job import Job
 from schedules import vocabulary
-from schedules.automatic import stage_costs
 from schedules.compiler import StageCosts, long_schedule
+from schedules.costs import stage_costs
 from schedules.partition import executed_flops, stage_specs
 from schedules.simulation import LongSchedule
 
@@ -200,12 +200,12 @@ def _accumulated(machine: Machine) -> float:
 def stage_passes(job: Job) -> list[Pass]:
     """Seconds of one micro-batch through each stage of the layout."""
     block = plain = block_pass(job)
-    if job.layout.recompute_layers is not None:
+    if job.layout.recompute_layers is not None or job.layout.recompute_blocks is not None:
         plain = block_pass(job._replace(layout=replace(job.layout, recompute="none")))
     front, back = embedding_pass(job), head_pass(job)
     passes = []
     for s in stage_specs(job.model, job.layout):
-        again = job.layout.recomputed_blocks(s.blocks)
+        again = job.layout.recomputed_blocks(s.blocks, s.index)
         ends = (0, 0) if job.layout.vocab_pp else (s.embedding, s.head)
         counts = [(again, block), (s.blocks - again, plain), (ends[0], front), (ends[1], back)]
         forward = sum(count * part.forward for count, part in counts)

@@ -4,8 +4,10 @@
     list_scheduling  orders found by a greedy simulation
     simulation       when each action runs, how long it all takes, how much time is idle
     exact            the fastest order of a small pipeline
+    local_search     a faster order from an order
     compiler         what is fastest in simulation: partition, placement and order
     vocabulary       passes for embedding and head that are spread over all ranks
+    costs            what a layout's stages take and may hold
     automatic        what --schedule auto decides for a run
     drawing          grids of characters, events of a Chrome trace
     partition        which blocks each stage holds

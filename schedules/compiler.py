@@ -22,6 +22,7 @@ from typing import NamedTuple
 from schedules import schedule
 from schedules.exact import fastest_rows
 from schedules.list_scheduling import Row, list_rows
+from schedules.local_search import improved
 from schedules.schedule import ORDERS, Action, Schedule, ScheduleError, rank_of_stages
 from schedules.simulation import LongSchedule, Seconds, named
 
@@ -61,6 +62,8 @@ class Task:
     """A model of `layers` blocks between embedding and head (`parts`: embedding, block, head), and
     a pipeline. blocks: a partition that is given, of one stage on each rank. tied: the head uses
     the embedding's matrix, so that on one rank its weight gradients come with those of inputs.
+    recomputed: of a block that is, where the search decides how many are. spread: all stages, one
+    on each rank, have an equal part of embedding and head (--vocab-pp).
     """
 
     parts: tuple[PassCosts, PassCosts, PassCosts]
@@ -71,24 +74,36 @@ class Task:
     transfer: float = 0.0
     blocks: tuple[int, ...] | None = None
     tied: bool = False
+    recomputed: PassCosts | None = None
+    spread: bool = False
 
-    def costs(self, name: str, blocks: Sequence[int]) -> StageCosts:
-        """Of the stages of a partition under the schedule of that name."""
+    def costs(self, name: str, blocks: Sequence[int], again: Sequence[int] = ()) -> StageCosts:
+        """Of the stages of a partition under the schedule of that name. again: how many blocks of
+        each are recomputed, if any; then a rank needs room for one that is.
+        """
         embedding, block, head = self.parts
         if self.tied and name.endswith("-v"):
             head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
+        again, last = again or (0,) * len(blocks), len(blocks) - 1
+        share = 1 / self.ranks if self.spread else 0.0
         rows = []
         for stage, count in enumerate(blocks):
-            ends = (stage == 0, stage == len(blocks) - 1)
-            values = zip(embedding, block, head, strict=True)
-            rows.append(PassCosts(*(ends[0] * e + count * b + ends[1] * h for e, b, h in values)))
-        return StageCosts(tuple(rows), self.limits, self.transfer)
+            front, back = share or stage == 0, share or stage == last
+            own = [(front, embedding), (count - again[stage], block), (back, head)]
+            own += [(again[stage], self.recomputed)] if self.recomputed else []
+            rows.append(PassCosts(*(sum(n * part[i] for n, part in own) for i in range(4))))
+        rank_of = rank_of_stages(name, self.ranks, len(blocks) // self.ranks)
+        limits = list(self.limits)
+        for rank in {rank for rank, count in zip(rank_of, again, strict=True) if count}:
+            limits[rank] -= block.held
+        return StageCosts(tuple(rows), tuple(limits), self.transfer)
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was found, its seconds in simulation, and those of 1F1B with the balanced partition
-    (None if that holds too much). idle: the share of the ranks' time in which nothing runs.
+    (None if that holds too much). idle: the share of the ranks' time in which nothing runs. again:
+    how many blocks of each stage are recomputed, where the search decides it. note: on vocab_pp.
     """
 
     name: str
@@ -98,18 +113,28 @@ class Choice:
     seconds: float
     idle: float
     plain: "Choice | None" = None
+    again: tuple[int, ...] = ()
+    vocab_pp: bool = False
+    note: str = ""
 
     def __str__(self) -> str:
         text = f"{self.name}, {self.virtual} stages a rank" if self.virtual > 1 else self.name
+        text += " with --vocab-pp" if self.vocab_pp else ""
         text += f", blocks {','.join(map(str, self.blocks))}"
+        text += f", recomputed {','.join(map(str, self.again))}" if any(self.again) else ""
         if self.plain is None:
             return f"{text}: 1F1B would hold too much"
         gain, before = 1 - self.seconds / self.plain.seconds, self.plain
         slowest = f"slowest rank {self._slowest() / before._slowest() - 1:+.1%}"
+        less = f"{abs(gain):.1%} {'less' if gain >= 0 else 'more'} time"
         return (
-            f"{text}: {gain:.1%} less time than 1F1B in simulation, idle {self.idle:.1%} for "
+            f"{text}: {less} than 1F1B in simulation, idle {self.idle:.1%} for "
             f"{before.idle:.1%}, {slowest}"
         )
+
+    def notes(self, costs: str) -> list[str]:
+        """What to print: of --schedule auto with these --schedule-costs, and of --vocab-pp."""
+        return [f"--schedule auto, costs {costs}: {self}", *([self.note] if self.note else [])]
 
     def _slowest(self) -> float:
         """Seconds that the busiest rank computes for one micro-batch."""
@@ -143,9 +168,11 @@ def long_schedule(
 
 
 @lru_cache(maxsize=64)
-def _searched(name: str, ranks: int, micro_batches: int, costs: StageCosts) -> Schedule:
+def _searched(
+    name: str, ranks: int, micro_batches: int, costs: StageCosts, screens: bool = False
+) -> Schedule:
     """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes; with
-    one stage a rank and few passes, the fastest of all.
+    one stage a rank and few passes, the fastest of all; a V, unless it `screens`, is improved.
 
     Raises ScheduleError if every one holds more than the limits.
     """
@@ -167,9 +194,14 @@ def _searched(name: str, ranks: int, micro_batches: int, costs: StageCosts) -> S
 
     best = min(fitting, key=end)
     if len(rank_of) == ranks and ranks * micro_batches <= EXACT_PASSES:
-        room = [micro_batches if not z else int(costs.limits[r] / z) for r, z in enumerate(sizes)]
+        room = [
+            micro_batches if not z else int(costs.limits[r] / z + 1e-9) for r, z in enumerate(sizes)
+        ]
         rows, _ = fastest_rows(ranks, micro_batches, seconds, room, costs.transfer, end(best))
         best = scheduled(name, rows, rank_of) if rows else best
+    if len(rank_of) > ranks and not screens:
+        about = rank_of, seconds, costs.transfer, sizes, costs.limits
+        best = scheduled(name, improved(best.ranks, *about), rank_of)
     schedule.check(best, micro_batches, backward=True)
     return best
 
@@ -194,7 +226,7 @@ def search(task: Task) -> Choice:
     Raises ScheduleError if there is none.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
-    screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few))]
+    screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few, True))]
     if screened and not task.blocks:
         fast = sorted(screened, key=lambda one: one.seconds)
         promising = [fast[0], *(one for one in fast[1:] if one.name in SEARCHED)]
@@ -216,13 +248,14 @@ def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
     several = [("interleaved", 2), ("interleaved", 3), ("interleaved", 4)]
     for name, virtual in [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), *several]:
         if task.ranks * virtual <= task.layers + 2:
-            yield name, virtual, _balanced(task, rank_of_stages(name, task.ranks, virtual))
+            yield name, virtual, balanced(task, rank_of_stages(name, task.ranks, virtual))
     if task.ranks * 2 <= task.layers + 2:
         for name in ("zb-v", "searched-v"):
-            yield name, 2, _balanced(task, rank_of_stages(name, task.ranks))
+            yield name, 2, balanced(task, rank_of_stages(name, task.ranks))
 
 
-def _balanced(task: Task, rank_of: tuple[int, ...]) -> tuple[int, ...]:
+def balanced(task: Task, rank_of: Sequence[int]) -> tuple[int, ...]:
+    """The balanced partition of stages that are placed so."""
     embedding, block, head = (sum(part[:3]) for part in task.parts)
     return tuple(balanced_ranks(task.layers, rank_of, embedding, block, head))
 
@@ -254,19 +287,68 @@ def balanced_ranks(
 
 
 def _priced(
-    task: Task, name: str, virtual: int, blocks: tuple[int, ...], count: int
+    task: Task, name: str, virtual: int, blocks: tuple[int, ...], count: int, screens: bool = False
 ) -> Choice | None:
-    """A candidate with its seconds for that many micro-batches; None if it holds too much."""
-    costs = task.costs(name, blocks)
-    try:
-        order = long_schedule(name, task.ranks, count, virtual, costs)
-    except ScheduleError:
-        return None
-    if not _fits(order, costs):
-        return None
-    seconds = order.makespan(costs.seconds(order.base.split), task.transfer)
-    busy = count * sum(sum(one[:3]) for one in costs.stages)
-    return Choice(name, virtual, blocks, costs, seconds, 1 - busy / (seconds * task.ranks))
+    """A candidate with its seconds for that many micro-batches; None if it holds too much.
+
+    screens: only to compare partitions, so that orders of a V stay as they are made. A searched
+    order may also hold fewer micro-batches in place of recomputing.
+    """
+    tried: list[tuple[int, ...]] = [()]
+    if task.recomputed:
+        base = {"searched": "zb-h1", "searched-v": "zb-v"}.get(name, name)
+        enough = enough_recomputed(task, named(base, task.ranks, count, virtual), name, blocks)
+        tried = [enough] if enough else []
+        tried = [enough or blocks, (0,) * len(blocks)] if name in SEARCHED else tried
+    found = []
+    for again in dict.fromkeys(tried):
+        costs = task.costs(name, blocks, again)
+        try:
+            if name in SEARCHED:
+                order = LongSchedule(_searched(name, task.ranks, count, costs, screens))
+            else:
+                order = named(name, task.ranks, count, virtual)
+        except ScheduleError:
+            continue
+        if _fits(order, costs):
+            seconds = order.makespan(costs.seconds(order.base.split), task.transfer)
+            idle = 1 - count * sum(sum(one[:3]) for one in costs.stages) / (seconds * task.ranks)
+            found.append(Choice(name, virtual, blocks, costs, seconds, idle, again=again))
+    return min(found, key=lambda one: one.seconds, default=None)
+
+
+def enough_recomputed(
+    task: Task, order: LongSchedule, name: str, blocks: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The fewest blocks of each stage that must be recomputed for an order to fit, those of a
+    rank's first stage first; none if `task` has no say in it. None if it does not fit so either.
+    """
+    rank_of, ranks = rank_of_stages(name, task.ranks, len(blocks) // task.ranks), range(task.ranks)
+    own = [[s for s, holder in enumerate(rank_of) if holder == rank] for rank in ranks]
+
+    def of_stages(counts: Sequence[int]) -> tuple[int, ...]:
+        again = [0] * len(blocks)
+        for stages, left in zip(own, counts, strict=True):
+            for stage in stages:
+                again[stage] = min(left, blocks[stage])
+                left -= again[stage]
+        return tuple(again)
+
+    def fitting(counts: Sequence[int]) -> list[bool]:
+        costs = task.costs(name, blocks, of_stages(counts))
+        held = order.most_held([one.held for one in costs.stages])
+        return [one <= most * (1 + 1e-9) for one, most in zip(held, costs.limits, strict=True)]
+
+    none = [0 for _ in ranks]
+    most = [sum(blocks[s] for s in stages) for stages in own] if task.recomputed else none
+    high = [0 if fits else n for n, fits in zip(most, fitting(none), strict=True)]
+    low = [min(1, n) for n in high]
+    while low != high:  # bisection, of all ranks at once
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        fits = fitting(middle)
+        high = [m if ok else b for m, b, ok in zip(middle, high, fits, strict=True)]
+        low = [a if ok else min(m + 1, b) for a, m, b, ok in zip(low, middle, high, fits)]
+    return of_stages(low) if all(fitting(low)) else None
 
 
 def _moved(task: Task, best: Choice, micro_batches: int, actions: int) -> Choice:
@@ -275,6 +357,7 @@ def _moved(task: Task, best: Choice, micro_batches: int, actions: int) -> Choice
     The number of moves tried is limited by the actions that they schedule.
     """
     stages, tries = len(best.blocks), 7 if best.name in SEARCHED else 1
+    tries *= 2 if task.recomputed else 1
     left = actions // (3 * stages * micro_batches * tries)
     improved = True
     while improved:
@@ -286,7 +369,7 @@ def _moved(task: Task, best: Choice, micro_batches: int, actions: int) -> Choice
                 blocks, left = list(best.blocks), left - 1
                 blocks[source] -= 1
                 blocks[to] += 1
-                other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
+                other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches, True)
                 if other and other.seconds < best.seconds * (1 - 1e-9):
                     best, improved = other, True
     return best

@@ -178,7 +178,8 @@ def executed_flops(
     model: ModelShape, layout: Layout, samples: int, formula: str = "megatron-2025"
 ) -> float:
     """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
-    again = sum(layout.recomputed_blocks(spec.blocks) for spec in stage_specs(model, layout))
+    specs = stage_specs(model, layout)
+    again = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
     return model_stats.hardware_flops(model, samples, layout.recompute, formula, again)
 
 

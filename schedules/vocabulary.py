@@ -21,7 +21,7 @@ from math import inf
 
 from config.schema import Layout, ModelShape
 from schedules import compiler
-from schedules.automatic import parts_of, stage_costs
+from schedules.costs import parts_of, stage_costs
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, check, forward_only
 from schedules.schedule import build as build_plain
@@ -57,12 +57,14 @@ def of_layout(
 
 
 def pass_seconds(model: ModelShape, layout: Layout, device: str) -> Seconds:
-    """By kind of action and stage, in FLOPs of a token as automatic.py counts them."""
+    """By kind of action and stage, in FLOPs of a token as costs.py counts them."""
     embedding, block, head = parts_of(model, layout, device)
     pp, found = layout.pp, dict[tuple[str, int], float]()
+    again = layout.recomputed_of_stage or (0,) * pp  # else `block` has it
     for stage, blocks in enumerate(blocks_per_stage(model, layout)):
+        recomputed = min(blocks, again[stage]) * block.forward
         found["F", stage] = blocks * block.forward
-        found["B", stage] = blocks * (block.inputs + block.weights)
+        found["B", stage] = blocks * (block.inputs + block.weights) + recomputed
         found["S", stage] = head.forward / pp
         found["T", stage] = (head.inputs + head.weights) / pp
         found["E", stage], found["G", stage] = embedding.forward, embedding.inputs

@@ -79,7 +79,8 @@ class Log:
         self.layers: Mapping[str, Any] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
-        self.recomputed = sum(config.layout.recomputed_blocks(s.blocks) for s in stage_specs)
+        again = [config.layout.recomputed_blocks(s.blocks, s.index) for s in stage_specs]
+        self.recomputed = sum(again)
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
         self.trackers: dict[str, Tracker] = {}
         self.text: IO[str] | None = None  # log.txt
@@ -314,6 +315,8 @@ class Log:
         options = f"recompute {layout.recompute}"
         if layout.recompute_layers is not None:
             options += f" of the first {layout.recompute_layers} blocks of a stage"
+        if layout.recompute_blocks is not None:
+            options += f" of {layout.recompute_blocks} blocks"
         if layout.sequence_parallel:
             options += ", sequence parallel"
         if layout.overlap_param_gather:

@@ -20,8 +20,10 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import automatic, compiler, schedule
 from schedules.compiler import PassCosts, Task
+from schedules.costs import stage_costs, task_of
 from schedules.exact import fastest_rows
 from schedules.list_scheduling import list_rows
+from schedules.local_search import improved
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import LongSchedule, simulate
@@ -195,6 +197,36 @@ def test_equal_stages_idle_a_third_of_1f1b_in_its_memory(ranks, count):
     assert choice.seconds - busy <= (choice.plain.seconds - busy) / 3 + TIGHT
 
 
+@pytest.mark.parametrize("given", ["counted", "10.7,12.5,6.6,0.1,0.1,0.1"])
+def test_unequal_passes_idle_a_third_of_1f1b_in_its_memory(given):
+    """Four ranks, eight micro-batches, next to no head: counted costs, and some that were timed."""
+    shape = ModelShape(8, 256, 8, seq_length=256, vocab_size=256)
+    asked = Layout(pp=4, dp=1, schedule="auto", schedule_costs=given)
+    task = dataclasses.replace(task_of(shape, asked, "cpu"), micro_batches=8)
+    choice = compiler.search(task)
+    assert choice.idle <= choice.plain.idle / 3
+    order = compiler.build(choice.name, 4, 8, choice.virtual, choice.costs)
+    held = order.most_held([one.held for one in choice.costs.stages])
+    assert max(held) <= task.limits[0] * (1 + TIGHT)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.integers(1, 4), st.integers(1, 8), st.floats(1.0, 3.0), st.floats(0, 1))
+def test_a_local_search_makes_no_order_slower_or_larger(data, ranks, count, room, transfer):
+    rank_of = schedule.rank_of_stages("searched-v", ranks)
+    seconds = {(kind, s): data.draw(COST) for kind in "FBW" for s in range(2 * ranks)}
+    sizes = [data.draw(st.floats(0.1, 2.0)) for _ in rank_of]
+    limits = [room * (sizes[r] + sizes[-1 - r]) for r in range(ranks)]
+    rows = list_rows(rank_of, count, seconds, limits, sizes, transfer)
+    found = improved(rows, rank_of, seconds, transfer, sizes, limits)
+    before, after = (compiler.scheduled("searched-v", one, rank_of) for one in (rows, found))
+    schedule.check(after, count, backward=True)
+    end = LongSchedule(after).makespan(seconds, transfer)
+    assert end <= LongSchedule(before).makespan(seconds, transfer) * (1 + TIGHT)
+    held = after.most_held(sizes)
+    assert all(one <= limit * (1 + TIGHT) for one, limit in zip(held, limits, strict=True))
+
+
 def test_a_partition_that_is_given_is_kept():
     task = dataclasses.replace(equal_stages(4, 8), blocks=(1, 3, 3, 1), limits=(12.0,) * 4)
     assert compiler.search(task).blocks == (1, 3, 3, 1)
@@ -222,8 +254,9 @@ def test_large_pipelines_are_searched_with_all_their_micro_batches():
 PROGRAM = """
 from test_compiler import SHAPE, LAYOUT
 from schedules import automatic, compiler
+from schedules.costs import stage_costs
 layout, choice = automatic.settled_layout(SHAPE, LAYOUT, 12)
-costs = automatic.stage_costs(SHAPE, layout)
+costs = stage_costs(SHAPE, layout)
 order = compiler.build(layout.schedule, 4, 12, layout.stages_per_rank, costs)
 print(layout.schedule, layout.partition, [list(map(str, row)) for row in order.ranks])
 """
@@ -257,7 +290,7 @@ def test_what_is_built_is_what_was_chosen(device, tied):
         layout, choice = automatic.settled_layout(shape, asked, count, device)
         assert layout.schedule == choice.name
         assert tuple(blocks_per_stage(shape, layout)) == choice.blocks
-        costs = automatic.stage_costs(shape, layout, device)
+        costs = stage_costs(shape, layout, device)
         assert costs in (None, choice.costs)
         assert automatic.settled_layout(shape, layout, count, device) == (layout, None)
 
@@ -267,16 +300,16 @@ def test_costs_of_the_passes_add_up_to_those_of_the_parts():
     from schedules.partition import part_costs
 
     whole = part_costs(SHAPE, "cpu")
-    task = automatic._task(SHAPE, LAYOUT, "cpu")
+    task = task_of(SHAPE, LAYOUT, "cpu")
     sums = [sum(part[:3]) for part in task.parts]
     assert sums == pytest.approx([whole.embedding, whole.block, whole.head])
 
 
 def test_given_costs_take_the_place_of_counted_ones():
     """In their own proportion, a block as dear as counted; the rest of the task stays."""
-    counted = automatic._task(SHAPE, LAYOUT, "cpu")
+    counted = task_of(SHAPE, LAYOUT, "cpu")
     given = dataclasses.replace(LAYOUT, schedule_costs="10,20,5,4,3,14")
-    embedding, block, head = automatic._task(SHAPE, given, "cpu").parts
+    embedding, block, head = task_of(SHAPE, given, "cpu").parts
     assert embedding == counted.parts[0]
     assert (block.held, head.held) == (counted.parts[1].held, counted.parts[2].held)
     assert sum(block[:3]) == pytest.approx(sum(counted.parts[1][:3]))
