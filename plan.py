@@ -10,11 +10,13 @@ the same as data. `layouts --rehearse N` has rehearse.py, as a process, confirm 
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,16 +24,33 @@ from typing import Any, cast
 from config import messages  # first: it ends a Python that is too old
 from config.command_line import options_help, parse_request
 from config.messages import Parser, UserError
-from planner import growth, hardware, questions, risk
+from config.schema import Layout, ModelShape
+from planner import (
+    calibration,
+    compare,
+    growth,
+    hardware,
+    model_questions,
+    plan_only,
+    questions,
+    risk,
+    run_files,
+)
 from planner.questions import Answer, Question
 
 # The planner's own flags that one or two questions read.
 READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts", "shapes")}
 READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
+READ_BY |= dict.fromkeys(("price_per_gpu_hour", "watts_per_gpu"), ("layouts", "days"))
 READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
+LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
+LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4, "cp": 1e4}
 LIMITS |= {"deadline": 1e5}  # days
-QUESTIONS = questions.QUESTIONS | {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
+QUESTIONS = questions.QUESTIONS | model_questions.QUESTIONS
+QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
+# Questions that try layouts: of a run they take model and training, and its layout is one of many.
+SEARCHES = ("layouts", "days", "largest", "smallest", "shapes", "rampup")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -47,39 +66,132 @@ def ask(arguments: list[str]) -> Answer:
     """The answer to a command line; raises UserError."""
     if arguments[:1] == ["check"]:
         raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
+    if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
+        return _compared(arguments[1:])
     options, rest = _parser().parse_known_args(arguments)
+    if options.question in ("constants", "calibrate") and rest:
+        raise UserError(f"unknown argument {rest[0]!r}: see plan.py {options.question} --help")
     if options.question == "constants":
-        if rest:
-            raise UserError(f"unknown argument {rest[0]!r}: constants takes --json only")
         return questions.constants()
+    if options.question == "calibrate":
+        return _calibrated(options)
+    question, rest = _question(options, rest)
+    answer, _ = QUESTIONS[options.question]
+    found = answer(question)
+    if options.submit:
+        return replace(found, text=f"{found.text}\n{_submitted(options.stages)}")
+    return _rehearsed(question, found, rest) if options.rehearse else found
+
+
+def _question(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
+    """The question that the options ask, and the words that are train.py's; raises UserError."""
+    _check(options)
+    machine = hardware.load(options.gpu or "a100-80", options.calibration)
+    notes = []
+    if options.gpus_per_node:
+        there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
+        notes.append(there + f"one of {machine.node}: {machine.network.bandwidth / 1e9:g} GB/s out")
+        machine = replace(machine, node=options.gpus_per_node)
+    before: dict[str, Any] = {}
+    if options.config and run_files.is_source(options.config):
+        before = run_files.options_of(options.config)
+        layout = {field.name for field in fields(Layout)}
+        if options.question in SEARCHES:
+            before = {name: value for name, value in before.items() if name not in layout}
+            notes.append(f"{options.config} gives model and training; its layout is not held")
+    elif options.config:
+        rest = [*rest, "--config", options.config]
+    shape, experts, lacks = plan_only.of_config(options.model or "")
+    for name, value in experts.items():
+        setattr(options, name, getattr(options, name) or value)
+    notes += [f"planned, but not trained here: {each}" for each in lacks]
+    if shape:
+        before |= shape
+    elif options.model:
+        rest = [*rest, "--model", options.model]
+    defaults = partial(_defaults, options.question, machine, before)
+    request = parse_request(rest, defaults=defaults, plans=True)
+    config = request.config
+    if config.training.precision == "bf16" and not machine.bf16:
+        raise UserError(f"--precision bf16: {machine.device} has no bf16 arithmetic; use fp16")
+    if not machine.bf16:
+        asked = machine.software.attention
+        how = (
+            f"{config.training.precision}, {machine.kernel if asked == 'flash' else asked} kernels"
+        )
+        notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
+    model, machine, more = plan_only.applied(options, config.model, machine)
+    for note in (*request.notes, *notes, *more):
+        print(f"note: {note}", file=sys.stderr)
+    question = Question(options, replace(config, model=model), request.given, machine)
+    return question, rest
+
+
+def _defaults(
+    name: str, machine: hardware.Machine, before: dict[str, Any], given: Collection[str]
+) -> dict[str, Any]:
+    """What neither flags nor a file gave: the options `before` of a run, then the question's."""
+    if "model" in given:
+        own = {field.name for field in fields(ModelShape)}
+        before = {key: value for key, value in before.items() if key not in own}
+    return questions.defaults(name, machine, {*given, *before}) | before
+
+
+def _check(options: Namespace) -> None:
+    """Raise UserError for options of the planner that are out of range or do not go together."""
     if options.calibration and not options.gpu:
         raise UserError("--calibration needs --gpu: which machine was it measured on?")
-    machine = hardware.load(options.gpu or "a100-80", options.calibration)
     for name, most in LIMITS.items():
-        number = getattr(options, name)
+        number, flag = getattr(options, name), name.replace("_", "-")
         if number is not None and not 0 < number < most:
             limit = f"below {most:g}" if number > 0 else "above 0"
-            raise UserError(f"--{name} must be {limit}, not {number:g}")
+            raise UserError(f"--{flag} must be {limit}, not {number:g}")
     if not 0 < options.risk <= 1:
         raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name, readers in READ_BY.items():
         if getattr(options, name) is not None and options.question not in readers:
-            others = " and ".join(readers)
-            raise UserError(f"--{name} goes with {others}, not {options.question}")
+            others, flag = " and ".join(readers), name.replace("_", "-")
+            raise UserError(f"--{flag} goes with {others}, not {options.question}")
     options.top = 20 if options.top is None else options.top
-    defaults = partial(questions.defaults, options.question)
-    request = parse_request(rest, defaults=defaults, plans=True)
-    for note in request.notes:
-        print(f"note: {note}", file=sys.stderr)
-    answer, _ = QUESTIONS[options.question]
-    found = answer(Question(options, request.config, request.given, machine))
-    if options.submit:
-        return replace(found, text=f"{found.text}\n{_submitted(options.stages)}")
-    if not options.rehearse:
-        return found
-    training, data = request.config.training, cast(dict[str, Any], found.data)
+
+
+def _compared(arguments: list[str]) -> Answer:
+    """Two layouts, each a quoted text of flags or a run's folder; what follows is for both."""
+    sides, shared = arguments[:2], arguments[2:]
+    if len(sides) < 2:
+        raise UserError('compare takes two layouts, such as "--tp 4 --pp 12" "--tp 8 --pp 6"')
+    asked: list[Question] = []
+    for side in sides:
+        flags = side.lstrip().startswith("-")
+        own = shlex.split(side) if flags else ["--config", side]
+        options, rest = _parser().parse_known_args(["compare", "A", "B", *shared, *own])
+        if not flags and not run_files.is_source(side):
+            raise UserError(f"compare: {side!r} is neither flags nor a run's folder")
+        if not flags and not options.gpu:
+            raise UserError(f"compare: which machine is {side} to be priced on? give --gpu NAME")
+        asked.append(_question(options, rest)[0])
+    return compare.compare(asked[0], asked[1], sides)
+
+
+def _calibrated(options: Namespace) -> Answer:
+    """The constants that runs determine, written if --write says where."""
+    if not options.gpu:
+        raise UserError("calibrate needs --gpu: the machine of the runs, or the one most like it")
+    machine = hardware.load(options.gpu)
+    runs = [run_files.read(path, machine) for path in options.runs]
+    return calibration.answer(calibration.fit(runs, machine), options.write)
+
+
+def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
+    """The answer with what a rehearsal says about its first layouts."""
+    options, config = question.options, question.config
+    if isinstance(config.model, plan_only.PlanOnly) or question.machine.software.fp8:
+        raise UserError("--rehearse: the engine has neither experts nor cp nor fp8")
+    if options.config and run_files.is_source(options.config):
+        raise UserError(f"--rehearse takes flags or a TOML file, not --config {options.config}")
+    training, data = config.training, cast(dict[str, Any], found.data)
     rest += ["--precision", training.precision]
     rest += ["--global-batch-size", str(training.global_batch_size)]
     rows = data["ranked"][: options.rehearse]
@@ -131,6 +243,15 @@ def _parser() -> ArgumentParser:
     shared.add_argument("--json", action="store_true", help="print data, not a table")
     for name, (_, text) in QUESTIONS.items():
         _add_flags(name, commands.add_parser(name, help=text, parents=[shared], **form))
+    text = "two layouts: where one loses time and memory against the other"
+    two = commands.add_parser("compare", help=text, parents=[shared], **form)
+    two.add_argument("sides", nargs=2, metavar="A|B", help="flags in quotes, or a run's folder")
+    _add_flags("compare", two)
+    text = "refit the constants that a machine's own runs determine"
+    one = commands.add_parser("calibrate", help=text, parents=[shared], allow_abbrev=False)
+    one.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs on this machine")
+    one.add_argument("--gpu", help="machine whose constants are refitted", metavar="NAME")
+    one.add_argument("--write", help="write a machine for --gpu FILE", metavar="FILE.toml")
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
     return parser
@@ -141,9 +262,14 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
 
     def add(name: str, text: str, **kind: Any) -> None:
         shown = question in READ_BY.get(name, (question,))
-        parser.add_argument(f"--{name}", help=text if shown else SUPPRESS, **kind)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=text if shown else SUPPRESS, **kind)
 
-    add("gpu", "machine: " + ", ".join(hardware.names()), metavar="NAME")
+    names = ", ".join(hardware.names())
+    add("gpu", f"machine: {names}, or a FILE.toml like one", metavar="NAME")
+    add("config", "TOML file of options, a run's folder, its run.json, or a checkpoint")
+    parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
+    add("gpus_per_node", "of a node, if not as in the machine's file", type=int, metavar="N")
     add("nodes", "full nodes (default 1)", type=int)
     add("gpus", "GPUs, in place of nodes", type=int)
     add("calibration", "measured rates of this machine, TOML", metavar="FILE")
@@ -159,6 +285,14 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     add("stages", "write the stages, for scripts/stages.py", metavar="FILE")
     add("submit", "submit the first: sbatch's options and the batch file", metavar="WORDS")
     add("trace", "write a Chrome trace", metavar="FILE")
+    add("price_per_gpu_hour", "adds what a billion tokens cost", type=float, metavar="PRICE")
+    add("watts_per_gpu", "power, in place of the datasheet's", type=float, metavar="WATTS")
+    only = "planned only:"
+    add("experts", f"{only} experts of a block, each an MLP of --ffn-hidden", type=int, metavar="N")
+    add("experts_per_token", f"{only} of them for each token", type=int, metavar="N")
+    add("ep", f"{only} ranks that share a block's experts (of a node)", type=int, metavar="N")
+    add("cp", f"{only} ranks that share the tokens of a sample", type=int, metavar="N")
+    add("fp8", f"{only} linear layers of blocks in fp8", action="store_true", default=None)
 
 
 if __name__ == "__main__":

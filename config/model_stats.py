@@ -30,11 +30,19 @@ def normed_width(model: ModelShape) -> int:
 
 def block_parameters(model: ModelShape) -> int:
     """Parameters of one block; L(12 h^2 + 13 h) over L for a plain GPT."""
-    h, qkv, up = model.hidden, model.qkv_width, model.up_width
-    matrices = h * (qkv + model.attention_width + up + model.ffn_hidden)
-    biases = (qkv if model.qkv_bias else 0) + (h + up + h if model.bias else 0)
+    h, qkv, mlps = model.hidden, model.qkv_width, model.mlps[0]
+    attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
+    attention += h if model.bias else 0
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
-    return matrices + biases + scales + 2 * norm_parameters(model)
+    router = h * mlps if mlps > 1 else 0
+    norms = scales + 2 * norm_parameters(model)
+    return attention + mlps * mlp_parameters(model) + router + norms
+
+
+def mlp_parameters(model: ModelShape) -> int:
+    """Parameters of one MLP, which in a mixture of experts is one of a block's experts."""
+    up = model.up_width
+    return model.hidden * (up + model.ffn_hidden) + (up + model.hidden if model.bias else 0)
 
 
 def embedding_parameters(model: ModelShape) -> int:
@@ -64,8 +72,12 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 def block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
     attention, mlp = model.qkv_width + model.attention_width, model.up_width + model.ffn_hidden
-    scores = model.seq_length * model.attention_width  # q k^T and p v, of which each sees half
-    return 2.0 * (model.hidden * (attention + mlp) + scores)
+    (mlps, active), scores = (
+        model.mlps,
+        model.seq_length * model.attention_width,
+    )  # half of q k^T, p v
+    router = mlps if mlps > 1 else 0
+    return 2.0 * (model.hidden * (attention + active * mlp + router) + scores)
 
 
 def head_flops(model: ModelShape) -> float:

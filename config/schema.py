@@ -116,6 +116,11 @@ class ModelShape:
         """Columns of the MLP's first matrix: SwiGLU has a gate for each of them."""
         return self.ffn_hidden * (2 if self.activation == "swiglu" else 1)
 
+    @property
+    def mlps(self) -> tuple[int, int]:
+        """MLPs of a block, and through how many a token goes; plan.py can price several experts."""
+        return 1, 1
+
     def padded_vocab(self, layout: "Layout") -> int:
         """Vocabulary rows as stored: the next multiple of pad_vocab_multiple x tp, with vocab_pp x
         pp too.

@@ -1,12 +1,12 @@
 """What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, software, from hardware/*.toml
-job             a model, a layout, training and a machine: what every formula takes
-op_costs        seconds of GEMMs, attention, memory traffic, collectives
+job, plan_only  what every formula takes; experts, cp and fp8, which are only planned
+op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
 step_time       seconds of a step, from the simulated schedule
-memory          bytes of each stage's GPU
-risk            intervals, and the probability of running out of memory
+memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit
 layouts         every layout, ranked or rejected with a reason
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
-questions       what plan.py answers, as text and as data
+questions       what plan.py answers, as text and as data; with model_questions, cost, compare
+run_files       runs that were measured; calibration refits a machine's constants from them
 """

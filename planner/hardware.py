@@ -2,6 +2,7 @@
 
     machine = load("a100-80")                          # hardware/a100-80.toml
     machine = load("a100-80", "measured.toml")         # with rates that were measured there
+    machine = load("mine.toml")                        # a file of one's own
 
 One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. Published
 numbers have their source there. A name in place of a number is a constant fitted on measured rows:
@@ -9,7 +10,7 @@ numbers have their source there. A name in place of a number is a constant fitte
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Software:
     fused_norms: bool = True  # a norm is one kernel, and not five
     fused_elementwise: bool = True  # rotary positions are one kernel, and a gated activation
     dropout: bool = False  # masks are drawn, applied and kept
+    fp8: bool = False  # linear layers of blocks compute in fp8; all else is as without
     virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
     scatter_p2p: bool = False  # each tensor rank sends 1/tp of an activation, then all gather
     # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
@@ -114,6 +116,9 @@ class Machine:
     time_spread: float = 0.12
     memory_spread: float = 0.12
     slowdown: float = 1.0  # of every step, by a known defect of this machine
+    bf16: bool = True  # whether it has bf16 arithmetic
+    fp8: float = 0.0  # dense fp8 FLOP/s over half-precision's; 0: none
+    watts: float = 0.0  # of one GPU at its limit, by the datasheet; 0: not stated
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -153,7 +158,7 @@ def peak_of(device: str, precision: str) -> float | None:
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
-    """The machine of that name; rates in the file `calibration` replace its own.
+    """The machine of that name, or of a user's file; with the rates in the file `calibration`.
 
     Keyword arguments override fitted constants by name, as fitting them needs. Raises UserError
     for an unknown machine or a calibration of another device.
@@ -165,13 +170,35 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
 
 def _merged(name: str) -> dict[str, Any]:
     """The entries of a machine's file, over those of the file it is `like`."""
-    if name not in names():
+    if name.endswith(".toml"):
+        own = _checked(read_toml(name, name), name)
+    elif name in names():
+        own = read_toml(FOLDER / f"{name}.toml", name)
+    else:
         hint = nearest(name, names()) or f"; there are {', '.join(names())}"
-        raise UserError(f"no machine is called {name!r}{hint}")
-    own = read_toml(FOLDER / f"{name}.toml", name)
+        raise UserError(f"no machine is called {name!r}{hint}, and no file: it would end in .toml")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
+
+
+def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entries of a user's file; UserError for one that no machine has, or of another type."""
+    if "like" not in entries:
+        raise UserError(f"{name} needs like = NAME: a machine of hardware/, or another file")
+    kinds: dict[str, Any] = {"": Machine, "nvlink": Link, "network": Link, "software": Software}
+    for part, kind in kinds.items():
+        known = {f.name: f.type for f in fields(kind)} | {"like": str}
+        for key, value in (entries.get(part, {}) if part else entries).items():
+            wanted = known.get(key)
+            if wanted in (int, float):
+                right = _is_rate(value, zero=True)
+            else:
+                right = isinstance(value, wanted if wanted in (str, bool) else dict | list)
+            if wanted is None or not right:
+                where = f"in [{part}] " if part else ""
+                raise UserError(f"{name} has {where}{key} = {value!r}, which no machine has")
+    return entries
 
 
 def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:

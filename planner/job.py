@@ -4,11 +4,14 @@ job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.lo
 memory.stages(job)
 """
 
+from math import gcd
 from typing import NamedTuple
 
 from config.messages import UserError
+from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
+from planner.plan_only import PlanOnly
 
 
 class Job(NamedTuple):
@@ -22,7 +25,41 @@ class Job(NamedTuple):
     @property
     def gpus(self) -> int:
         """GPUs of all replicas."""
-        return self.layout.tp * self.layout.pp * self.layout.dp
+        return self.layout.tp * self.layout.pp * self.shards
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share the tokens of a sample: more than one in planning only."""
+        return self.model.cp if isinstance(self.model, PlanOnly) else 1
+
+    @property
+    def shards(self) -> int:
+        """Ranks with the same weights, over which --zero shards: those of dp, and of cp."""
+        return self.layout.dp * self.cp
+
+    @property
+    def ep(self) -> int:
+        """Of these ranks, those over which a block's experts are spread."""
+        if not isinstance(self.model, PlanOnly):
+            return 1
+        of_node = max(1, self.machine.node // self.layout.tp)
+        return gcd(self.model.ep or gcd(self.model.experts, of_node), self.shards)
+
+    @property
+    def block_parameters(self) -> float:
+        """Parameters of a block that a tensor group holds: with `ep`, a part of the experts."""
+        return block_parameters(self.model) - self.experts_elsewhere
+
+    @property
+    def expert_parameters(self) -> float:
+        """Of `block_parameters`, those of the experts, if there are several."""
+        experts = self.model.mlps[0]
+        return experts / self.ep * mlp_parameters(self.model) if experts > 1 else 0.0
+
+    @property
+    def experts_elsewhere(self) -> float:
+        """Parameters of a block's experts that other ranks of `ep` hold."""
+        return (self.ep - 1) * self.expert_parameters
 
     @property
     def sequence_parallel(self) -> bool:
@@ -32,8 +69,8 @@ class Job(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one micro-batch, which are the rows of its activations."""
-        return self.model.seq_length * self.layout.micro_batch_size
+        """Tokens of one micro-batch on a rank, which are the rows of its activations."""
+        return self.model.seq_length * self.layout.micro_batch_size // self.cp
 
     @property
     def number_bytes(self) -> int:

@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from config.messages import UserError
-from config.model_stats import (
-    block_parameters,
-    head_norm_parameters,
-    norm_parameters,
-    normed_width,
-)
+from config.model_stats import head_norm_parameters, norm_parameters, normed_width
 from config.schema import BUCKET_ELEMENTS, Config
 from planner import hardware
 from planner.job import Job
@@ -154,22 +149,22 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
 
 def _rank(here: _Held, job: Job) -> StageMemory:
     """Bytes of one pipeline rank."""
-    software, layout = job.machine.software, job.layout
+    software = job.machine.software
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
     each = [held_parameters(spec, job) for spec in here.specs]
+    rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, strict=True))
     parts = {
         "weights": sum(_weights(own, spec, job) for spec, own in of_stages),
-        "gradients": _gradients(held, job) + held * software.workspace_bytes,
-        "optimizer": held * state / (layout.dp if layout.zero else 1),
+        "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
+        "optimizer": sharded_parameters(held, blocks, job) * state,
         "activations": here.activations,
         "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
         "buffers": software.buffers,
         "context": job.machine.context,
     }
-    rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
 
 
@@ -185,7 +180,7 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
     model, layout = job.model, job.layout
     norms = 2 * norm_parameters(model) + head_norm_parameters(model)
-    held = spec.blocks * ((block_parameters(model) - norms) / layout.tp + norms)
+    held = spec.blocks * ((job.block_parameters - norms) / layout.tp + norms)
     matrix = job.vocab_columns * model.hidden
     if spec.embedding and not layout.vocab_pp:
         held += matrix
@@ -201,18 +196,27 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
 def _weights(held: float, spec: StageSpec, job: Job) -> float:
     """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
     size, layout = job.number_bytes, job.layout
-    if layout.zero < 3 or layout.dp == 1:
+    if layout.zero < 3 or job.shards == 1:
         return held * size
-    block = block_parameters(job.model) / layout.tp  # the one that runs, and the next one
+    block = job.block_parameters / layout.tp  # the one that runs, and the next one
     shared = held - spec.blocks * block
-    return size * (shared + 2 * block) + (0.0 if size == 2 else held * 4.0 / layout.dp)
+    return size * (shared + 2 * block) + (0.0 if size == 2 else held * 4.0 / job.shards)
 
 
-def _gradients(held: float, job: Job) -> float:
+def sharded_parameters(held: float, blocks: int, job: Job) -> float:
+    """Parameters whose optimizer state a rank has, of `held` ones in so many blocks: from --zero 1
+    on an equal part of what its shards hold together, all of the experts with it.
+    """
+    if not job.layout.zero:
+        return held
+    return (held + blocks * job.experts_elsewhere / job.layout.tp) / job.shards
+
+
+def _gradients(held: float, blocks: int, job: Job) -> float:
     """Bytes of the gradients; from --zero 2 on a sum of 1/dp."""
-    layout = job.layout
-    sharded = layout.zero >= 2 and layout.dp > 1
-    return held * 4.0 / layout.dp if sharded else held * _gradient_bytes(job)
+    if job.layout.zero < 2 or job.shards == 1:
+        return held * _gradient_bytes(job)
+    return sharded_parameters(held, blocks, job) * 4.0
 
 
 def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
@@ -222,6 +226,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     layout, flash = job.layout, not job.machine.software.keeps_scores
     kept = _kept(spec, job)
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
+    working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
         working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
     if layout.recompute == "full":  # all that the block keeps whose backward runs
@@ -233,11 +238,11 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
         working = max(working, matrix * job.number_bytes + outputs - kept)
     if spec.head or layout.vocab_pp:
         working = max(working, _logit_bytes(heads, job))
-    if layout.zero != 2 or layout.dp == 1:
+    if layout.zero != 2 or job.shards == 1:
         return working
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
     # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
-    reduced = _gradient_bytes(job) + 4.0 / layout.dp
+    reduced = _gradient_bytes(job) + 4.0 / job.shards
     buckets = min(held, BUCKET_ELEMENTS) * (2 * reduced + job.number_bytes)
     working = max(working, buckets - kept)
     return working + (matrix * reduced if spec.tied else 0.0)
@@ -286,10 +291,12 @@ def block_activations(job: Job, scores: bool) -> float:
         outside += 2 * (4.0 + 2.0) * model.hidden
     if job.sequence_parallel:
         outside /= t
-    widths = model.qkv_width + model.attention_width + model.up_width + model.ffn_hidden
+    experts, active = model.mlps
+    widths = model.qkv_width + model.attention_width + active * (model.up_width + model.ffn_hidden)
     widths += normed_width(model) * (1 if software.fused_norms else 4)
+    outside += 4.0 * active * model.hidden if experts > 1 else 0.0  # sent to experts, and back
     if not software.keeps_scores:  # what differs where the kernels are torch's own
-        widths += model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU of the gate
+        widths += active * model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU
         # Attention's result with samples before the sequence, and as the next product takes it.
         widths += model.attention_width if job.layout.micro_batch_size > 1 else 0
     size = job.tokens * (outside + 2.0 * widths / t)

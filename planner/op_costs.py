@@ -11,6 +11,7 @@ What is modelled, the most important first:
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from planner.hardware import Link, Machine
@@ -23,6 +24,7 @@ LAUNCH = 5e-6  # seconds from one kernel to the next
 GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operands
 COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
 ALIGNMENT = 8  # elements of half precision in 16 bytes
+FP8_SHARE = 0.8  # of the peak's ratio that products in fp8 gain; assumed
 PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
@@ -65,6 +67,16 @@ def linear(machine: Machine, rows: int, outs: int, ins: int, size: int = 2) -> t
     """Seconds of a linear layer, forward and backward (input gradient and weight gradient)."""
     forward = gemm(machine, rows, outs, ins, size)
     return forward, gemm(machine, rows, ins, outs, size) + gemm(machine, outs, ins, rows, size)
+
+
+def fp8_linear(machine: Machine, rows: int, outs: int, ins: int) -> tuple[float, float]:
+    """As `linear`, with products in fp8: inputs and gradients are read, and written in fp8 as they
+    are and transposed.
+    """
+    machine = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
+    forward, backward = linear(machine, rows, outs, ins)
+    cast = [moved(machine, 4.0 * rows * columns) for columns in (ins, outs)]
+    return forward + cast[0], backward + cast[1]
 
 
 def moved(machine: Machine, count: float) -> float:
@@ -167,6 +179,21 @@ def all_reduce(link: Link, ranks: int, count: float) -> float:
     if ranks < 2:
         return 0.0
     return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
+
+
+def all_to_all(machine: Machine, ranks: int, stride: int, count: float) -> float:
+    """Seconds in which each rank sends `count` bytes in equal parts to ranks `stride` apart.
+
+    What leaves a node shares its network with what all its other GPUs send.
+    """
+    if ranks < 2:
+        return 0.0
+    local = min(ranks, max(1, machine.node // stride))
+    inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
+    if ranks <= local:
+        return inside
+    sent = count * (ranks - local) / ranks * machine.node
+    return max(inside, sent / machine.network.over(-(-ranks // local)) + machine.network.latency)
 
 
 def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:

@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from config import model_stats, schema, validation
+from config import schema, validation
 from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
-from planner import hardware, layouts, memory, risk, step_time
+from planner import cost, hardware, layouts, memory, risk, step_time
 from planner.job import Job
+from planner.plan_only import PlanOnly
 from schedules import drawing, partition, simulation
 from schedules.automatic import settled_layout
 from schedules.vocabulary import of_layout
@@ -55,16 +56,25 @@ class Question:
         """--gpus, or --nodes full nodes."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
+    @property
+    def cp(self) -> int:
+        """Ranks that share a sample; a Layout is about one of them. UserError if uneven."""
+        cp = self.config.model.cp if isinstance(self.config.model, PlanOnly) else 1
+        if self.gpus % cp:
+            raise UserError(f"cp({cp}) does not divide {self.gpus} GPUs")
+        return cp
+
     def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
         """All layouts on these GPUs that agree with what was given, and those that cannot run:
         train.py's own check has the last word.
         """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
-        ranked, rejected = layouts.rank(run.model, run.training, self.machine, self.gpus, fixed)
+        ranks = self.gpus // self.cp
+        ranked, rejected = layouts.rank(run.model, run.training, self.machine, ranks, fixed)
         kept = []
         for one in ranked:
-            reason = _refusal(replace(run, layout=one.layout), self.gpus)
+            reason = _refusal(replace(run, layout=one.layout), ranks)
             if reason:
                 at = asdict(one.layout)
                 rejected.append(layouts.Rejected({name: at[name] for name in NAMED}, reason))
@@ -75,8 +85,8 @@ class Question:
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
         layout, given = self.config.layout, self.options.gpus or self.options.nodes
-        gpus = self.gpus if given else layout.tp * layout.pp * (layout.dp or 1)
-        run = validation.check_any_length(self.config, gpus)
+        ranks = self.gpus // self.cp if given else layout.tp * layout.pp * (layout.dp or 1)
+        run = validation.check_any_length(self.config, ranks)
         return Job(run.model, run.layout, run.training, self.machine)
 
 
@@ -97,41 +107,16 @@ def flags(layout: schema.Layout) -> list[str]:
     return to_words(layout, without="dp")
 
 
-def defaults(name: str, given: Collection[str]) -> dict[str, Any]:
+def defaults(name: str, machine: hardware.Machine, given: Collection[str]) -> dict[str, Any]:
     """Values of train.py's options for the question of that name, where nothing gave them."""
     values: dict[str, Any] = {}
     if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
         values = {"model": EXAMPLES[name]} if name in EXAMPLES else {}
     if "precision" not in given:
-        values["precision"] = "bf16"
+        values["precision"] = "bf16" if machine.bf16 else "fp16"
     if not {"global_batch_size", "batch_schedule"} & set(given):
         values["global_batch_size"] = BATCH
     return values
-
-
-def model(question: Question) -> Answer:
-    """Parameters, FLOPs and bytes of the model."""
-    shape, samples = question.config.model, question.config.training.global_batch_size
-    validation.check_shape(shape)
-    total = model_stats.parameters(shape)
-    parts = {
-        "block": model_stats.block_parameters(shape),
-        "embedding": model_stats.embedding_parameters(shape),
-        "head": model_stats.head_parameters(shape),
-    }
-    lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
-    for name, part in parts.items():
-        lines.append(f"  {name:10} {shape.layers if name == 'block' else 1:4} x {part:15,}")
-    lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")
-    lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
-    flops = {}
-    for name in model_stats.FORMULAS:
-        needed = model_stats.model_flops(shape, samples, name)
-        executed = model_stats.hardware_flops(shape, samples, "full", name)
-        flops[name] = {"model": needed, "hardware_full_recompute": executed}
-        lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
-    data = {"parameters": total} | parts | {"bytes_18": 18 * total, "flops_per_step": flops}
-    return Answer("\n".join(lines), data)
 
 
 # ---- Layouts -------------------------------------------------------------------------------------
@@ -148,15 +133,15 @@ def ranked_layouts(question: Question) -> Answer:
         "gpus": question.gpus,
         "machine": machine.name,
         "global_batch_size": training.global_batch_size,
-        "ranked": [_as_data(r) for r in ranked],
-        "risky": [_as_data(r) for r in risky],
+        "ranked": [_as_data(r, question) for r in ranked],
+        "risky": [_as_data(r, question) for r in risky],
         "rejected": [r.layout | {"reason": r.reason} for r in rejected],
     }
     head = (
         f"{len(fitting)} layouts fit on {question.gpus} GPUs of {machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     )
-    lines = [head, *_ranked_lines(ranked[:top])]
+    lines = [head, *_ranked_lines(ranked[:top], question)]
     lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
     lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
@@ -164,8 +149,10 @@ def ranked_layouts(question: Question) -> Answer:
     return Answer("\n".join(lines), data)
 
 
-def _as_data(found: layouts.Ranked) -> dict[str, Any]:
-    told = {"rampup": found.rampup, "flags": flags(found.layout)}
+def _as_data(found: layouts.Ranked, question: Question) -> dict[str, Any]:
+    told: dict[str, Any] = {"rampup": found.rampup, "flags": flags(found.layout)}
+    rates = cost.rates_of(question.options, question.machine)
+    told |= rates.per_billion(question.gpus, found.prediction.tokens_per_second)
     return asdict(found.layout) | told | asdict(found.prediction)
 
 
@@ -200,9 +187,11 @@ def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
     return at.tp, at.pp, at.micro_batch_size
 
 
-def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
+def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
+    rates, gpus = cost.rates_of(question.options, question.machine), question.gpus
     head = "   tp   pp    dp  mbs recompute   s/step  90 %   tokens/s    MFU  bubble  "
-    lines = [head + "GB first/max/last  free GB  risk  ramp-up  train.py"]
+    head += f"GB first/max/last  free GB  risk{rates.columns(gpus)}  ramp-up  train.py"
+    lines = [head]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
@@ -210,7 +199,8 @@ def _ranked_lines(ranked: list[layouts.Ranked]) -> list[str]:
             f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
-            f"{p.risk:6.1%}  {r.rampup}  {' '.join(flags(at))}"
+            f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"
+            f"  {r.rampup}  {' '.join(flags(at))}"
         )
     return lines
 
@@ -258,33 +248,7 @@ def stages(question: Question) -> Answer:
     return Answer("\n".join(lines), data | {"fullest": fullest})
 
 
-# ---- How large, how few, how long, which shape ---------------------------------------------------
-
-
-def largest(question: Question) -> Answer:
-    """The largest model that trains on these GPUs."""
-    like, gpus = question.config.model, question.gpus
-    size, found, layout = layouts.largest(question.machine, gpus, question.config.training, like)
-    data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
-    data |= {"model": asdict(found), "layout": asdict(layout)}
-    text = (
-        f"{size / BILLION:.1f} B parameters on {gpus} x {question.machine.name}: "
-        f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads; {_leanest(layout)}"
-    )
-    return Answer(text, data)
-
-
-def smallest(question: Question) -> Answer:
-    """The fewest nodes that hold the model."""
-    run, machine = question.config, question.machine
-    nodes, layout = layouts.smallest(run.model, run.training, machine)
-    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
-    return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
-
-
-def _leanest(layout: schema.Layout) -> str:
-    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
-    return f"{axes}, micro-batch 1, full recomputation"
+# ---- How long, how many samples in a step --------------------------------------------------------
 
 
 def days(question: Question) -> Answer:
@@ -302,34 +266,14 @@ def days(question: Question) -> Answer:
     between = [seconds * end / best.prediction.seconds / 86400 for end in best.prediction.interval]
     data = {"days": seconds / 86400, "between": between, "tokens": tokens, "gpus": question.gpus}
     data |= {"layout": asdict(best.layout), "seconds_per_step": best.prediction.seconds}
+    rates = cost.rates_of(question.options, question.machine)
+    data |= rates.of(question.gpus, seconds)
     low, high = between
     head = f"{seconds / 86400:.1f} days ({low:.1f} to {high:.1f} in 9 of 10 cases) for "
     head += f"{tokens:.3g} tokens on {where}, "
-    lines = [head + "without stops and ramp-up", *_ranked_lines([best]), *_notes([best])]
+    lines = [head + "without stops and ramp-up", rates.sentence(question.gpus, seconds)]
+    lines += [*_ranked_lines([best], question), *_notes([best])]
     return Answer("\n".join(lines), data)
-
-
-def shapes(question: Question) -> Answer:
-    """Layers x hidden x heads near a size that suit tiles, tp and pp."""
-    run, machine, size = question.config, question.machine, question.options.size
-    if not size:
-        raise UserError("how many parameters? give --size, such as --size 200e9")
-    found = layouts.shapes(size, run.model, run.layout, run.training, machine)
-    lines = [
-        f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
-        "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
-    ]
-    data = []
-    for m, efficiency in found:
-        count = model_stats.parameters(m)
-        # With these, embedding and head can count as a block each.
-        pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
-        data.append(asdict(m) | {"parameters": count, "efficiency": efficiency, "pp": pp})
-        lines.append(
-            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
-            f"{count / BILLION:10.1f}{efficiency:9.1%}   {' '.join(map(str, pp))}"
-        )
-    return Answer("\n".join(lines[: 2 + question.options.top]), data)
 
 
 def rampup(question: Question) -> Answer:
@@ -404,13 +348,9 @@ def constants() -> Answer:
 
 
 QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
-    "model": (model, "parameters, FLOPs and bytes of a model"),
     "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
     "stages": (stages, "blocks, parameters, time and memory per stage"),
-    "largest": (largest, "the largest model that trains on some GPUs"),
-    "smallest": (smallest, "the fewest nodes that hold a model"),
     "days": (days, "how long training takes"),
-    "shapes": (shapes, "layers x hidden x heads of a size that suit tiles, tp and pp"),
     "rampup": (rampup, "a batch-size ramp-up, checked before step 1"),
     "timeline": (timeline, "the schedule as a picture and a Chrome trace"),
 }

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from config.model_stats import block_parameters, model_flops, normed_width
+from config.model_stats import model_flops, normed_width
 from config.schema import Layout, ModelShape, Training
-from planner import memory, op_costs, risk
+from planner import block_costs, memory, op_costs, risk
 from planner.hardware import Machine
 from planner.job import Job
 from schedules import vocabulary
@@ -95,16 +95,18 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 def block_pass(job: Job) -> Pass:
     """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
     model, layout, _, machine = job
-    t, size, software = layout.tp, job.number_bytes, machine.software
-    layers = [op_costs.linear(machine, job.tokens, outs, ins, size) for outs, ins in _matrices(job)]
-    micro, heads = layout.micro_batch_size, model.heads // t
-    core = op_costs.attention(machine, model.seq_length, model.head_size, heads, micro, size)
-    other = _elementwise(job)
-    exposed = 2 * _tensor_all_reduce(job) * (1 - software.overlap_tensor)
+    t, software = layout.tp, machine.software
+    layers = [block_costs.linear(job, *matrix) for matrix in block_costs.matrices(job)]
+    core, other = block_costs.attention(job), _elementwise(job)
+    sent = block_costs.dispatched(job)
+    sums = 1 + (model.mlps[1] if model.mlps[0] > 1 else 1)  # of each expert's outputs
+    exposed = sums * _tensor_all_reduce(job) * (1 - software.overlap_tensor)
     host = software.host_per_block
-    forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + host / 4
-    backward = sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + host * 3 / 4
-    backward += op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
+    forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + sent + host / 4
+    backward = (
+        sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + sent + host * 3 / 4
+    )
+    backward += op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
     if job.sequence_parallel:  # the gathered inputs are not kept: gathered once more
         backward += exposed / 2
     if layout.recompute == "full":
@@ -124,23 +126,17 @@ def _operations(job: Job) -> int:
     return found + (6 if software.keeps_scores else 0)
 
 
-def _matrices(job: Job) -> list[tuple[int, int]]:
-    """Outputs and inputs of a block's four matrices on each GPU."""
-    model, t, h = job.model, job.layout.tp, job.model.hidden
-    shapes = [(model.qkv_width // t, h), (h, model.attention_width // t)]
-    return [*shapes, (model.up_width // t, h), (h, model.ffn_hidden // t)]
-
-
 def _elementwise(job: Job) -> tuple[float, float]:
     """Seconds of norms, residuals, dropout, activation and bias gradients, by bytes moved.
 
     Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
     write); backward three for a norm, three for an addition; a dropout mask is one byte.
     """
-    model, t, h, f = job.model, job.layout.tp, job.model.hidden, job.model.ffn_hidden
+    model, t, h, (experts, active) = job.model, job.layout.tp, job.model.hidden, job.model.mlps
+    f = active * model.ffn_hidden
     size, masks = job.number_bytes, 1.0 if job.machine.software.dropout else 0.0
     shared = t if job.sequence_parallel else 1
-    width = model.up_width + f
+    width = active * model.up_width + f
     forward = (10 * size + 2 * masks) * h / shared + size * width / t
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
@@ -160,6 +156,8 @@ def _elementwise(job: Job) -> tuple[float, float]:
         passes = ROTARY if software.fused_elementwise else UNFUSED_ROTARY
         turned = passes * size * (model.qkv_width + model.attention_width) / 2 / t
         forward, backward = forward + turned, backward + turned
+    if experts > 1:  # tokens are copied in the order of their experts, and back
+        forward, backward = forward + 4 * size * active * h, backward + 4 * size * active * h
     forward, backward = job.tokens * forward, job.tokens * backward
     return op_costs.moved(job.machine, forward), op_costs.moved(job.machine, backward)
 
@@ -213,12 +211,14 @@ def stage_passes(job: Job) -> list[Pass]:
     return passes
 
 
-def pipeline_time(job: Job) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward, and the idle share of the stages."""
+def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
+    """Seconds from the first forward to the last backward, and the idle share of the stages.
+
+    sent: seconds of a message between stages, default: `message_seconds`.
+    """
     layout, machine, count = job.layout, job.machine, job.micro_batches
-    passes, sent = tuple(stage_passes(job)), 0.0
-    if layout.pp > 1:
-        sent = op_costs.message(machine, layout.tp * layout.dp, job.activation_bytes, layout.tp)
+    sent = message_seconds(job) if sent is None else sent
+    passes = tuple(stage_passes(job))
     chunks = machine.software.virtual_stages
     if chunks > 1:
         # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
@@ -238,6 +238,15 @@ def pipeline_time(job: Job) -> tuple[float, float]:
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
+
+
+def message_seconds(job: Job) -> float:
+    """Seconds until a micro-batch's activation has reached the next stage."""
+    layout = job.layout
+    if layout.pp == 1:
+        return 0.0
+    ranks = layout.tp * job.shards
+    return op_costs.message(job.machine, ranks, job.activation_bytes, layout.tp)
 
 
 @lru_cache(maxsize=4096)
@@ -284,9 +293,8 @@ def stage_weights(job: Job) -> list[float]:
     and adding them up. Those of a head that shares its matrix with the embedding come with B.
     """
     model, machine, t, h = job.model, job.machine, job.layout.tp, job.model.hidden
-    block = op_costs.moved(machine, _accumulated(machine) * block_parameters(model) / t)
-    for outs, ins in _matrices(job):
-        block += op_costs.linear(machine, job.tokens, outs, ins, job.number_bytes)[1] / 2
+    block = op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
+    block += sum(block_costs.linear(job, *matrix)[1] / 2 for matrix in block_costs.matrices(job))
     head = op_costs.linear(machine, job.tokens, job.vocab_columns, h, job.number_bytes)[1] / 2
     head += op_costs.moved(machine, _accumulated(machine) * job.vocab_columns * h)
     specs = stage_specs(model, job.layout)
@@ -307,21 +315,29 @@ def step_parts(job: Job) -> dict[str, float]:
     held = max(of_rank)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
-    reduced = _exposed(job, held, volume)
+    blocks = -(-model.layers // layout.pp)
+    reduced = _exposed(job, _Held(held, blocks * job.expert_parameters / t), volume)
     tied = 0.0
     if specs[0].tied:
         sharing = min(machine.node, t * dp)
         link = replace(machine.network, bandwidth=machine.network.bandwidth / sharing)
         tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)
-    shard = held / (dp if layout.zero else 1)
+    shard = memory.sharded_parameters(held, blocks, job)
     optimizer = op_costs.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
     return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}
 
 
-def _exposed(job: Job, held: float, wire: float) -> float:
+class _Held(NamedTuple):
+    """Parameters of a GPU, and those of them that are experts', which fewer ranks share."""
+
+    all: float
+    experts: float
+
+
+def _exposed(job: Job, held: _Held, wire: float) -> float:
     """Seconds of a step's gradient and parameter traffic that no computation hides.
 
-    held: parameters of a GPU. wire: bytes to reduce one gradient, in halves of an all-reduce's.
+    wire: bytes to reduce one gradient, in halves of an all-reduce's.
     """
     layout, software = job.layout, job.machine.software
     gather, reduce = (1 - software.overlap_data) * _gather(job, held), _reduce(job, held, wire)
@@ -342,26 +358,31 @@ def _exposed(job: Job, held: float, wire: float) -> float:
 
 
 def _sharing(job: Job) -> int:
-    """Ranks over which --zero shards: those of dp, or of them those of a node."""
+    """Ranks over which --zero shards: all that hold the same weights, or those of a node."""
     layout = job.layout
     if not (job.machine.software.shard_in_node and layout.zero):
-        return layout.dp
-    return min(layout.dp, max(1, job.machine.node // layout.tp))
+        return job.shards
+    return min(job.shards, max(1, job.machine.node // layout.tp))
 
 
-def _gather(job: Job, held: float) -> float:
+def _ring(job: Job, ranks: int, stride: int, count: float) -> float:
+    """Seconds to sum `count` bytes over ranks so far apart."""
+    return op_costs.all_reduce(op_costs.ring(job.machine, ranks, stride), ranks, count)
+
+
+def _gather(job: Job, held: _Held) -> float:
     """Seconds to gather the weights of `held` parameters once."""
-    ranks = _sharing(job)
-    link = op_costs.ring(job.machine, ranks, job.layout.tp)
-    return op_costs.all_reduce(link, ranks, held * job.number_bytes) / 2
+    size, tp, ep = job.number_bytes, job.layout.tp, job.ep
+    seconds = _ring(job, _sharing(job), tp, (held.all - held.experts) * size) / 2
+    return seconds + _ring(job, job.shards // ep, tp * ep, held.experts * size) / 2
 
 
-def _reduce(job: Job, held: float, wire: float) -> float:
+def _reduce(job: Job, held: _Held, wire: float) -> float:
     """Seconds to reduce the gradients of `held` parameters once, also between nodes."""
-    ranks, tp = _sharing(job), job.layout.tp
-    seconds = op_costs.all_reduce(op_costs.ring(job.machine, ranks, tp), ranks, held * wire) / 2
-    replicas = job.layout.dp // ranks
+    ranks, tp, ep, dense = _sharing(job), job.layout.tp, job.ep, held.all - held.experts
+    seconds = _ring(job, ranks, tp, dense * wire) / 2
+    seconds += _ring(job, job.shards // ep, tp * ep, held.experts * wire) / 2
+    replicas = job.shards // ranks
     if replicas > 1:  # what a node has summed
-        outer = op_costs.ring(job.machine, replicas, tp * ranks)
-        seconds += op_costs.all_reduce(outer, replicas, held * wire / ranks)
+        seconds += _ring(job, replicas, tp * ranks, dense * wire / ranks)
     return seconds

@@ -1,0 +1,271 @@
+"""Constants of a machine from runs on it: which the runs determine, their values, how sure.
+
+    found = fit(runs, machine)          # of run_files.read
+    write(found, "mine.toml")           # a machine for --gpu mine.toml
+
+A constant is determined if a change of it alone changes the runs' seconds by more than their
+spread explains, in a way that no other change explains: the column of derivatives that is left
+after projection on those of the constants chosen before, the clearest first. Steps of Gauss-Newton
+in logarithms then minimise the squares of the errors, of which none is taken that does not.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from config.messages import UserError
+from planner.hardware import Machine
+from planner.questions import Answer
+from planner.run_files import Run
+from planner.step_time import predict
+
+# The constants that seconds of steps can determine; those of a machine that are 0 are left alone.
+CONSTANTS = (
+    *("gemm_fraction", "flash_fraction", "bandwidth", "nvlink.fraction", "nvlink.latency"),
+    *("network.fraction", "p2p_fraction", "software.per_step", "software.host_per_block"),
+)
+LEAST_SPREAD = 0.02  # of a run's seconds: they repeat no better, and formulas are no better
+SURE = 0.2  # standard deviation of a constant's logarithm, up to which it is determined
+NUDGE = 0.02  # of a constant's logarithm, for derivatives
+MOST_FACTOR = 20.0  # of a constant, beyond which its spread is not told
+ROUNDS, HALVINGS, LONGEST_STEP = 40, 12, 1.0
+
+Vector = list[float]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A machine with refitted constants. before, after: mean error of the runs' seconds."""
+
+    old: Machine
+    machine: Machine
+    runs: Sequence[Run]
+    spread: dict[str, float]  # of each fitted constant's logarithm
+    left: dict[str, str]  # each constant that was not fitted, and why
+    before: float
+    after: float
+
+
+def value_of(machine: Machine, name: str) -> float:
+    """A constant by its name in CONSTANTS."""
+    return float(attrgetter(name)(machine))
+
+
+def changed(machine: Machine, name: str, value: float) -> Machine:
+    """The machine with another value of that constant."""
+    part, _, field = name.rpartition(".")
+    own: dict[str, Any] = {field: value}
+    if part:
+        own = {part: replace(getattr(machine, part), **own)}
+    return replace(machine, **own)
+
+
+def fit(runs: Sequence[Run], machine: Machine) -> Fit:
+    """The machine with the constants refitted that these runs determine; UserError if none is, or
+    if the runs' mean error would be larger.
+    """
+    names = [name for name in CONSTANTS if value_of(machine, name)]
+    left = {name: "it is 0 in the machine's file" for name in CONSTANTS if name not in names}
+    while True:
+        chosen, spread = _independent(runs, machine, names)
+        if not chosen:
+            raise UserError("these runs determine no constant")
+        found = _minimised(runs, machine, chosen)
+        sure, spread_then = _independent(runs, found, chosen)
+        if len(sure) == len(chosen):
+            break
+        lost = set(chosen) - set(sure)  # on the fitted machine they matter too little
+        left |= {name: _unsure(spread_then[name]) for name in lost}
+        names = [name for name in names if name not in lost]
+    left |= {name: _unsure(spread[name]) for name in names if name not in chosen}
+    before, after = mean_error(runs, machine), mean_error(runs, found)
+    if after > before:
+        raise UserError(
+            f"refitted, the runs would be worse: {before:.1%} off on average now, {after:.1%} then"
+        )
+    return Fit(machine, found, runs, spread_then, left, before, after)
+
+
+def errors(runs: Sequence[Run], machine: Machine) -> Vector:
+    """Logarithm of measured over predicted seconds of each run."""
+    return [math.log(run.seconds / predict(*run.on(machine)).seconds) for run in runs]
+
+
+def mean_error(runs: Sequence[Run], machine: Machine) -> float:
+    """What the fit minimises: the root of the mean square of the errors, in which a run counts the
+    more, the better its steps repeat.
+    """
+    weights = _weights(runs)
+    off = _weighted(errors(runs, machine), weights)
+    return math.sqrt(_dot(off, off) / _dot(weights, weights))
+
+
+def _weights(runs: Sequence[Run]) -> Vector:
+    return [1 / max(LEAST_SPREAD, run.spread) for run in runs]
+
+
+# ---- Which constants, and their values -----------------------------------------------------------
+
+
+def _column(runs: Sequence[Run], machine: Machine, name: str) -> Vector:
+    """Derivatives of the logarithm of each run's seconds by that of a constant."""
+    ends = [
+        errors(runs, changed(machine, name, value_of(machine, name) * math.exp(way * NUDGE)))
+        for way in (-1, 1)
+    ]
+    return [(low - high) / (2 * NUDGE) for low, high in zip(*ends, strict=True)]
+
+
+def _unsure(spread: float) -> str:
+    """Why a constant is not determined."""
+    if spread > math.log(MOST_FACTOR):
+        return "their seconds do not depend on it, or only as on those fitted"
+    return f"they tell it to within a factor of {math.exp(spread):.2g}"
+
+
+def _independent(
+    runs: Sequence[Run], machine: Machine, names: Sequence[str]
+) -> tuple[list[str], dict[str, float]]:
+    """Of these constants those that are determined, clearest first; and how sure each one is: a
+    standard deviation of its logarithm, if those chosen before it were known.
+    """
+    weights = _weights(runs)
+    left = {n: _weighted(_column(runs, machine, n), weights) for n in names}
+    chosen: list[str] = []
+    spread: dict[str, float] = {}
+    while left:
+        name = max(left, key=lambda n: _dot(left[n], left[n]))
+        column = left.pop(name)
+        length = math.sqrt(_dot(column, column))
+        spread[name] = 1 / length if length else math.inf
+        if spread[name] > SURE:
+            spread |= {n: 1 / math.sqrt(max(_dot(c, c), 1e-12)) for n, c in left.items()}
+            break
+        chosen.append(name)
+        for other, rest in left.items():
+            share = _dot(rest, column) / length**2
+            left[other] = [a - share * b for a, b in zip(rest, column, strict=True)]
+    return chosen, spread
+
+
+def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machine:
+    """The machine at which the weighted squares of the errors are least, by Gauss-Newton."""
+    weights = _weights(runs)
+    off = _weighted(errors(runs, machine), weights)
+    for _ in range(ROUNDS):
+        columns = [_weighted(_column(runs, machine, name), weights) for name in names]
+        normal = [[_dot(a, b) + 1e-9 * (a is b) for b in columns] for a in columns]
+        step = _solved(normal, [_dot(column, off) for column in columns])
+        scale = LONGEST_STEP / max(LONGEST_STEP, *map(abs, step))
+        for _ in range(HALVINGS):
+            tried = machine
+            for name, way in zip(names, step, strict=True):
+                tried = changed(tried, name, value_of(machine, name) * math.exp(scale * way))
+            then = _weighted(errors(runs, tried), weights)
+            if _dot(then, then) < _dot(off, off):
+                break
+            scale /= 2
+        else:
+            return machine
+        gained = _dot(off, off) - _dot(then, then)
+        machine, off = tried, then
+        if gained < 1e-9 * _dot(off, off) or _dot(off, off) < 1e-12:
+            return machine
+    return machine
+
+
+def _weighted(column: Vector, weights: Vector) -> Vector:
+    return [value * weight for value, weight in zip(column, weights, strict=True)]
+
+
+def _dot(one: Vector, two: Vector) -> float:
+    return sum(a * b for a, b in zip(one, two, strict=True))
+
+
+def _solved(matrix: list[Vector], right: Vector) -> Vector:
+    """The solution of a small symmetric positive system, by elimination."""
+    rows, count = [[*row, value] for row, value in zip(matrix, right, strict=True)], len(right)
+    for i in range(count):
+        for j in range(count):
+            if j != i:
+                share = rows[j][i] / rows[i][i]
+                rows[j] = [a - share * b for a, b in zip(rows[j], rows[i], strict=True)]
+    return [rows[i][count] / rows[i][i] for i in range(count)]
+
+
+# ---- The file ------------------------------------------------------------------------------------
+
+
+def origins(found: Fit, names: str) -> dict[str, str]:
+    """Where each constant of the new machine is from, in a sentence; names: what the runs are."""
+    told = {
+        name: f"fitted on {names}: within {math.expm1(spread):.0%}; was "
+        f"{value_of(found.old, name):.4g} in {found.old.name}"
+        for name, spread in found.spread.items()
+    }
+    kept = {
+        name: f"as in {found.old.name}; not determined by {names}: {reason}"
+        for name, reason in found.left.items()
+    }
+    return told | kept
+
+
+def answer(found: Fit, path: str | None) -> Answer:
+    """What was fitted, as text and as data; written if there is a path."""
+    if path and not path.endswith(".toml"):
+        raise UserError(f"--write {path}: a machine's file ends in .toml")
+    lines = [
+        f"{len(found.runs)} runs on {found.old.name}: {found.before:.1%} off on average before, "
+        f"{found.after:.1%} after"
+    ]
+    rows = zip(found.runs, errors(found.runs, found.old), errors(found.runs, found.machine))
+    for run, old, new in rows:
+        shown = [run.seconds / math.exp(error) for error in (old, new)]
+        lines.append(
+            f"  {run.path}: {run.seconds:.4g} s, median of {run.steps} steps; "
+            f"predicted {shown[0]:.4g} before, {shown[1]:.4g} after"
+        )
+    told = origins(found, "these runs")
+    for name in CONSTANTS:
+        lines.append(f"{name} = {value_of(found.machine, name):.4g}: {told[name]}")
+    if path:
+        write(found, path)
+        lines.append(f"written: {path}; use it as --gpu {path}")
+    data = {"before": found.before, "after": found.after, "determined": sorted(found.spread)}
+    values = {name: value_of(found.machine, name) for name in CONSTANTS}
+    return Answer("\n".join(lines), data | {"constants": values, "origins": told})
+
+
+def write(found: Fit, path: str) -> None:
+    """Write a machine's file with the fitted constants and the origin of each; UserError if not."""
+    base = found.old.name
+    base = str(Path(base).resolve()) if base.endswith(".toml") else base
+    tables: dict[str, list[str]] = {"": [], "nvlink": [], "network": [], "software": []}
+    for name in found.spread:
+        part, _, field = name.rpartition(".")
+        tables[part].append(f"{field} = {value_of(found.machine, name):.6g}")
+    lines = [f"# {base}, calibrated with `plan.py calibrate`.", f"like = {json.dumps(base)}"]
+    for part, entries in tables.items():
+        lines += ([f"\n[{part}]"] if part and entries else []) + entries
+    lines.append("\n[fitted_range]")
+    jobs = [run.job for run in found.runs]
+    seen = {
+        "hidden": [job.model.hidden for job in jobs],
+        "gpus": [job.gpus for job in jobs],
+        "micro_batch_size": [job.layout.micro_batch_size for job in jobs],
+        "seq_length": [job.model.seq_length for job in jobs],
+    }
+    lines += [f"{name} = [{min(values)}, {max(values)}]" for name, values in seen.items()]
+    lines.append("\n[sources]")
+    names = ", ".join(run.path for run in found.runs)
+    lines += [
+        f"{json.dumps(name)} = {json.dumps(text)}" for name, text in origins(found, names).items()
+    ]
+    try:
+        Path(path).write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,99 @@
+"""Two layouts side by side: seconds of a step by cause, and memory of the fullest GPU.
+
+    answer = compare(first, second, ["tp 4", "tp 8"])
+
+A cause's seconds are what the step loses when it takes no time, the causes before it being gone
+already, in this order: messages between stages, collectives in the passes, the host, recomputation.
+What is then left of the pipeline is compute and bubble, so that all add up to the step.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from planner import memory
+from planner.hardware import Link
+from planner.job import Job
+from planner.questions import BILLION, Answer, Question, flags
+from planner.step_time import pipeline_time, predict, step_parts
+from schedules.automatic import settled_layout
+
+FREE = Link(0.0, math.inf, 1.0)
+CAUSES = ("compute", "recompute", "tp", "p2p", "host", "bubble", "dp", "tied", "optimizer", "fixed")
+
+
+def by_cause(job: Job) -> dict[str, float]:
+    """Seconds of a step by CAUSES; with experts or cp, `tp` has their collectives too."""
+    left, _ = pipeline_time(job)
+    free = replace(job.machine, nvlink=FREE, network=FREE)
+    quiet = replace(free, software=replace(free.software, host_per_block=0, host_per_operation=0))
+    none: dict[str, Any] = {"recompute": "none", "recompute_layers": None}
+    plain = replace(job.layout, **none)
+    without = {"p2p": job, "tp": job._replace(machine=free), "host": job._replace(machine=quiet)}
+    without["recompute"] = job._replace(machine=quiet, layout=plain)
+    found, idle = {}, 0.0
+    for cause, rest in without.items():
+        seconds, idle = pipeline_time(rest, sent=0.0)
+        found[cause], left = left - seconds, seconds
+    found |= {"bubble": left * idle, "compute": left * (1 - idle)}
+    after = step_parts(job)
+    found |= {"dp": after.pop("reduce")} | after
+    return {cause: found[cause] * job.machine.slowdown for cause in CAUSES}
+
+
+def _facts(question: Question) -> dict[str, Any]:
+    """One side: its seconds by cause, its memory by part, and what to type."""
+    job = question.job()
+    layout, _ = settled_layout(job.model, job.layout, job.micro_batches)
+    job = job._replace(layout=layout)
+    prediction, fullest = predict(*job), memory.fullest(job)
+    parts = {name: getattr(fullest, name) for name in (*memory.OF_RUN, "buffers", "context")}
+    return {
+        "seconds": prediction.seconds,
+        "tokens_per_second": prediction.tokens_per_second,
+        "causes": by_cause(job),
+        "memory": parts | {"total": fullest.total},
+        "fits": prediction.fits,
+        "machine": job.machine.name,
+        "gpus": job.gpus,
+        "global_batch_size": job.training.global_batch_size,
+        "flags": flags(job.layout),
+    }
+
+
+def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
+    """Where the second of two layouts gains and loses; `names`: what the user calls them."""
+    one, two = _facts(first), _facts(second)
+    lines = []
+    for letter, name, facts in zip("AB", names, (one, two), strict=True):
+        where = f"{facts['gpus']} GPUs of {facts['machine']}"
+        lines.append(f"{letter}: {name}: {where}, global batch {facts['global_batch_size']}")
+    lines += ["", "seconds per step       A         B     B - A"]
+    lines += _rows(one["causes"], two["causes"], 1.0)
+    lines += _rows({"step": one["seconds"]}, {"step": two["seconds"]}, 1.0)
+    lines += ["", "GB, fullest GPU        A         B     B - A"]
+    lines += _rows(one["memory"], two["memory"], BILLION)
+    rates = one["tokens_per_second"], two["tokens_per_second"]
+    lines += [
+        "",
+        f"tokens/s: {rates[0]:,.0f} and {rates[1]:,.0f}, B has {rates[1] / rates[0]:.3f}x",
+    ]
+    differences = {cause: two["causes"][cause] - one["causes"][cause] for cause in CAUSES}
+    most = max(CAUSES, key=lambda cause: abs(differences[cause]))
+    if differences[most]:
+        lines.append(f"most of the difference: {most}, {differences[most]:+.2f} s a step")
+    lines += [f"{s} runs out of memory" for s, f in zip("AB", (one, two)) if not f["fits"]]
+    if one["global_batch_size"] != two["global_batch_size"]:
+        lines.append("note: the global batches differ: compare tokens/s, not seconds")
+    return Answer("\n".join(lines), {"a": one, "b": two, "difference": differences})
+
+
+def _rows(one: dict[str, float], two: dict[str, float], unit: float) -> list[str]:
+    """A line for each name that takes anything on a side."""
+    found = []
+    for name, before in one.items():
+        values = before / unit, two[name] / unit, (two[name] - before) / unit
+        if any(values):
+            found.append(f"  {name:14}" + "".join(f"{value:10.3f}" for value in values))
+    return found

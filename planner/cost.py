@@ -1,0 +1,64 @@
+"""What GPUs cost: hours, money and energy.
+
+    rates = rates_of(options, machine)
+    rates.of(gpus=64, seconds=86400.0)     # {"gpu_hours": ..., "kwh": ..., "cost": ...}
+
+Energy is that of the GPUs alone at a stated power; hosts, network and cooling are not in it.
+"""
+
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+
+from planner.hardware import Machine
+
+BILLION = 1e9  # of tokens
+HEADS = {"kwh": "kWh/Gtok", "cost": "cost/Gtok"}  # of the columns of a table
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The price of a GPU for an hour, and its power; None where nothing states it."""
+
+    price: float | None
+    watts: float | None
+    origin: str  # of the power
+    shown: bool  # whether a table has columns of them
+
+    def of(self, gpus: int, seconds: float) -> dict[str, float | None]:
+        """GPU hours, kWh and cost of so many GPUs for so long."""
+        hours = gpus * seconds / 3600
+        energy = None if self.watts is None else hours * self.watts / 1000
+        return {"gpu_hours": hours, "kwh": energy, "cost": self.price and hours * self.price}
+
+    def per_billion(self, gpus: int, tokens_per_second: float) -> dict[str, float | None]:
+        """The same of a billion tokens; each name ends in `_per_billion_tokens`."""
+        found = self.of(gpus, BILLION / tokens_per_second)
+        return {f"{name}_per_billion_tokens": value for name, value in found.items()}
+
+    def columns(self, gpus: int, tokens_per_second: float | None = None) -> str:
+        """Energy and cost of a billion tokens, if the table has them; the head without a rate."""
+        found = self.of(gpus, BILLION / (tokens_per_second or math.inf))
+        cells = {name: value for name, value in found.items() if name in HEADS and self.shown}
+        known = {name: value for name, value in cells.items() if value is not None}
+        if tokens_per_second is None:
+            return "".join(f"{HEADS[name]:>11}" for name in known)
+        return "".join(f"{value:11,.1f}" for value in known.values())
+
+    def sentence(self, gpus: int, seconds: float) -> str:
+        """The same as `of`, for people."""
+        found = self.of(gpus, seconds)
+        parts = [f"{found['gpu_hours']:,.0f} GPU hours"]
+        if found["kwh"] is not None:
+            power = f"{self.watts:g} W a GPU ({self.origin}), GPUs alone"
+            parts.append(f"{found['kwh'] / 1000:,.1f} MWh at {power}")
+        if found["cost"] is not None:
+            parts.append(f"{found['cost']:,.0f} at {self.price:g} a GPU hour")
+        return "; ".join(parts)
+
+
+def rates_of(options: Namespace, machine: Machine) -> Rates:
+    """--price-per-gpu-hour, and --watts-per-gpu or the power that the machine's file states."""
+    price, watts = options.price_per_gpu_hour, options.watts_per_gpu
+    origin = "--watts-per-gpu" if watts else f"the limit in {machine.name}'s datasheet"
+    return Rates(price, watts or machine.watts or None, origin, shown=bool(price or watts))

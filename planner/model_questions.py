@@ -1,0 +1,99 @@
+"""The planner's questions about models: parameters, the largest and the fewest nodes, shapes.
+
+print(largest(question).text)      # a Question as in planner/questions.py
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+from config import model_stats, schema, validation
+from config.messages import UserError
+from planner import layouts
+from planner.questions import BILLION, Answer, Question
+
+
+def model(question: Question) -> Answer:
+    """Parameters, FLOPs and bytes of the model."""
+    shape, samples = question.config.model, question.config.training.global_batch_size
+    validation.check_shape(shape)
+    total = model_stats.parameters(shape)
+    parts = {
+        "block": model_stats.block_parameters(shape),
+        "embedding": model_stats.embedding_parameters(shape),
+        "head": model_stats.head_parameters(shape),
+    }
+    lines = [f"{total:,} parameters ({total / BILLION:.1f} B)"]
+    for name, part in parts.items():
+        lines.append(f"  {name:10} {shape.layers if name == 'block' else 1:4} x {part:15,}")
+    experts, active = shape.mlps
+    used = total - shape.layers * (experts - active) * model_stats.mlp_parameters(shape)
+    if experts > 1:
+        parts["active"] = used
+        lines.append(f"{used:,} of them active: {active} of {experts} experts for each token")
+    lines.append(f"{18 * total / BILLION:,.0f} GB at 18 bytes per parameter, before activations")
+    lines.append(f"FLOPs per step of {samples} samples:    model     hardware, full recomputation")
+    flops = {}
+    for name in model_stats.FORMULAS:
+        needed = model_stats.model_flops(shape, samples, name)
+        executed = model_stats.hardware_flops(shape, samples, "full", name)
+        flops[name] = {"model": needed, "hardware_full_recompute": executed}
+        lines.append(f"  {name:14} {needed:22.4g} {executed:13.4g}")
+    data = {"parameters": total} | parts | {"bytes_18": 18 * total, "flops_per_step": flops}
+    return Answer("\n".join(lines), data)
+
+
+def largest(question: Question) -> Answer:
+    """The largest model that trains on these GPUs."""
+    like, gpus = question.config.model, question.gpus
+    size, found, layout = layouts.largest(question.machine, gpus, question.config.training, like)
+    data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
+    data |= {"model": asdict(found), "layout": asdict(layout)}
+    text = (
+        f"{size / BILLION:.1f} B parameters on {gpus} x {question.machine.name}: "
+        f"{found.layers} layers, hidden {found.hidden}, {found.heads} heads; {_leanest(layout)}"
+    )
+    return Answer(text, data)
+
+
+def smallest(question: Question) -> Answer:
+    """The fewest nodes that hold the model."""
+    run, machine = question.config, question.machine
+    nodes, layout = layouts.smallest(run.model, run.training, machine)
+    data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
+    return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
+
+
+def _leanest(layout: schema.Layout) -> str:
+    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
+    return f"{axes}, micro-batch 1, full recomputation"
+
+
+def shapes(question: Question) -> Answer:
+    """Layers x hidden x heads near a size that suit tiles, tp and pp."""
+    run, machine, size = question.config, question.machine, question.options.size
+    if not size:
+        raise UserError("how many parameters? give --size, such as --size 200e9")
+    found = layouts.shapes(size, run.model, run.layout, run.training, machine)
+    lines = [
+        f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
+        "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",
+    ]
+    data = []
+    for m, efficiency in found:
+        count = model_stats.parameters(m)
+        # With these, embedding and head can count as a block each.
+        pp = [stages for stages in range(2, 65) if (m.layers + 2) % stages == 0]
+        data.append(asdict(m) | {"parameters": count, "efficiency": efficiency, "pp": pp})
+        lines.append(
+            f"{m.hidden:6}{m.layers:7}{m.heads:6}{m.head_size:10}{m.hidden / m.layers:7.0f}"
+            f"{count / BILLION:10.1f}{efficiency:9.1%}   {' '.join(map(str, pp))}"
+        )
+    return Answer("\n".join(lines[: 2 + question.options.top]), data)
+
+
+QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
+    "model": (model, "parameters, FLOPs and bytes of a model"),
+    "largest": (largest, "the largest model that trains on some GPUs"),
+    "smallest": (smallest, "the fewest nodes that hold a model"),
+    "shapes": (shapes, "layers x hidden x heads of a size that suit tiles, tp and pp"),
+}

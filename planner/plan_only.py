@@ -1,0 +1,111 @@
+"""What can be planned although the engine cannot train it: mixtures of experts, cp, fp8.
+
+    model, machine, notes = applied(options, model, machine)
+
+A PlanOnly is a shape with what neither train.py nor a Layout has an option for; every formula of
+the planner takes it in place of the shape. Each is only as good as the formulas: no measured row
+of experts was fitted.
+"""
+
+import contextlib
+import json
+from argparse import Namespace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from config import families
+from config.messages import UserError
+from config.schema import ModelShape
+from planner.hardware import Machine
+
+FLAGS = ("experts", "experts_per_token", "ep", "cp", "fp8")
+# Questions whose answer does not follow from one shape on given GPUs.
+OTHERS = ("largest", "smallest", "shapes", "rampup")
+# Keys of a config.json: experts of a block, and what is not planned. Families with experts, and
+# those that have the same blocks without.
+EXPERTS = ("num_local_experts", "num_experts")
+SHARED = ("shared_expert_intermediate_size", "mlp_only_layers")
+DENSE = {"mixtral": "mistral", "qwen3_moe": "qwen3", "qwen2_moe": "qwen2"}
+
+
+@dataclass(frozen=True)
+class PlanOnly(ModelShape):
+    """A shape whose MLP may be several experts, and over how many ranks samples are spread."""
+
+    experts: int = 1
+    experts_per_token: int = 1
+    ep: int = 0  # ranks that share a block's experts; 0: as many of a node as divide them
+    cp: int = 1  # ranks that share the tokens of a sample
+
+    @property
+    def mlps(self) -> tuple[int, int]:
+        """As of a ModelShape."""
+        return self.experts, self.experts_per_token
+
+
+def applied(
+    options: Namespace, model: ModelShape, machine: Machine
+) -> tuple[ModelShape, Machine, list[str]]:
+    """Shape and machine with what these options ask for, and a sentence if the engine lacks it.
+
+    Raises UserError for numbers that do not divide, and for fp8 where the GPU has none.
+    """
+    given = {name: getattr(options, name) for name in FLAGS if getattr(options, name)}
+    if not given:
+        return model, machine, []
+    if options.question in OTHERS:
+        name = next(iter(given)).replace("_", "-")
+        raise UserError(f"--{name} goes with layouts, days and stages, not {options.question}")
+    if given.pop("fp8", False):
+        if not machine.fp8:
+            raise UserError(f"--fp8: {machine.name} has no fp8 arithmetic; h100, h200 and b200 do")
+        machine = replace(machine, software=replace(machine.software, fp8=True))
+    if given:
+        model = PlanOnly(**asdict(model) | given)
+        _check(model, "experts" in given)
+    cannot = {"mixtures of experts": "experts", "context parallelism": "cp", "fp8": "fp8"}
+    names = [text for text, name in cannot.items() if getattr(options, name)]
+    return model, machine, [f"planned only: train.py cannot train with {' and '.join(names)}"]
+
+
+def _check(model: PlanOnly, has_experts: bool) -> None:
+    experts, active, ep, cp = model.experts, model.experts_per_token, model.ep, model.cp
+    if not has_experts and (ep or active > 1):
+        raise UserError("--ep and --experts-per-token need --experts N")
+    if has_experts and not 0 < active <= experts:
+        raise UserError(f"--experts-per-token {active} is not 1 to experts({experts})")
+    if ep and experts % ep:
+        raise UserError(f"ep({ep}) does not divide experts({experts})")
+    if cp > 1 and model.seq_length % (2 * cp):
+        raise UserError(f"2 * cp({cp}) does not divide seq-length({model.seq_length})")
+
+
+def of_config(name: str) -> tuple[dict[str, Any], dict[str, int], list[str]]:
+    """Of a --model that is a config.json with experts: options of the shape, those of FLAGS, and
+    sentences on what else it has; nothing for any other. UserError if it cannot be planned.
+    """
+    file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    if file.suffix != ".json" or not file.is_file():
+        return {}, {}, []
+    with contextlib.suppress(ValueError):  # of what is no JSON, families.py says more
+        facts = json.loads(file.read_text())
+        if isinstance(facts, dict) and any(facts.get(key) for key in EXPERTS):
+            return _of_experts(facts, name)
+    return {}, {}, []
+
+
+def _of_experts(
+    facts: dict[str, Any], name: str
+) -> tuple[dict[str, Any], dict[str, int], list[str]]:
+    """As `of_config`: the shape is that of the family without experts."""
+    kind = facts.get("model_type")
+    if kind not in DENSE:
+        raise UserError(f"{name} is a {kind!a:.80}; with experts, known are {', '.join(DENSE)}")
+    if other := [key for key in SHARED if facts.get(key)]:
+        raise UserError(f"{name} has {other[0]} {facts[other[0]]}: not planned")
+    shape, lacks = families.from_config(facts | {"model_type": DENSE[kind]}, name)
+    if width := facts.get("moe_intermediate_size"):
+        shape["ffn_hidden"] = width
+    own = {"experts": next(facts[key] for key in EXPERTS if facts.get(key))}
+    return shape, own | {"experts_per_token": facts.get("num_experts_per_tok", 2)}, lacks

@@ -1,0 +1,116 @@
+"""Runs as they were: their options, from run.json or a checkpoint, and the seconds of their steps.
+
+options = options_of("runs/a")      # flat: layers, hidden, ..., tp, ..., global_batch_size, ...
+run = read("runs/a")                # with the seconds that metrics.jsonl has
+"""
+
+import json
+import statistics
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from config import families
+from config.command_line import build
+from config.messages import UserError
+from config.schema import GROUPS, ModelShape
+from planner.hardware import Machine
+from planner.job import Job
+from schedules.automatic import settled_layout
+
+OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
+WARM_UP_STEPS = 2  # that are not measured
+FEWEST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was measured: its job on a machine, median seconds of a step, how sure."""
+
+    path: str
+    job: Job
+    seconds: float
+    steps: int
+    spread: float  # of the median: a standard deviation of its logarithm
+
+    def on(self, machine: Machine) -> Job:
+        """The same run on another machine."""
+        return self.job._replace(machine=machine)
+
+
+def is_source(path: str) -> bool:
+    """Whether --config names a run's folder, a run.json or a checkpoint, and not a TOML file."""
+    return Path(path).is_dir() or path.endswith(".json")
+
+
+def options_of(path: str) -> dict[str, Any]:
+    """Options of a run's folder, a run.json or a checkpoint, but for those that follow from others.
+
+    Raises UserError if it is none of these, or has options that are not known here.
+    """
+    groups = _facts(path)["config"]
+    found: dict[str, Any] = {}
+    for group in OF_RUN:
+        values, names = groups.get(group, {}), {f.name for f in fields(GROUPS[group])}
+        if unknown := set(values) - names:
+            raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
+        found |= {name: value for name, value in values.items() if value is not None}
+    shape = ModelShape(**groups["model"])
+    derived = shape.derived() | {"max_positions": shape.seq_length}
+    return {name: value for name, value in found.items() if derived.get(name) != value}
+
+
+def _facts(path: str) -> dict[str, Any]:
+    """The contents of a run.json: that file, a run's, or that of the run of a checkpoint."""
+    found = families.of_run(path) if Path(path).is_dir() else path
+    if found is None:
+        raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
+    file = Path(found)
+    try:
+        facts = json.loads(file.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    config = facts.get("config") if isinstance(facts, dict) else None
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise UserError(f"{file} is no run.json: it has no configuration of a run")
+    return facts
+
+
+def read(path: str, machine: Machine) -> Run:
+    """A run's job and the median of its steps of the commonest batch; UserError if it has none."""
+    facts, config = _facts(path), build(options_of(path))
+    device = str(facts.get("cluster", {}).get("device", ""))
+    if machine.device.lower() not in device.lower():
+        there = f"{device or 'no stated device'!r}"
+        raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
+    rows = _rows(Path(path) if Path(path).is_dir() else Path(path).parent)[WARM_UP_STEPS:]
+    rows = [r for r in rows if r.get("sample_length") in (None, config.model.seq_length)]
+    batch = Counter(r["global_batch_size"] for r in rows).most_common(1)[0][0] if rows else 0
+    seconds = [r["seconds"] for r in rows if r["global_batch_size"] == batch]
+    if len(seconds) < FEWEST_STEPS:
+        has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
+        raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
+    full: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
+    training = replace(config.training, global_batch_size=batch, **full)
+    layout = replace(config.layout, dp=config.layout.dp or 1)
+    job = Job(config.model, layout, training, machine)
+    job = job._replace(layout=settled_layout(job.model, layout, job.micro_batches)[0])
+    middle = statistics.median(seconds)
+    away = statistics.median(abs(one - middle) for one in seconds)
+    spread = 1.86 * away / middle / len(seconds) ** 0.5  # 1.4826 * 1.2533 of a normal distribution
+    return Run(path, job, middle, len(seconds), spread)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """The steps in metrics.jsonl."""
+    file = folder / "metrics.jsonl"
+    try:
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not lines of JSON: {error}") from None
+    return [row for row in rows if "seconds" in row and "global_batch_size" in row]

@@ -1,0 +1,262 @@
+"""What is planned and not trained: experts, context parallelism, fp8; and machines as users have
+them: V100s without bf16, other numbers of GPUs on a node.
+"""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+import plan
+from config import model_stats
+from config.command_line import preset
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from planner import hardware, memory, op_costs, questions, step_time
+from planner.job import Job
+from planner.plan_only import PlanOnly
+
+H100, A100 = hardware.load("h100"), hardware.load("a100-80")
+# Mixtral 8x7B, as its config.json has it.
+MIXTRAL = (
+    "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn-hidden 14336 --vocab-size 32000 "
+    "--seq-length 4096 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
+    "--experts 8 --experts-per-token 2"
+)
+
+
+def ask(line: str) -> questions.Answer:
+    return plan.ask(line.split())
+
+
+def job(model: ModelShape, layout: Layout, machine=H100, batch: int = 64) -> Job:
+    return Job(model, layout, Training(global_batch_size=batch, precision="bf16"), machine)
+
+
+def with_experts(model: ModelShape, **facts) -> PlanOnly:
+    return PlanOnly(**asdict(model) | facts)
+
+
+# ------------------------------------------------------------------------------------------------
+# Experts
+# ------------------------------------------------------------------------------------------------
+
+
+def test_mixtral_has_its_published_parameters():
+    found = ask(f"model {MIXTRAL}")
+    assert found.data["parameters"] == 46_702_792_704
+    assert found.data["active"] == pytest.approx(12.9e9, rel=0.01)
+    assert "2 of 8 experts for each token" in found.text
+
+
+def test_flops_are_those_of_the_active_experts():
+    dense = preset("gpt2-1.5b")
+    router = 2.0 * dense.hidden * 8
+    mlp = 2.0 * dense.hidden * (dense.up_width + dense.ffn_hidden)
+    for active in (1, 2, 4):
+        model = with_experts(dense, experts=8, experts_per_token=active)
+        more = model_stats.block_flops(model) - model_stats.block_flops(dense)
+        assert more == pytest.approx((active - 1) * mlp + router)
+
+
+def test_one_expert_on_one_rank_is_the_dense_model():
+    layout = Layout(tp=2, pp=2, dp=4)
+    for machine in (H100, A100):
+        dense = job(preset("gpt2-1.5b"), layout, machine)
+        same = dense._replace(model=with_experts(dense.model, experts=1))
+        assert step_time.predict(*same) == step_time.predict(*dense)
+
+
+def test_experts_are_spread_over_ep_and_their_state_over_all_replicas():
+    model = with_experts(preset("gpt2-1.5b"), experts=8, experts_per_token=2)
+    experts = model.layers * 8 * model_stats.mlp_parameters(model)
+    layout, held, optimizer = Layout(dp=16, zero=1), {}, {}
+    for ep in (1, 2, 8):
+        stage = memory.stages(job(replace(model, ep=ep), layout))[0]
+        held[ep], optimizer[ep] = stage.parameters, stage.optimizer
+    assert held[1] - held[2] == pytest.approx(experts / 2)
+    assert held[1] - held[8] == pytest.approx(experts * 7 / 8)
+    assert optimizer[1] == pytest.approx(optimizer[2]) == pytest.approx(optimizer[8])
+    assert optimizer[1] == pytest.approx(12 * held[1] / 16)
+
+
+def test_by_default_experts_stay_on_a_node():
+    model = with_experts(preset("gpt2-1.5b"), experts=16, experts_per_token=2)
+    for tp, dp, ep in ((1, 16, 8), (2, 16, 4), (8, 8, 1), (1, 4, 4), (1, 6, 2)):
+        assert job(model, Layout(tp=tp, dp=dp)).ep == ep
+    assert job(replace(model, ep=16), Layout(dp=32)).ep == 16
+
+
+def test_all_to_all_sends_what_others_have_and_is_slower_between_nodes():
+    assert op_costs.all_to_all(H100, 1, 1, 1e9) == 0
+    inside = op_costs.all_to_all(H100, 8, 1, 8e9)
+    assert inside == pytest.approx(7e9 / H100.nvlink.speed, rel=1e-3)
+    across = op_costs.all_to_all(H100, 16, 1, 16e9)
+    assert across == pytest.approx(8e9 * 8 / H100.network.speed, rel=1e-3)
+    model = with_experts(preset("gpt2-1.5b"), experts=16, experts_per_token=2)
+    seconds = [
+        step_time.block_pass(job(replace(model, ep=ep), Layout(dp=16))).forward for ep in (8, 16)
+    ]
+    assert seconds[1] > 1.2 * seconds[0]
+
+
+def test_experts_that_only_one_replica_has_are_not_reduced():
+    model = with_experts(preset("gpt2-1.5b"), experts=8, experts_per_token=2)
+    alone, shared = (
+        step_time.step_parts(job(replace(model, ep=ep), Layout(dp=8)))["reduce"] for ep in (8, 1)
+    )
+    assert 0 < alone < 0.4 * shared
+
+
+# Facts of the published models; keys that no formula needs are left out.
+MIXTRAL_FILE = {
+    "model_type": "mixtral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN_FILE = MIXTRAL_FILE | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_local_experts": None,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+
+
+def test_a_config_json_of_experts(tmp_path, capsys):
+    for name, facts, total, active in (
+        ("mixtral", MIXTRAL_FILE, 46_702_792_704, 12.9e9),
+        ("qwen", QWEN_FILE, 30_532_122_624, 3.35e9),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(facts))
+        for path in (folder, folder / "config.json"):
+            found = ask(f"model --model {path}").data
+            assert found["parameters"] == total
+            assert found["active"] == pytest.approx(active, rel=0.02)
+    line = f"layouts --model {tmp_path}/mixtral --seq-length 4096 --gpu h100 --nodes 8"
+    given = MIXTRAL.replace("--experts", "--rotary-base 1e6 --experts", 1)
+    assert ask(line).data == ask(f"layouts {given} --gpu h100 --nodes 8").data
+    assert "train.py cannot train with mixtures of experts" in capsys.readouterr().err
+    assert ask(f"model --model {tmp_path}/mixtral --experts 4").data["parameters"] < 25e9
+
+
+def test_a_config_json_that_cannot_be_planned(tmp_path):
+    for change, message in (
+        ({"shared_expert_intermediate_size": 5632}, "has shared_expert_intermediate_size 5632"),
+        ({"model_type": "deepseek_v3"}, "is a 'deepseek_v3'; with experts, known are mixtral"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_FILE | change))
+        with pytest.raises(UserError, match=message):
+            ask(f"model --model {tmp_path}/config.json")
+
+
+# ------------------------------------------------------------------------------------------------
+# Context parallelism, fp8
+# ------------------------------------------------------------------------------------------------
+
+
+def test_cp_shares_the_tokens_and_not_the_weights():
+    model = replace(preset("gpt2-1.5b"), seq_length=32768, max_positions=32768)
+    one = job(model, Layout(dp=8))
+    four = job(with_experts(model, cp=4), Layout(dp=2))
+    assert four.gpus == one.gpus == 8
+    assert four.tokens == one.tokens / 4
+    before, after = memory.stages(one)[0], memory.stages(four)[0]
+    assert after.activations == pytest.approx(before.activations / 4)
+    assert after.optimizer == pytest.approx(before.optimizer)
+    assert (after.weights, after.gradients) == (before.weights, before.gradients)
+    # The same work of a step, but for keys and values that are passed on.
+    passes = [step_time.block_pass(each).forward for each in (one, four)]
+    assert passes[0] / 4 < passes[1] < passes[0] / 2
+
+
+def test_a_model_that_fits_with_cp_alone():
+    line = "layouts --model 1b3 --seq-length 524288 --positions rotary --gpu h100 --gpus 8 --tp 1"
+    line += " --pp 1 --global-batch-size 1 --recompute full"
+    assert not ask(line).data["ranked"]
+    found = ask(f"{line} --cp 8 --risk 1").data
+    assert [(row["dp"], row["recompute"]) for row in found["ranked"]] == [(1, "full")]
+    with pytest.raises(UserError, match=r"cp\(3\) does not divide 8 GPUs"):
+        ask(f"{line.replace('524288', '524286')} --cp 3")
+    with pytest.raises(UserError, match=r"2 \* cp\(8\) does not divide seq-length\(1000\)"):
+        ask(f"{line.replace('524288', '1000')} --cp 8")
+
+
+def test_fp8_is_faster_where_there_is_any(capsys):
+    line = "layouts --model gpt3-175b --gpu h100 --nodes 16 --tp 8 --pp 8 --micro-batch-size 1"
+    line += " --sequence-parallel --recompute none --schedule 1f1b --no-vocab-pp --zero 1"
+    plain, fast = (
+        ask(f"{line} --risk 1").data["ranked"],
+        ask(f"{line} --risk 1 --fp8").data["ranked"],
+    )
+    assert 1.1 < plain[0]["seconds"] / fast[0]["seconds"] < 1.6
+    assert fast[0]["memory"] == plain[0]["memory"]
+    assert "planned only: train.py cannot train with fp8" in capsys.readouterr().err
+    with pytest.raises(UserError, match="a100-80 has no fp8 arithmetic"):
+        ask(f"{line.replace('h100', 'a100-80')} --fp8")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("largest --gpu h100 --experts 8", "--experts goes with layouts, days and stages"),
+        ("model --model 1b3 --ep 8", "need --experts N"),
+        ("model --model 1b3 --experts 8 --ep 3", r"ep\(3\) does not divide experts\(8\)"),
+        ("model --model 1b3 --experts 8 --experts-per-token 9", "9 is not 1 to experts"),
+        ("model --model 1b3 --experts 0", "--experts must be above 0, not 0"),
+        ("layouts --model 1b3 --experts 8 --rehearse 1", "neither experts nor cp nor fp8"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(line, message):
+    with pytest.raises(UserError, match=message):
+        ask(line)
+
+
+# ------------------------------------------------------------------------------------------------
+# Machines as users have them
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_v100_plans_with_fp16_and_says_so(capsys):
+    line = "layouts --model gpt2-1.5b --gpu v100-32 --gpus 8 --global-batch-size 64"
+    assert ask(line).text.splitlines()[0].endswith("fp16")
+    heard = capsys.readouterr().err
+    assert "V100 has neither bf16 nor flash attention: planned with fp16, efficient" in heard
+    assert ask(f"{line} --precision fp32").text.splitlines()[0].endswith("fp32")
+    with pytest.raises(UserError, match="--precision bf16: V100 has no bf16 arithmetic"):
+        ask(f"{line} --precision bf16")
+    assert ask(line.replace("v100-32", "a100-80")).text.splitlines()[0].endswith("bf16")
+    assert "neither" not in capsys.readouterr().err.splitlines()[-1:]
+
+
+def test_gpus_per_node_is_the_users(capsys):
+    line = "layouts --model 1b3 --gpu v100-32 --nodes 2 --global-batch-size 64"
+    four, eight = ask(line).data, ask(f"{line} --gpus-per-node 8").data
+    assert (four["gpus"], eight["gpus"]) == (8, 16)
+    assert max(row["tp"] for row in four["ranked"]) == 4
+    assert max(row["tp"] for row in eight["ranked"]) == 8
+    assert "a node of 8 has the links that v100-32 states" in capsys.readouterr().err
+    with pytest.raises(UserError, match="--gpus-per-node must be above 0, not -1"):
+        ask(f"{line} --gpus-per-node -1")

@@ -1,0 +1,320 @@
+"""Plans of runs: their options as a source, two layouts compared, their cost, and constants that
+are refitted from their seconds.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ranks import mpirun
+
+import plan
+from config.command_line import parse
+from config.messages import UserError
+from config.validation import check_any_length
+from planner import calibration, compare, hardware, questions, run_files
+from planner.job import Job
+from planner.step_time import predict
+
+ROOT = Path(__file__).resolve().parent.parent
+OLD = ROOT / "tests" / "data" / "run_189cc1d"
+H100, A100 = hardware.load("h100"), hardware.load("a100-80")
+
+
+def ask(line: str) -> questions.Answer:
+    return plan.ask(line.split())
+
+
+def write_run(folder: Path, words: str, gpus: int, device: str, seconds: list[float]) -> str:
+    """A run's folder as train.py leaves it, with steps that took these seconds."""
+    config = check_any_length(parse(words.split()), gpus)
+    folder.mkdir(parents=True)
+    facts = {"config": config.as_dict(), "cluster": {"device": device, "ranks": gpus}}
+    (folder / "run.json").write_text(json.dumps(facts))
+    batch = config.training.global_batch_size
+    rows = [{"iteration": 0, "validation_loss": 9.0, "consumed_samples": 0}]
+    rows += [
+        {"iteration": i + 1, "seconds": one, "global_batch_size": batch}
+        for i, one in enumerate(seconds)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+@pytest.fixture
+def a_run(tmp_path) -> str:
+    words = "--model 1b3 --tp 2 --pp 2 --recompute full --global-batch-size 96"
+    words += " --precision fp16 --optimizer sgd"
+    return write_run(tmp_path / "a", words, 8, "NVIDIA A100-SXM4-80GB", [9.0, 9.0, 1.0, 1.1, 0.9])
+
+
+# ------------------------------------------------------------------------------------------------
+# A run as the source of options
+# ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_gives_model_training_and_where_one_layout_is_asked_for_its_layout(a_run, capsys):
+    for path in (a_run, f"{a_run}/run.json"):
+        stages = ask(f"stages --config {path}").data
+        assert [row["first"] for row in stages["stages"]] == [0, 13]
+    same = "--model 1b3 --tp 2 --pp 2 --dp 2 --recompute full --global-batch-size 96"
+    same = ask(f"stages {same} --precision fp16 --optimizer sgd --gpus 8").data
+    assert stages["memory"] == same["memory"]
+    capsys.readouterr()
+    found = ask(f"layouts --config {a_run} --gpus 8")
+    assert found.text.splitlines()[0].endswith("global batch 96, fp16")
+    assert len({(row["tp"], row["pp"]) for row in found.data["ranked"]}) > 3
+    assert "its layout is not held" in capsys.readouterr().err
+
+
+def test_flags_win_over_a_run(a_run):
+    assert ask(f"model --config {a_run} --layers 12").data["block"] > 0
+    smaller = ask(f"model --config {a_run} --hidden 800 --heads 10").data["parameters"]
+    assert smaller == ask("model --model 1b3 --hidden 800 --heads 10").data["parameters"]
+    other = ask(f"model --config {a_run} --model gpt2-124m").data["parameters"]
+    assert other == ask("model --model gpt2-124m").data["parameters"]
+    found = ask(f"layouts --config {a_run} --gpus 8 --global-batch-size 64 --tp 4")
+    assert found.data["global_batch_size"] == 64
+    assert {row["tp"] for row in found.data["ranked"]} == {4}
+
+
+def test_a_checkpoint_and_an_old_run_are_sources():
+    checkpoint = next((OLD / "checkpoints").glob("step_*"))
+    run, saved = (ask(f"stages --config {path}").data for path in (OLD, checkpoint))
+    assert run == saved
+    assert len(run["stages"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is no run's folder and no checkpoint of one"),
+        ("{", "run.json is not JSON"),
+        ('{"config": {}}', "is no run.json: it has no configuration"),
+        ('{"config": {"model": {"layers": 1, "depth": 2}}}', "model options unknown here: depth"),
+    ],
+)
+def test_what_is_no_run_is_one_sentence(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        ask(f"model --config {tmp_path}")
+
+
+# ------------------------------------------------------------------------------------------------
+# Two layouts
+# ------------------------------------------------------------------------------------------------
+
+SHARED = ["--model", "176b", "--gpu", "a100-80", "--nodes", "48"]
+
+
+def test_the_causes_are_all_of_the_step():
+    machines = [A100, H100, hardware.load("jean-zay-a100")]
+    machines.append(replace(A100, slowdown=1.3))
+    layouts = [
+        "--tp 4 --pp 12",
+        "--tp 8 --pp 3 --recompute full",
+        "--tp 8 --pp 48 --schedule zb-h1",
+    ]
+    for machine in machines:
+        for words in layouts:
+            line = f"--model 176b --global-batch-size 2048 --precision bf16 {words}"
+            run = check_any_length(parse(line.split()), 384)
+            job = Job(run.model, run.layout, run.training, machine)
+            causes = compare.by_cause(job)
+            assert sum(causes.values()) == pytest.approx(predict(*job).seconds)
+            assert all(seconds >= 0 for seconds in causes.values())
+            assert causes["tp"] > 0
+            assert (causes["host"] > 0) == (machine.software.host_per_block > 0)
+            assert (causes["recompute"] > 0) == (run.layout.recompute == "full")
+
+
+def test_the_difference_is_in_its_cause():
+    answer = plan.ask(["compare", "--tp 4 --pp 12", "--tp 4 --pp 12 --recompute full", *SHARED])
+    moved = {cause for cause, much in answer.data["difference"].items() if abs(much) > 1e-9}
+    assert {"recompute"} <= moved <= {"recompute", "bubble", "tp"}  # collectives are repeated too
+    assert answer.data["a"]["memory"]["total"] > answer.data["b"]["memory"]["total"]
+    assert "most of the difference: recompute" in answer.text
+    none = plan.ask(["compare", "--tp 4 --pp 12", "--pp 12 --tp 4", *SHARED]).data
+    assert set(none["difference"].values()) == {0.0}
+    machines = plan.ask(["compare", "--tp 4", "--tp 4 --gpu h100", *SHARED, "--pp", "12"])
+    assert machines.data["difference"]["compute"] < 0
+
+
+def test_a_run_is_a_side(a_run):
+    shared = ["--gpu", "a100-80", "--model", "gpt2-1.5b", "--global-batch-size", "64", "--tp", "1"]
+    answer = plan.ask(["compare", a_run, "--pp 1 --gpus 8", *shared])
+    assert answer.data["a"]["global_batch_size"] == 64
+    assert answer.data["a"]["flags"][:2] == ["--pp", "2"]
+    assert answer.data["a"]["gpus"] == 4, "tp 1 for 2 and the run's dp of 2"
+    with pytest.raises(UserError, match="give --gpu NAME"):
+        plan.ask(["compare", a_run, a_run])
+    with pytest.raises(UserError, match="'nowhere' is neither flags nor a run's folder"):
+        plan.ask(["compare", "nowhere", "--tp 1 --pp 1", *SHARED])
+    with pytest.raises(UserError, match="compare takes two layouts"):
+        plan.ask(["compare", "--tp 1"])
+
+
+# ------------------------------------------------------------------------------------------------
+# What it costs
+# ------------------------------------------------------------------------------------------------
+
+
+def test_cost_and_energy_are_gpus_times_hours():
+    line = "days --model gpt2-1.5b --gpu h100 --nodes 2 --global-batch-size 256 --tokens 1e12"
+    found = ask(f"{line} --price-per-gpu-hour 2.5")
+    hours = found.data["days"] * 24 * 16
+    assert found.data["gpu_hours"] == pytest.approx(hours)
+    assert found.data["cost"] == pytest.approx(2.5 * hours)
+    assert found.data["kwh"] == pytest.approx(0.7 * hours)
+    assert "700 W a GPU (the limit in h100's datasheet), GPUs alone" in found.text
+    assert ask(line).data["cost"] is None
+    assert "at 650 W a GPU (--watts-per-gpu)" in ask(f"{line} --watts-per-gpu 650").text
+
+
+def test_the_table_has_the_columns_that_are_asked_for():
+    line = "layouts --model gpt2-1.5b --gpu a100-80 --nodes 2 --global-batch-size 256"
+    plain, priced = ask(line), ask(f"{line} --price-per-gpu-hour 2")
+    assert "cost/Gtok" not in plain.text
+    assert "kWh/Gtok  cost/Gtok" in priced.text
+    row = priced.data["ranked"][0]
+    hours = 16 * 1e9 / row["tokens_per_second"] / 3600
+    assert row["cost_per_billion_tokens"] == pytest.approx(2 * hours)
+    assert row["kwh_per_billion_tokens"] == pytest.approx(0.4 * hours)
+    assert f"{0.4 * hours:,.1f}" in priced.text
+    with pytest.raises(UserError, match="--price-per-gpu-hour goes with layouts and days"):
+        ask("model --model 1b3 --price-per-gpu-hour 2")
+
+
+# ------------------------------------------------------------------------------------------------
+# Calibration
+# ------------------------------------------------------------------------------------------------
+
+TRUTH = {"gemm_fraction": 0.45, "nvlink.fraction": 0.35, "network.fraction": 0.5}
+# Runs that tell them apart: computation alone, with tensor groups, with replicas on other nodes.
+RUNS = [
+    ("--model gpt2-1.5b --micro-batch-size 4 --global-batch-size 64 --recompute full", 1),
+    ("--model gpt2-124m --micro-batch-size 1 --global-batch-size 1", 1),
+    ("--model megatron-18b --tp 8 --micro-batch-size 8 --global-batch-size 256", 8),
+    ("--model gpt2-355m --tp 8 --micro-batch-size 1 --global-batch-size 256", 8),
+    ("--model megatron-18b --tp 8 --micro-batch-size 1 --global-batch-size 8", 64),
+]
+
+
+def simulated(tmp_path: Path, truth: hardware.Machine, noise: float = 0.0) -> list[str]:
+    """Runs whose steps take what the planner predicts on the machine `truth`."""
+    paths = []
+    for number, (words, gpus) in enumerate(RUNS):
+        line = f"{words} --precision bf16"
+        run = check_any_length(parse(line.split()), gpus)
+        seconds = predict(run.model, run.layout, run.training, truth).seconds
+        steps = [seconds * (1 + noise * way) for way in (5, 3, -1, 1, 0, -1, 1)]
+        paths.append(write_run(tmp_path / str(number), line, gpus, "NVIDIA H100 80GB", steps))
+    return paths
+
+
+def test_constants_that_the_runs_determine_are_found(tmp_path):
+    truth = H100
+    for name, value in TRUTH.items():
+        truth = calibration.changed(truth, name, value)
+    file = tmp_path / "mine.toml"
+    paths = simulated(tmp_path, truth, noise=0.005)
+    answer = plan.ask(["calibrate", *paths, "--gpu", "h100", "--write", str(file)])
+    assert {"gemm_fraction", "nvlink.fraction", "network.fraction"} <= set(
+        answer.data["determined"]
+    )
+    for name, value in TRUTH.items():
+        assert answer.data["constants"][name] == pytest.approx(value, rel=0.02), name
+    assert answer.data["after"] < 0.01 < answer.data["before"]
+    left = set(calibration.CONSTANTS) - set(answer.data["determined"])
+    assert {"p2p_fraction", "software.host_per_block"} <= left
+    for name in left:
+        assert answer.data["constants"][name] == calibration.value_of(H100, name)
+        assert answer.data["origins"][name].startswith("as in h100; not determined by")
+    made = hardware.load(str(file))
+    assert made.sources["gemm_fraction"].startswith(f"fitted on {paths[0]}")
+    for name in calibration.CONSTANTS:
+        known = answer.data["constants"][name]
+        assert calibration.value_of(made, name) == pytest.approx(known, rel=1e-4)
+    assert made.fitted_range["gpus"] == [1, 64]
+    line = f"layouts --model gpt2-1.5b --nodes 2 --global-batch-size 256 --gpu {file}"
+    assert ask(line).data["machine"] == str(file)
+
+
+def test_one_run_determines_one_constant_and_says_so(tmp_path):
+    slower = replace(H100, gemm_fraction=0.4)
+    path = simulated(tmp_path, slower)[0]
+    found = plan.ask(["calibrate", path, "--gpu", "h100"])
+    assert found.data["determined"] == ["gemm_fraction"]
+    assert found.data["constants"]["gemm_fraction"] == pytest.approx(0.4, rel=0.01)
+    assert "nvlink.fraction = 0.7: as in h100; not determined by" in found.text
+
+
+def test_what_is_worse_is_refused_with_both_errors(tmp_path, monkeypatch):
+    paths = simulated(tmp_path, H100, noise=0.0)
+    runs = [run_files.read(path, H100) for path in paths]
+    exact = calibration.fit(runs, H100)
+    assert exact.after <= exact.before < 1e-6
+    worse = replace(H100, gemm_fraction=0.3)
+    monkeypatch.setattr(calibration, "_minimised", lambda *_: worse)
+    file = tmp_path / "worse.toml"
+    with pytest.raises(UserError, match=r"worse: 0\.0% off on average now, \d\d\.\d% then"):
+        plan.ask(["calibrate", *paths, "--gpu", "h100", "--write", str(file)])
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["RUN"], "calibrate needs --gpu"),
+        (["RUN", "--gpu", "a100-80"], "ran on 'NVIDIA H100 80GB', but a100-80 has 'A100'"),
+        (["nowhere.json", "--gpu", "h100"], "cannot read nowhere.json"),
+        (["RUN", "--gpu", "h100", "--write", "x.txt"], r"a machine's file ends in \.toml"),
+        (["RUN", "--gpu", "h100", "--model", "1b3"], "unknown argument '--model'"),
+    ],
+)
+def test_mistakes_of_calibrate(tmp_path, words, message):
+    path = simulated(tmp_path, H100)[0]
+    with pytest.raises(UserError, match=message):
+        plan.ask(["calibrate", *[path if word == "RUN" else word for word in words]])
+
+
+def test_a_run_of_few_steps_is_refused(tmp_path):
+    words = "--model gpt2-1.5b --global-batch-size 8 --precision bf16"
+    path = write_run(tmp_path / "short", words, 1, "NVIDIA H100", [1.0] * 4)
+    with pytest.raises(UserError, match="needs 3 steps or more, it has 2 after the first 2"):
+        plan.ask(["calibrate", path, "--gpu", "h100"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("peak = 1.0", "needs like = NAME"),
+        ('like = "h100"\npeek = 1.0', "has peek = 1.0, which no machine has"),
+        ('like = "h100"\npeak = "fast"', "has peak = 'fast'"),
+        ('like = "h100"\n[nvlink]\nwidth = 2', r"has in \[nvlink\] width = 2"),
+        ('like = "h1000"', "no machine is called 'h1000'"),
+    ],
+)
+def test_a_machines_file_with_a_mistake_is_one_sentence(tmp_path, text, message):
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        hardware.load(str(tmp_path / "mine.toml"))
+
+
+def test_a_real_run_on_this_machine_is_predicted_better_afterwards(tmp_path):
+    words = "--layers 4 --hidden 128 --heads 4 --seq-length 128 --vocab-size 512 --device cpu"
+    words += " --global-batch-size 4 --steps 32"
+    paths, file = [str(tmp_path / "on1"), str(tmp_path / "on2")], tmp_path / "mine.toml"
+    for ranks, path in enumerate(paths, 1):
+        ran = mpirun(ranks, "train.py", *words.split(), "--out", path)
+        assert ran.status == 0, ran.err
+    runs = [run_files.read(path, hardware.load("cpu")) for path in paths]
+    if max(run.spread for run in runs) > 0.05:
+        pytest.skip(
+            "the machine is so busy that steps do not repeat: no constant follows from them"
+        )
+    plan.ask(["calibrate", *paths, "--gpu", "cpu", "--write", str(file)])
+    errors = [calibration.mean_error(runs, hardware.load(name)) for name in ("cpu", str(file))]
+    assert errors[1] <= errors[0]
