@@ -38,7 +38,7 @@ def test_dp_follows_from_the_ranks():
         ("--ffn-hidden 130 --tp 4", 4, "tp(4) does not divide ffn-hidden(130)"),
         ("--hidden 66", 1, "heads(4) does not divide hidden(66)"),
         ("--kv-heads 3", 1, "kv-heads(3) does not divide heads(4)"),
-        ("--hidden 12 --positions rotary", 1, "hidden(12) / heads(4) = 3"),
+        ("--hidden 12 --positions rotary", 1, "head-size(3) * rotary-fraction(1) is 3"),
         (
             "--micro-batch-size 3",
             1,
