@@ -70,24 +70,18 @@ def fit(runs: Sequence[Run], machine: Machine) -> Fit:
     """
     names = [name for name in CONSTANTS if value_of(machine, name)]
     left = {name: "it is 0 in the machine's file" for name in CONSTANTS if name not in names}
-    while True:
-        chosen, spread = _independent(runs, machine, names)
-        if not chosen:
-            raise UserError("these runs determine no constant")
-        found = _minimised(runs, machine, chosen)
-        sure, spread_then = _independent(runs, found, chosen)
-        if len(sure) == len(chosen):
-            break
-        lost = set(chosen) - set(sure)  # on the fitted machine they matter too little
-        left |= {name: _unsure(spread_then[name]) for name in lost}
-        names = [name for name in names if name not in lost]
+    chosen, spread = _independent(runs, machine, names)
     left |= {name: _unsure(spread[name]) for name in names if name not in chosen}
+    if not chosen:
+        raise UserError("these runs determine no constant")
+    found = _minimised(runs, machine, chosen)
+    _, spread = _independent(runs, found, chosen)
     before, after = mean_error(runs, machine), mean_error(runs, found)
     if after > before:
         raise UserError(
             f"refitted, the runs would be worse: {before:.1%} off on average now, {after:.1%} then"
         )
-    return Fit(machine, found, runs, spread_then, left, before, after)
+    return Fit(machine, found, runs, spread, left, before, after)
 
 
 def errors(runs: Sequence[Run], machine: Machine) -> Vector:
@@ -118,6 +112,13 @@ def _column(runs: Sequence[Run], machine: Machine, name: str) -> Vector:
         for way in (-1, 1)
     ]
     return [(low - high) / (2 * NUDGE) for low, high in zip(*ends, strict=True)]
+
+
+def _sure(spread: float) -> str:
+    """How sure a fitted constant is: one that became small matters little on the fitted machine."""
+    if spread <= SURE:
+        return f"within {math.expm1(spread):.0%}"
+    return f"on the machine so fitted {_unsure(spread)}"
 
 
 def _unsure(spread: float) -> str:
@@ -203,8 +204,8 @@ def _solved(matrix: list[Vector], right: Vector) -> Vector:
 def origins(found: Fit, names: str) -> dict[str, str]:
     """Where each constant of the new machine is from, in a sentence; names: what the runs are."""
     told = {
-        name: f"fitted on {names}: within {math.expm1(spread):.0%}; was "
-        f"{value_of(found.old, name):.4g} in {found.old.name}"
+        name: f"fitted on {names}: {_sure(spread)}; was {value_of(found.old, name):.4g} in "
+        f"{found.old.name}"
         for name, spread in found.spread.items()
     }
     kept = {
