@@ -22,7 +22,7 @@ from mistake_lines import BLOCKS
 from ranks import ROOT, mpi_command
 
 LIMIT = 120.0  # seconds after which a process counts as hung
-IMPORT_LINE = "import time:"  # how Python reports an import
+IMPORT_LINE = "import time:.*\n"  # how Python reports an import
 # Those that are seen after torch is imported: other ranks meet the one that sees it, or weights of
 # others are to be converted.
 AFTER_TORCH = ("--out a-file/run", "--hidden 10000000", "import --from hf nowhere new")
@@ -179,8 +179,9 @@ def run(case: Case, folder: Path) -> Outcome:
         process.returncode = os.waitstatus_to_exitcode(status)
         out.seek(0)
         err.seek(0)
-        printed, lines = out.read().decode(), err.read().decode().splitlines()
-    imports = {line.rpartition("|")[2].strip() for line in lines if line.startswith(IMPORT_LINE)}
-    said = [line for line in lines if not line.startswith(IMPORT_LINE)]
+        printed, text = out.read().decode(), err.read().decode()
+    # One rank's line may come between another rank's sentence and the end of that line.
+    imports = {line.rpartition("|")[2].strip() for line in re.findall(IMPORT_LINE, text)}
+    said = re.sub(IMPORT_LINE, "", text).splitlines()
     processor = usage.ru_utime + usage.ru_stime
     return Outcome(process.returncode, printed, said, frozenset(imports), wall, processor)
