@@ -71,12 +71,7 @@ class Evidence:
 
 
 def read_evidence(
-    out: str,
-    status: int,
-    began: float,
-    silent: tuple[str, ...] = (),
-    requested: bool = False,
-    back: tuple[str, ...] = (),
+    out: str, status: int, began: float, silent: tuple[str, ...] = (), requested: bool = False
 ) -> Evidence:
     """What is known about a start that ended with this status. began: in seconds since 1970."""
     case, (last, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
@@ -91,7 +86,6 @@ def read_evidence(
         free=free_bytes(out),
         needed=needed,
         requested=requested,
-        back=back,
     )
 
 

@@ -57,6 +57,8 @@ class Fewer:
 
     def __init__(self, command: Command, config: Config, options: Options):
         self.command, self.config, self.options = command, config, options
+        measured = ["--calibration", options.calibration] if options.calibration else []
+        self.machine = ["--gpu", options.gpu, *measured]
         every = [field.name for field in fields(Layout)]
         answer = self._plan(command.used, to_words(self.config.layout, always=every), "--risk", "1")
         rows, rejected = answer["ranked"], answer["rejected"]
@@ -117,7 +119,7 @@ class Fewer:
 
     def _plan(self, nodes: int, flags: Sequence[str], *more: str) -> dict[str, Any]:
         """The planner's layouts on so many nodes. UserError if it finds a mistake."""
-        words = ["layouts", "--json", *self._machine(), "--gpus", str(self._ranks(nodes)), *more]
+        words = ["layouts", "--json", *self.machine, "--gpus", str(self._ranks(nodes)), *more]
         done = _run("plan.py", [*words, *self.words(flags)], SECONDS_TO_PLAN)
         said = _last_line(done.stderr)
         if done.returncode == 2:
@@ -132,7 +134,7 @@ class Fewer:
         words = ["--world", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
-            words += [*self._machine(), "--json", str(file), *self.words(row["flags"])]
+            words += [*self.machine, "--json", str(file), *self.words(row["flags"])]
             done = _run("rehearse.py", words, SECONDS_TO_REHEARSE)
             finding = json.loads(file.read_text())["finding"] if file.exists() else None
         if finding:
@@ -140,10 +142,6 @@ class Fewer:
         if finding is None:
             return True, f"not rehearsed: {_last_line(done.stderr)}"
         return True, "rehearsed: every operation meets, and it fits"
-
-    def _machine(self) -> list[str]:
-        gpu, file = self.options.gpu, self.options.calibration
-        return ["--gpu", gpu, *(["--calibration", file] if file else [])]
 
     def _ranks(self, nodes: int) -> int:
         return nodes * (self.command.job.tasks_per_node if self.command.job else 0)

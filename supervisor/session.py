@@ -5,15 +5,9 @@ from dataclasses import replace
 
 from config.messages import UserError
 from distributed.run_lock import in_use
+from supervisor import evidence
 from supervisor.command import Command, answering_nodes, silent_nodes
 from supervisor.decisions import Action, Choice, Decision, decide
-from supervisor.evidence import (
-    case_is_written,
-    free_bytes,
-    has_trained,
-    newest_checkpoint,
-    read_evidence,
-)
 from supervisor.fewer import Fewer
 from supervisor.journal import Journal, say
 from supervisor.processes import STOPPED_EARLY, Processes
@@ -76,14 +70,15 @@ class Session:
         used, flags = self._layout()
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
-        step = newest_checkpoint(command.out)[0]
+        step = evidence.newest_checkpoint(command.out)[0]
         say(f"starting{where}, {'from step 0' if step is None else f'from checkpoint {step}'}")
         self.back, self.asked = (), time.monotonic()
         status = self.processes.run(self._words(nodes), lambda: self._look(began))
         stopped = self.processes.stopped
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
-        found = read_evidence(command.out, status, began, silent, stopped, self.back)
+        found = evidence.read_evidence(command.out, status, began, silent, stopped)
+        found = replace(found, back=self.back)
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(found, journal.earlier(), Choice(spare, self.limit))
         if decision.action == Action.QUEUE and self.fewer:
@@ -108,11 +103,11 @@ class Session:
             back = answering_nodes(sorted(silent), SECONDS_OF_A_PROBE)
             self.asked = time.monotonic()
             enough = len(self._usable()) + len(back) >= self.command.used
-            if back and enough and has_trained(self.command.out, began):
+            if back and enough and evidence.has_trained(self.command.out, began):
                 self.back = back
                 say(f"{', '.join(back)} can be used again: the ranks save and end")
                 self.processes.save()
-        return case_is_written(self.command.out, began)
+        return evidence.case_is_written(self.command.out, began)
 
     def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
         """In place of the queue, if there is a layout for what is left; else with the reason."""
@@ -131,7 +126,7 @@ class Session:
         """Return when another checkpoint fits on the disk, or at a signal."""
         out, said = self.command.out, -SECONDS_BETWEEN_LINES
         while not self.processes.stopped:
-            free, needed = free_bytes(out), newest_checkpoint(out)[1]
+            free, needed = evidence.free_bytes(out), evidence.newest_checkpoint(out)[1]
             if free >= needed:
                 return self.journal.file.finish()  # what had to wait
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:
