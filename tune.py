@@ -21,7 +21,7 @@ from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
-    from planner import hardware
+    from planner import hardware, risk
     from tuner.session import Session, StoppedBySignal, raise_on_signals
     from tuner.sweeps import SWEEPS
 
@@ -69,6 +69,8 @@ def parser() -> argparse.ArgumentParser:
     add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")
     add("--gain", type=float, default=1.0,
         help="measure a layout only if it may be faster by this many per cent")  # fmt: skip
+    add("--risk", type=float, default=risk.DEFAULT, metavar="P",
+        help="largest risk of running out of memory that is run (default 0.05)")  # fmt: skip
     add("--reference-every", type=int, default=8, metavar="N",
         help="measure the first layout again every N trials, 0: never")  # fmt: skip
     add("--no-rehearse", action="store_true",

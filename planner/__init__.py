@@ -5,7 +5,8 @@ job, plan_only  what every formula takes; experts, cp and fp8, which are only pl
 op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
 step_time       seconds of a step, from the simulated schedule
 memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit
-layouts         every layout, ranked or rejected with a reason
+search          the fastest ways to run a tp, pp and micro-batch, found with bounds
+layouts         layouts ranked or rejected with a reason
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
 questions       what plan.py answers, as text and as data; with model_questions, cost, compare
 run_files       runs that were measured; calibration refits a machine's constants from them

@@ -64,6 +64,8 @@ class Job(NamedTuple):
     @property
     def sequence_parallel(self) -> bool:
         """Whether norms and residuals are split over tp: as given, else as on such a machine."""
+        if self.layout.sequence_parallel is not None or self.layout.tp == 1:
+            return bool(self.layout.sequence_parallel)
         on_gpu = self.machine.device != "CPU"
         return self.layout.automatic(self.model.seq_length, on_gpu).sequence_parallel
 

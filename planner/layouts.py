@@ -14,11 +14,12 @@ from config.batch_schedule import BatchSchedule
 from config.messages import UserError
 from config.model_stats import block_flops, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
-from config.validation import check_batch, check_shape, check_sharding, check_split
+from config.validation import check_batch, check_shape, check_split
 from config.validation import refusal_of_vocab_pp as refused
-from planner import memory
+from planner import memory, risk
 from planner.hardware import Machine
 from planner.job import Job
+from planner.search import Search, Watch, does_not_fit, ways
 from planner.step_time import Prediction, block_pass, predict
 from schedules.automatic import settled_layout
 
@@ -49,38 +50,48 @@ def rank(
     machine: Machine,
     gpus: int,
     fixed: dict[str, Any] | None = None,
-    wanted: Callable[[Layout], bool] = lambda layout: True,
+    refusal: Callable[[Layout], str] = lambda layout: "",
+    accepted: float = risk.DEFAULT,
+    watch: Watch = iter,
 ) -> tuple[list[Ranked], list[Rejected]]:
-    """All layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
+    """The layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
 
-    `fixed` holds Layout fields that are given, or lists of values to try for tp, pp, micro-batch
-    and recomputation; the rest is tried. A layout that is not `wanted` is in neither list. Raises
-    UserError if the model itself, or the ramp-up of the batch, is impossible.
+    Of those that are alike in tp, pp and micro-batch the fastest is ranked, and if its risk of
+    running out of memory is more than `accepted`, the fastest below that too. `fixed` holds Layout
+    fields that are given, or lists of values to try for tp, pp and micro-batch; the rest is tried.
+    refusal: why else a layout cannot run, or "". watch: see planner/search.py. Raises UserError if
+    the model itself, or the ramp-up of the batch, is impossible.
     """
     check_shape(model)
-    if (fixed or {}).get("schedule") == "auto":
-        plain = dict(fixed or {}) | {"schedule": "1f1b"}
+    fixed = fixed or {}
+    if fixed.get("schedule") == "auto":
+        plain = fixed | {"schedule": "1f1b"}
         if not plain.get("vocab_pp") and refused(training):
             plain["vocab_pp"] = False
-        asked = lambda layout: wanted(replace(layout, schedule="auto"))  # noqa: E731
-        found = rank(model, training, machine, gpus, plain, asked)
-        return _searched(*found, model, training, machine)
+        asked = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
+        of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, watch)
+        return _searched(*of_1f1b, model, training, machine)
     schedule = batch_schedule(training, model.seq_length)
-    ranked, rejected = [], []
-    for candidate in _candidates(model, training, machine, gpus, fixed or {}):
-        if isinstance(candidate, Rejected):
-            rejected.append(candidate)
-        elif wanted(candidate):
-            reason = does_not_fit(Job(model, candidate, training, machine))
-            if reason and "zero" not in (fixed or {}):
-                sharded = _sharded(Job(model, candidate, training, machine))
-                candidate, reason = (sharded, "") if sharded else (candidate, reason)
-            if reason:
-                rejected.append(_rejected(candidate, reason))
-            else:
-                prediction = predict(model, candidate, training, machine)
-                ranked.append(Ranked(candidate, prediction, rampup_verdict(candidate, schedule)))
-    return sorted(ranked, key=lambda r: r.prediction.seconds), rejected
+    search = Search(model, training, machine, fixed, accepted, refusal)
+    rejected, pending = [], {}
+    for placed in watch(list(_candidates(model, machine, gpus, fixed))):
+        for found in [placed] if isinstance(placed, Rejected) else _sized(placed, training, fixed):
+            if isinstance(found, Rejected):
+                rejected.append(found)
+            elif reason := search.add(found):
+                largest_micro = search.never_fits(found)
+                reason += "; larger micro-batches need more" * largest_micro
+                pending[_axes(found[0])] = _rejected(found[0], reason)
+                if largest_micro:
+                    break
+    search.finish(watch)
+    ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
+    ran = {_axes(one.layout) for one in ranked}
+    return ranked, rejected + [one for axes, one in pending.items() if axes not in ran]
+
+
+def _axes(layout: Layout) -> tuple[int, ...]:
+    return layout.tp, layout.pp, layout.micro_batch_size
 
 
 def _searched(
@@ -113,9 +124,9 @@ def _searched(
 
 
 def _candidates(
-    model: ModelShape, training: Training, machine: Machine, gpus: int, fixed: dict[str, Any]
-) -> Iterator[Layout | Rejected]:
-    """Every layout that divides GPUs, model and batch, and why the others do not."""
+    model: ModelShape, machine: Machine, gpus: int, fixed: dict[str, Any]
+) -> Iterator[list[Layout] | Rejected]:
+    """The ways to run every tp and pp that divide GPUs and model, and why the others do not."""
     single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
     for tp in _choices(fixed, "tp", _divisors(gpus)):
         if tp > machine.node and "tp" not in fixed:
@@ -125,43 +136,38 @@ def _candidates(
         for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
             base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
             try:
-                base = _placed(model, gpus, base, "partition" in fixed)
+                yield ways(model, _placed(gpus, base), fixed)
             except UserError as error:
                 yield Rejected({"tp": tp, "pp": pp}, str(error))
-                continue
-            yield from _variants(base, training, machine, fixed)
 
 
-def _variants(
-    base: Layout, training: Training, machine: Machine, fixed: dict[str, Any]
-) -> Iterator[Layout | Rejected]:
-    """A placed layout with every micro-batch and recomputation."""
-    # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
-    flash = not machine.software.keeps_scores
-    tried = ("none", "full") if flash else ("none", "selective", "full")
-    for micro in _choices(fixed, "micro_batch_size", MICRO_BATCHES):
-        layout = replace(base, micro_batch_size=micro)
+def _sized(
+    placed: list[Layout], training: Training, fixed: dict[str, Any]
+) -> Iterator[list[Layout] | Rejected]:
+    """The ways of one tp and pp with every micro-batch that divides the batch, the smallest first,
+    and why the others do not.
+    """
+    samples = max(1, training.global_batch_size // (placed[0].dp or 1))
+    even = training.global_batch_size % (placed[0].dp or 1) == 0
+    sizes = sorted({*MICRO_BATCHES, *_divisors(samples)}) if even else MICRO_BATCHES
+    for micro in _choices(fixed, "micro_batch_size", sizes):
+        layout = replace(placed[0], micro_batch_size=micro)
         try:
             check_batch(layout, "global-batch-size", training.global_batch_size)
         except UserError as error:
             yield _rejected(layout, str(error))
             continue
-        for recompute in _choices(fixed, "recompute", tried):
-            yield replace(layout, recompute=recompute)
+        yield [replace(way, micro_batch_size=micro) for way in placed]
 
 
-def _placed(model: ModelShape, gpus: int, layout: Layout, empty_stages: bool) -> Layout:
-    """The layout with dp filled in; UserError if it divides neither GPUs nor model."""
+def _placed(gpus: int, layout: Layout) -> Layout:
+    """The layout with dp filled in; UserError if it does not divide the GPUs."""
     tp, pp, dp = layout.tp, layout.pp, layout.dp
     if gpus % (tp * pp):
         raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {gpus} GPUs")
     if dp is not None and tp * pp * dp != gpus:
         raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {gpus} GPUs")
-    layout = replace(layout, dp=gpus // (tp * pp))
-    check_split(model, layout)
-    if pp > model.layers and not empty_stages:
-        raise UserError(f"pp({pp}) leaves stages without a block: layers is {model.layers}")
-    return layout
+    return replace(layout, dp=gpus // (tp * pp))
 
 
 def _rejected(layout: Layout, reason: str) -> Rejected:
@@ -177,30 +183,6 @@ def _choices(fixed: dict[str, Any], name: str, default: Iterable[Any]) -> list[A
 def _divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
-
-
-def _sharded(job: Job) -> Layout | None:
-    """The layout with the least of --zero 2 and 3 at which it fits: neither is faster than 1, so
-    there is no need for them elsewhere. None if it fits with neither, or train.py refuses it.
-    """
-    for zero in (2, 3):
-        layout = replace(job.layout, zero=zero)
-        try:
-            check_sharding(layout, job.training)
-        except UserError:
-            continue
-        if not does_not_fit(job._replace(layout=layout)):
-            return layout
-    return None
-
-
-def does_not_fit(job: Job) -> str:
-    """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
-    fullest, machine = memory.fullest(job), job.machine
-    if fullest.total <= machine.memory:
-        return ""
-    needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
-    return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
 # ---- How large, how few --------------------------------------------------------------------------

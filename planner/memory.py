@@ -9,11 +9,12 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from config.messages import UserError
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
-from config.schema import BUCKET_ELEMENTS, Config
+from config.schema import BUCKET_ELEMENTS, Config, Layout
 from planner import hardware
 from planner.job import Job
 from schedules import vocabulary
@@ -71,6 +72,11 @@ def fullest(job: Job, in_flight: int | None = None) -> StageMemory:
     return max((_rank(held, job) for held in most.values()), key=lambda stage: stage.total)
 
 
+def first(job: Job, in_flight: float) -> StageMemory:
+    """That of the first rank, if it has so many micro-batches in flight."""
+    return _rank(_held(job, in_flight)[0], job)
+
+
 class _Held(NamedTuple):
     """The stages of a pipeline rank, and what of the micro-batches in flight it keeps at the most:
     bytes of activations, and outputs of the head.
@@ -81,16 +87,18 @@ class _Held(NamedTuple):
     heads: float
 
 
-def _held(job: Job, in_flight: int | None) -> list[_Held]:
+def _held(job: Job, in_flight: float | None) -> list[_Held]:
     """Of every pipeline rank, by the schedule unless `in_flight` is given."""
     layout, specs = job.layout, stage_specs(job.model, job.layout)
-    kept, heads = [_kept(spec, job) for spec in specs], [float(spec.head) for spec in specs]
+    each, ends = _kept_of_block(job), [float(spec.head) for spec in specs]
+    kept = [_kept(spec, job, each) for spec in specs]
     of_rank: list[list[StageSpec]] = [[] for _ in range(layout.pp)]
     for spec in specs:
         of_rank[spec.rank].append(spec)
     if in_flight is not None:
         sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
-        return [_Held(own, in_flight * sum_, in_flight) for own, sum_ in zip(of_rank, sums)]
+        heads = in_flight if layout.stages == layout.pp else 1.0  # at least
+        return [_Held(own, in_flight * sum_, heads) for own, sum_ in zip(of_rank, sums)]
     if layout.vocab_pp:
         # Beside activations, what the ranks send one another: E's until T, some more than are held.
         sent = (layout.pp + 2) * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
@@ -102,7 +110,7 @@ def _held(job: Job, in_flight: int | None) -> list[_Held]:
     # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
     # measured rows alone.
     more = 1.0 + (layout.pp - 1) / (layout.pp * software) if software > 1 else 1.0
-    rows = zip(of_rank, schedule.most_held(kept), schedule.most_held(heads), strict=True)
+    rows = zip(of_rank, schedule.most_held(kept), schedule.most_held(ends), strict=True)
     return [_Held(own, more * size, more * count) for own, size, count in rows]
 
 
@@ -168,12 +176,16 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
 
 
-def _kept(spec: StageSpec, job: Job) -> float:
-    """Bytes that a stage keeps of one micro-batch until its backward."""
+def _kept(spec: StageSpec, job: Job, each: tuple[float, float]) -> float:
+    """Bytes that a stage keeps of one micro-batch until its backward; each: as `_kept_of_block`."""
     again = job.layout.recomputed_blocks(spec.blocks, spec.index)
+    return again * each[0] + (spec.blocks - again) * each[1]
+
+
+def _kept_of_block(job: Job) -> tuple[float, float]:
+    """Bytes that a block keeps which is recomputed, and one which is not."""
     # What is kept is allocated between what is not, which leaves gaps.
-    kept = again * kept_bytes(job) * job.machine.activation_overhead
-    return kept + (spec.blocks - again) * block_activations(job, True)
+    return kept_bytes(job) * job.machine.activation_overhead, block_activations(job, True)
 
 
 def held_parameters(spec: StageSpec, job: Job) -> float:
@@ -191,6 +203,21 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     elif spec.head and (spec.tied or not model.tied):
         held += matrix
     return held
+
+
+def most_parameters(job: Job) -> float:
+    """Parameters on a GPU of the pipeline rank that holds the most."""
+    same = ("tp", "pp", "dp", "schedule", "virtual_stages", "partition", "vocab_pp")
+    about = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
+    return _most_parameters(job._replace(layout=about))
+
+
+@lru_cache(maxsize=4096)
+def _most_parameters(job: Job) -> float:
+    of_rank = [0.0] * job.layout.pp
+    for spec in stage_specs(job.model, job.layout):
+        of_rank[spec.rank] += held_parameters(spec, job)
+    return max(of_rank)
 
 
 def _weights(held: float, spec: StageSpec, job: Job) -> float:
@@ -224,7 +251,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
     layout, flash = job.layout, not job.machine.software.keeps_scores
-    kept = _kept(spec, job)
+    kept = _kept(spec, job, _kept_of_block(job))
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed

@@ -7,6 +7,8 @@ print(ranked_layouts(question).text)
 import json
 import math
 import re
+import shlex
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
@@ -17,7 +19,7 @@ from config import schema, validation
 from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
-from planner import cost, hardware, layouts, memory, risk, step_time
+from planner import cost, hardware, layouts, memory, risk, search, step_time
 from planner.job import Job
 from planner.plan_only import PlanOnly
 from schedules import drawing, partition, simulation
@@ -30,7 +32,11 @@ EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
 EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 SHOWN_RISKY = 5
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
-NAMED = ("tp", "pp", "dp", "micro_batch_size", "recompute")  # of a layout that is rejected
+SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
+LARGE = 1024  # GPUs from which on the search shows how far it is
+# Head of what a table has of a layout beside its axes: blocks of a stage that are recomputed,
+# virtual stages, whether vocabulary and sequence are spread, the ZeRO stage.
+OPTIONS = "recompute schedule      sp zero"
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -70,17 +76,12 @@ class Question:
         """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
+        if self.options.question not in SEARCHED:  # a ramp-up ranks often
+            fixed = {"schedule": "1f1b", "vocab_pp": False, "recompute_layers": None} | fixed
         ranks = self.gpus // self.cp
-        ranked, rejected = layouts.rank(run.model, run.training, self.machine, ranks, fixed)
-        kept = []
-        for one in ranked:
-            reason = _refusal(replace(run, layout=one.layout), ranks)
-            if reason:
-                at = asdict(one.layout)
-                rejected.append(layouts.Rejected({name: at[name] for name in NAMED}, reason))
-            else:
-                kept.append(one)
-        return kept, rejected
+        refusal = lambda layout: _refusal(replace(run, layout=layout), ranks)  # noqa: E731
+        about, watch = (run.model, run.training, self.machine, ranks), _watch(self.gpus)
+        return layouts.rank(*about, fixed, refusal, self.options.risk, watch)
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -88,6 +89,17 @@ class Question:
         ranks = self.gpus // self.cp if given else layout.tp * layout.pp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
         return Job(run.model, run.layout, run.training, self.machine)
+
+
+def _watch(gpus: int) -> search.Watch:
+    """With a progress bar, where a search takes seconds and standard error is a terminal."""
+    if gpus < LARGE or not sys.stderr.isatty():
+        return iter
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return lambda rows: track(rows, "layouts", console=console, transient=True)
 
 
 def _refusal(run: Config, gpus: int) -> str:
@@ -146,7 +158,19 @@ def ranked_layouts(question: Question) -> Answer:
     lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
     lines += _notes(ranked[:1])
+    trained = not (isinstance(question.config.model, PlanOnly) or machine.software.fp8)
+    if ranked and trained:
+        words = _command(question.config, ranked[0].layout)
+        lines, data = [*lines, f"the first: {shlex.join(words)}"], data | {"command": words}
     return Answer("\n".join(lines), data)
+
+
+def _command(run: Config, layout: schema.Layout) -> list[str]:
+    """What to type for a layout, but for the launcher; N steps if no length was given."""
+    run = replace(run, layout=layout)
+    words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
+    length = run.training.steps or run.training.train_samples
+    return ["python", "train.py", *words, *(() if length else ("--steps", "N"))]
 
 
 def _as_data(found: layouts.Ranked, question: Question) -> dict[str, Any]:
@@ -173,11 +197,11 @@ def _risky_lines(
     for one in faster[:SHOWN_RISKY]:
         at, p = one.layout, one.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
-        alike = [r for r in safe if _axes(r) == _axes(one) and r.layout.recompute != at.recompute]
-        way = f"; safe with --recompute {alike[0].layout.recompute}" if alike else ""
-        where = f"tp {at.tp} pp {at.pp} dp {at.dp} micro-batch {at.micro_batch_size} {at.recompute}"
+        alike = [r for r in safe if _axes(r) == _axes(one)]
+        way = f"; safe with {' '.join(flags(alike[0].layout))}" if alike else ""
         lines.append(
-            f"  {where}: {p.seconds:.2f} s, risk {p.risk:.0%}, safe with {over:.1f} GB less{way}"
+            f"  {' '.join(flags(at))}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
+            f"safe with {over:.1f} GB less{way}"
         )
     return lines
 
@@ -189,20 +213,28 @@ def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
 
 def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
     rates, gpus = cost.rates_of(question.options, question.machine), question.gpus
-    head = "   tp   pp    dp  mbs recompute   s/step  90 %   tokens/s    MFU  bubble  "
+    head = f"   tp   pp    dp  mbs {OPTIONS}   s/step  90 %   tokens/s    MFU  bubble  "
     head += f"GB first/max/last  free GB  risk{rates.columns(gpus)}  ramp-up  train.py"
     lines = [head]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
         lines.append(
-            f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {at.recompute:9}{p.seconds:9.2f}"
+            f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {_options(at)}{p.seconds:9.2f}"
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
             f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"
             f"  {r.rampup}  {' '.join(flags(at))}"
         )
     return lines
+
+
+def _options(at: schema.Layout) -> str:
+    """What the table shows of a layout beside its axes, under OPTIONS."""
+    recompute = f"{at.recompute} {at.recompute_layers or ''}"
+    several = f" {at.stages_per_rank}" if at.schedule == "interleaved" else ""
+    schedule = f"{at.schedule}{several}{' vocab' * at.vocab_pp}" if at.pp > 1 else "-"
+    return f"{recompute:9} {schedule:13} {'sp' if at.sequence_parallel else '-':2}{at.zero:5}"
 
 
 def _plus_minus(p: step_time.Prediction) -> str:

@@ -14,6 +14,7 @@ from planner.job import Job
 
 DEFAULT = 0.05  # of running out of memory, that `layouts` accepts
 NINETY = 1.645  # standard deviations on either side that hold 90 of 100
+MEASURED = ("1f1b", "gpipe")  # schedules of the rows that the spread was found with
 PER_DOUBLING = 0.05  # more spread for each doubling outside of what was fitted; assumed
 
 
@@ -41,5 +42,7 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
     for name, (low, high) in ranges.items():
         nearest = min(max(values[name], low), high)
         doublings += abs(math.log2(values[name] / nearest)) if high else 1.0
+    # Of these no row was measured: they are simulated alone.
+    doublings += layout.pp > 1 and (layout.schedule not in MEASURED or layout.vocab_pp)
     spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings)
     return seconds * math.exp(-NINETY * spread), seconds * math.exp(NINETY * spread)

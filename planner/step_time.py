@@ -20,7 +20,7 @@ from planner.job import Job
 from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
-from schedules.partition import executed_flops, stage_specs
+from schedules.partition import executed_flops, placement, stage_specs
 from schedules.simulation import LongSchedule
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
@@ -87,6 +87,29 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         mfu=flops / (per_gpu * machine.peak),
         warnings=job.warnings,
     )
+
+
+def least_seconds(job: Job, idle: bool = True) -> float:
+    """Seconds that no order of the layout's passes is faster than: a rank waits until the first
+    micro-batch comes, does its own passes, and the last backward goes on to the first rank.
+
+    idle: whether the ranks wait; without it of every schedule with the same passes.
+    """
+    layout, count, own = job.layout, job.micro_batches, 0.0
+    passes, busy = stage_passes(job), [0.0] * layout.pp
+    for rank, one in zip(placement(layout), passes, strict=True):
+        busy[rank] += sum(one)
+    if layout.vocab_pp:
+        own = sum(vocabulary_seconds(job)[kind, 0] for kind in "ST")
+    least, way, sent = count * (sum(busy) / layout.pp + own), 0.0, message_seconds(job)
+    if job.machine.software.virtual_stages > 1:
+        least = pipeline_time(job)[0]
+    elif idle and job.machine.ranks_per_core == 1:  # on shared cores other ranks use the time
+        for rank in range(layout.pp):
+            least = max(least, way + count * (busy[rank] + own))
+            way += passes[rank].forward + sent
+            way += 0.0 if layout.splits_backward else passes[rank].backward + sent
+    return job.machine.slowdown * (least + sum(step_parts(job).values()))
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------
@@ -197,10 +220,13 @@ def _accumulated(machine: Machine) -> float:
 
 def stage_passes(job: Job) -> list[Pass]:
     """Seconds of one micro-batch through each stage of the layout."""
-    block = plain = block_pass(job)
-    if job.layout.recompute_layers is not None or job.layout.recompute_blocks is not None:
-        plain = block_pass(job._replace(layout=replace(job.layout, recompute="none")))
-    front, back = embedding_pass(job), head_pass(job)
+    # Layouts that differ in the rest, as in the schedule or in ZeRO, have the same parts.
+    same = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
+    alike = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
+    plain, front, back = _parts(job._replace(layout=alike))
+    block = plain
+    if job.layout.recompute != "none":
+        block = _parts(job._replace(layout=replace(alike, recompute=job.layout.recompute)))[0]
     passes = []
     for s in stage_specs(job.model, job.layout):
         again = job.layout.recomputed_blocks(s.blocks, s.index)
@@ -209,6 +235,12 @@ def stage_passes(job: Job) -> list[Pass]:
         forward = sum(count * part.forward for count, part in counts)
         passes.append(Pass(forward, sum(count * part.backward for count, part in counts)))
     return passes
+
+
+@lru_cache(maxsize=4096)
+def _parts(job: Job) -> tuple[Pass, Pass, Pass]:
+    """Of a block, the embedding and the head."""
+    return block_pass(job), embedding_pass(job), head_pass(job)
 
 
 def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
@@ -309,10 +341,7 @@ def step_parts(job: Job) -> dict[str, float]:
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
     model, layout, _, machine = job
     software, t, dp, weight = machine.software, layout.tp, layout.dp, job.number_bytes
-    specs, of_rank = stage_specs(model, layout), [0.0] * layout.pp
-    for spec in specs:
-        of_rank[spec.rank] += memory.held_parameters(spec, job)
-    held = max(of_rank)
+    specs, held = stage_specs(model, layout), memory.most_parameters(job)
     wire = min(software.wire_bytes, 4) if weight == 2 else 4
     volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
     blocks = -(-model.layers // layout.pp)

@@ -72,7 +72,14 @@ def stage_specs(
     A tied head on another rank than the embedding holds a copy of its matrix, which is counted
     there too. Raises UserError for an impossible --partition.
     """
-    costs = costs or part_costs(model)
+    same = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
+    about = Layout(**{name: getattr(layout, name) for name in same})
+    return list(_stage_specs(model, about, costs or part_costs(model)))
+
+
+# Cached, since layouts that differ in the micro-batch alone, for example, ask for the same.
+@lru_cache(maxsize=4096)
+def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
     whole = costs.embedding + model.layers * costs.block + costs.head
     per_block, first = model_stats.block_parameters(model), 0
     rank_of = placement(layout)
@@ -125,8 +132,12 @@ def blocks_per_stage(
         costs = replace(costs, embedding=0.0, head=0.0)
     if layout.stages_per_rank > 1:
         parts = costs.embedding, costs.block, costs.head
-        return balanced_ranks(model.layers, placement(layout), *parts)
+        return list(_balanced_ranks(model.layers, placement(layout), *parts))
     return list(balanced_partition(model.layers, layout.pp, costs))
+
+
+# Cached, since layouts that differ in the micro-batch alone ask for the same.
+_balanced_ranks = lru_cache(maxsize=4096)(balanced_ranks)
 
 
 def placement(layout: Layout) -> tuple[int, ...]:

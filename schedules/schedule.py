@@ -89,6 +89,11 @@ class Schedule:
         return [Action(before, other, m) for other in range(self.stages)] if before else []
 
     @cached_property
+    def order(self) -> list[tuple[int, Action]]:
+        """As `dependency_order`, found once."""
+        return _dependency_order(self)
+
+    @cached_property
     def split(self) -> bool:
         """Whether B computes gradients of inputs only, and W those of weights."""
         return any(action.kind == "W" for actions in self.ranks for action in actions)
@@ -297,6 +302,10 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
 
     Raises ScheduleError that names what each stuck rank waits at, if there is no such order.
     """
+    return schedule.order
+
+
+def _dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     order: list[tuple[int, Action]] = []
     done: set[tuple[str, int, int]] = set()
     waiting = [deque(actions) for actions in schedule.ranks]

@@ -15,9 +15,10 @@ the next S: it holds the logits of one micro-batch. 1F1B runs one more micro-bat
 the ranks meet.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 from config.schema import Layout, ModelShape
 from schedules import compiler
@@ -32,11 +33,20 @@ from schedules.simulation import Seconds
 SLACK = 0.25
 
 
-@lru_cache(maxsize=64)
 def build(
     model: ModelShape, layout: Layout, micro_batches: int, device: str, backward: bool = True
 ) -> Schedule:
     """The validated schedule of a layout that says vocab_pp; without backward, of an evaluation."""
+    # Layouts that differ in these alone have one order: all passes take 1/tp as long.
+    rest: dict[str, Any] = dict.fromkeys(("dp", "sequence_parallel", "overlap_param_gather"))
+    layout = replace(layout, tp=1, micro_batch_size=1, zero=1, **rest)
+    return _built(model, layout, micro_batches, device, backward)
+
+
+@lru_cache(maxsize=64)
+def _built(
+    model: ModelShape, layout: Layout, micro_batches: int, device: str, backward: bool
+) -> Schedule:
     seconds = pass_seconds(model, layout, device)
     plain = _with_one_more_ahead(layout, micro_batches)
     if not backward:

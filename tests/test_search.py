@@ -91,6 +91,18 @@ def test_where_layouts_fail_others_are_tried_first():
     assert search.best is not None
 
 
+def test_what_the_planner_says_of_itself_counts():
+    """A risk of running out of memory comes later; an unsure layout is tried before a sure one."""
+    safe, risky = Point("safe", 1.05, (0,)), Point("risky", 1.0, (1,), risk=0.5)
+    assert Search([safe, risky]).next() == 0
+    alike = [Point("sure", 1.1, (1,), 0.1), Point("unsure", 1.1, (-1,), 0.4)]
+    search = Search([Point("first", 1.0, (0,), 0.1), *alike])
+    search.add(0, 1.0)
+    _, deviation = search.posterior()
+    assert deviation[2] > deviation[1]
+    assert search.next() == 2
+
+
 def test_a_repeated_layout_counts_by_its_mean():
     search = Search([Point("a", 1.0, (0,)), Point("b", 1.0, (1,))], noise=0.1)
     search.add(0, 1.0)

@@ -86,6 +86,16 @@ def test_a_model_that_cannot_be():
         search_space.candidates(odd, hardware.load("cpu"), 8, {})
 
 
+def test_layouts_above_the_risk_are_apart():
+    found, _ = candidates()
+    limit = sorted(c.prediction.risk for c in found)[len(found) // 2]
+    safe, risky = search_space.without_risk(found, limit)
+    assert len(safe) + len(risky) == len(found)
+    assert all(c.prediction.risk <= limit for c in safe)
+    assert all("risk(" in r.reason and "above --risk(" in r.reason for r in risky)
+    assert search_space.without_risk(found, 1.0) == (found, [])
+
+
 def test_a_run_without_a_length_can_be_checked():
     assert check_any_length(config("--tp", "2"), 8).layout.dp == 4
     assert check_any_length(config("--tp", "2", "--train-samples", "160"), 8).layout.dp == 4

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from config.schema import Config
+from planner.risk import NINETY
+from planner.step_time import Prediction
 
 # The planner's error, as the standard deviation of a logarithm: along one feature by one unit,
 # and of the residual. Candidates, with the weight of each before anything is measured.
@@ -32,11 +34,23 @@ LEAST_NOISE = 0.01  # least standard deviation of the logarithm of a measurement
 
 @dataclass(frozen=True)
 class Point:
-    """One layout of a search: its predicted seconds and its position in the feature space."""
+    """One layout of a search: its predicted seconds, its position in the feature space, and how
+    sure the planner is: the standard deviation of the logarithm of its seconds, and the probability
+    of running out of memory.
+    """
 
     name: str
     predicted: float
     features: tuple[float, ...]
+    spread: float = 0.0
+    risk: float = 0.0
+
+
+def point(label: str, config: Config, prediction: Prediction) -> Point:
+    """The point of a layout, with the planner's own interval and risk."""
+    low, high = prediction.interval
+    spread = math.log(high / low) / (2 * NINETY)
+    return Point(label, prediction.seconds, features(config), spread, prediction.risk)
 
 
 def features(config: Config) -> tuple[float, ...]:
@@ -74,6 +88,9 @@ class Search:
         self._linear_kernel = positions @ positions.T
         squares = ((positions[:, None] - positions[None]) ** 2).sum(-1)
         self._near_kernel = np.exp(-squares / (2 * LENGTH_SCALE**2))
+        # What the planner knows less of one layout than of the one that it knows best.
+        spreads = np.array([p.spread for p in self.points])
+        self._own_variance = np.diag(spreads**2 - (spreads**2).min(initial=math.inf))
 
     def add(self, index: int, seconds: float | None) -> None:
         """Add one run of a layout; None if it failed, and then the layout is not proposed again."""
@@ -130,7 +147,7 @@ class Search:
         """The probability that a layout runs at all, from near ones that did and that failed."""
         ran = sum(self._near_kernel[index, i] for i in self.measured)
         failed = sum(self._near_kernel[index, i] for i in self.failed)
-        return (1 + ran) / (1 + ran + failed)
+        return max(0.01, 1 - self.points[index].risk) * (1 + ran) / (1 + ran + failed)
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the logarithm of every layout's seconds."""
@@ -153,7 +170,7 @@ class Search:
     ) -> tuple[float, np.ndarray, np.ndarray]:
         """Log evidence, and mean and variance of the planner's log error, at one error scale."""
         kernel = self._linear_kernel + RESIDUAL**2 * self._near_kernel
-        covariance = COMMON_FACTOR**2 + scale**2 * kernel
+        covariance = COMMON_FACTOR**2 + scale**2 * kernel + self._own_variance
         across = covariance[:, known]
         factor = np.linalg.cholesky(across[known] + np.diag(noise))
         solved = np.linalg.solve(factor, errors)

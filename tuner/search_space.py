@@ -21,6 +21,7 @@ from config.validation import check_any_length
 from planner import layouts
 from planner.hardware import Machine
 from planner.layouts import Rejected
+from planner.search import recomputations
 from planner.step_time import Prediction
 from schedules import partition
 
@@ -32,6 +33,7 @@ AXES = ("tp", "pp", *INNER_AXES, *OUTER_AXES)
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
+SAME = "runs the same program as another layout"
 RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
 
 
@@ -86,31 +88,43 @@ def candidates(
     """
     layout_options = asdict(config.layout)
     fixed = {name: value for name, value in layout_options.items() if name not in AXES}
-    fixed |= {name: given[name] for name in ("tp", "pp", *INNER_AXES) if name in given}
+    fixed |= {name: given[name] for name in ("tp", "pp", "micro_batch_size") if name in given}
     # Of two layouts that run the same program, the first is kept.
     seen: set[tuple] = set()
     found, rejected = [], []
 
-    def wanted(layout: Layout) -> bool:
+    def refusal(layout: Layout) -> str:
         program = _program(config, layout)
-        new = program not in seen
+        if program in seen:
+            return SAME
         seen.add(program)
-        return new
+        try:
+            check_any_length(replace(config, layout=layout), ranks)
+        except UserError as error:
+            return str(error)
+        return ""
 
-    for values in itertools.product(*(given.get(axis) or choices(axis) for axis in OUTER_AXES)):
-        outer = dict(zip(OUTER_AXES, values, strict=True))
-        question = config.model, config.training, machine, ranks
-        ranked, refused = layouts.rank(*question, fixed | outer, wanted)
-        for entry in ranked:
-            candidate = Candidate(replace(config, layout=entry.layout), entry.prediction)
-            try:
-                check_any_length(candidate.config, ranks)
-                found.append(candidate)
-            except UserError as error:
-                refused.append(Rejected({"layout": candidate.label}, str(error)))
-        rejected += refused
+    axes, every = (*OUTER_AXES, "recompute"), {"recompute": recomputations(machine)}
+    tried = [given.get(axis) or every.get(axis) or choices(axis) for axis in axes]
+    for values in itertools.product(*tried):
+        one = fixed | dict(zip(axes, values, strict=True))
+        question = config.model, config.training, machine, ranks, one, refusal
+        ranked, refused = layouts.rank(*question, accepted=1.0)
+        found += [Candidate(replace(config, layout=r.layout), r.prediction) for r in ranked]
+        rejected += [entry for entry in refused if entry.reason != SAME]
     once = {(*sorted(entry.layout.items()), entry.reason): entry for entry in rejected}
     return sorted(found, key=lambda c: c.prediction.seconds), list(once.values())
+
+
+def without_risk(found: list[Candidate], most: float) -> tuple[list[Candidate], list[Rejected]]:
+    """Those whose probability of running out of memory is at most `most`; and the rest, why not."""
+    safe = [c for c in found if c.prediction.risk <= most]
+    said = "of running out of memory is above --risk"
+    return safe, [
+        Rejected({"layout": c.label}, f"the risk({c.prediction.risk:.0%}) {said}({most:.0%})")
+        for c in found
+        if c.prediction.risk > most
+    ]
 
 
 def choices(option: str) -> list:

@@ -28,7 +28,7 @@ from tuner import result_tables, search_space, sweeps, trials
 from tuner.progress import Budget, ProgressView
 from tuner.rehearsals import Outcome, Rehearser
 from tuner.result_tables import SearchResult
-from tuner.search import MAX_CHANCE, Point, Search, features
+from tuner.search import MAX_CHANCE, Search, point
 from tuner.search_space import Candidate
 from tuner.trials import Runner, Trial, TrialStore
 
@@ -75,6 +75,8 @@ class Session:
             if value is not None and not (0 < value < MOST or (least and value == 0)):
                 limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
                 raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
+        if not 0 < options.risk <= 1:
+            raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
         if options.models and (options.sweep or options.max_params or options.min_ranks):
             raise UserError("--models are searched: leave out --sweep, --max-params, --min-ranks")
         self.options, self.train_arguments = options, train_arguments
@@ -180,6 +182,8 @@ class Session:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
         ranks = self.options.ranks
         found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
+        found, risky = search_space.without_risk(found, self.options.risk)
+        rejected = [*rejected, *risky]
         self.rejected += rejected
         for entry in rejected:
             self.view.print("rejected " + result_tables.rejection_line(entry))
@@ -189,7 +193,7 @@ class Session:
         if self.options.all:
             self._measure_all(found, "all")
             return
-        points = [Point(c.label, c.prediction.seconds, features(c.config)) for c in found]
+        points = [point(c.label, c.config, c.prediction) for c in found]
         search = Search(points, self.options.gain / 100)
         self.wanted |= {c.key: c for c in found}
         for index, candidate in enumerate(found):

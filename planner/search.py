@@ -1,0 +1,311 @@
+"""The fastest layouts of a model on a machine, by bounds: what cannot be first is not priced.
+
+    search = Search(model, training, machine, given, accepted=0.05)
+    reason = search.add(ways(model, placed, given))     # for every tp, pp, dp and micro-batch
+    search.finish()
+    search.found()
+
+A layout whose tp, pp, dp and micro-batch are known can still run in many ways: schedule, virtual
+stages, vocabulary sharding, sequence parallelism, how many blocks are recomputed, ZeRO. Of the last
+two the order is known without a price: the fewer blocks the faster, and the ZeRO stage with the
+least traffic. 1F1B is priced everywhere; another schedule only where some order of its passes could
+end before the fastest layout found (`step_time.least_seconds`).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from config.validation import check_sharding, check_split
+from planner import memory, risk
+from planner.hardware import Machine
+from planner.job import Job
+from planner.step_time import Prediction, least_seconds, predict, step_parts
+from schedules.partition import blocks_per_stage
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
+Found = tuple[Layout, Prediction]
+Needed = Callable[[Layout], float]  # bytes of the fullest GPU
+Watch = Callable[[Sequence], Iterable]  # goes through a sequence, and may show how far it is
+
+
+def ways(model: ModelShape, placed: Layout, given: Collection[str]) -> list[Layout]:
+    """A layout with every schedule, number of virtual stages and vocabulary sharding that train.py
+    takes, the plainest first; what is `given` is kept. UserError, why not, if it takes none.
+    """
+    names = [placed.schedule] if "schedule" in given or placed.pp == 1 else SCHEDULES
+    spread = [placed.vocab_pp] if "vocab_pp" in given else [placed.vocab_pp, True]
+    found, refused = [], None
+    for name, vocab_pp in product(names, spread):
+        virtual: Iterable[int] = [placed.virtual_stages]
+        if name == "interleaved" and "virtual_stages" not in given:
+            virtual = range(2, max(2, (model.layers + 2) // placed.pp) + 1)
+        for count in virtual:
+            way = replace(placed, schedule=name, virtual_stages=count, vocab_pp=vocab_pp)
+            try:
+                check_split(model, way)
+                found.append(way)
+            except UserError as error:
+                refused = refused or error
+    if refused and not found:
+        raise refused
+    return found
+
+
+def sequences(model: ModelShape, layout: Layout, given: Collection[str]) -> list[Layout]:
+    """A layout with and without sequence parallelism, unless that is `given` or impossible."""
+    if "sequence_parallel" in given or layout.tp == 1 or model.seq_length % layout.tp:
+        return [layout]
+    return [replace(layout, sequence_parallel=on) for on in (True, False)]
+
+
+def recomputations(machine: Machine) -> tuple[str, ...]:
+    """What is worth recomputing, the fastest first."""
+    # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
+    changes = machine.software.keeps_scores or machine.software.recompute_share
+    return ("none", "selective", "full") if changes else ("none", "full")
+
+
+def does_not_fit(job: Job) -> str:
+    """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
+    fullest, machine = memory.fullest(job), job.machine
+    if fullest.total <= machine.memory:
+        return ""
+    needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
+    return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
+
+
+def _slow(way: Layout) -> int:
+    """How long its schedule takes to build, as an order."""
+    return 2 * way.vocab_pp + (way.schedule in ("interleaved", "zb-v"))
+
+
+@dataclass
+class Search:
+    """The fastest layouts so far, by tp, pp and micro-batch, and whether the probability of running
+    out of memory is more than `accepted`.
+
+    given: layout options that are not searched. refusal: why else a layout is not taken.
+    """
+
+    model: ModelShape
+    training: Training
+    machine: Machine
+    given: Collection[str]
+    accepted: float = risk.DEFAULT
+    refusal: Callable[[Layout], str] = lambda layout: ""
+    rows: dict[tuple[int, int, int, bool], Found] = field(default_factory=dict)
+    best: float = math.inf  # seconds of the fastest that is not risky
+
+    def __post_init__(self) -> None:
+        self.safe = min(risk.safe_bytes(self.machine, self.accepted), self.machine.memory)
+        self.refused = functools.cache(
+            lambda layout: self._unsharded(layout) or self.refusal(layout)
+        )
+        self.zero_stages = functools.cache(self._zero_stages)
+        self.needed = functools.cache(lambda layout: memory.fullest(self._job(layout)).total)
+        self.needed_least = functools.cache(self._needed_least)
+        # Ways to run a layout but for 1F1B, and the seconds that none of them is faster than.
+        self.waiting: list[tuple[float, list[Layout]]] = []
+        self.risky: list[Layout] = []
+
+    def add(self, found: Sequence[Layout]) -> str:
+        """Price the plainest of some `ways`, and note the others for `finish`; empty, or why
+        nothing of the plainest can run.
+        """
+        plainest, *others = found
+        place = plainest.tp, plainest.pp, plainest.micro_batch_size, False
+        cells, reasons = sequences(self.model, plainest, self.given), []
+        bounds = {cell: self._least(self._fastest_case(cell)) for cell in cells}
+        for cell in sorted(cells, key=bounds.__getitem__):
+            if place not in self.rows or bounds[cell] < self.rows[place][1].seconds:
+                reasons.append(self.price(cell))
+            self._note(cell, others)
+        return "" if "" in reasons else reasons[0]
+
+    def _note(self, cell: Layout, others: list[Layout]) -> None:
+        """Keep the other ways of a layout with 1F1B for `finish`."""
+        alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
+        plain = [way for way in alike if not way.vocab_pp]
+        spread = [way for way in alike if way.vocab_pp]
+        kinds = self._kinds(cell)
+        # No schedule holds less than 1F1B, so none recomputes less.
+        if plain and (least := self._first_that_fits(cell, kinds, self.needed)):
+            self.waiting.append((self._least(least, idle=False), plain))
+        if spread and (least := self._first_that_fits(spread[0], kinds, self.needed_least)):
+            self.waiting.append((self._least(least, idle=False), spread))
+
+    def never_fits(self, found: Sequence[Layout]) -> bool:
+        """Whether the way that holds the least does not fit with one micro-batch in flight."""
+        plain = [way for way in found if way.schedule == found[0].schedule]
+        least = [sequences(self.model, way, self.given)[0] for way in plain]
+        less: dict[str, Any] = {"recompute": "full", "recompute_layers": None}
+        jobs = [self._job(replace(way, zero=n, **less)) for way in least for n in (1, 2, 3)]
+        return min(memory.fullest(job, 1).total for job in jobs) > self.machine.memory
+
+    def finish(self, watch: Watch = iter) -> None:
+        """Price what may be faster than the fastest layout so far, the most promising first."""
+        waiting = [(least, way) for least, others in self.waiting for way in others]
+        # By what a schedule takes to build: what is quick comes first, and excludes others.
+        for least, way in watch(sorted(waiting, key=lambda one: (_slow(one[1]), one[0]))):
+            for kind in self._kinds(way) if least < self.best else ():
+                case = replace(self._fastest_case(way), recompute=kind)
+                if kind != "none" and "recompute_layers" not in self.given:
+                    case = replace(case, recompute_layers=1)
+                if self._least(case) >= self.best:
+                    break  # what recomputes more is slower
+                fitting = self._first_that_fits(way, [kind], self.needed_least)
+                if fitting and self._least(fitting) < self.best:
+                    self.price(way, [kind])
+        for layout in self.risky:
+            if self._least(layout) < self.best and not self.refused(layout):
+                self._keep(layout, predict(*self._job(layout)))
+
+    def _needed_least(self, layout: Layout) -> float:
+        """Bytes that a layout needs on its first rank, by how many micro-batches that has in
+        flight: known without building the schedule.
+        """
+        job = self._job(layout)
+        pp, count, virtual = layout.pp, job.micro_batches, layout.stages_per_rank
+        in_flight = float(count if layout.schedule == "gpipe" else min(pp, count))
+        if layout.schedule == "interleaved":
+            ahead = 2 * (pp - 1) + (virtual - 1) * in_flight + 1
+            in_flight = min(count, ahead / virtual)
+        return memory.first(job, in_flight).total
+
+    def found(self) -> list[Found]:
+        """The fastest that is not risky of every tp, pp and micro-batch, and the risky ones that
+        are faster than all of these. The fastest first.
+        """
+        kept = [
+            one for (*_, risky), one in self.rows.items() if not risky or one[1].seconds < self.best
+        ]
+        return sorted(kept, key=lambda one: one[1].seconds)
+
+    def price(self, cell: Layout, kinds: Sequence[str] = ()) -> str:
+        """Keep the fastest of the cell's recomputations (default: all) and ZeRO stages that is not
+        risky, and note for `finish` what is risky; empty, or why nothing fits.
+        """
+        first, kinds = bool(kinds), kinds or self._kinds(cell)
+        risky = self._first_that_fits(cell, kinds, self.needed, self.machine.memory)
+        if risky and not self.refused(risky) and self.needed(risky) > self.safe:
+            self.risky.append(risky)
+        reason, kept = "", False
+        for kind in kinds:
+            found = self._fastest(replace(cell, recompute=kind), first)
+            if isinstance(found, str):
+                reason = reason or found
+                continue
+            self._keep(*found)
+            kept = True
+            if found[0].zero == self.zero_stages(found[0])[0]:
+                break  # what recomputes more is slower
+        return "" if kept or (risky and not reason) else reason
+
+    def _keep(self, layout: Layout, prediction: Prediction) -> None:
+        """Note a layout that fits, if it is the fastest of its place."""
+        risky = prediction.risk > self.accepted
+        place = layout.tp, layout.pp, layout.micro_batch_size, risky
+        if place not in self.rows or prediction.seconds < self.rows[place][1].seconds:
+            self.rows[place] = layout, prediction
+        if not risky:
+            self.best = min(self.best, prediction.seconds)
+
+    def _fastest(self, cell: Layout, first: bool) -> Found | str:
+        """The fastest with its recomputation that is not risky, or why there is none.
+
+        first: leave out what cannot be the first of all.
+        """
+        found: list[Found] = []
+        reason = ""
+        for zero in self.zero_stages(cell):
+            layout = self._least_recomputed(replace(cell, zero=zero), self.needed, self.safe)
+            if layout is None:
+                reason = reason or does_not_fit(self._job(replace(cell, zero=zero)))
+            elif why := self.refused(layout):
+                reason = reason or why
+            elif first and self._least(layout) >= self.best:
+                break
+            else:
+                found.append((layout, predict(*self._job(layout))))
+                if layout.recompute == "none" or layout.recompute_layers == 1:
+                    break  # no later stage is faster
+        return min(found, key=lambda one: one[1].seconds) if found else reason
+
+    def _first_that_fits(
+        self, cell: Layout, kinds: Sequence[str], needed: Needed, room: float = 0.0
+    ) -> Layout | None:
+        """Of recomputations and ZeRO stages what may be fastest and needs at most `room` bytes,
+        default: those that are no risk.
+        """
+        found: list[Layout] = []
+        for kind in kinds:
+            stages = self.zero_stages(replace(cell, recompute=kind))
+            for zero in stages:
+                layout = replace(cell, recompute=kind, zero=zero)
+                if fitting := self._least_recomputed(layout, needed, room or self.safe):
+                    found.append(fitting)
+                    break
+            if found and found[-1].zero == stages[0]:
+                break  # what recomputes more is slower
+        return min(found, key=self._least) if len(found) > 1 else found[0] if found else None
+
+    def _least_recomputed(self, layout: Layout, needed: Needed, room: float) -> Layout | None:
+        """The layout with the fewest blocks recomputed that needs at most `room` bytes, if any."""
+        free = layout.recompute != "none" and "recompute_layers" not in self.given
+        every: Any = None
+        layout = replace(layout, recompute_layers=every) if free else layout
+        if needed(layout) > room:
+            return None
+        if not free:
+            return layout
+        low, high = 0, max(blocks_per_stage(self.model, layout))  # too few, enough
+        most = high
+        while high - low > 1:
+            middle = (low + high) // 2
+            enough = needed(replace(layout, recompute_layers=middle)) <= room
+            low, high = (low, middle) if enough else (middle, high)
+        return layout if high == most else replace(layout, recompute_layers=high)
+
+    # ---- What is fastest before anything is priced -----------------------------------------------
+
+    def _kinds(self, cell: Layout) -> Sequence[str]:
+        """What may be recomputed, the fastest first."""
+        if "recompute" in self.given:
+            return [cell.recompute]
+        return recomputations(self.machine)
+
+    def _zero_stages(self, cell: Layout) -> list[int]:
+        """The ZeRO stages that train.py takes, the fastest first, and 1 before its equals."""
+        if "zero" in self.given or cell.dp == 1:
+            return [cell.zero]
+        tried = [replace(cell, zero=zero) for zero in (1, 0, 2, 3)]
+        seconds = {
+            layout.zero: sum(step_parts(self._job(layout)).values())
+            for layout in tried
+            if not self._unsharded(layout)
+        }
+        return sorted(seconds, key=seconds.__getitem__) or [cell.zero]
+
+    def _unsharded(self, layout: Layout) -> str:
+        """Why train.py does not take its ZeRO stage; empty if it does."""
+        try:
+            check_sharding(layout, self.training)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def _fastest_case(self, cell: Layout) -> Layout:
+        kind, zero = self._kinds(cell)[0], self.zero_stages(cell)[0]
+        return replace(cell, recompute=kind, zero=zero)
+
+    def _least(self, layout: Layout, idle: bool = True) -> float:
+        return least_seconds(self._job(layout), idle)
+
+    def _job(self, layout: Layout) -> Job:
+        return Job(self.model, layout, self.training, self.machine)

@@ -1,0 +1,172 @@
+"""The planner's search: all that train.py takes, nothing else, and the fastest of it first."""
+
+import io
+import random
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plan
+from config import command_line
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from config.validation import check_any_length
+from planner import hardware, layouts, memory, questions, risk
+from planner.job import Job
+from planner.search import SCHEDULES
+from planner.step_time import least_seconds, predict
+
+MODEL = ModelShape(layers=12, hidden=4096, heads=32, seq_length=2048, vocab_size=250_000)
+SHAPE = "--layers 12 --hidden 4096 --heads 32 --seq-length 2048 --vocab-size 250000"
+TRAINING = Training(global_batch_size=64, precision="bf16")
+A100 = hardware.load("a100-80")
+SMALL = replace(A100, memory=26e9)  # so that what is fastest may not fit
+GPUS = 16
+
+
+def drawn(chance: random.Random) -> Layout:
+    """Any options; most are refused."""
+    name = chance.choice(SCHEDULES)
+    recompute = chance.choice(["none", "selective", "full"])
+    pp = chance.choice([1, 2, 4, 8])
+    return Layout(
+        tp=chance.choice([1, 2, 4, 8]),
+        pp=pp,
+        sequence_parallel=chance.choice([False, True]),
+        schedule=name if pp > 1 else "1f1b",
+        virtual_stages=chance.choice([None, 2, 3, 4]) if name == "interleaved" else None,
+        micro_batch_size=chance.choice([1, 2, 4, 8, 16, 32]),
+        recompute=recompute,
+        recompute_layers=chance.choice([None, 1, 2]) if recompute != "none" else None,
+        zero=chance.choice([0, 1, 2, 3]),
+        vocab_pp=chance.choice([False, True]),
+    )
+
+
+def accepted(layout: Layout) -> Layout | None:
+    """With dp, if train.py takes it."""
+    words = [*SHAPE.split(), *command_line.to_words(layout), "--precision", "bf16"]
+    run = command_line.parse([*words, "--global-batch-size", "64"])
+    try:
+        return check_any_length(run, GPUS).layout
+    except UserError:
+        return None
+
+
+@pytest.mark.parametrize("machine", [A100, SMALL], ids=["roomy", "tight"])
+def test_nothing_that_train_py_takes_is_faster_than_the_first(machine):
+    ranked, _ = layouts.rank(MODEL, TRAINING, machine, GPUS)
+    safe = [one for one in ranked if one.prediction.risk <= risk.DEFAULT]
+    chance, tried, near = random.Random(1), 0, 0
+    while tried < 250:
+        layout = accepted(drawn(chance))
+        if layout is None:
+            continue
+        tried += 1
+        prediction = predict(MODEL, layout, TRAINING, machine)
+        if prediction.risk <= risk.DEFAULT:
+            near += 1
+            assert safe[0].prediction.seconds <= prediction.seconds * (1 + 1e-9), layout
+    assert near > 20
+
+
+def test_flags_that_train_py_takes_are_ranked_or_do_not_fit():
+    """Held one by one: what is asked for is what is priced."""
+    chance, tried = random.Random(2), 0
+    while tried < 60:
+        layout = accepted(drawn(chance))
+        if layout is None:
+            continue
+        tried += 1
+        ranked, rejected = layouts.rank(MODEL, TRAINING, SMALL, GPUS, asdict(layout))
+        if ranked:
+            assert [one.layout for one in ranked] == [layout]
+            assert ranked[0].prediction == predict(MODEL, layout, TRAINING, SMALL)
+        else:
+            assert "out of memory" in rejected[0].reason
+            assert not predict(MODEL, layout, TRAINING, SMALL).fits
+
+
+def test_every_listed_layout_is_a_command_that_train_py_takes():
+    line = f"layouts {SHAPE} --gpus {GPUS} --global-batch-size 64"
+    for more in ("", "--optimizer adafactor", "--virtual-stages 3", "--schedule zb-v --tp 2"):
+        data = plan.ask([*line.split(), *more.split()]).data
+        assert len(data["ranked"]) > 2
+        for row in [*data["ranked"], *data["risky"]]:
+            words = [*SHAPE.split(), *row["flags"], *more.split(), "--global-batch-size", "64"]
+            layout = check_any_length(command_line.parse(words), GPUS).layout
+            assert {name: row[name] for name in asdict(layout)} == asdict(layout)
+        assert data["command"][:2] == ["python", "train.py"]
+        words = [*data["command"][2:-1], "100"]  # --steps N
+        run = check_any_length(command_line.parse(words), GPUS)
+        assert asdict(run.layout) == {name: data["ranked"][0][name] for name in asdict(run.layout)}
+        assert asdict(run.model) == asdict(MODEL)
+
+
+def test_all_kinds_of_schedules_are_found_where_they_are_fastest():
+    """Few micro-batches and many stages: a plain schedule waits too long to be the first."""
+    model = replace(MODEL, vocab_size=32000, layers=30)
+    few = replace(TRAINING, global_batch_size=16)
+    found, _ = layouts.rank(model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1})
+    assert found[0].layout.schedule in ("interleaved", "zb-h1", "zb-v")
+    plain, _ = layouts.rank(
+        model, few, A100, GPUS, {"pp": 8, "tp": 1, "micro_batch_size": 1, "schedule": "1f1b"}
+    )
+    assert found[0].prediction.seconds < plain[0].prediction.seconds
+    wide = replace(MODEL, vocab_size=1_000_000)
+    held = {"pp": 8, "tp": 1, "schedule": "1f1b"}
+    found, _ = layouts.rank(wide, TRAINING, A100, GPUS, held)
+    assert found[0].layout.vocab_pp
+
+
+def test_no_more_blocks_are_recomputed_than_memory_asks():
+    held = {"tp": 2, "pp": 2, "micro_batch_size": 4, "zero": 1, "recompute": "full"}
+    held |= {"schedule": "1f1b", "vocab_pp": False, "sequence_parallel": True}
+    numbers = set()
+    for size in (18e9, 20e9, 22e9, 26e9):
+        machine = replace(A100, memory=size)
+        ranked, _ = layouts.rank(MODEL, TRAINING, machine, GPUS, held)
+        for one in ranked:
+            room = size
+            if one.prediction.risk <= risk.DEFAULT:
+                room = risk.safe_bytes(machine, risk.DEFAULT)
+            number = one.layout.recompute_layers or 7  # of at most 7 in a stage
+            numbers.add(number)
+            fewer = replace(one.layout, recompute_layers=number - 1)
+            needed = memory.fullest(Job(MODEL, fewer, TRAINING, machine)).total
+            assert needed > room or number == 1
+    assert len(numbers) > 1
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 3))
+def test_no_schedule_is_faster_than_its_bound(seed, batches):
+    chance = random.Random(seed)
+    layout = None
+    while layout is None:
+        layout = accepted(drawn(chance))
+    training = replace(TRAINING, global_batch_size=64 * batches)
+    job = Job(MODEL, layout, training, A100)
+    found = predict(*job).seconds * (1 + 1e-9)
+    assert least_seconds(job, idle=False) <= least_seconds(job) <= found
+
+
+def test_a_bar_shows_how_far_a_large_search_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    line = f"layouts {SHAPE} --gpus 1024 --global-batch-size 1024 --tp 8 --pp 4"
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = plan.ask(line.split()).text
+    assert "layouts" in screen.getvalue()
+    assert "100%" in screen.getvalue()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert plan.ask(line.split()).text == shown
+    assert sys.stderr.getvalue() == ""
+    assert questions.LARGE == 1024
