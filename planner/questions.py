@@ -233,7 +233,7 @@ def _options(at: schema.Layout) -> str:
     """What the table shows of a layout beside its axes, under OPTIONS."""
     recompute = f"{at.recompute} {at.recompute_layers or ''}"
     several = f" {at.stages_per_rank}" if at.schedule == "interleaved" else ""
-    schedule = f"{at.schedule}{several}{' vocab' * at.vocab_pp}" if at.pp > 1 else "-"
+    schedule = f"{at.schedule}{several}{' vocab' if at.vocab_pp else ''}" if at.pp > 1 else "-"
     return f"{recompute:9} {schedule:13} {'sp' if at.sequence_parallel else '-':2}{at.zero:5}"
 
 

@@ -43,6 +43,7 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
         nearest = min(max(values[name], low), high)
         doublings += abs(math.log2(values[name] / nearest)) if high else 1.0
     # Of these no row was measured: they are simulated alone.
-    doublings += layout.pp > 1 and (layout.schedule not in MEASURED or layout.vocab_pp)
+    unmeasured = layout.schedule not in MEASURED or bool(layout.vocab_pp)
+    doublings += layout.pp > 1 and unmeasured
     spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings)
     return seconds * math.exp(-NINETY * spread), seconds * math.exp(NINETY * spread)

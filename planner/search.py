@@ -82,7 +82,7 @@ def does_not_fit(job: Job) -> str:
 
 def _slow(way: Layout) -> int:
     """How long its schedule takes to build, as an order."""
-    return 2 * way.vocab_pp + (way.schedule in ("interleaved", "zb-v"))
+    return 2 * bool(way.vocab_pp) + (way.schedule in ("interleaved", "zb-v"))
 
 
 @dataclass

@@ -79,7 +79,7 @@ def words_of(tree: dict[str, Any], run: list[str], nodes: int, tasks: int) -> li
     planned, given = stage["layout"], dataclasses.asdict(config.layout)
     sides |= {name: (planned[name], given[name]) for name in planned}
     for name, (plan, batch_file) in sides.items():
-        if plan != batch_file:
+        if plan != batch_file and (plan or batch_file):  # False is as None, not given
             shown = f"{plan} of the plan and {batch_file} of the batch file"
             raise UserError(
                 f"{name.replace('_', '-')} differs: {shown}; plan with the same options"

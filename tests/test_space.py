@@ -82,7 +82,7 @@ def test_the_key_leaves_out_length_and_folder():
 def test_a_model_that_cannot_be():
     run = config()
     odd = dataclasses.replace(run, model=dataclasses.replace(run.model, heads=7))
-    with pytest.raises(UserError, match=r"heads\(7\) does not divide"):
+    with pytest.raises(UserError, match=r"does not divide heads\(7\)"):
         search_space.candidates(odd, hardware.load("cpu"), 8, {})
 
 
