@@ -8,28 +8,17 @@ GPT-2: normal, the two matrices that write into the residual stream smaller by s
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from attention import Attention, alibi_bias, local_slopes, rotary_tables
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import (
-    Mask,
-    Past,
-    alibi_slopes,
-    causal_alibi,
-    masked_attention,
-    visible,
-)
-from corpora.rotary import rotary_tables, rotate
+from corpora.attention_masks import Mask, Past, visible
 from data import Batch
-from distributed.collectives import sum_both_ways
 from loss import cross_entropy
 from parallel import (
     ColumnLinear,
@@ -40,8 +29,6 @@ from parallel import (
     column_linear,
 )
 from schedules.partition import StageSpec
-
-# ---- Norms and positions -------------------------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -60,112 +47,14 @@ class Norm(nn.Module):
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
 
-def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
-    return factory.mesh.tp.shard(alibi_slopes(model.heads))
-
-
-def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """What ALiBi adds to the scores of the local heads: (1, a, s, s)."""
-    bias = causal_alibi(local_slopes(model, factory), model.seq_length)
-    return bias.to(factory.device, factory.dtype)
-
-
-# ---- Blocks --------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Self-attention with grouped queries, causal unless a mask says what each token sees.
-
-    q, k and v are one matrix, kept as (g, a/g + 2, d, h): for each key/value head its queries,
-    then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
-    """
-
-    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, recompute: bool):
-        super().__init__()
-        self.queries = model.heads // model.kv_heads
-        self.d, self.recompute = model.head_size, recompute
-        shape = (model.kv_heads, self.queries + 2, self.d)
-        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
-        self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
-        inputs, std = model.heads * self.d, _residual_std(factory, model)
-        self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
-
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
-        """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
-        q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
-        if self.norms is not None:
-            q, k = self.norms(q, k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        if isinstance(bias, Past):
-            mixed = _attend(q, *bias.extend(self, k, v))
-        elif self.recompute and torch.is_grad_enabled():
-            mixed = checkpoint(_attend, q, k, v, bias, use_reentrant=False)
-        else:
-            mixed = _attend(q, k, v, bias)
-        return self.out(mixed)
-
-
-def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
-    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output."""
-    qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
-    parts = qkv.split((queries, 1, 1), -2)  # one split: slices add up in the backward
-    return [t.flatten(2, 3) for t in parts]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None) -> Tensor:
-    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
-    if isinstance(bias, Mask):
-        grouped = q.shape[2] != k.shape[2]
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-        mixed = masked_attention(q, k, v, bias, grouped)
-    else:
-        mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
-    return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
-    """Call torch's attention, or what says which kernel it chooses for these arguments."""
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-    return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
-
-
-class QueryKeyNorm(nn.Module):
-    """RMSNorm of queries and keys, of each head, or over all heads of all tensor ranks ("full")."""
-
-    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
-        super().__init__()
-        self.tp, self.eps, self.full = factory.mesh.tp, model.norm_eps, model.qk_norm == "full"
-
-        def scale(kind: str, heads: int) -> nn.Parameter:
-            shape, dim = ((heads, model.head_size), 0) if self.full else ((model.head_size,), None)
-            weight, partial = f"{name}.{kind}_norm.weight", not self.full
-            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=partial)
-
-        self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
-
-    def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """(s, b, heads, d) each, as they come."""
-        both = [(q, self.q), (k, self.k)]
-        if not self.full:
-            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in both]
-        exact = torch.promote_types(q.dtype, torch.float32)
-        squares = torch.stack([x.to(exact).square().mean((-2, -1)) for x, _ in both])
-        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b: ranks have as many columns
-        factors = torch.rsqrt(means + self.eps)[..., None, None]
-        scaled = [(x * factor).to(x.dtype) for (x, _), factor in zip(both, factors)]
-        return [x * weight.view(x.shape[2:]) for x, (_, weight) in zip(scaled, both)]
-
-
 class MLP(nn.Module):
     """h -> f -> h, with an activation, or gated with SiLU: gate and up are one matrix (2, f, h)."""
 
-    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
+        """std: of the second matrix at the start."""
         super().__init__()
         self.activation = model.activation
-        f, h, std = model.ffn_hidden, model.hidden, _residual_std(factory, model)
+        f, h = model.ffn_hidden, model.hidden
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
         self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, h, std, model.bias)
@@ -190,11 +79,12 @@ class Block(nn.Module):
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
-        name = f"blocks.{index}"
+        name, selective = f"blocks.{index}", recompute == "selective"
+        std = factory.std / math.sqrt(2 * model.layers)  # of what writes into the residual stream
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
-        self.attention = Attention(factory, f"{name}.attention", model, recompute == "selective")
+        self.attention = Attention(factory, f"{name}.attention", model, std, selective)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
-        self.mlp = MLP(factory, f"{name}.mlp", model)
+        self.mlp = MLP(factory, f"{name}.mlp", model, std)
         self.recompute, self.kind = recompute == "full", model.block
 
     def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
@@ -208,11 +98,6 @@ class Block(nn.Module):
             return x + self.mlp_norm(self.mlp(x))
         mixed = x + self.attention(self.attention_norm(x), bias, rotary)
         return mixed + self.mlp(self.mlp_norm(x if self.kind == "parallel" else mixed))
-
-
-def _residual_std(factory: ParamFactory, model: ModelShape) -> float:
-    """Standard deviation of the matrices that write into the residual stream."""
-    return factory.std / math.sqrt(2 * model.layers)
 
 
 # ---- Embedding, head and the stage ---------------------------------------------------------------
@@ -413,23 +298,6 @@ class Stage(nn.Module):
         for block in self.blocks:
             x = block(x, bias, rotary)
         return x if self.output_norm is None else self.output_norm(x)
-
-
-def attention_kernel(
-    model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
-) -> str:
-    """Which of torch's attention kernels runs in training, for micro-batches of that size."""
-    if masked:
-        kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
-        return f"torch {kernel}_attention, of masks"
-    tp, s, of = factory.mesh.tp.size, model.seq_length, (factory.dtype, factory.device)
-    qkv = torch.empty(s, micro_batch, model.qkv_width // tp, dtype=of[0], device=of[1])
-    queries = model.heads // model.kv_heads
-    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
-    alibi = model.positions == "alibi"
-    bias = torch.empty(1, model.heads // tp, s, s, dtype=of[0], device=of[1]) if alibi else None
-    choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
-    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
 
 
 def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import data
+from attention import attention_kernel
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config.messages import UserError
@@ -28,7 +29,7 @@ from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from generation.decoding import Decoder, RunSamples
-from model import Stage, attention_kernel
+from model import Stage
 from optim.fsdp import block_sharder
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline

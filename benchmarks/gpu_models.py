@@ -27,12 +27,12 @@ from plain_gpt import WHAT, PlainRun
 
 import data
 import trainer
+from attention import attention_kernel
 from config import model_stats, validation
 from config.command_line import parse as parse_options
 from config.schema import Config
 from distributed.context import start
 from distributed.launch import Launch
-from model import attention_kernel
 
 MICRO_BATCHES = 4  # of a step
 ROUNDS, STEPS = {"cuda": 5, "cpu": 2}, {"cuda": 4, "cpu": 1}  # turns of each; steps of a turn
@@ -67,6 +67,7 @@ def ours(config: Config, device: str) -> tuple[Side, str]:
     before = allocated(device)
     state = trainer.build(config, start(Launch("python"), config.run))
     model, size = config.model, config.training.global_batch_size
+    micro_batch = config.layout.micro_batch_size
     samples, consumed = data.Synthetic(model.vocab_size, model.seq_length, 1), 0
 
     def step() -> float:
@@ -76,7 +77,7 @@ def ours(config: Config, device: str) -> tuple[Side, str]:
 
     for _ in range(WARM_UP):
         step()
-    kernels = f"{attention_kernel(model, state.factory)}; {state.optimizer.kernel}"
+    kernels = f"{attention_kernel(model, state.factory, micro_batch)}; {state.optimizer.kernel}"
     return Side("Trine", step, allocated(device) - before), kernels
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from attention import local_slopes
 from config.schema import Config, ModelShape, rows_along
 from corpora.attention_masks import Past
 from generation.text import SAMPLE_TOKENS, prompts_of_run
-from model import Embedding, local_slopes
+from model import Embedding
 from parallel import ParamFactory
 from pipeline import Pipeline
 

@@ -35,6 +35,7 @@ ROWS = (
     ("zero",),
     ("optim",),
     ("model",),
+    ("attention",),
     ("loss",),
     ("parallel",),
     ("data",),
@@ -46,19 +47,19 @@ ROWS = (
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 ENTRIES = {"train", "tune", "rehearse", "plan", "supervise", "checkpoint", "sample"}
-ENGINE = ("train", "trainer", "model", "loss", "parallel", "pipeline", "zero", "data")
+ENGINE = ("train", "trainer", "model", "attention", "loss", "parallel", "pipeline", "zero", "data")
 WITHOUT_TORCH = ("config", "schedules", "planner", "supervisor", "watchdog", "tuner")
 READ_THE_ENVIRONMENT = {"distributed", "config"}
 OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them
 APART = {"test_all"}  # a file of the root that is no room
 LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
-MOST_ROOT_FILES = 14
+MOST_ROOT_FILES = 15
 MOST_LINES = 29_500  # outside of OUTSIDE
 MOST_ENGINE_LINES = 2_800
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
-MOST_ROOMS_OF_TRAINER = 12
+MOST_ROOMS_OF_TRAINER = 13
 
 
 def wings() -> list[str]:

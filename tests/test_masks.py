@@ -17,14 +17,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import data
 import trainer
+from attention import rotary_tables, rotate
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
 from corpora import attention_masks
-from corpora.attention_masks import alibi_score, visible, visible_blocks
+from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective, fill_in_the_middle
 from corpora.token_files import IndexedDatasetWriter
-from model import alibi_slopes, rotary_tables, rotate
 
 EOD, S = 3, 16
 

@@ -4,13 +4,15 @@ import pytest
 import torch
 from compare import assert_close
 
+from attention import attention_kernel
 from checkpointing.hf_mappings import hf_config
 from config import model_stats
 from config import schema as configuration
 from config.command_line import PRESETS, preset
+from corpora.attention_masks import alibi_slopes
 from data import Batch
 from distributed.mesh import Mesh
-from model import Stage, alibi_slopes, attention_kernel
+from model import Stage
 from parallel import ParamFactory
 from schedules import partition
 

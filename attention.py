@@ -1,0 +1,181 @@
+"""Self-attention: its matrices, positions, norms of queries and keys, and torch's kernels.
+
+Shapes at line ends as in model.py: s sequence, b samples, a heads of size d, g key/value heads,
+with tensor parallelism the local ones. What each token sees is in corpora/attention_masks.py.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
+
+from config.schema import ModelShape
+from config.validation import rotary_scaling
+from corpora.attention_masks import Mask, Past, alibi_slopes, causal_alibi, masked_attention
+from distributed.collectives import sum_both_ways
+from parallel import ColumnLinear, ParamFactory, RowLinear
+
+# ---- Positions -----------------------------------------------------------------------------------
+
+
+def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
+    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
+    return factory.mesh.tp.shard(alibi_slopes(model.heads))
+
+
+def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
+    """What ALiBi adds to the scores of the local heads: (1, a, s, s)."""
+    bias = causal_alibi(local_slopes(model, factory), model.seq_length)
+    return bias.to(factory.device, factory.dtype)
+
+
+def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: float64, (s, 1, 1, r)
+    for the r columns of a head that are turned.
+    """
+    r = model.rotary_width
+    frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    frequencies = _scaled(frequencies, *rotary_scaling(model.rotary_scaling))
+    angles = torch.arange(model.seq_length, dtype=torch.float64)[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)[:, None, None, :]
+    return angles.cos(), angles.sin()
+
+
+def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
+    """Frequencies by --rotary-scaling: all over a factor, or in Llama 3.1 those that turn less than
+    `low` times in the positions trained at first, and in part those that turn up to `high` times.
+    """
+    if kind == "none":
+        return frequencies
+    if kind == "linear":
+        return frequencies / numbers[0]
+    factor, low, high, positions = numbers
+    turns = positions * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary positions on the first r columns of (s, b, heads, d), by tables of (s or more, 1 or b,
+    1, r).
+    """
+    cos, sin = (table[: len(x)] for table in tables)
+    r = cos.shape[-1]
+    if r < x.shape[-1]:
+        turned, rest = x.split((r, x.shape[-1] - r), -1)
+        return torch.cat([rotate(turned, tables), rest], -1)
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped queries, causal unless a mask says what each token sees.
+
+    q, k and v are one matrix, kept as (g, a/g + 2, d, h): for each key/value head its queries,
+    then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
+    """
+
+    def __init__(
+        self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
+    ):
+        """std: of the output matrix at the start; recompute: all but the matrices in backward."""
+        super().__init__()
+        self.queries = model.heads // model.kv_heads
+        self.d, self.recompute = model.head_size, recompute
+        shape = (model.kv_heads, self.queries + 2, self.d)
+        self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
+        self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
+        inputs = model.heads * self.d
+        self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
+
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+        """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
+        q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
+        if self.norms is not None:
+            q, k = self.norms(q, k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if isinstance(bias, Past):
+            mixed = _attend(q, *bias.extend(self, k, v))
+        elif self.recompute and torch.is_grad_enabled():
+            mixed = checkpoint(_attend, q, k, v, bias, use_reentrant=False)
+        else:
+            mixed = _attend(q, k, v, bias)
+        return self.out(mixed)
+
+
+def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
+    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output."""
+    qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
+    parts = qkv.split((queries, 1, 1), -2)  # one split: slices add up in the backward
+    return [t.flatten(2, 3) for t in parts]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None) -> Tensor:
+    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
+    if isinstance(bias, Mask):
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+        mixed = masked_attention(q, k, v, bias, grouped)
+    else:
+        mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
+    return mixed.permute(2, 0, 1, 3).flatten(2)
+
+
+def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
+    """Call torch's attention, or what says which kernel it chooses for these arguments."""
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+    return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
+
+
+class QueryKeyNorm(nn.Module):
+    """RMSNorm of queries and keys, of each head, or over all heads of all tensor ranks ("full")."""
+
+    def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
+        super().__init__()
+        self.tp, self.eps, self.full = factory.mesh.tp, model.norm_eps, model.qk_norm == "full"
+
+        def scale(kind: str, heads: int) -> nn.Parameter:
+            shape, dim = ((heads, model.head_size), 0) if self.full else ((model.head_size,), None)
+            weight, partial = f"{name}.{kind}_norm.weight", not self.full
+            return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=partial)
+
+        self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
+
+    def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
+        """(s, b, heads, d) each, as they come."""
+        both = [(q, self.q), (k, self.k)]
+        if not self.full:
+            return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in both]
+        exact = torch.promote_types(q.dtype, torch.float32)
+        squares = torch.stack([x.to(exact).square().mean((-2, -1)) for x, _ in both])
+        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b: ranks have as many columns
+        factors = torch.rsqrt(means + self.eps)[..., None, None]
+        scaled = [(x * factor).to(x.dtype) for (x, _), factor in zip(both, factors)]
+        return [x * weight.view(x.shape[2:]) for x, (_, weight) in zip(scaled, both)]
+
+
+def attention_kernel(
+    model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
+) -> str:
+    """Which of torch's attention kernels runs in training, for micro-batches of that size."""
+    if masked:
+        kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
+        return f"torch {kernel}_attention, of masks"
+    tp, s, of = factory.mesh.tp.size, model.seq_length, (factory.dtype, factory.device)
+    qkv = torch.empty(s, micro_batch, model.qkv_width // tp, dtype=of[0], device=of[1])
+    queries = model.heads // model.kv_heads
+    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
+    alibi = model.positions == "alibi"
+    bias = torch.empty(1, model.heads // tp, s, s, dtype=of[0], device=of[1]) if alibi else None
+    choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
+    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
