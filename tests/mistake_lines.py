@@ -262,7 +262,7 @@ smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)
 model --config latin1.toml | --config latin1.toml is not TOML: line 3 is not UTF-8
 check rows.csv | rows are checked by `python benchmarks/check_rows.py FILE [--json]`
-constants --gpu cpu | unknown argument '--gpu': constants takes --json only
+constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 """,
     "plan.py, calibration": """
 @/plan.py layouts --model 176b --gpu a100-80
