@@ -234,7 +234,7 @@ def test_a_budget_stops_it_and_a_larger_one_goes_on(tmp_path):
 @pytest.mark.parametrize("numbers", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGHUP"), ("SIGHUP",)])
 def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, tmp_path):
     """A second signal while the trial is being ended changes nothing."""
-    failures = json.dumps({"hang": {"pp": 2}})
+    failures = json.dumps({"hang": {"pp": 4}})
     environment = {"FAKE_FAILURES": failures, "TEST_FOLDER": str(tmp_path)}
     command = [sys.executable, "tune.py", *SHAPE.split(), *SMALL.split(), "--gpu", "cpu"]
     command += ["--ranks", "8", "--launch", FAKE, "--out", str(tmp_path), "--all"]
@@ -368,7 +368,7 @@ def test_the_real_rehearsal_decides_what_is_queued(tmp_path):
     rates = tmp_path / "rates.toml"
     rates.write_text('device = "NVIDIA A100-SXM4-80GB"\nmemory = 4.9e9\n')
     out = tmp_path / "out"
-    more = ["--gpu", "a100-80", "--calibration", str(rates), "--all"]
+    more = ["--gpu", "a100-80", "--calibration", str(rates), "--all", "--risk", "1"]
     done, stored = tuned(out, *words.split(), *more, ranks_=2)
     assert done.status == 0, done.err + done.out
     assert {t["label"]: t["status"] for t in stored} == {
