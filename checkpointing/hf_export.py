@@ -29,13 +29,13 @@ from checkpointing.index import Index
 from checkpointing.load import Progress
 from checkpointing.save import origin
 from checkpointing.verification import check_shapes
+from config import families
 from config.command_line import make_model
 from config.messages import UserError
 from config.schema import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-JSON_BYTES = 2**26  # at the most, of a file that is read
 
 
 def export_weights(
@@ -232,17 +232,7 @@ def _path_in(folder: str, name: str) -> str:
 
 
 def _read_json(folder: str, name: str) -> dict[str, Any]:
-    path = _path_in(folder, name)
-    try:
-        with file_format.open_regular(path) as file:
-            value = json.loads(file.read(JSON_BYTES))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
+    return families.read_object(_path_in(folder, name), file_format.open_regular)
 
 
 # Buffers and copies that files of these families may contain in addition to the weights.

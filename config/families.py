@@ -11,9 +11,10 @@ import dataclasses
 import json
 import os
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from config.messages import UserError
 from config.schema import ModelShape
@@ -202,8 +203,13 @@ def _find(path: str) -> str:
 def _read_json(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise UserError(f"--model {path}: there is no such file, and no preset of that name")
+    return read_object(path, lambda path: open(path, "rb"))
+
+
+def read_object(path: str, opened: Callable[[str], BinaryIO]) -> dict[str, Any]:
+    """The object in a JSON file; UserError if there is none. opened: opens it for reading."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             value = json.loads(file.read(MOST_BYTES))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -17,6 +17,7 @@ from config.messages import UserError
 from config.schema import GROUPS, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
+from planner.questions import FULL_BATCH
 from schedules.automatic import settled_layout
 
 OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
@@ -93,8 +94,7 @@ def read(path: str, machine: Machine) -> Run:
     if len(seconds) < FEWEST_STEPS:
         has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
         raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
-    full: dict[str, Any] = {"rampup_batch_size": None, "batch_schedule": None}
-    training = replace(config.training, global_batch_size=batch, **full)
+    training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     layout = replace(config.layout, dp=config.layout.dp or 1)
     job = Job(config.model, layout, training, machine)
     job = job._replace(layout=settled_layout(job.model, layout, job.micro_batches)[0])

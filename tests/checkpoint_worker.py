@@ -7,9 +7,9 @@ A job is a dictionary: `options` as on the command line, with `out` and, to load
 """
 
 import dataclasses
-import json
-import sys
 from pathlib import Path
+
+from golden_worker import run_jobs
 
 import data
 import trainer
@@ -19,8 +19,7 @@ from checkpointing.save import Checkpointer
 from config import schema as configuration
 from config import validation
 from config.command_line import build
-from distributed.context import start
-from distributed.launch import discover
+from distributed.context import Context
 
 BATCH = 4
 writer.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
@@ -82,21 +81,10 @@ def run(config: configuration.Config, before: int, after: int, context=None) -> 
     return {"numbers": numbers, "lines": lines, "progress": dataclasses.asdict(progress)}
 
 
-def main() -> None:
-    source, target = sys.argv[1:3]
-    context = start(discover(), configuration.Run())
-    with context.failing_loudly():
-        with open(source) as file:
-            jobs = json.load(file)
-        results = []
-        for job in jobs:
-            config = validation.check(options(job["options"]), context.size)
-            results.append(run(config, job["before"], job["after"], context))
-        if context.rank == 0:
-            with open(target, "w") as file:
-                json.dump(results, file)
-    context.stop()
+def run_job(job: dict, context: Context) -> dict:
+    config = validation.check(options(job["options"]), context.size)
+    return run(config, job["before"], job["after"], context)
 
 
 if __name__ == "__main__":
-    main()
+    run_jobs(run_job)

@@ -9,6 +9,8 @@ the mesh is an object that is passed.
 import json
 import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,7 +19,7 @@ import trainer
 from config import schema as configuration
 from config import validation
 from config.command_line import build
-from distributed.context import start
+from distributed.context import Context, start
 from distributed.launch import discover
 from telemetry.replica_check import unequal_replicas
 
@@ -92,23 +94,28 @@ def weights(state: trainer.TrainState) -> dict[str, float]:
     return total
 
 
-def main() -> None:
+def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
+    """Run every job of the first file that the command line names; rank 0 writes what they give to
+    the second one, but for None.
+    """
     source, target = sys.argv[1:3]
     context = start(discover(), configuration.Run())
     with context.failing_loudly():
         with open(source) as file:
-            cases = json.load(file)
-        results = []
-        for case in cases:
-            results.append(run(validation.check(options(case), context.size), context))
-            # What another rank found is lost otherwise: only rank 0 writes.
-            if results[-1]["unequal"]:
-                raise RuntimeError(f"{case}: {results[-1]['unequal']}")
+            results = [run_job(job, context) for job in json.load(file)]
         if context.rank == 0:
             with open(target, "w") as file:
-                json.dump(results, file)
+                json.dump([one for one in results if one is not None], file)
     context.stop()
 
 
+def run_case(case: dict, context: Context) -> dict:
+    result = run(validation.check(options(case), context.size), context)
+    # What another rank found is lost otherwise: only rank 0 writes.
+    if result["unequal"]:
+        raise RuntimeError(f"{case}: {result['unequal']}")
+    return result
+
+
 if __name__ == "__main__":
-    main()
+    run_jobs(run_case)

@@ -6,23 +6,19 @@ A job is {"sample": arguments of sample.py}, whose output is printed, or {"stats
 run}, whose rows are the results.
 """
 
-import json
-import sys
-
 import golden_worker
 
 import data
 import sample
 import trainer
-from config import schema as configuration
 from config import validation
-from distributed.context import start
-from distributed.launch import discover
+from config.schema import Config
+from distributed.context import Context
 from generation.decoding import Choice, Decoder
 from telemetry.layer_stats import LayerStats
 
 
-def layer_rows(config: configuration.Config, context=None) -> list[dict]:
+def layer_rows(config: Config, context=None) -> list[dict]:
     """What --stats-every 2 finds in three steps, the steps' gradient norms, and a greedy sample
     after each, if the layout can sample.
     """
@@ -41,26 +37,15 @@ def layer_rows(config: configuration.Config, context=None) -> list[dict]:
     return rows
 
 
-def main() -> None:
-    source, target = sys.argv[1:3]
-    context = start(discover(), configuration.Run())
-    with context.failing_loudly():
-        with open(source) as file:
-            jobs = json.load(file)
-        results = []
-        for job in jobs:
-            if "sample" in job:
-                given = sample.parse(job["sample"])
-                for line in sample.run(sample.prepare_task(given, context.size), context):
-                    print(line) if context.rank == 0 else None
-            else:
-                config = golden_worker.options(job["stats"] | {"stats_every": 2})
-                results.append(layer_rows(validation.check(config, context.size), context))
-        if context.rank == 0:
-            with open(target, "w") as file:
-                json.dump(results, file)
-    context.stop()
+def run_job(job: dict, context: Context) -> list[dict] | None:
+    if "sample" not in job:
+        config = golden_worker.options(job["stats"] | {"stats_every": 2})
+        return layer_rows(validation.check(config, context.size), context)
+    given = sample.parse(job["sample"])
+    for line in sample.run(sample.prepare_task(given, context.size), context):
+        print(line) if context.rank == 0 else None
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    golden_worker.run_jobs(run_job)
