@@ -45,7 +45,7 @@ READ_BY |= dict.fromkeys(("price_per_gpu_hour", "watts_per_gpu"), ("layouts", "d
 READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
 LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
-LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4, "cp": 1e4}
+LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
 LIMITS |= {"deadline": 1e5}  # days
 QUESTIONS = questions.QUESTIONS | model_questions.QUESTIONS
 QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
@@ -188,7 +188,7 @@ def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
     """The answer with what a rehearsal says about its first layouts."""
     options, config = question.options, question.config
     if isinstance(config.model, plan_only.PlanOnly) or question.machine.software.fp8:
-        raise UserError("--rehearse: the engine has neither experts nor cp nor fp8")
+        raise UserError("--rehearse: the engine has neither experts nor fp8")
     if options.config and run_files.is_source(options.config):
         raise UserError(f"--rehearse takes flags or a TOML file, not --config {options.config}")
     training, data = config.training, cast(dict[str, Any], found.data)
@@ -291,7 +291,6 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     add("experts", f"{only} experts of a block, each an MLP of --ffn-hidden", type=int, metavar="N")
     add("experts_per_token", f"{only} of them for each token", type=int, metavar="N")
     add("ep", f"{only} ranks that share a block's experts (of a node)", type=int, metavar="N")
-    add("cp", f"{only} ranks that share the tokens of a sample", type=int, metavar="N")
     add("fp8", f"{only} linear layers of blocks in fp8", action="store_true", default=None)
 
 

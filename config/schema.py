@@ -160,7 +160,8 @@ class Layout:
 
     tp: int = option(1, "tensor-parallel ranks", minimum=1)
     pp: int = option(1, "pipeline-parallel ranks", minimum=1)
-    dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp)", minimum=1)
+    cp: int = option(1, "context-parallel ranks, which share a sample's tokens", minimum=1)
+    dp: int = option(None, "data-parallel replicas, default: ranks / (tp x pp x cp)", minimum=1)
     sequence_parallel: bool = option(
         None,
         "split norms and residuals along the sequence over tp; default: on GPUs, if it divides",
@@ -210,8 +211,8 @@ class Layout:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Ranks along every axis of the mesh; dp must be filled in. cp is 1: it has no option."""
-        return {"pp": self.pp, "dp": self.dp, "cp": 1, "tp": self.tp}
+        """Ranks along every axis of the mesh; dp must be filled in."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     @property
     def stages_per_rank(self) -> int:
@@ -232,7 +233,7 @@ class Layout:
 
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
         """With the options that are left to the machine decided, when dp is filled in."""
-        fits = {"sequence_parallel": self.tp > 1 and seq_length % self.tp == 0}
+        fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
         fits["overlap_param_gather"] = self.zero in (1, 2) and self.dp != 1
         left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
         left = {name: on for name, on in left.items() if getattr(self, name) is None}

@@ -20,7 +20,7 @@ from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, bat
 
 def check(config: Config, ranks: int) -> Config:
     """The configuration with dp filled in; UserError if it cannot run on that many ranks."""
-    layout = _place(config.layout, ranks)
+    layout = with_dp(config.layout, ranks, "ranks")
     config = dataclasses.replace(config, layout=layout)
     check_shape(config.model)
     check_split(config.model, layout)
@@ -50,13 +50,15 @@ def check_any_length(config: Config, ranks: int) -> Config:
     return check(config, ranks)
 
 
-def _place(layout: Layout, ranks: int) -> Layout:
-    tp, pp, dp = layout.tp, layout.pp, layout.dp
-    if ranks % (tp * pp):
-        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {ranks} ranks")
-    if dp is not None and tp * pp * dp != ranks:
-        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {ranks} ranks")
-    return dataclasses.replace(layout, dp=ranks // (tp * pp))
+def with_dp(layout: Layout, ranks: int, name: str) -> Layout:
+    """The layout with dp filled in; UserError if it does not divide so many ranks, by that name."""
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
+    replica, product = tp * pp * cp, f"tp({tp}) * pp({pp})" + f" * cp({cp})" * (cp > 1)
+    if ranks % replica:
+        raise UserError(f"{product} * dp(?) does not divide {ranks} {name}")
+    if dp is not None and replica * dp != ranks:
+        raise UserError(f"{product} * dp({dp}) = {replica * dp} is not {ranks} {name}")
+    return dataclasses.replace(layout, dp=ranks // replica)
 
 
 def check_shape(model: ModelShape) -> None:
@@ -108,10 +110,8 @@ def check_split(model: ModelShape, layout: Layout) -> None:
     for name, size in (parts | {"ffn-hidden": model.ffn_hidden}).items():
         if size % tp:
             raise UserError(f"tp({tp}) does not divide {name}({size})")
-    if layout.sequence_parallel and model.seq_length % tp:
-        raise UserError(
-            f"--sequence-parallel: tp({tp}) does not divide seq-length({model.seq_length})"
-        )
+    if product := _uncut(layout, model.seq_length):
+        raise UserError(f"{product} does not divide seq-length({model.seq_length})")
     _check_schedule(layout)
     _check_vocab_pp(layout)
     if layout.stages > model.layers + 2:
@@ -121,6 +121,16 @@ def check_split(model: ModelShape, layout: Layout) -> None:
             f"{model.layers} blocks + embedding + head = {model.layers + 2}"
         )
     explicit_partition(layout, model.layers)
+
+
+def _uncut(layout: Layout, length: int) -> str:
+    """What must divide the tokens of a sample and does not, in words; empty if all of it does."""
+    tp, cp = layout.tp, layout.cp
+    if cp > 1 and length % (2 * cp):
+        return f"2 * cp({cp})"
+    if layout.sequence_parallel and length % (cp * tp):
+        return "--sequence-parallel: " + f"cp({cp}) * " * (cp > 1) + f"tp({tp})"
+    return ""
 
 
 def _check_schedule(layout: Layout) -> None:
@@ -270,15 +280,15 @@ def _check_data_schedule(config: Config) -> None:
 
 def _check_curriculum(config: Config) -> None:
     """Raise UserError if --curriculum does not go with the model, the layout or other options."""
-    found, length, tp = config.curriculum, config.model.seq_length, config.layout.tp
+    found, length = config.curriculum, config.model.seq_length
     if found is None:
         return
     given = f"--curriculum {config.data.curriculum}"
     if found.end != length:
         raise UserError(f"{given} ends at {found.end} tokens, but seq-length is {length}")
-    if config.layout.sequence_parallel and found.multiple % tp:
+    if product := _uncut(config.layout, found.multiple):
         every = f"must divide every length, but not MULTIPLE({found.multiple})"
-        raise UserError(f"{given}: with --sequence-parallel tp({tp}) {every}")
+        raise UserError(f"{given}: {product} {every}")
     if config.training.batch_schedule:
         counts = f"--batch-schedule counts tokens by seq-length({length})"
         raise UserError(f"{given}: {counts}; use --rampup-batch-size, which counts samples")

@@ -1,7 +1,7 @@
 """What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
 hardware        machines: rates, links, software, from hardware/*.toml
-job, plan_only  what every formula takes; experts, cp and fp8, which are only planned
+job, plan_only  what every formula takes; experts and fp8, which are only planned
 op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
 step_time       seconds of a step, from the simulated schedule
 memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit

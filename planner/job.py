@@ -29,8 +29,8 @@ class Job(NamedTuple):
 
     @property
     def cp(self) -> int:
-        """Ranks that share the tokens of a sample: more than one in planning only."""
-        return self.model.cp if isinstance(self.model, PlanOnly) else 1
+        """Ranks that share the tokens of a sample."""
+        return self.layout.cp
 
     @property
     def shards(self) -> int:

@@ -14,7 +14,7 @@ from config.batch_schedule import BatchSchedule
 from config.messages import UserError
 from config.model_stats import block_flops, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
-from config.validation import check_batch, check_shape, check_split
+from config.validation import check_batch, check_shape, check_split, with_dp
 from config.validation import refusal_of_vocab_pp as refused
 from planner import memory, risk
 from planner.hardware import Machine
@@ -136,7 +136,7 @@ def _candidates(
         for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
             base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
             try:
-                yield ways(model, _placed(gpus, base), fixed)
+                yield ways(model, with_dp(base, gpus, "GPUs"), fixed)
             except UserError as error:
                 yield Rejected({"tp": tp, "pp": pp}, str(error))
 
@@ -158,16 +158,6 @@ def _sized(
             yield _rejected(layout, str(error))
             continue
         yield [replace(way, micro_batch_size=micro) for way in placed]
-
-
-def _placed(gpus: int, layout: Layout) -> Layout:
-    """The layout with dp filled in; UserError if it does not divide the GPUs."""
-    tp, pp, dp = layout.tp, layout.pp, layout.dp
-    if gpus % (tp * pp):
-        raise UserError(f"tp({tp}) * pp({pp}) * dp(?) does not divide {gpus} GPUs")
-    if dp is not None and tp * pp * dp != gpus:
-        raise UserError(f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {gpus} GPUs")
-    return replace(layout, dp=gpus // (tp * pp))
 
 
 def _rejected(layout: Layout, reason: str) -> Rejected:
@@ -317,10 +307,10 @@ def rampup_verdict(layout: Layout, schedule: BatchSchedule) -> str:
 def allowed(layout: Layout, batch: int, node: int, most_nodes: int) -> list[dict[str, Any]]:
     """The numbers of `nodes` of `node` GPUs, up to `most_nodes`, whose replicas divide a batch.
 
-    Each with its `dp`, one replica having tp x pp GPUs, and with those `micro_batches` of the
+    Each with its `dp`, one replica having tp x pp x cp GPUs, and with those `micro_batches` of the
     ranking that divide the batch.
     """
-    found, replica = [], layout.tp * layout.pp
+    found, replica = [], layout.tp * layout.pp * layout.cp
     for nodes in range(1, most_nodes + 1):
         dp, rest = divmod(nodes * node, replica)
         if rest == 0 and batch % dp == 0:

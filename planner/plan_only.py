@@ -1,4 +1,4 @@
-"""What can be planned although the engine cannot train it: mixtures of experts, cp, fp8.
+"""What can be planned although the engine cannot train it: mixtures of experts, fp8.
 
     model, machine, notes = applied(options, model, machine)
 
@@ -19,7 +19,7 @@ from config.messages import UserError
 from config.schema import ModelShape
 from planner.hardware import Machine
 
-FLAGS = ("experts", "experts_per_token", "ep", "cp", "fp8")
+FLAGS = ("experts", "experts_per_token", "ep", "fp8")
 # Questions whose answer does not follow from one shape on given GPUs.
 OTHERS = ("largest", "smallest", "shapes", "rampup")
 # Keys of a config.json: experts of a block, and what is not planned. Families with experts, and
@@ -31,12 +31,11 @@ DENSE = {"mixtral": "mistral", "qwen3_moe": "qwen3", "qwen2_moe": "qwen2"}
 
 @dataclass(frozen=True)
 class PlanOnly(ModelShape):
-    """A shape whose MLP may be several experts, and over how many ranks samples are spread."""
+    """A shape whose MLP may be several experts."""
 
     experts: int = 1
     experts_per_token: int = 1
     ep: int = 0  # ranks that share a block's experts; 0: as many of a node as divide them
-    cp: int = 1  # ranks that share the tokens of a sample
 
     @property
     def mlps(self) -> tuple[int, int]:
@@ -64,21 +63,19 @@ def applied(
     if given:
         model = PlanOnly(**asdict(model) | given)
         _check(model, "experts" in given)
-    cannot = {"mixtures of experts": "experts", "context parallelism": "cp", "fp8": "fp8"}
+    cannot = {"mixtures of experts": "experts", "fp8": "fp8"}
     names = [text for text, name in cannot.items() if getattr(options, name)]
     return model, machine, [f"planned only: train.py cannot train with {' and '.join(names)}"]
 
 
 def _check(model: PlanOnly, has_experts: bool) -> None:
-    experts, active, ep, cp = model.experts, model.experts_per_token, model.ep, model.cp
+    experts, active, ep = model.experts, model.experts_per_token, model.ep
     if not has_experts and (ep or active > 1):
         raise UserError("--ep and --experts-per-token need --experts N")
     if has_experts and not 0 < active <= experts:
         raise UserError(f"--experts-per-token {active} is not 1 to experts({experts})")
     if ep and experts % ep:
         raise UserError(f"ep({ep}) does not divide experts({experts})")
-    if cp > 1 and model.seq_length % (2 * cp):
-        raise UserError(f"2 * cp({cp}) does not divide seq-length({model.seq_length})")
 
 
 def of_config(name: str) -> tuple[dict[str, Any], dict[str, int], list[str]]:

@@ -62,14 +62,6 @@ class Question:
         """--gpus, or --nodes full nodes."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
-    @property
-    def cp(self) -> int:
-        """Ranks that share a sample; a Layout is about one of them. UserError if uneven."""
-        cp = self.config.model.cp if isinstance(self.config.model, PlanOnly) else 1
-        if self.gpus % cp:
-            raise UserError(f"cp({cp}) does not divide {self.gpus} GPUs")
-        return cp
-
     def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
         """All layouts on these GPUs that agree with what was given, and those that cannot run:
         train.py's own check has the last word.
@@ -78,15 +70,14 @@ class Question:
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
         if self.options.question not in SEARCHED:  # a ramp-up ranks often
             fixed = {"schedule": "1f1b", "vocab_pp": False, "recompute_layers": None} | fixed
-        ranks = self.gpus // self.cp
-        refusal = lambda layout: _refusal(replace(run, layout=layout), ranks)  # noqa: E731
-        about, watch = (run.model, run.training, self.machine, ranks), _watch(self.gpus)
+        refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
+        about, watch = (run.model, run.training, self.machine, self.gpus), _watch(self.gpus)
         return layouts.rank(*about, fixed, refusal, self.options.risk, watch)
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
         layout, given = self.config.layout, self.options.gpus or self.options.nodes
-        ranks = self.gpus // self.cp if given else layout.tp * layout.pp * (layout.dp or 1)
+        ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
         return Job(run.model, run.layout, run.training, self.machine)
 
@@ -317,7 +308,7 @@ def rampup(question: Question) -> Answer:
             "which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as "
             "192 16 9765625, or --batch-schedule TOKENS:SIZE ..., such as 0:192 5B:1024"
         )
-    replica = run.layout.tp * run.layout.pp
+    replica = run.layout.tp * run.layout.pp * run.layout.cp
     most = -(-(question.options.gpus or 0) // node) or question.options.nodes
     most = most or -(-levels[0].batch * replica // node)  # one sample for each replica at first
     divisor = math.gcd(*(level.batch for level in levels))  # what divides it divides every batch

@@ -59,7 +59,7 @@ def ways(model: ModelShape, placed: Layout, given: Collection[str]) -> list[Layo
 
 def sequences(model: ModelShape, layout: Layout, given: Collection[str]) -> list[Layout]:
     """A layout with and without sequence parallelism, unless that is `given` or impossible."""
-    if "sequence_parallel" in given or layout.tp == 1 or model.seq_length % layout.tp:
+    if "sequence_parallel" in given or layout.tp == 1 or model.seq_length % (layout.tp * layout.cp):
         return [layout]
     return [replace(layout, sequence_parallel=on) for on in (True, False)]
 

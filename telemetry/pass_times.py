@@ -73,7 +73,7 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
         # Not all blocks do: the search counts none, or what those that do take beside.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
-    axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.dp)}
+    axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
     deferred, device = DeferredGradients(), context.device
     split = layout.sequence_parallel
     factory = ParamFactory(Mesh(axes, context), dtype, device, 0, 0.02, split, deferred)

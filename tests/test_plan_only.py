@@ -180,7 +180,7 @@ def test_a_config_json_that_cannot_be_planned(tmp_path):
 def test_cp_shares_the_tokens_and_not_the_weights():
     model = replace(preset("gpt2-1.5b"), seq_length=32768, max_positions=32768)
     one = job(model, Layout(dp=8))
-    four = job(with_experts(model, cp=4), Layout(dp=2))
+    four = job(model, Layout(cp=4, dp=2))
     assert four.gpus == one.gpus == 8
     assert four.tokens == one.tokens / 4
     before, after = memory.stages(one)[0], memory.stages(four)[0]
@@ -198,10 +198,13 @@ def test_a_model_that_fits_with_cp_alone():
     assert not ask(line).data["ranked"]
     found = ask(f"{line} --cp 8 --risk 1").data
     assert [(row["dp"], row["recompute"]) for row in found["ranked"]] == [(1, "full")]
-    with pytest.raises(UserError, match=r"cp\(3\) does not divide 8 GPUs"):
-        ask(f"{line.replace('524288', '524286')} --cp 3")
-    with pytest.raises(UserError, match=r"2 \* cp\(8\) does not divide seq-length\(1000\)"):
-        ask(f"{line.replace('524288', '1000')} --cp 8")
+    for words, reason in (
+        ("--seq-length 524286 --cp 3", "tp(1) * pp(1) * cp(3) * dp(?) does not divide 8 GPUs"),
+        ("--seq-length 1000 --cp 8", "2 * cp(8) does not divide seq-length(1000)"),
+    ):
+        found = ask(f"{line.replace('--seq-length 524288', '')} {words}").data
+        assert not found["ranked"]
+        assert [row["reason"] for row in found["rejected"]] == [reason]
 
 
 def test_fp8_is_faster_where_there_is_any(capsys):
@@ -226,7 +229,7 @@ def test_fp8_is_faster_where_there_is_any(capsys):
         ("model --model 1b3 --experts 8 --ep 3", r"ep\(3\) does not divide experts\(8\)"),
         ("model --model 1b3 --experts 8 --experts-per-token 9", "9 is not 1 to experts"),
         ("model --model 1b3 --experts 0", "--experts must be above 0, not 0"),
-        ("layouts --model 1b3 --experts 8 --rehearse 1", "neither experts nor cp nor fp8"),
+        ("layouts --model 1b3 --experts 8 --rehearse 1", "neither experts nor fp8"),
     ],
 )
 def test_what_cannot_be_planned_is_one_sentence(line, message):
