@@ -18,19 +18,21 @@ from config.schema import ModelShape
 from config.validation import rotary_scaling
 from corpora.attention_masks import Mask, Past, alibi_slopes, causal_alibi, masked_attention
 from distributed.collectives import sum_both_ways
+from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
 from parallel import ColumnLinear, ParamFactory, RowLinear
 
 # ---- Positions -----------------------------------------------------------------------------------
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """ALiBi's slopes of the local heads: those of the whole model's heads, sliced; (a,)."""
+    """ALiBi's slopes of this tensor rank's heads: those of the whole model's, sliced; (a,)."""
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
 def alibi_bias(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """What ALiBi adds to the scores of the local heads: (1, a, s, s)."""
-    bias = causal_alibi(local_slopes(model, factory), model.seq_length)
+    """What ALiBi adds to the scores of the heads that attention is computed of: (1, a, s, s)."""
+    slopes = factory.mesh.heads.shard(local_slopes(model, factory))
+    bias = causal_alibi(slopes, model.seq_length)
     return bias.to(factory.device, factory.dtype)
 
 
@@ -89,14 +91,14 @@ class Attention(nn.Module):
         """std: of the output matrix at the start; recompute: all but the matrices in backward."""
         super().__init__()
         self.queries = model.heads // model.kv_heads
-        self.d, self.recompute = model.head_size, recompute
+        self.d, self.recompute, self.mesh = model.head_size, recompute, factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
         if self.norms is not None:
@@ -105,11 +107,20 @@ class Attention(nn.Module):
             q, k = rotate(q, rotary), rotate(k, rotary)
         if isinstance(bias, Past):
             mixed = _attend(q, *bias.extend(self, k, v))
-        elif self.recompute and torch.is_grad_enabled():
-            mixed = checkpoint(_attend, q, k, v, bias, use_reentrant=False)
         else:
-            mixed = _attend(q, k, v, bias)
+            q, k, v = to_heads(q, k, v, self.mesh.heads)
+            mixed = to_tokens(self._mix(q, k, v, bias), self.mesh.heads)
         return self.out(mixed)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
+        """Attention of this rank's heads: (s, b, heads, d) each -> (s, b, a d). bias: of the form
+        that a ring takes, or attention without one.
+        """
+        if self.mesh.ring.size > 1:  # which keeps no scores: there is nothing to recompute
+            return ring_attention(q, k, v, bias, self.mesh.ring)
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(_attend, q, k, v, bias, use_reentrant=False)
+        return _attend(q, k, v, bias)
 
 
 def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
@@ -168,14 +179,19 @@ def attention_kernel(
     model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
 ) -> str:
     """Which of torch's attention kernels runs in training, for micro-batches of that size."""
+    mesh, alibi, s = factory.mesh, model.positions == "alibi", model.seq_length
+    over = f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
+    of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
+    if mesh.ring.size > 1:
+        kernel = ring_kernel(torch.empty(model.head_size, **of), masked or alibi)
+        return f"{kernel} in a ring of {mesh.ring.size} ranks{over}"
     if masked:
         kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
-        return f"torch {kernel}_attention, of masks"
-    tp, s, of = factory.mesh.tp.size, model.seq_length, (factory.dtype, factory.device)
-    qkv = torch.empty(s, micro_batch, model.qkv_width // tp, dtype=of[0], device=of[1])
+        return f"torch {kernel}_attention, of masks{over}"
+    parts = mesh.tp.size * mesh.heads.size
+    qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
     queries = model.heads // model.kv_heads
     q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
-    alibi = model.positions == "alibi"
-    bias = torch.empty(1, model.heads // tp, s, s, dtype=of[0], device=of[1]) if alibi else None
+    bias = torch.empty(1, model.heads // parts, s, s, **of) if alibi else None
     choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
-    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}"
+    return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"

@@ -43,6 +43,7 @@ from corpora.sample_order import (
     tokens_per_epoch,
 )
 from corpora.token_files import ANSWERS, IndexedDataset
+from distributed.collectives import Group
 
 # Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
 SURPLUS = 0.005
@@ -261,8 +262,10 @@ class BatchReader:
     are read ahead (corpora/prefetch.py).
     """
 
-    def __init__(self, config: Config, dp_rank: int, device: torch.device):
+    def __init__(self, config: Config, dp_rank: int, device: torch.device, cp: Group | None = None):
+        """cp: the ranks that share a sample's tokens; this one's are given. Default: itself."""
         self.layout, self.dp_rank, self.device = config.layout, dp_rank, device
+        self.cp = cp or Group()
         # Before the watchdog, which does not know the file.
         seconds = 0.8 * (config.run.hang_timeout or 300.0)
         shape = self.layout.micro_batch_size, config.model.seq_length
@@ -293,7 +296,7 @@ class BatchReader:
             if evaluated is not None:
                 batch = batch.first(evaluated - begin)
             # torch gives pinned memory away again only when the copy from it has ended.
-            return batch.to(self.device, length)
+            return batch.to(self.device, length, self.cp)
 
         return functools.cache(take) if self.layout.stages_per_rank > 1 else take
 

@@ -19,6 +19,7 @@ from attention import Attention, alibi_bias, local_slopes, rotary_tables
 from config.schema import Layout, ModelShape
 from corpora.attention_masks import Mask, Past, visible
 from data import Batch
+from distributed.context_parallel import Seen
 from loss import cross_entropy
 from parallel import (
     ColumnLinear,
@@ -87,12 +88,12 @@ class Block(nn.Module):
         self.mlp = MLP(factory, f"{name}.mlp", model, std)
         self.recompute, self.kind = recompute == "full", model.block
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._run, x, bias, rotary, use_reentrant=False)
         return self._run(x, bias, rotary)
 
-    def _run(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+    def _run(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
         if self.kind == "post-norm":
             x = x + self.attention_norm(self.attention(x, bias, rotary))
             return x + self.mlp_norm(self.mlp(x))
@@ -117,6 +118,7 @@ class Embedding(nn.Module):
         """tied: another rank holds a copy of the tokens' matrix; spread: that all hold parts."""
         super().__init__()
         self.part = factory.mesh.tp if factory.sequence_parallel else None
+        self.cp = factory.mesh.cp
         h, self.tokens = model.hidden, None
         if not spread:
             self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
@@ -127,12 +129,13 @@ class Embedding(nn.Module):
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """positions: of the tokens, (b, s); None: 0 to s - 1 in each sample."""
+        """positions: of the tokens, (b, s); None: those of this rank's part of each sample."""
         x = tokens if self.tokens is None else self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
-                parts = self.part.size if self.part else 1
-                x = x + self._own_part(self.positions[: len(x) * parts, None])
+                parts = self.cp.size * (self.part.size if self.part else 1)
+                rows = self.cp.balanced_shard(self.positions[: len(x) * parts, None], 0)
+                x = x + self._own_part(rows)
             else:
                 x = x + F.embedding(self._own_part(positions.t()), self.positions)
         return x if self.norm is None else self.norm(x)
@@ -251,17 +254,25 @@ class Stage(nn.Module):
         for p in shared:
             p.passes = 2  # gradients in a micro-batch: one of each stage's backward
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
-        self.bias = self._bias = alibi_bias(model, factory) if alibi and not masked else None
-        self.slopes = local_slopes(model, factory).to(factory.device) if alibi and masked else None
+        self.cp, self.heads = factory.mesh.cp, factory.mesh.heads
+        self.ring = factory.mesh.ring.size > 1  # which makes no matrix of scores
+        makes = alibi and not masked and not self.ring
+        self.bias = self._bias = alibi_bias(model, factory) if makes else None
+        self.slopes = None
+        if alibi and not makes:
+            self.slopes = self.heads.shard(local_slopes(model, factory)).to(factory.device)
         self.dtype = factory.dtype
-        self.rotary = None
+        self.rotary = self._rotary = None
         if rotary:
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
-            self.rotary = cos, sin
+            self.rotary = self._rotary = cos, sin
         _check_count(self, shared)
 
     def set_length(self, length: int) -> None:
         """Of the samples from now on, in tokens: at most seq_length."""
+        if self._rotary is not None and self.cp.size > 1:
+            cos, sin = (self.cp.balanced_shard(table[:length], 0) for table in self._rotary)
+            self.rotary = cos, sin
         if self._bias is not None and self.bias is not None and self.bias.shape[-1] != length:
             # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
             self.bias = self._bias[..., :length, :length].contiguous()
@@ -288,16 +299,24 @@ class Stage(nn.Module):
         positions = positions if past is None else past.positions
         if self.embedding is not None:
             x = self.embedding(x, positions)
-        bias: Tensor | Mask | Past | None = self.bias if past is None else past
-        if batch is not None and batch.starts is not None and batch.stops is not None:
-            bias = visible(batch.starts, batch.stops, self.slopes, self.dtype)
+        bias = self._bias_of(batch) if past is None else past
         rotary = self.rotary
-        if rotary is not None and positions is not None:
-            cos, sin = (table[positions.t(), 0] for table in rotary)  # s b 1 d
+        if self._rotary is not None and positions is not None:
+            cos, sin = (table[positions.t(), 0] for table in self._rotary)  # s b 1 d
             rotary = cos, sin
         for block in self.blocks:
             x = block(x, bias, rotary)
         return x if self.output_norm is None else self.output_norm(x)
+
+    def _bias_of(self, batch: Batch | None) -> Tensor | Mask | Seen | None:
+        """What the tokens see, as attention takes it."""
+        starts, stops = (None, None) if batch is None else (batch.starts, batch.stops)
+        if self.ring:
+            plain = starts is None and self.slopes is None
+            return None if plain else Seen(starts, stops, self.slopes)
+        if starts is None or stops is None:
+            return self.bias
+        return visible(starts, stops, self.slopes, self.dtype)
 
 
 def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:

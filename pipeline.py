@@ -32,9 +32,9 @@ Batches = Callable[[int], Batch]
 class Pipeline:
     """The stages that one rank holds, by their number, ready to run a schedule.
 
-    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism; s and the number of
-    micro-batches may change from step to step. masked: every stage reads the batch, which says what
-    its attention sees.
+    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism, of this rank's tokens; s
+    and the number of micro-batches may change from step to step. masked: every stage reads the
+    batch, which says what its attention sees.
     """
 
     def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
@@ -49,8 +49,8 @@ class Pipeline:
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def set_length(self, length: int) -> None:
-        """Tokens of a sample from now on; sequence parallelism must divide them."""
-        split = self._layout.tp if self._layout.sequence_parallel else 1
+        """Tokens of a sample from now on; cp and sequence parallelism must divide them."""
+        split = self._layout.cp * (self._layout.tp if self._layout.sequence_parallel else 1)
         self.shape = (length // split, self._layout.micro_batch_size, self._model.hidden)
         for stage in self.stages.values():
             stage.set_length(length)

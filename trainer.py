@@ -94,7 +94,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
     config, _ = settled(config, device.type)
     layout, training = config.layout, config.training
-    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, layout.vocab_pp)
+    heads = layout.over_heads(config.model)
+    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, layout.vocab_pp, heads)
     dtype = DTYPES[training.precision]
     seed, std = training.seed, training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None
@@ -111,7 +112,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
             stage_of[spec.index] = Stage(factory, config.model, layout, spec, first, masked)
     stages = nn.ModuleList(stage_of.values())
     pipeline = Pipeline(stage_of, factory, config)
-    reader = data.BatchReader(config, mesh.dp.rank, factory.device)
+    reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
     return ModelState(config, factory, specs, stages, pipeline, reader)
 
 

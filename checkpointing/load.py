@@ -196,7 +196,7 @@ class Loader:
         """UserError for tensors of another shape in the checkpoint; a line that lists those missing
         or surplus there.
         """
-        reports = self.mesh.tp.rank == 0 and self.mesh.dp.rank == 0  # the others have the same
+        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0  # the others have the same
         own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
         ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
         theirs = index.shapes

@@ -214,6 +214,10 @@ class Layout:
         """Ranks along every axis of the mesh; dp must be filled in."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
+    def over_heads(self, model: ModelShape) -> int:
+        """How many of the cp ranks share attention's heads; the others form a ring."""
+        return math.gcd(self.cp, model.kv_heads // self.tp)
+
     @property
     def stages_per_rank(self) -> int:
         """Stages of one pipeline rank: several are called virtual stages."""
@@ -234,7 +238,7 @@ class Layout:
     def automatic(self, seq_length: int, on_gpu: bool) -> "Layout":
         """With the options that are left to the machine decided, when dp is filled in."""
         fits = {"sequence_parallel": self.tp > 1 and seq_length % (self.tp * self.cp) == 0}
-        fits["overlap_param_gather"] = self.zero in (1, 2) and self.dp != 1
+        fits["overlap_param_gather"] = self.zero in (1, 2) and (self.dp, self.cp) != (1, 1)
         left: dict[str, Any] = {name: on_gpu and fits[name] for name in fits}
         left = {name: on for name, on in left.items() if getattr(self, name) is None}
         return dataclasses.replace(self, **left)

@@ -22,6 +22,7 @@ from torch import Tensor
 from config.messages import UserError
 from config.run_options import Data
 from corpora.objectives import NO_TARGET, Objective, Readable
+from distributed.collectives import Group
 
 READERS = 4  # threads: reads that wait for a disk or a file system at the same time
 AHEAD = 8  # micro-batches that are read or being read before they are asked for
@@ -47,8 +48,10 @@ class Batch:
             self.labels[max(0, rows) :] = NO_TARGET
         return replace(self, count=int((self.labels >= 0).sum()))
 
-    def to(self, device: torch.device, length: int) -> "Batch":
-        """The first `length` tokens of each sample on a device, to which copies are under way."""
+    def to(self, device: torch.device, length: int, cp: Group) -> "Batch":
+        """Of the first `length` tokens of each sample those of this rank of cp, on a device, to
+        which copies are under way. starts and stops stay of all tokens: attention needs them.
+        """
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -58,7 +61,11 @@ class Batch:
             # Cut there: of pinned memory only a whole tensor is copied without a wait.
             moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
             moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
-            moved["count"] = int((self.labels[:, :length] >= 0).sum())  # of those on the host
+        for name in {"tokens", "labels", "positions"} & set(moved):
+            moved[name] = cp.balanced_shard(moved[name], 1)
+        if moved["labels"].shape != self.labels.shape:
+            own = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
+            moved["count"] = int((own >= 0).sum())
         return replace(self, **moved)
 
 

@@ -84,6 +84,15 @@ class Group:
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
+    def balanced_shard(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's two of 2 x size equal chunks along a dimension: the one of its own number,
+        and as far from the end.
+        """
+        if self.size == 1:
+            return tensor
+        chunks = tensor.chunk(2 * self.size, dim)
+        return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
+
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
         """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
         if self.size == 1:

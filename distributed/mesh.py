@@ -2,9 +2,9 @@
 
     rank = ((pp * DP + dp) * CP + cp) * TP + tp
 
-so a tensor group is a run of neighbouring ranks on one node and a pipeline crosses nodes; cp is
-one until there is context parallelism. A Mesh is passed to all that need one; `Mesh()` is a world
-of one that needs no process group.
+so a tensor group is a run of neighbouring ranks on one node, beside it the ranks that share its
+samples (cp), and a pipeline crosses nodes. A Mesh is passed to all that need one; `Mesh()` is a
+world of one that needs no process group.
 """
 
 from collections.abc import Mapping
@@ -25,6 +25,7 @@ class Mesh:
 
     axes: ranks along each axis; place: this rank's position on each. tp, cp, dp: the groups along
     these. replicas: ranks that hold the same parameters and see other tokens (dp and cp together).
+    heads: ranks of cp that share attention's heads; ring: those that hold the same heads.
     forward (also pp), backward: the ranks of this pipeline, once for activations and once for their
     gradients, so that the two never wait for one another on a GPU stream. tied: the first and the
     last of these. world: all. recorder: what this rank does, and the groups' operations.
@@ -36,13 +37,14 @@ class Mesh:
         context: Context | None = None,
         channels: bool = False,
         vocabulary: bool = False,
+        over_heads: int = 1,
     ):
         """Collective over all ranks when there is a context: groups are made in one fixed order.
 
         channels: whether ranks hold several stages, so that messages of one kind go both ways or
         round in a ring. vocabulary: whether the vocabulary is spread over pipeline ranks too: over
-        the group `vocabulary` of pp and tp. Raises ValueError if the axes do not multiply to the
-        number of ranks.
+        the group `vocabulary` of pp and tp. over_heads: how many neighbours of cp are in `heads`.
+        Raises ValueError if the axes do not multiply to the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
         self.rank, self.size = (context.rank, context.size) if context else (0, 1)
@@ -62,6 +64,12 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
+        self.heads, self.ring = Group((self.rank,)), self.cp
+        if over_heads > 1:
+            shared = rows_along(self.axes, ("cp",))
+            n, starts = over_heads, range(0, self.cp.size, over_heads)
+            self.heads = own_group([row[i : i + n] for row in shared for i in starts], "heads")
+            self.ring = own_group([row[i::n] for row in shared for i in range(n)], "ring")
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}

@@ -312,6 +312,7 @@ class Log:
         ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
         counts = [self.config.micro_batches(level.batch) for level in self.config.levels]
         micro_batches = " to ".join(map(str, sorted({min(counts), max(counts)})))
+        axes = f"tp {layout.tp} x pp {layout.pp}" + f" x cp {layout.cp}" * (layout.cp > 1)
         options = f"recompute {layout.recompute}"
         if layout.recompute_layers is not None:
             options += f" of the first {layout.recompute_layers} blocks of a stage"
@@ -323,7 +324,7 @@ class Log:
             options += ", weights gathered in the forward pass"
         return (
             f"{ranks} by {facts['launcher']} on {', '.join(facts['nodes'])}: "
-            f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, zero {layout.zero}, "
+            f"{axes} x dp {layout.dp}, zero {layout.zero}, "
             f"micro-batch {layout.micro_batch_size} x {micro_batches}, {options}; "
             f"{facts['device']}, {facts['threads_per_rank']} threads a rank, "
             f"collectives: {facts['backend']}, {self.config.training.precision}"

@@ -76,7 +76,8 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
     deferred, device = DeferredGradients(), context.device
     split = layout.sequence_parallel
-    factory = ParamFactory(Mesh(axes, context), dtype, device, 0, 0.02, split, deferred)
+    mesh = Mesh(axes, context, over_heads=layout.over_heads(config.model))
+    factory = ParamFactory(mesh, dtype, device, 0, 0.02, split, deferred)
     _, block, head = stage_specs(config.model, layout)
     return [*_seconds(config, factory, block), *_seconds(config, factory, head)]
 
@@ -89,7 +90,8 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
         p.gradient_added = lambda p: None
     model, layout, deferred = config.model, config.layout, factory.deferred
     assert deferred is not None  # _measure gives one
-    s, b = model.seq_length, layout.micro_batch_size
+    stage.set_length(model.seq_length)
+    s, b = model.seq_length // layout.cp, layout.micro_batch_size
     shape = (s // layout.tp if layout.sequence_parallel else s, b, model.hidden)
     x = torch.ones(shape, dtype=factory.dtype, device=factory.device, requires_grad=True)
     labels = torch.zeros(b, s, dtype=torch.long, device=factory.device)

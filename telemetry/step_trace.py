@@ -51,7 +51,7 @@ class StepTrace:
         stream, so that spans are the device's; messages on other streams are not waited for.
         """
         at = self.recorder.coordinates
-        if step == self.profiled_step and at["tp"] == at["dp"] == 0:
+        if step == self.profiled_step and at["tp"] == at["dp"] == at.get("cp", 0) == 0:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
         if step != self.step:
