@@ -46,7 +46,7 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
 
 def _about(run: Rehearsal) -> dict[str, Any]:
     layout = run.config.layout
-    names = {"tp": layout.tp, "pp": layout.pp, "dp": layout.dp}
+    names = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     return names | {
         "ranks": len(run.world.traces),
         "ranks_run": [record.rank for record in run.records],
@@ -58,11 +58,10 @@ def _about(run: Rehearsal) -> dict[str, Any]:
 
 def _header(about: dict[str, Any]) -> str:
     count, ranks = len(about["ranks_run"]), about["ranks"]
-    text = (
-        f"{ranks} ranks, tp {about['tp']} x pp {about['pp']} x dp {about['dp']}: {count} were run"
-    )
+    axes = f"tp {about['tp']} x pp {about['pp']}" + f" x cp {about['cp']}" * (about["cp"] > 1)
+    text = f"{ranks} ranks, {axes} x dp {about['dp']}: {count} were run"
     if count < ranks:
-        text += ", the others are taken to do as the first of their stage (--all-ranks runs all)"
+        text += ", the others are taken to do as one of their stage (--all-ranks runs all)"
     text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
         text += f" in place of {about['micro_batches_of_run']}: these reach the steady state"

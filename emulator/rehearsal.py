@@ -127,7 +127,7 @@ def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     """The world whose distinct ranks these are."""
     config, of_rank = case.config, {record.rank: record.events for record in records}
-    traces = {r: of_rank.get(r, of_rank[s[0]]) for s in stages_of(config) for r in s}
+    traces = {r: of_rank.get(r, of_rank[row[0]]) for row in alike(config) for r in row}
     world = World(records[0].rows, [traces[rank] for rank in range(case.world)])
     most = max(level.batch for level in config.levels)
     count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
@@ -168,12 +168,22 @@ def stages_of(config: Config) -> list[list[int]]:
     return stages
 
 
+def alike(config: Config) -> list[list[int]]:
+    """Ranks that do the same: those of a stage, at one place of their rings."""
+    layout, of_place = config.layout, dict[tuple[int, int], list[int]]()
+    for rank in range(math.prod(layout.axes.values())):
+        at = coordinates(rank, layout.axes)
+        place = at["pp"], at["cp"] // layout.over_heads(config.model)
+        of_place.setdefault(place, []).append(rank)
+    return list(of_place.values())
+
+
 def distinct_ranks(config: Config) -> list[int]:
-    """Ranks that may differ: the first of every stage; of the first and last stage also the last
+    """Ranks that may differ: the first of those alike; of the first and last stage also the last
     rank, at the ends of tp and dp, which may hold padding, or other parts of the parameters.
     """
     stages = stages_of(config)
-    return sorted({stages[0][-1], stages[-1][-1], *(ranks[0] for ranks in stages)})
+    return sorted({stages[0][-1], stages[-1][-1], *(ranks[0] for ranks in alike(config))})
 
 
 # ---- One rank ------------------------------------------------------------------------------------

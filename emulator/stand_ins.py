@@ -49,7 +49,8 @@ class StandInGroup(Group):
     """A group whose other members do not exist.
 
     all_reduce leaves the tensor, reduce_scatter copies this rank's slice, all_gather repeats the
-    source, or leaves an output that contains it; receive fills with normal numbers.
+    source, or leaves an output that contains it, all_to_all gives the source; receive fills with
+    normal numbers.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, role: str, ledger: Ledger):
@@ -70,6 +71,9 @@ class StandInGroup(Group):
         inside = rows[self.rank].data_ptr() == source.data_ptr()
         repeat = None if inside else lambda: rows.copy_(source.reshape(1, -1).expand_as(rows))
         return self._stand_in("all_gather", output, repeat)
+
+    def all_to_all(self, output: Tensor, source: Tensor) -> Handle:
+        return self._stand_in("all_to_all", source, lambda: output.copy_(source))
 
     def send(self, tensor: Tensor, to: int) -> Handle:
         return self._stand_in("send", tensor)
