@@ -1,0 +1,119 @@
+"""A context that no rank holds alone: the loss, and what activations take, with and without --cp.
+
+    python benchmarks/context.py --tokens 131072 --cp 4
+
+One step of a small model on one sample of that many tokens, on one rank and on --cp ranks of this
+machine: loss and gradient norm; the bytes of the tensors that the forward pass saves for the
+backward pass, each storage once and parameters not, of the rank that saves most; the largest
+resident memory of a rank beyond what it had before the step; seconds.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor
+
+import data
+import trainer
+from config import validation
+from config.command_line import parse
+from config.run_options import Run
+from distributed.collectives import MAX
+from distributed.context import start
+from distributed.launch import discover
+
+SHAPE = "--vocab-size 256 --steps 1 --global-batch-size 1 --positions rotary --precision fp32"
+
+
+def measured_step(words: list[str]) -> dict | None:
+    """One step as this rank of those that were started; the answer on the first one."""
+    context = start(discover(), Run(watchdog=False))
+    with context.failing_loudly():
+        config = validation.check(parse(words), context.size)
+        splits, state = data.build(config), trainer.build(config, context)
+        saved: dict[int, int] = {}
+        known = {p.untyped_storage().data_ptr() for p in state.stages.parameters()}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        resident, began = peak_of_process(), time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            result = trainer.step(state, splits.train, 0, 1e-3)
+        seconds = time.perf_counter() - began
+        own = [float(sum(saved.values())), float(peak_of_process() - resident), seconds]
+        most = torch.tensor(own, dtype=torch.float64)
+        state.factory.mesh.world.all_reduce(most, MAX).wait()
+        state.reader.close()
+    names = ("saved", "resident", "seconds")
+    found = {"loss": result.loss, "norm": result.grad_norm} | dict(zip(names, most.tolist()))
+    first = context.rank == 0
+    context.stop()
+    return found if first else None
+
+
+def peak_of_process() -> int:
+    """Bytes: the largest resident memory so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run(ranks: int, words: list[str]) -> dict:
+    """The step on so many ranks, of one thread each."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "answer.json"
+        command = ["mpirun", "-n", str(ranks), sys.executable, __file__, "--answer", str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run([*command, "--", *words], env=environment, check=True)
+        return json.loads(out.read_text())
+
+
+def main() -> None:
+    """Both sides, as a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--cp", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
+    options, words = parser.parse_known_args()
+    if options.answer:
+        found = measured_step(words[1:])
+        if found:
+            Path(options.answer).write_text(json.dumps(found))
+        return
+    names = ("layers", "hidden", "heads", "kv_heads")
+    shape = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
+    shape += [f"--seq-length={options.tokens}", *SHAPE.split()]
+    one = run(1, shape)
+    many = run(options.cp, [*shape, f"--cp={options.cp}"])
+    print(f"{options.tokens:,} tokens, {' '.join(shape)}")
+    print("| | loss | gradient norm | saved, MB a rank | resident, MB a rank | s |")
+    print("|---|---|---|---|---|---|")
+    for name, row in (("one rank", one), (f"cp {options.cp}", many)):
+        megabytes = f"{row['saved'] / 1e6:.1f} | {row['resident'] / 1e6:.0f}"
+        print(f"| {name} | {row['loss']:.8f} | {row['norm']:.8f} | {megabytes} | ", end="")
+        print(f"{row['seconds']:.1f} |")
+    ratios = [many[key] / one[key] for key in ("saved", "resident", "seconds")]
+    off = [abs(many[key] / one[key] - 1) for key in ("loss", "norm")]
+    print(f"| ratio | off by {off[0]:.1e} | off by {off[1]:.1e} | ", end="")
+    print(" | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""Context parallelism: ranks that share the tokens of a sample give the single rank's result.
+
+Attention itself is tried with ranks that are threads of this process; the golden cases, the resume
+and the samples are of real ranks.
+"""
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from config import validation
+from config.command_line import parse
+from config.messages import UserError
+from config.schema import Layout
+from corpora.attention_masks import alibi_slopes
+from distributed.collectives import Group
+from distributed.context_parallel import Seen, ring_attention, to_heads, to_tokens
+from distributed.mesh import Mesh
+
+# ------------------------------------------------------------------------------------------------
+# Attention, with threads as ranks
+# ------------------------------------------------------------------------------------------------
+
+
+class Done:
+    """A communication that has ended."""
+
+    def __init__(self, complete: Callable[[], object] = lambda: None):
+        self.complete = complete
+
+    def wait(self) -> None:
+        self.complete()
+
+
+class ThreadGroup(Group):
+    """A group whose members are threads; `wires` has a queue for every pair of them."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, wires: dict):
+        super().__init__(ranks, ranks.index(rank))
+        self.wires = wires
+
+    def send(self, tensor, to):
+        self.wires[self.ranks[self.rank], self.ranks[to]].put(tensor.clone())
+        return Done()
+
+    def receive(self, tensor, source):
+        wire = self.wires[self.ranks[source], self.ranks[self.rank]]
+        return Done(lambda: tensor.copy_(wire.get(timeout=120)))
+
+    def all_to_all(self, output, source):
+        for to, block in enumerate(source.chunk(self.size)):
+            self.send(block, to)
+        return Done(
+            lambda: [self.receive(o, j).wait() for j, o in enumerate(output.chunk(self.size))]
+        )
+
+
+def on_threads(count: int, work: Callable[[int, dict], None]) -> None:
+    """work(rank, wires) on so many threads at once; raises what one of them raised."""
+    wires = {(a, b): SimpleQueue() for a in range(count) for b in range(count)}
+    failed = []
+
+    def run(rank: int) -> None:
+        try:
+            work(rank, wires)
+        except BaseException as error:  # for the test's own thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    if failed:
+        raise failed[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def mixed_by_ranks(qkv, cp: int, over_heads: int, seen: Seen | None) -> tuple[list[Tensor], ...]:
+    """Output and gradients of q, k and v (s, b, heads, d), of the whole sample, by cp threads."""
+    found = [None] * cp
+    whole = Group(tuple(range(cp)))
+
+    def work(rank: int, wires: dict) -> None:
+        neighbours = tuple(range(rank - rank % over_heads, rank - rank % over_heads + over_heads))
+        heads = ThreadGroup(neighbours, rank, wires)
+        ring = ThreadGroup(tuple(range(rank % over_heads, cp, over_heads)), rank, wires)
+        share = Group(whole.ranks, rank)
+        own = [share.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
+        slopes = None if seen is None or seen.slopes is None else heads.shard(seen.slopes)
+        local = None if seen is None else seen._replace(slopes=slopes)
+        q, k, v = to_heads(*own, heads)
+        mixed = to_tokens(ring_attention(q, k, v, local, ring), heads)
+        mixed.backward(share.balanced_shard(weights_of(mixed.shape[2], len(qkv[0]), mixed), 0))
+        found[rank] = [mixed.detach(), *(t.grad for t in own)]
+
+    on_threads(cp, work)
+    # Back in the sample's order.
+    places = [
+        Group(whole.ranks, rank).balanced_shard(torch.arange(len(qkv[0])), 0) for rank in range(cp)
+    ]
+    order = torch.cat(places).argsort()
+    return tuple(torch.cat(parts)[order] for parts in zip(*found, strict=True))
+
+
+def weights_of(width: int, length: int, like: Tensor) -> Tensor:
+    """Of the outputs in the sum whose gradients are compared; (s, b, a d)."""
+    return torch.randn(
+        length, like.shape[1], width, generator=generator(9), dtype=torch.float64
+    ).to(like.dtype)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def plain(qkv, seen: Seen | None) -> tuple[Tensor, ...]:
+    """What they must give, with a matrix of s x s scores in fp64."""
+    own = [t.double().requires_grad_() for t in qkv]
+    q, k, v = (t.permute(1, 2, 0, 3) for t in own)
+    place = torch.arange(q.shape[2])
+    starts, stops, slopes = seen or (None, None, None)
+    starts = torch.zeros(1, len(place)) if starts is None else starts
+    stops = (place + 1)[None] if stops is None else stops
+    visible = (place >= starts[..., None]) & (place < stops[..., None])
+    bias = torch.zeros(1, len(place), len(place), dtype=torch.float64)
+    if slopes is not None:
+        bias = -slopes[:, None, None] * (place[:, None] - place).abs()
+    bias = bias.masked_fill(~visible[:, None], -torch.inf)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    mixed = mixed.permute(2, 0, 1, 3).flatten(2)
+    mixed.backward(weights_of(mixed.shape[2], len(place), mixed))
+    return mixed.detach(), *(t.grad for t in own)
+
+
+def sample(length: int, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
+    shapes = [(length, 2, count, 8) for count in (heads, groups, groups)]
+    return [
+        torch.randn(s, generator=generator(i), dtype=torch.float64).to(dtype)
+        for i, s in enumerate(shapes)
+    ]
+
+
+ENDS = torch.tensor([[0, 5, 13, 24], [0, 1, 12, 24]])
+
+
+def documents(length: int, prefix: bool) -> tuple[Tensor, Tensor]:
+    """Starts and stops of two samples of three documents; prefix: of which two tokens see more."""
+    starts, stops = torch.zeros(2, length, dtype=torch.int64), torch.arange(length).repeat(2, 1) + 1
+    for row, ends in enumerate(ENDS * length // 24):
+        for begin, end in itertools.pairwise(ends):
+            starts[row, begin:end] = begin
+            if prefix:
+                stops[row, begin:end] = stops[row, begin:end].clamp(min=min(begin + 4, end))
+    return starts, stops
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cp", "over_heads", "groups"), [(2, 1, 1), (3, 1, 2), (4, 2, 2), (2, 2, 2)]
+)
+@pytest.mark.parametrize("kind", ["causal", "alibi", "documents", "prefix", "prefix, alibi"])
+def test_attention_of_several_ranks_is_that_of_one(dtype, cp, over_heads, groups, kind):
+    """In a ring, after an all-to-all over heads, and in both; a mask may hide all keys of a rank."""
+    length, heads, seen = 24, 4, None
+    qkv = sample(length, heads, groups, dtype)
+    if kind != "causal":
+        slopes = alibi_slopes(heads) if "alibi" in kind else None
+        starts, stops = (None, None) if kind == "alibi" else documents(length, "prefix" in kind)
+        seen = Seen(starts, stops, slopes)
+    found, expected = mixed_by_ranks(qkv, cp, over_heads, seen), plain(qkv, seen)
+    limit = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0.03}[dtype]
+    for name, own, wanted in zip(("mixed", "dq", "dk", "dv"), found, expected, strict=True):
+        off = (own.double() - wanted).abs().max().item()
+        assert off <= limit * wanted.abs().max().item(), name  # which a NaN is not
+    assert found[0].dtype == dtype
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation made."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(one, Tensor):
+                Largest.most = max(Largest.most, one.numel())
+        return made
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_a_ring_makes_no_matrix_of_scores(alibi):
+    """Of 4,096 tokens on 4 ranks: neither the sample's, s x s, nor a rank's own."""
+    length, cp = 4096, 4
+    qkv = [t[:, :1].clone() for t in sample(length, 2, 1, torch.float32)]
+    slopes, made = alibi_slopes(2) if alibi else None, []
+
+    def work(rank: int, wires: dict) -> None:
+        ring = ThreadGroup(tuple(range(cp)), rank, wires)
+        own = [ring.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
+        with Largest():
+            mixed = ring_attention(*own, Seen(None, None, slopes) if alibi else None, ring)
+            mixed.sum().backward()
+        made.append(mixed.isfinite().all().item())
+
+    Largest.most = 0
+    on_threads(cp, work)
+    assert made == [True] * cp
+    assert 0 < Largest.most <= 2 * 256 * length // cp  # heads, rows at a time, keys of a rank
+
+
+def test_chunks_are_balanced():
+    """Together they are the sample, and each rank's queries see as many keys."""
+    for cp in (1, 2, 3, 8):
+        ranks = tuple(range(cp))
+        shares = [Group(ranks, rank).balanced_shard(torch.arange(48), 0) for rank in ranks]
+        assert sorted(torch.cat(shares).tolist()) == list(range(48))
+        assert len({(share + 1).sum().item() for share in shares}) == 1
+        assert all((share.diff() > 0).all() for share in shares)
+
+
+def test_neighbours_share_heads_and_the_others_form_rings():
+    class Context:
+        """Makes groups without ranks."""
+
+        size, recorder = 8, Mesh().recorder
+
+        def __init__(self, rank: int):
+            self.rank = rank
+
+        def group(self, rows, role):
+            assert sorted(rank for row in rows for rank in row) == list(range(8)) or role == "tied"
+            own = next((row for row in rows if self.rank in row), (self.rank,))
+            return Group(own, own.index(self.rank))
+
+    for rank in range(8):
+        mesh = Mesh(Layout(tp=2, cp=4, dp=1).axes, Context(rank), over_heads=2)
+        tp, cp = rank % 2, rank // 2
+        first = 2 * (cp // 2)
+        assert mesh.heads.ranks == tuple(2 * c + tp for c in (first, first + 1))
+        assert mesh.ring.ranks == tuple(2 * c + tp for c in (cp % 2, cp % 2 + 2))
+        assert (mesh.heads.rank, mesh.ring.rank) == (cp % 2, cp // 2)
+        assert mesh.replicas.ranks == mesh.cp.ranks
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "message"),
+    [
+        ("--cp 2", 3, "tp(1) * pp(1) * cp(2) * dp(?) does not divide 3 ranks"),
+        ("--cp 2 --dp 2", 8, "tp(1) * pp(1) * cp(2) * dp(2) = 4 is not 8 ranks"),
+        ("--cp 4 --seq-length 20", 4, "2 * cp(4) does not divide seq-length(20)"),
+        (
+            "--cp 2 --tp 4 --sequence-parallel --seq-length 20 --heads 4",
+            8,
+            "--sequence-parallel: cp(2) * tp(4) does not divide seq-length(20)",
+        ),
+        (
+            "--cp 4 --curriculum 8:16:4:4",
+            4,
+            "--curriculum 8:16:4:4: 2 * cp(4) must divide every length, but not MULTIPLE(4)",
+        ),
+        ("--cp 0", 1, "--cp must be at least 1, not 0"),
+    ],
+)
+def test_mistakes(words, ranks, message):
+    shape = "--layers 1 --hidden 16 --heads 4 --seq-length 16 --vocab-size 32 --steps 1 "
+    with pytest.raises(UserError) as error:
+        validation.check(parse((shape + words).split()), ranks)
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------
+# Real ranks: the layout does not change the result
+# ------------------------------------------------------------------------------------------------
+
+# By ranks: cp, tp and pp, the rest is dp.
+WORLDS = {
+    4: [(4, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)],
+    8: [(4, 2, 1), (4, 1, 2), (4, 1, 1), (2, 2, 2)],
+}
+MOST = {4: 16, 8: 8}  # cases
+FACTORS = {
+    "zero": (0, 1, 2, 3),
+    "sequence_parallel": (False, True),
+    "recompute": ("none", "selective", "full"),
+    "schedule": ("1f1b", "zb-h1"),
+    "vocab_pp": (False, True),
+    "micro_batch_size": (1, 2),
+    "positions": tuple(POSITIONS),
+    "kv_heads": (1, 2, 8),  # of a tensor rank: with 1 and 2 there is a ring, of all of 4 with 1
+    "sees": ("all", "documents", "prefix", "lengths"),
+    "precision": ("fp32", "fp64"),
+}
+SEES = {
+    "all": {},
+    "documents": {"reset_attention": True, "eod_token": 5, "mask_eod_loss": True},
+    "prefix": {"objective": "prefix"},
+    "lengths": {"curriculum": "8:16:8:8"},
+}
+
+
+def possible(case: dict) -> bool:
+    """Whether train.py takes it, and no option is without an effect."""
+    pipeline, masked = case["pp"] > 1, case["sees"] in ("documents", "prefix")
+    if case["vocab_pp"] and (masked or case["schedule"] != "1f1b"):
+        return False
+    if not pipeline and (case["vocab_pp"] or case["schedule"] != "1f1b"):
+        return False
+    return (case["tp"] > 1 or not case["sequence_parallel"]) and (not pipeline or case["zero"] < 3)
+
+
+def golden_cases(ranks: int) -> list[dict]:
+    """Of many cases drawn at random, few in which almost every pair of their values occurs."""
+    draw, drawn = random.Random(ranks), []
+    while len(drawn) < 300:
+        case = dict(zip(("cp", "tp", "pp"), draw.choice(WORLDS[ranks])))
+        case |= {name: draw.choice(values) for name, values in FACTORS.items()}
+        drawn += [case] if possible(case) else []
+    return [as_options(case, ranks) for case in covering(drawn, seed=ranks)[: MOST[ranks]]]
+
+
+def as_options(case: dict, ranks: int) -> dict:
+    case = POSITIONS[case["positions"]] | case | SEES[case["sees"]]
+    del case["sees"]
+    case["kv_heads"] = min(8, case["kv_heads"] * case["tp"])
+    dp = ranks // (case["cp"] * case["tp"] * case["pp"])
+    batch = 2 * dp * case["micro_batch_size"]
+    return case | {"layers": 2, "steps": 2, "global_batch_size": batch}
+
+
+def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
+    worlds = {ranks: golden_cases(ranks) for ranks in WORLDS}
+    with run_worlds(worlds, tmp_path) as starts:
+        for ranks, every in worlds.items():
+            assert len(every) == MOST[ranks]
+            expected = [reference(case) for case in every]  # while the ranks are at work
+            for case, result, wanted in zip(every, starts[ranks].result(), expected, strict=True):
+                assert len(result["losses"]) == 2
+                assert distance(result, wanted) <= TOLERANCE[case["precision"]], (case, result)
