@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from fork_server import Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 # Where scripts/setup.sh puts Open MPI, for tests alone; mpi4py speaks to it if it is told to.
@@ -72,26 +73,60 @@ def start_ranks(count: int, *words: str, timeout: float = 300, **environment: st
     resolves. The status is the first rank's that is not 0; out is rank 0's, err that of all.
     TimeoutExpired, after all were killed.
     """
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}
-    common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # carried packages stay
-    common |= {"TORCHELASTIC_RUN_ID": "none", "PYTHONPATH": os.pathsep.join(paths), **environment}
+    return _run_ranks(_open, _torchrun(count), words, timeout, environment)
 
-    def start_one(rank: int, folder: Path) -> subprocess.Popen:
-        own = {key: str(v) for key, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+
+def fork_ranks(count: int, *words: str, timeout: float = 300, **environment: str) -> Outcome:
+    """As start_ranks, but forked where torch is imported: for tests that are not about the start.
+
+    A rank then costs a tenth of the processor time until its first line: see fork_server.
+    """
+    return _run_ranks(Forked, _torchrun(count), words, timeout, environment)
+
+
+def fork_one(*words: str, timeout: float = 300, **environment: str) -> Outcome:
+    """Run `python WORDS` as a single process, forked as the ranks of fork_ranks."""
+    return _run_ranks(Forked, [{}], words, timeout, environment)
+
+
+def _torchrun(count: int) -> list[dict[str, object]]:
+    """The variables of each of so many ranks."""
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}
+    common |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"TORCHELASTIC_RUN_ID": "none"}
+    return [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
+
+
+def _open(words: list[str], environment: dict[str, str], out: int, err: int) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+    )
+
+
+def _run_ranks(
+    opened: Callable[..., subprocess.Popen | Forked],
+    places: list[dict[str, object]],
+    words: tuple[str, ...],
+    timeout: float,
+    environment: dict[str, str],
+) -> Outcome:
+    """Run the words once with each of the places' variables; see start_ranks."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # carried packages stay
+    common = {"OMP_NUM_THREADS": 1, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def start_one(rank: int, folder: Path) -> subprocess.Popen | Forked:
+        own = {key: str(v) for key, v in (common | places[rank] | environment).items()}
         with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
-            return subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env={**os.environ, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
+            return opened(list(words), {**os.environ, **own}, out.fileno(), err.fileno())
 
     with tempfile.TemporaryDirectory() as name:
         folder, until = Path(name), time.monotonic() + timeout
-        processes = [start_one(rank, folder) for rank in range(count)]
+        processes = [start_one(rank, folder) for rank in range(len(places))]
         try:
             statuses = [p.wait(max(0.0, until - time.monotonic())) for p in processes]
         except subprocess.TimeoutExpired as expired:

@@ -160,7 +160,7 @@ def test_on_real_ranks(tmp_path):
     """
     words = "benchmarks/allreduce.py --device cpu --tp 2 --gpu cpu --rates --pairs --factor 128"
     words += " --max-bytes 4194304 --seconds 0.5 --trials 10 --warm-ups 2"
-    done = ranks.mpirun(4, *words.split(), "--out", str(tmp_path), timeout=120)
+    done = ranks.fork_ranks(4, *words.split(), "--out", str(tmp_path), timeout=120)
     assert done.status == 0, done.err
     with open(tmp_path / "allreduce.csv") as file:
         table = list(csv.DictReader(file))

@@ -18,7 +18,7 @@ import pytest
 import torch
 from checkpoint_worker import build_run, make
 from compare import assert_close
-from ranks import ROOT, mpirun
+from ranks import ROOT, fork_ranks
 
 import trainer
 from checkpointing import file_format, folders, save, verification
@@ -116,7 +116,7 @@ def run_ranks(ranks: int, jobs: dict[tuple, dict], folder: Path) -> dict[tuple, 
     source.write_text(json.dumps(list(jobs.values())))
     command = ("tests/checkpoint_worker.py", str(source), str(target))
     timeout = 2 * (90 + 20 * len(jobs))
-    outcome = mpirun(ranks, *command, timeout=timeout, OMP_NUM_THREADS="1")
+    outcome = fork_ranks(ranks, *command, timeout=timeout)
     assert outcome.status == 0, outcome.err[-4000:]
     return dict(zip(jobs, json.loads(target.read_text()), strict=True))
 

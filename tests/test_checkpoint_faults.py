@@ -13,7 +13,7 @@ from pathlib import Path
 
 import checkpoint_worker as worker
 import pytest
-from ranks import mpirun, start
+from ranks import fork_ranks, start
 
 import trainer
 from checkpointing import file_format, folders, save
@@ -71,7 +71,7 @@ def intact(tmp_path_factory) -> Path:
     options = {"tp": 2, "out": str(folder), "save_every": 1}
     jobs, results = folder / "jobs.json", folder / "results.json"
     jobs.write_text(json.dumps([{"options": options, "before": 2, "after": 0}]))
-    outcome = mpirun(2, "tests/checkpoint_worker.py", str(jobs), str(results))
+    outcome = fork_ranks(2, "tests/checkpoint_worker.py", str(jobs), str(results))
     assert outcome.status == 0, outcome.err[-4000:]
     return folder / "checkpoints/step_00000002"
 

@@ -13,7 +13,7 @@ import golden_worker
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import ROOT, start_ranks
+from ranks import ROOT, fork_ranks
 
 from config import validation
 from config.messages import UserError
@@ -340,7 +340,7 @@ def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):
     )
     found = []
     for steps in ("1", "2"):
-        outcome = start_ranks(2, *command.split(), "--steps", steps)
+        outcome = fork_ranks(2, *command.split(), "--steps", steps)
         assert outcome.status == 0, outcome.err
         assert "--schedule auto, costs " in outcome.out
         found.append(json.loads((tmp_path / "run.json").read_text())["config"]["layout"])

@@ -20,7 +20,7 @@ from pathlib import Path
 import golden_worker
 import pytest
 from compare import relative_difference
-from ranks import mpirun
+from ranks import fork_ranks
 
 from config import schema, validation
 
@@ -142,7 +142,7 @@ def run_cases(ranks: int, every: list[dict], folder: Path) -> list[dict]:
     source.write_text(json.dumps(every))
     worker = ("tests/golden_worker.py", str(source), str(target))
     timeout = AT_A_TIME * (90 + 30 * len(every))
-    outcome = mpirun(ranks, *worker, timeout=timeout, OMP_NUM_THREADS="1")
+    outcome = fork_ranks(ranks, *worker, timeout=timeout)
     assert outcome.status == 0, outcome.err[-4000:]
     results = json.loads(target.read_text())
     assert len(results) == len(every) > 0

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, Outcome, mpi_command, start
+from ranks import ROOT, Outcome, fork_one, mpi_command, start
 
 import plan
 from config import validation
@@ -206,7 +206,7 @@ def curve(run: Path) -> list[tuple]:
 def check_one_curve(folder: Path) -> None:
     """That of the stages is that of a run of one rank without any."""
     words = [*WORDS.split(), "--out", str(folder / "straight")]
-    outcome = start([sys.executable, "train.py", *words], OMP_NUM_THREADS="1")
+    outcome = fork_one("train.py", *words)
     assert outcome.status == 0, outcome.err
     ours, straight = curve(folder / "run"), curve(folder / "straight")
     assert [row[0] for row in ours] == [row[0] for row in straight]
@@ -301,12 +301,12 @@ def test_a_ramp_up_over_three_numbers_of_nodes_by_slurm_is_one_curve(slurm, tmp_
 
 def check_starts_at_no_stage(run: Path, out: Path) -> None:
     """After 8 samples: one that begins later is a mistake, one that stops there ends at once."""
-    words = [sys.executable, "train.py", *WORDS.split(), "--out", str(out), "--resume", str(run)]
-    early = start([*words, "--begin-at-samples", "24"], OMP_NUM_THREADS="1")
+    words = ["train.py", *WORDS.split(), "--out", str(out), "--resume", str(run)]
+    early = fork_one(*words, "--begin-at-samples", "24")
     assert early.status == 2
     sentence = f"--begin-at-samples 24, but --resume {run} continues after 8 samples"
     assert early.err.count(sentence) == 1
-    late = start([*words, "--stop-at-samples", "8"], OMP_NUM_THREADS="1")
+    late = fork_one(*words, "--stop-at-samples", "8")
     assert late.status == 75, late.err
     assert (out / "metrics.jsonl").read_text() == ""
 

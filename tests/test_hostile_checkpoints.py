@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hostile_checkpoints import make_cases
 from hostile_files import FILES, NAME, sign
-from ranks import ROOT, mpirun, start
+from ranks import ROOT, fork_ranks, mpirun, start
 
 INTACT = Path(ROOT) / "tests/data/run_189cc1d/checkpoints" / NAME
 USES = ("show", "verify", "export", "resume")
@@ -114,7 +114,7 @@ def test_two_ranks_take_the_next_older_one_or_refuse(tmp_path):
     problem = f"cannot read {folder}/index.h5: exp_avg/'{name}' is not in the shards"
     assert f"error: {problem}\n" in done.err
     assert "Traceback" not in done.err
-    done = mpirun(2, *words, "--resume", "auto", timeout=120, OMP_NUM_THREADS="1")
+    done = fork_ranks(2, *words, "--resume", "auto", timeout=120)
     assert done.status == 0, done.err[-4000:]
     assert f"step_00000007 cannot be loaded: {problem}\n" in done.out
     assert "step_00000006 cannot be loaded: cannot read " in done.out

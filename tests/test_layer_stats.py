@@ -41,7 +41,7 @@ def one_rank(case: dict) -> list[dict]:
 def test_no_layout_changes_the_statistics_of_a_layer(tmp_path):
     source, target = tmp_path / "jobs.json", tmp_path / "results.json"
     source.write_text(json.dumps([{"stats": case | {"init_std": STD}} for case in CASES]))
-    done = ranks.start_ranks(4, "tests/sample_worker.py", str(source), str(target))
+    done = ranks.fork_ranks(4, "tests/sample_worker.py", str(source), str(target))
     assert done.status == 0, done.err[-4000:]
     for case, found in zip(CASES, json.loads(target.read_text()), strict=True):
         expected = one_rank(case)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ranks import mpirun
+from ranks import fork_ranks
 
 import data
 import trainer
@@ -217,7 +217,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
     """dp 2, NaN on rank 1 at step 3, then at steps 6 to 8: the run continues, then ends."""
     words = TINY + f"--save-every 2 --keep-last 1 --max-nan-steps 3 --out {tmp_path} "
     words += "--micro-batch-size 2 --steps 12 "
-    outcome = mpirun(2, "tests/corrupted_worker.py", "nan", "1", "3,6,7,8", *words.split())
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "nan", "1", "3,6,7,8", *words.split())
     assert outcome.status == 2, outcome.err
     assert outcome.err.startswith(
         "error: the loss was not finite for 3 steps in a row, up to step 8 (max-nan-steps is 3): "
@@ -230,7 +230,7 @@ def test_nan_on_one_rank_ends_the_run_and_keeps_the_last_good_state(tmp_path):
     assert [r["iteration"] for r in rows(tmp_path, "spikes.jsonl")] == [3, 6, 7, 8]
     # The run continues with the flags of the message.
     words += "--resume auto --skip-samples 20:32"
-    outcome = mpirun(2, "tests/corrupted_worker.py", "nan", "1", "0", *words.split())
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "nan", "1", "0", *words.split())
     assert outcome.status == 0, outcome.err
     after = [r for r in rows(tmp_path) if "loss" in r]
     assert [r["consumed_samples"] for r in after] == [36, 40, 44, 48]

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT
+from ranks import ROOT, fork_one
 
 import checkpoint
 
@@ -45,11 +45,10 @@ def resumed(tmp_path_factory) -> Path:
     """The folder of a run of one rank that resumes from the old run's step 4."""
     out = tmp_path_factory.mktemp("resumed")
     options = [*OPTIONS.split(), "--resume", str(OLD), "--out", str(out), "--device", "cpu"]
-    command = [sys.executable, "train.py", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "step_00000004: step 4, 16 samples consumed" in done.stdout
-    assert "fingerprint" not in done.stdout  # the samples are the same
+    done = fork_one("train.py", *options)
+    assert done.status == 0, done.err
+    assert "step_00000004: step 4, 16 samples consumed" in done.out
+    assert "fingerprint" not in done.out  # the samples are the same
     return out
 
 

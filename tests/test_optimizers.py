@@ -14,7 +14,7 @@ import pytest
 import torch
 from compare import assert_close, relative_difference
 from fake_context import FakeContext
-from ranks import mpirun
+from ranks import fork_ranks
 from test_golden import pairwise, run_worlds, single_rank, weight_difference
 
 import data
@@ -147,7 +147,7 @@ def test_16_bit_runs_agree_with_one_rank(ranks, runs):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_overflow_and_drift_on_one_rank_are_seen_by_all(ranks):
-    outcome = mpirun(ranks, "tests/optimizer_worker.py", OMP_NUM_THREADS="1")
+    outcome = fork_ranks(ranks, "tests/optimizer_worker.py")
     assert outcome.status == 0, outcome.err[-3000:]
     assert outcome.out.startswith("ok ")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ranks import ROOT, start_ranks
+from ranks import ROOT, fork_ranks
 from test_data import VOCAB, config_of, write_corpus
 
 import data
@@ -303,7 +303,7 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
     words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-format megatron"
     seen = {}
     for cache in ("none", f"{tmp_path}/cache"):
-        outcome = start_ranks(2, *words.split(), "--cache", cache, timeout=120)
+        outcome = fork_ranks(2, *words.split(), "--cache", cache, timeout=120)
         assert outcome.status == 0, outcome.err
         line = next(line for line in outcome.out.splitlines() if line.startswith("data: "))
         losses = [line for line in outcome.out.splitlines() if "lm loss" in line]

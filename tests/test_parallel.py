@@ -5,7 +5,7 @@ import pytest
 import torch
 from fake_context import FakeContext
 from hypothesis import given, settings
-from ranks import mpirun
+from ranks import fork_ranks
 
 from config.schema import AXES, Layout
 from distributed.mesh import Mesh
@@ -15,7 +15,7 @@ from parallel import ParamFactory, VocabEmbedding, draw_normal
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_collectives_and_layers_on_ranks(ranks):
-    outcome = mpirun(ranks, "tests/collectives_worker.py")
+    outcome = fork_ranks(ranks, "tests/collectives_worker.py")
     assert outcome.status == 0, outcome.err[-3000:]
     assert outcome.out.startswith("ok ")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import Job, mpirun, start
+from ranks import Job, fork_one, mpirun, start
 
 from config.messages import UserError
 from distributed import run_lock
@@ -207,7 +207,7 @@ def test_a_second_run_is_refused_and_a_killed_one_is_followed_at_once(tmp_path):
         job.send(signal.SIGKILL)
         job.process.wait()
     assert (out / ".lock").exists()
-    followed = start([sys.executable, "train.py", *words, "--steps", "3", "--resume", "auto"])
+    followed = fork_one("train.py", *words, "--steps", "3", "--resume", "auto")
     assert followed.status == 0, followed.err
     assert "watching" not in followed.out
     assert "resumed from" in followed.out

@@ -85,7 +85,7 @@ def test_greedy_tokens_are_those_of_transformers_under_every_layout(runs, tmp_pa
     jobs = [{"sample": words(run, *layout)} for run in runs.values() for layout in layouts]
     source = tmp_path / "jobs.json"
     source.write_text(json.dumps(jobs))
-    done = ranks.mpirun(4, "tests/sample_worker.py", str(source), str(tmp_path / "results"))
+    done = ranks.fork_ranks(4, "tests/sample_worker.py", str(source), str(tmp_path / "results"))
     assert done.status == 0, done.err[-4000:]
     found = numbers(done.out)
     assert len(found) == len(jobs)
@@ -212,7 +212,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
     command = f"train.py {shape} --steps 4 --out {tmp_path}/run --data {tmp_path}/text"
     command += f" --save-every 4 --eval-data a={tmp_path}/text:50 b={tmp_path}/text:7"
     command += " --sample-every 2 --stats-every 4"
-    done = ranks.mpirun(2, *command.split(), "--tp", "2", "--sample-prompt", "line 5", "text")
+    done = ranks.fork_ranks(2, *command.split(), "--tp", "2", "--sample-prompt", "line 5", "text")
     assert done.status == 0, done.err
     assert "are never used" not in done.err
     rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -227,7 +227,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
     ]
     sets = [f"a={tmp_path}/text:50", f"b={tmp_path}/text:7"]
     words = ["sample.py", str(tmp_path / "run"), "--pp", "2", "--device", "cpu"]
-    done = ranks.mpirun(2, *words, "--eval-data", *sets)
+    done = ranks.fork_ranks(2, *words, "--eval-data", *sets)
     assert done.status == 0, done.err
     lines = done.out.splitlines()
     assert len(lines) == 2
@@ -237,7 +237,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
         perplexity = float(found[1].removeprefix("perplexity "))
         assert perplexity == pytest.approx(math.exp(float(found[0])), rel=1e-5)
         assert found[2] == f"{tokens} tokens"
-    sampled = ranks.start([sys.executable, *words[:2], "--prompt", "line 5"])
+    sampled = ranks.fork_one(*words[:2], "--prompt", "line 5")
     assert sampled.status == 0, sampled.err
     assert sampled.out.startswith("line 5")
     assert f", tokenizer: {tmp_path}/text.tokenizer.json\n" in sampled.err

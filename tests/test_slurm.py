@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import ROOT, Job, mpirun, none_left, srun_command, start
+from ranks import ROOT, Job, fork_ranks, none_left, srun_command, start
 
 from config import validation
 from config.command_line import parse
@@ -97,7 +97,7 @@ def test_a_time_limit_loses_nothing(tmp_path, limited_job):
     """On the signal the run saves and exits with 75; the job is requeued and resumes."""
     (out, job), straight = limited_job, tmp_path / "straight"
     words = [*WORDS, "--steps", str(STEPS), "--out", str(straight)]
-    outcome = mpirun(2, "train.py", *words, OMP_NUM_THREADS="1")  # as in the batch file
+    outcome = fork_ranks(2, "train.py", *words)
     assert outcome.status == 0, outcome.err
     wait_for(lambda: not queue(job), out, SECONDS)
     endings = [line for line in output(out).splitlines() if "status" in line and "start" in line]

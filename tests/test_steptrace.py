@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from ranks import mpirun
+from ranks import fork_ranks
 
 from schedules import schedule
 from telemetry import step_stats, step_trace
@@ -52,7 +52,7 @@ def test_ranks_of_a_node_share_a_clock_and_nodes_are_aligned():
 @pytest.mark.slow
 def test_a_trace_shows_the_schedule(tmp_path):
     """On tp 2 x pp 2, with the flags for debugging; also: some rank is slower than its peer."""
-    outcome = mpirun(4, "train.py", *WORDS.split(), "--out", str(tmp_path), timeout=120)
+    outcome = fork_ranks(4, "train.py", *WORDS.split(), "--out", str(tmp_path), timeout=120)
     assert outcome.status == 0, outcome.err
     assert f"trace of step 3: {tmp_path}/step_3.trace.json" in outcome.out
     assert "SLOW: rank " in outcome.out

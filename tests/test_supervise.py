@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import Job, mpi_command, none_left, start
+from ranks import Job, fork_one, fork_ranks, mpi_command, none_left, start
 from supervised_runs import (
     ONE_THREAD,
     STEPS,
@@ -44,8 +44,8 @@ def test_a_run_with_three_faults_is_the_run_without_any(tmp_path):
     assert steps[-1] == STEPS
     assert outcome.out.count("supervisor: ") == 2 * len(rows)  # each start and each decision
     assert none_left(str(tmp_path)) == []
-    straight = [sys.executable, "train.py", *WORDS, "--steps", str(STEPS), "--tp", "2"]
-    done = start([*mpi_command(2), *straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    straight = ["train.py", *WORDS, "--steps", str(STEPS), "--tp", "2"]
+    done = fork_ranks(2, *straight, "--out", str(tmp_path / "straight"))
     assert done.status == 0, done.err
     losses = curve(tmp_path / "run")
     assert sorted(losses) == list(range(1, STEPS + 1))
@@ -64,8 +64,8 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     assert "step_00000005 cannot be loaded" in outcome.out
     resumed = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert resumed["iteration"] == 5
-    straight = [sys.executable, "train.py", *WORDS, "--steps", str(STEPS)]
-    done = start([*straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    straight = ["train.py", *WORDS, "--steps", str(STEPS)]
+    done = fork_one(*straight, "--out", str(tmp_path / "straight"))
     assert done.status == 0, done.err
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 
@@ -167,8 +167,7 @@ def test_a_node_that_is_gone_is_left_out(tmp_path, slurm):
     assert (gone["evidence"]["kind"], gone["evidence"]["silent"]) == ("dead", ["n2"])
     assert finished["action"] == "pass the status on"
     assert nodes_of(run) == [["n1", "n2"], ["n1", "n3"]]
-    straight = [sys.executable, "train.py", *words, "--out", str(tmp_path / "straight")]
-    done = start([*mpi_command(2), *straight], **ONE_THREAD)
+    done = fork_ranks(2, "train.py", *words, "--out", str(tmp_path / "straight"))
     assert done.status == 0, done.err
     losses = curve(run)
     assert sorted(losses) == list(range(1, 61))
@@ -200,8 +199,8 @@ def test_a_run_goes_on_with_fewer_nodes_until_they_come_back(tmp_path, slurm):
     losses = curve(run, 1e-6)
     last = max(losses)
     assert sorted(losses) == list(range(1, last + 1))
-    straight = [sys.executable, "train.py", *size, "--steps", str(last)]
-    done = start([*straight, "--out", str(tmp_path / "straight")], **ONE_THREAD)
+    straight = ["train.py", *size, "--steps", str(last)]
+    done = fork_one(*straight, "--out", str(tmp_path / "straight"))
     assert done.status == 0, done.err
     assert losses == pytest.approx(curve(tmp_path / "straight"), rel=1e-6)
 

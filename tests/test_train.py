@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from compare import assert_close
-from ranks import Job, mpirun, start
+from ranks import Job, fork_one, fork_ranks, mpirun, start
 
 import data
 import trainer
@@ -74,7 +74,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     words = SMALL + f"--steps 12 --data {corpus} --split 90,10,0 --eval-samples 16 --eval-every 5 "
     words += "--check-replicas-every 4 --lr 3e-3 --precision fp64 --lr-warmup-samples 16 "
     words += "--rampup-batch-size 4 2 16 --log-format megatron"
-    one = start([sys.executable, "train.py", *words.split(), "--out", str(tmp_path / "one")])
+    one = fork_one("train.py", *words.split(), "--out", str(tmp_path / "one"))
     assert one.status == 0, one.err
     four = mpirun(
         4, "train.py", *words.split(), *f"--tp 2 --pp 2 --out {tmp_path / 'four'}".split()
@@ -120,7 +120,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
 def test_a_second_run_keeps_the_first(tmp_path):
     words = (SMALL + "--steps 2 --tensorboard --out").split()
     for _ in range(2):
-        assert start([sys.executable, "train.py", *words, str(tmp_path)]).status == 0
+        assert fork_one("train.py", *words, str(tmp_path)).status == 0
     assert {"run.json", "metrics.jsonl", "run.json.1", "metrics.jsonl.1"} <= {
         p.name for p in tmp_path.iterdir()
     }
@@ -186,7 +186,7 @@ def test_the_learning_rate_warms_up_and_falls():
 def test_a_replica_that_drifts_ends_the_run(tmp_path):
     """One bit of one weight, on rank 1 after step 3; optimizer_worker.py has every other copy."""
     words = SMALL + f"--steps 9 --zero 0 --check-replicas-every 2 --device cpu --out {tmp_path}"
-    outcome = mpirun(2, "tests/corrupted_worker.py", "drift", "1", "3", *words.split())
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "3", *words.split())
     assert outcome.status not in (0, 75)
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     sentence = "after iteration 4 replicas are no longer equal: embedding.positions.weight weight"

@@ -14,7 +14,7 @@ from compare import assert_close
 from golden_worker import options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import mpirun
+from ranks import fork_ranks
 from test_checkpoint import check_chain
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_cases
 
@@ -292,7 +292,7 @@ def test_an_evaluation_ends_where_the_first_ranks_could_run_far_ahead(tmp_path):
     found = []
     for ranks, more in ((4, " --pp 4 --vocab-pp --partition 0,0,0,2"), (1, "")):
         out = tmp_path / str(ranks)
-        outcome = mpirun(ranks, "train.py", *f"{words}{out}{more}".split())
+        outcome = fork_ranks(ranks, "train.py", *f"{words}{out}{more}".split())
         assert outcome.status == 0, outcome.err[-4000:]
         rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
         found.append(
