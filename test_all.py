@@ -1,12 +1,29 @@
 """Runs all tests: `python test_all.py`, with any of pytest's arguments.
 
 Tests of several ranks start them by mpirun themselves, and by srun beside scripts/slurm_here.sh.
+They run in several processes, all of a file in one; tests that are named, in this process alone.
 """
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+MOST_PROCESSES = 4  # each has torch and transformers in memory, and starts up to eight ranks
+
+
+def in_processes(arguments: list[str]) -> list[str]:
+    """Options of pytest-xdist, unless the arguments name tests or say how to run them."""
+    if any("tests" in Path(each.partition("::")[0]).parts for each in arguments):
+        return []
+    if any(each.startswith(("-n", "--pdb", "--collect-only")) for each in arguments):
+        return []
+    cores = len(os.sched_getaffinity(0))
+    number = max(2, min(cores, MOST_PROCESSES))
+    return ["-n", str(number), "--dist", "loadgroup", "--no-loadscope-reorder"]
+
+
 if __name__ == "__main__":
-    sys.exit(pytest.main(["--rootdir", str(Path(__file__).parent), *sys.argv[1:]]))
+    own = ["--rootdir", str(Path(__file__).parent), *in_processes(sys.argv[1:])]
+    sys.exit(pytest.main([*own, *sys.argv[1:]]))

@@ -1,4 +1,6 @@
-"""Options of the test run, and what a test may need that not every machine has."""
+"""Options of the test run, its parts that run at once, and what not every machine has."""
+
+import collections
 
 import pytest
 import ranks
@@ -20,6 +22,39 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked cuda on the CPU, over gloo, as far as they can",
     )
+
+
+# Tests that use what the machine has once, and so run one after the other.
+SHARED = ("slurm", "cuda_device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """In a process of several: groups of what is shared first, then files with most slow tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    slow: collections.Counter = collections.Counter()
+    for item in items:
+        slow[item.path] += item.get_closest_marker("slow") is not None
+        for name in SHARED:
+            if name in item.fixturenames:
+                item.add_marker(pytest.mark.xdist_group(name))
+    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
+    alone = [item for item in items if not item.get_closest_marker("xdist_group")]
+    items[:] = grouped + sorted(alone, key=lambda item: -slow[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A process has a whole group, or else a whole file, whose fixtures its tests share."""
+    from xdist.scheduler import LoadGroupScheduling
+
+    class GroupsAndFiles(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = super()._split_scope(nodeid)
+            return nodeid.partition("::")[0] if scope == nodeid else scope
+
+    return GroupsAndFiles(config, log)
 
 
 @pytest.fixture(scope="session")

