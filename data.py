@@ -286,6 +286,7 @@ class BatchReader:
         count = None if evaluated is None else -(-evaluated // (size * self.layout.dp))
 
         def take(index: int) -> Batch:
+            """Micro-batch `index` on the device; the first one asked for begins the reading."""
             nonlocal begun
             begin = first_of_micro_batch(first, index, self.layout, self.dp_rank)
             check_end(samples, begin, size)

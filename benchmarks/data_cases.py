@@ -219,6 +219,14 @@ def _damage_source(folder: Path, good: dict[str, bytes], random: np.random.Gener
     return "source: read"
 
 
+def _verifies(prefix: str) -> bool:
+    try:
+        corpus.verify(prefix)
+    except UserError:
+        return False
+    return True
+
+
 def _damage_pair(folder: Path, good: dict[str, bytes], random: np.random.Generator) -> str:
     """Every change is seen by `verify`; opened without it, the pair gives samples or a sentence."""
     path = folder / str(random.choice(["pair.bin", "pair.idx"]))
@@ -227,13 +235,8 @@ def _damage_pair(folder: Path, good: dict[str, bytes], random: np.random.Generat
     prefix = str(folder / "pair")
     with _limited(f"{path.name} of this seed"):
         try:
-            if path.read_bytes() != whole:
-                try:
-                    corpus.verify(prefix)
-                except UserError:
-                    pass
-                else:
-                    raise AssertionError("verify has not seen a change")
+            if path.read_bytes() != whole and _verifies(prefix):
+                raise AssertionError("verify has not seen a change")
             dataset = IndexedDataset(prefix)
             samples = GPTSamples(dataset, range(len(dataset)), None, 8, 1, VOCAB)
             for k in range(min(50, len(samples))):

@@ -194,7 +194,7 @@ def _apex() -> Callable[..., torch.optim.Optimizer]:
             from apex.optimizers import FusedAdam
 
             return FusedAdam
-    except ImportError:  # of the other package
+    except ImportError:  # of the other package, or of one without its extensions: as if absent
         pass
     raise UserError(
         "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "

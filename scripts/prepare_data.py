@@ -104,6 +104,7 @@ def train_tokenizer(
     with Progress("tokenizer", min(limit, documents.size)) as progress:
 
         def sample() -> Iterator[str]:
+            """The first texts, of about --tokenizer-mb together."""
             read = 0
             for text in _texts(documents, reader, found):
                 bad.add_all(found.bad)

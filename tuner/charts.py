@@ -44,6 +44,7 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, same_scale: boo
     xs, ys = [x for _, x, _ in points], [y for _, _, y in points]
 
     def draw(axes: Axes) -> None:
+        """Draw the points, and the line of equal x and y if wanted."""
         style: dict[str, Any] = {"markeredgewidth": 0, "clip_on": False}
         for index in reversed(range(len(xs))):  # the first one above the others
             size, color, alpha = (6, "mark", 0.75) if index else (9, "good", 1.0)
@@ -68,6 +69,7 @@ def heat_map(cells: dict[tuple[int, int], float]) -> str:
     low, high = min(cells.values()), max(cells.values())
 
     def draw(axes: Axes) -> None:
+        """Draw a field for each cell, with its seconds."""
         for (tp, pp), seconds in cells.items():
             share = math.log(high / seconds) / math.log(high / low) if high > low else 1.0
             x, y = pps.index(pp), tps.index(tp)

@@ -94,6 +94,7 @@ def candidates(
     found, rejected = [], []
 
     def refusal(layout: Layout) -> str:
+        """Why the layout is not tried, or nothing."""
         program = _program(config, layout)
         if program in seen:
             return SAME
