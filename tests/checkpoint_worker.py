@@ -9,6 +9,7 @@ A job is a dictionary: `options` as on the command line, with `out` and, to load
 import dataclasses
 from pathlib import Path
 
+import torch
 from golden_worker import run_jobs
 
 import data
@@ -44,6 +45,21 @@ def build_run(config, lines=None):
     state = trainer.build(config)
     print_line = print if lines is None else lines.append
     return state, Checkpointer(config, state.factory.mesh, state.optimizer, print_line=print_line)
+
+
+def save_random(out: Path, std: float, **extra) -> trainer.TrainState:
+    """A run of random weights, biases and norms in `out`, with a checkpoint of its weights."""
+    state, checkpoints = build_run(make(out, save_weights_only=True, **extra))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in state.stages.parameters():
+            rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
+            p[:rows].normal_(0.0, std)
+            if p.spec.name.endswith("norm.weight"):
+                p.add_(1.0)
+    checkpoints.after_step(Progress(1, BATCH))
+    checkpoints.close()
+    return state
 
 
 def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progress]:

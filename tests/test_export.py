@@ -20,7 +20,6 @@ import checkpoint
 import trainer
 from checkpointing import hf_export, hf_mappings
 from checkpointing import save as saving
-from checkpointing.load import Progress
 from config import validation
 from config.messages import UserError
 from config.schema import ModelShape
@@ -40,19 +39,8 @@ MODELS = {
 
 
 def save(out: Path, extra: dict):
-    """A checkpoint of random weights, biases and norms: its folder, and the run's TrainState."""
-    options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    state = trainer.build(validation.check(worker.options(options), 1))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for p in state.stages.parameters():
-            rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
-            p[:rows].normal_(0.0, 0.15)
-            if p.dim() == 1:
-                p.add_(1.0)
-    checkpoints = saving.Checkpointer(state.config, state.factory.mesh, state.optimizer)
-    checkpoints.after_step(Progress(1, worker.BATCH))
-    checkpoints.close()
+    """A checkpoint of random weights: its folder, and the run's TrainState."""
+    state = worker.save_random(out, 0.15, **SHAPE, **extra)
     return out / "checkpoints/step_00000001", state
 
 

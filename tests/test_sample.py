@@ -12,10 +12,6 @@ import torch
 
 import checkpoint
 import sample
-import trainer
-from checkpointing import save as saving
-from checkpointing.load import Progress
-from config import validation
 from config.messages import UserError
 from distributed.launch import Launch
 from generation import decoding, text
@@ -32,19 +28,8 @@ PROMPT, COUNT = [5, 17, 130, 2, 64], 30
 
 
 def save(out: Path, extra: dict) -> Path:
-    """A run of random weights, biases and norms, with one checkpoint: its folder."""
-    options = {"out": str(out), "save_every": 1, "save_weights_only": True} | SHAPE | extra
-    state = trainer.build(validation.check(worker.options(options), 1))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for p in state.stages.parameters():
-            rows = p.spec.stop - p.spec.start if p.spec.dim == 0 else p.shape[0]
-            p[:rows].normal_(0.0, 0.5)  # large, so that no token is chosen again and again
-            if p.spec.name.endswith("norm.weight"):
-                p.add_(1.0)
-    checkpoints = saving.Checkpointer(state.config, state.factory.mesh, state.optimizer)
-    checkpoints.after_step(Progress(1, worker.BATCH))
-    checkpoints.close()
+    """A run of random weights, so large that no token is chosen again and again: its folder."""
+    worker.save_random(out, 0.5, **SHAPE, **extra)
     return out
 
 
