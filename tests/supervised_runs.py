@@ -57,6 +57,25 @@ def fault(name: str, rank: int, step: int) -> dict:
 # ---- Slurm ---------------------------------------------------------------------------------------
 
 
+BATCH = """#!/usr/bin/env bash
+#SBATCH --ntasks-per-node=1 --requeue {options}
+set -euo pipefail
+cd "$SLURM_SUBMIT_DIR"
+source scripts/slurm_job.sh
+LOGS={out}/logs
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1
+{lines}
+"""
+
+
+def write_batch(path: Path, options: str, *lines: str) -> None:
+    """Write a batch file as the repository's own, whose logs are beside it, with these last lines.
+
+    `options`: of sbatch, with no `--ntasks-per-node` and no `--requeue`.
+    """
+    path.write_text(BATCH.format(out=path.parent, options=options, lines="\n".join(lines)))
+
+
 def in_slurm(out: Path, options: list[str], *words: str) -> list[str]:
     """A supervised run on three nodes, a rank on each, with a pause of 0.1 s in every step."""
     job = ["salloc", "--quiet", "--no-kill", "--nodes=3", "--ntasks-per-node=1"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import ROOT, Outcome, fork_one, mpi_command, start
+from supervised_runs import write_batch
 
 import plan
 from config import validation
@@ -27,16 +28,6 @@ MODEL = "--layers 2 --hidden 32 --heads 4 --seq-length 32 --vocab-size 64 --prec
 WORDS = f"{MODEL} {RAMP} --device cpu --eval-samples 12 --eval-every 2 --skip-samples 21:22"
 STEPS = 12
 SECONDS = 400  # until the last of three jobs has ended
-
-BATCH = """#!/usr/bin/env bash
-#SBATCH --ntasks-per-node=1 --time=10 --requeue --output={out}/job-%j.txt
-set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
-source scripts/slurm_job.sh
-LOGS={out}/logs
-export PYTHONPATH=$PWD OMP_NUM_THREADS=1
-ranks train.py {words} --tp 1 --pp 1 --out {out}/run --resume auto
-"""
 
 # ---- The plan ------------------------------------------------------------------------------------
 
@@ -174,7 +165,8 @@ def staged(folder: Path, **environment: str) -> list[int]:
     On a machine whose computation is slow beside its network the deadline decides alone.
     """
     folder.mkdir(exist_ok=True)
-    (folder / "batch.slurm").write_text(BATCH.format(out=folder, words=WORDS))
+    start_of_all = f"ranks train.py {WORDS} --tp 1 --pp 1 --out {folder}/run --resume auto"
+    write_batch(folder / "batch.slurm", f"--time=10 --output={folder}/job-%j.txt", start_of_all)
     (folder / "slow.toml").write_text('device = "CPU"\nnode = 1\ngemm_fraction = 1e-5\n')
     line = f"rampup --gpu cpu --calibration {folder}/slow.toml --nodes 3 --restart 0 --zero 1 "
     line += f"--recompute none {WORDS} --tp 1 --pp 1 --stages {folder}/stages.json"

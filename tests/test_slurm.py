@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ranks import ROOT, Job, fork_ranks, none_left, srun_command, start
+from supervised_runs import write_batch
 
 from config import validation
 from config.command_line import parse
@@ -26,18 +27,7 @@ WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
 STEPS, PAUSE = 130, 0.45
 SECONDS = 400  # until the job with a time limit has ended
 
-BATCH = """#!/usr/bin/env bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --time={limit} --signal=B:USR1@1 --requeue
-#SBATCH --job-name=limit --open-mode=append --output={out}/batch.txt
-set -euo pipefail
-cd "$SLURM_SUBMIT_DIR"
-source scripts/slurm_job.sh
-LOGS={out}/logs
-export PYTHONPATH=$PWD OMP_NUM_THREADS=1
-pause={pause}
-[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || pause={later}
-ranks tests/paced_worker.py $pause {words} --steps {steps} --out {out} --resume auto
-"""
+OPTIONS = "--nodes=2 --time={limit} --signal=B:USR1@1 --open-mode=append --output={out}/batch.txt"
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +107,16 @@ def test_a_time_limit_loses_nothing(tmp_path, limited_job):
 
 
 def submit(out, limit: int, later: float = PAUSE) -> str:
-    """Submit BATCH with that --time, and that pause after its first start; the job's number."""
+    """Submit a job with that --time, and that pause after its first start; its number."""
     out.mkdir()
-    batch, words = out / "batch.slurm", shlex.join(WORDS)
-    text = BATCH.format(out=out, limit=limit, pause=PAUSE, later=later, words=words, steps=STEPS)
-    batch.write_text(text)
+    batch = out / "batch.slurm"
+    words = [*WORDS, "--steps", str(STEPS), "--out", str(out), "--resume", "auto"]
+    lines = [
+        f"pause={PAUSE}",
+        f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || pause={later}',
+        f"ranks tests/paced_worker.py $pause {shlex.join(words)}",
+    ]
+    write_batch(batch, OPTIONS.format(limit=limit, out=out), *lines)
     command = ["sbatch", "--parsable", str(batch)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
