@@ -3,7 +3,7 @@
     folder = prepare(tmp_path)                 # files to be wrong with
     outcome = run(CASES[0], folder)            # a process of its own, started in that folder
 
-mistake_lines.py has their words.
+mistake_lines.py and mistake_lines_of_files.py have their words.
 """
 
 import os
@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mistake_lines import BLOCKS
+from mistake_lines import OF_RUNS
+from mistake_lines_of_files import OF_FILES
 from ranks import ROOT, mpi_command
 
 LIMIT = 120.0  # seconds after which a process counts as hung
@@ -82,6 +83,7 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return variables, words
 
 
+BLOCKS = OF_RUNS | OF_FILES
 CASES = [case for name, block in BLOCKS.items() for case in _cases(name, block)]
 
 

@@ -6,8 +6,6 @@ the next 5 losses within 1e-5 relative. Ranks are started four times in total.
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 from checkpoint_worker import build_run, make
 from compare import assert_close
-from ranks import ROOT, fork_ranks
+from ranks import fork_one, fork_ranks
 
 import trainer
 from checkpointing import file_format, folders, save, verification
@@ -258,9 +256,8 @@ def test_a_run_from_the_beginning_moves_an_earlier_ones_checkpoints_aside(tmp_pa
     options = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq-length", "8"]
     options += ["--vocab-size", "50", "--save-every", "2", "--out", str(tmp_path)]
     for extra in (["--steps", "2"], ["--steps", "4", "--resume", "auto"], ["--steps", "2"]):
-        command = [sys.executable, "train.py", *options, *extra]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = fork_one("train.py", *options, *extra)
+        assert done.status == 0, done.err
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000002"]
     moved = next(tmp_path.glob("checkpoints.*"))
     assert sorted(os.listdir(moved)) == ["step_00000002", "step_00000004"]

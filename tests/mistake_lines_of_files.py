@@ -1,0 +1,151 @@
+"""Command lines of the programs of files, for mistake_cases.py, and what their sentences say.
+
+mistake_lines.py says how a line is to be read.
+"""
+
+OF_FILES = {
+    "sample.py": """
+@/sample.py
+| the following arguments are required: RUN
+--prompt text | the following arguments are required: RUN
+nowhere | give one of --prompt and --eval-data; neither was given
+nowhere --prompt text | nowhere is not a complete checkpoint: it has no manifest.json
+a-file --prompt text | a-file is not a complete checkpoint: it has no manifest.json
+dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
+'' --prompt text | no value, after '': is a variable not set?
+cut-manifest --prompt text | cut-manifest/manifest.json is damaged: its contents do not match its
+dir dir --prompt text | unrecognized arguments: dir
+""",
+    "sample.py of a run": """
+@/sample.py @/tests/data/run_189cc1d
+--prompt text | --prompt 'text': no tokenizer was found beside the checkpoint or the corpus
+--prompt '' | no value, after '--prompt': is a variable not set?
+--prompt | --prompt: expected one argument
+--prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
+--prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
+--prompt 1 --eval-data a=b | give one of --prompt and --eval-data; both were given
+--prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
+--prompt 1 --max-tokens 16 | the longest prompt has 1 tokens and --max-tokens is 16: together 17
+--prompt 1 --max-tokens 0 | --max-tokens must be from 1 to 1048576, not 0
+--prompt 1 --max-tokens ten | --max-tokens: invalid int value: 'ten'
+--prompt 1 --max-tokens 1e9 | --max-tokens must be from 1 to 1048576, not 1000000000
+--prompt 1 --temperature -1 | --temperature must be at least 0 and finite, not -1.0
+--prompt 1 --temperature nan | --temperature must be at least 0 and finite, not nan
+--prompt 1 --temperature warm | --temperature: invalid float value: 'warm'
+--prompt 1 --top-p 0 | --top-p must be above 0 and at most 1, not 0.0
+--prompt 1 --top-p 95 | --top-p must be above 0 and at most 1, not 95.0
+--prompt 1 --seed -3 | --seed must be at least 0 and below 2^63, not -3
+--prompt 1 --tokenizer nowhere | --tokenizer nowhere: there is no such file
+--prompt 1 --tokenizer dir | --tokenizer dir: there is no such file
+--prompt 1 --tokenizer a-file | cannot read the tokenizer a-file: expected ident at line 1 column 2
+--prompt 1 --tokenizer binary.toml | cannot read the tokenizer binary.toml: stream did not contain
+--prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
+--prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
+--prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
+--prompt 1 --max-tokens 5 --precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
+--prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
+--promt 1 | unrecognized arguments: --promt 1
+--prompt 1 --greedy | unrecognized arguments: --greedy
+--eval-data nowhere | --eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books
+--eval-data a=nowhere | nowhere.idx does not exist
+--eval-data a=only | only.idx does not exist
+--eval-data a=b a=c | --eval-data a=c: another set is called a
+--eval-data | --eval-data: expected at least one argument
+""",
+    "sample.py on two ranks": """
+%/sample.py @/tests/data/run_189cc1d
+--prompt 1 --max-tokens 5 --tp 3 | tp(3) * pp(1) * dp(?) does not divide 2 ranks
+--prompt text --tp 2 | --prompt 'text': no tokenizer was found beside the checkpoint or the corpus
+""",
+    "checkpoint.py": """
+@/checkpoint.py
+| the following arguments are required: COMMAND
+shwo dir | COMMAND: invalid choice: 'shwo'
+show | the following arguments are required: DIR
+show nowhere | nowhere is not a complete checkpoint: it has no manifest.json
+show dir | dir is not a complete checkpoint: it has no manifest.json
+show a-file | a-file is not a complete checkpoint: it has no manifest.json
+show '' | no value, after 'show': is a variable not set?
+verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
+export dir new | the following arguments are required: --to
+export --to onnx dir new | --to: invalid choice: 'onnx'
+export --to hf nowhere new | nowhere is not a complete checkpoint: it has no manifest.json
+export --to hf --dtype int8 dir new | --dtype: invalid choice: 'int8'
+import --from hf nowhere new | nowhere/config.json: No such file or directory
+""",
+    "prepare_data.py": """
+@/scripts/prepare_data.py
+--out c | nothing to prepare: name files or folders, or give --stdlib
+a.txt | the following arguments are required: --out
+--out c nowhere.txt | nowhere.txt does not exist
+--out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
+--out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added) file in dir
+--out '' a.txt | no value, after '--out': is a variable not set?
+--out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
+--out a-file/c a.txt | the folder of --out, a-file: cannot write in
+--out c --vocab-size 1000000000 a.txt | --vocab-size(1000000000) must be at most 4194304
+--out c --vocab-size 0 a.txt | --vocab-size(0) must hold 256 bytes and the end token
+--out c --vocab-size 32kk a.txt | --vocab-size: invalid int value: '32kk'
+--out c --vocab-size 300 --tokenizer a.txt a.txt | --vocab-size is for a new tokenizer; --tokenizer
+--out c --tokenizer a.txt a.txt | --tokenizer a.txt is not a tokenizer
+--out c --tokenizer '' a.txt | no value, after '--tokenizer': is a variable not set?
+--out c --tokenizer-mb nan a.txt | --tokenizer-mb(nan) must be above 0 and below 1e9
+--out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be above 0 and below 1e9
+--out c --shuffle-seed -1 a.txt | --shuffle-seed(-1) must be in 0..4294967295
+--out c --json-key body bad.jsonl | bad.jsonl:1 has no key 'body'
+--out c latin.txt | none of the 1 documents has text in UTF-8
+""",
+    "plot_loss.py": """
+@/scripts/plot_loss.py
+| the following arguments are required: folder
+nowhere | cannot read nowhere/metrics.jsonl: No such file or directory
+dir | cannot read dir/metrics.jsonl: No such file or directory
+a-file | cannot read a-file/metrics.jsonl: Not a directory
+binary-run | binary-run/metrics.jsonl is not a text: byte 0 is not UTF-8
+garbage-run | garbage-run/metrics.jsonl, line 1, is not JSON
+empty-run | empty-run has no rows of steps: it is not the --out of a run of train.py
+other-run | other-run is not the --out of a run of train.py: KeyError('model')
+no-config-run | no-config-run/run.json is not a JSON object
+dir dir | unrecognized arguments: dir
+""",
+    "hang_report": """
+-m watchdog.hang_report
+| the following arguments are required: OUT
+nowhere | no report of a hang in nowhere: nowhere/hang/report.txt: No such file or directory
+dir | no report of a hang in dir: dir/hang/report.txt: No such file or directory
+a-file | no report of a hang in a-file: a-file/hang/report.txt: Not a directory
+cut-hang | cut-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
+binary-hang | binary-hang/hang/report.txt is damaged
+PYTHONUTF8=1 binary-hang | binary-hang/hang/report.txt is damaged
+dir dir | unrecognized arguments: dir
+--nothing dir | unrecognized arguments: --nothing
+empty-hang | empty-hang/hang/report.txt is cut short or damaged: it does not end with a line of =
+folder-hang | no report of a hang in folder-hang: folder-hang/hang/report.txt: Is a directory
+""",
+    "benchmarks": """
+@/benchmarks/
+allreduce.py | one rank has nothing to exchange: start this with mpirun or srun
+allreduce.py --operations all-gahter | --operations are of all-reduce, reduce-scatter, all-gather
+allreduce.py --factor 1 | no sizes from 32768 to 17179869184 by factors of 1: --max-bytes is at
+allreduce.py --seconds nan | --seconds must be a number above 0, not nan
+allreduce.py --min-bytes 1Q | --min-bytes: invalid int value: '1Q'
+allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
+allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
+allreduce.py --rates --host | --rates measures torch's kernels: leave out --host
+allreduce.py --out a-file | --out a-file: cannot write in
+check_rows.py | the following arguments are required: file
+check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+check_rows.py a-file | a-file has no rows
+check_rows.py binary.toml | binary.toml is not a CSV file
+plan_accuracy.py --rows nowhere.csv | cannot read nowhere.csv: No such file or directory
+plan_accuracy.py --rows binary.toml | binary.toml is not a CSV file
+plan_accuracy.py --machine a100 | no machine is called 'a100'
+plan_accuracy.py --row x | cannot read x: No such file or directory
+tune_replay.py nowhere.csv | cannot read nowhere.csv: No such file or directory
+tune_replay.py a-file | a-file has no rows
+tune_replay.py --tables binary.toml | --tables needs ROWS.csv
+tune_replay.py --gain -1 | --gain must be at least 0 and below 1000, not -1.0
+precision.py | the following arguments are required: folder
+precision.py a-file | FOLDER a-file: cannot write in
+""",
+}
