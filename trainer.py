@@ -30,7 +30,6 @@ from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from generation.decoding import Decoder, RunSamples
 from model import Stage
-from optim.fsdp import block_sharder
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.automatic import settled
@@ -101,6 +100,8 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     deferred = DeferredGradients() if layout.splits_backward else None
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
     if layout.zero == 3 and mesh.replicas.size > 1:
+        from optim.fsdp import block_sharder  # as in zero.py: only where it is used
+
         factory = replace(factory, shard=block_sharder(factory, training))
     costs = part_costs(config.model, factory.device.type)
     specs = stage_specs(config.model, layout, costs)

@@ -25,9 +25,19 @@ OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 ELEMENTWISE = ("adamw", "apex", "sgd")
 # Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
+BUCKETS, LEAST_BUCKET = (
+    8,
+    2**20,
+)  # as many at least, else all of a small model is reduced at the end
 
 # Pipeline schedules; schedules/schedule.py builds them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
+
+
+def bucket_elements(held: float, most: int = BUCKET_ELEMENTS) -> int:
+    """How many gradients a bucket has, but for a larger matrix, where a rank holds so many."""
+    return min(most, max(LEAST_BUCKET, int(held) // BUCKETS))
+
 
 # ---- The model, its layout, its training ---------------------------------------------------------
 

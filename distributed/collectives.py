@@ -57,6 +57,17 @@ class _Pending:
         self.work = self.complete = self.sent = None
 
 
+@dataclass
+class _All:
+    """Several communications at once."""
+
+    works: list
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
 class Group:
     """The ranks of one axis as this rank sees them. A group of one communicates nothing.
 
@@ -187,15 +198,33 @@ class Group:
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
+        if self.size == 2:
+            return self._add_of_other(output.view(-1), source.reshape(2, -1))
         work, received = self._one_hop(source.reshape(self.size, -1))
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
+
+    def _add_of_other(self, output: Tensor, halves: Tensor) -> Handle:
+        """Of two ranks: each sends the other's half, and keeps no more than what it receives."""
+        other, sent = self.ranks[1 - self.rank], halves[1 - self.rank].cpu()
+        received = torch.empty_like(sent)
+        sending = dist.isend(sent, other, group=self.handle)
+        works = [sending, dist.irecv(received, other, group=self.handle)]
+
+        def add() -> None:
+            torch.add(halves[self.rank], received.to(output.device), out=output)
+
+        return _Pending(_All(works), add, sent)
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
             return _all_gather(output, source, group=self.handle, async_op=True)
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
-            parts = list(output.view(self.size, -1).unbind())
-            return dist.all_gather(parts, source.view(-1), group=self.handle, async_op=True)
+            parts = output.view(
+                self.size, -1
+            )  # in place: gloo's own gathers in a copy of the whole
+            if parts[self.rank].data_ptr() != source.data_ptr():
+                parts[self.rank].copy_(source.view(-1))
+            return _All([self._broadcast(part, i) for i, part in enumerate(parts)])
         work, received = self._one_hop(source.reshape(1, -1))
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from config.messages import UserError
-from config.schema import BUCKET_ELEMENTS, Training
+from config.schema import BUCKET_ELEMENTS, Training, bucket_elements
 from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim import update_rules
@@ -372,13 +372,14 @@ def make_buckets(
     blocks of 8-bit state.
     """
     runs: dict[Key, list[list[nn.Parameter]]] = {}
+    most = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
     for p in reversed(parameters):
         key = key_of(p.spec, training.optimizer)
         if key.family == "blocks":
             _check_blocks(p)
         of_key = runs.setdefault(key, [[]])
-        full = sum(q.numel() for q in of_key[-1]) >= BUCKET_ELEMENTS
-        if full and key.family != "matrices":
+        full = sum(q.numel() for q in of_key[-1]) + p.numel() > most
+        if of_key[-1] and full and key.family != "matrices":
             of_key.append([])
         of_key[-1].append(p)
     buckets = []

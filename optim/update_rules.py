@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from config.messages import UserError
 from config.schema import Training
@@ -85,7 +86,7 @@ class _Library(NamedTuple):
     """
 
     kernel: str
-    make: Callable[..., torch.optim.Optimizer]
+    make: Callable[..., Any]  # a torch.optim.Optimizer, or what looks like one
     kinds: Callable[[Tensor], dict[str, _StateTensor | None]]
 
 
@@ -151,11 +152,39 @@ class _TorchOptimizerRule:
         master = self.masters[index]
         kinds, state = self.library.kinds(master), self.states[master]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            for one in filter(None, kinds.values()):
-                state[one.key] = master.new_zeros(one.shape or master.shape)
+            state.update(_first_state(master, kinds))
         wanted = kinds[kind]
         return None if wanted is None else state[wanted.key]
+
+
+def _first_state(master: Tensor, kinds: dict[str, _StateTensor | None]) -> dict[str, Tensor]:
+    """What torch's optimizers have of a master before the first step."""
+    step = torch.zeros((), dtype=torch.float32, device=master.device)
+    found = filter(None, kinds.values())
+    return {"step": step, **{one.key: master.new_zeros(one.shape or master.shape) for one in found}}
+
+
+class _FusedAdamW:
+    """torch's fused AdamW, of torch.optim.Optimizer only what the rule takes: the first object of
+    that class would import torch._dynamo, 70 MB and a second on every rank.
+    """
+
+    def __init__(self, masters: list[Tensor], **options):
+        self.param_groups: list[dict[str, Any]] = [{"params": masters, **options}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {master: {} for master in masters}
+
+    def step(self) -> None:
+        """Update every master by its `grad`."""
+        (options,) = self.param_groups
+        masters, (beta1, beta2) = options["params"], options["betas"]
+        kinds = ("exp_avg", "exp_avg_sq", "step")
+        states = [self.state[m] or _first_state(m, _moments(m)) for m in masters]
+        self.state.update(zip(masters, states))
+        means, squares, steps = ([state[kind] for state in states] for kind in kinds)
+        numbers = {name: options[name] for name in ("lr", "eps", "weight_decay")}
+        numbers |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+        gradients = [master.grad for master in masters]
+        adamw(masters, gradients, means, squares, [], steps, fused=True, **numbers)
 
 
 def _moments(master: Tensor) -> dict[str, _StateTensor | None]:
@@ -184,7 +213,7 @@ def _library(t: Training, group: str) -> _Library:
         kinds |= {"exp_avg": _StateTensor("momentum_buffer"), "exp_avg_sq": None}
         muon = partial(optim.Muon, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
         return _Library("torch.optim.Muon on the blocks' matrices", muon, lambda master: kinds)
-    return _Library("torch.optim.AdamW, fused", partial(optim.AdamW, fused=True), _moments)
+    return _Library("torch.optim.AdamW, fused", _FusedAdamW, _moments)
 
 
 def _apex() -> Callable[..., torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from config.messages import UserError
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
-from config.schema import BUCKET_ELEMENTS, Config, Layout
+from config.schema import Config, Layout, bucket_elements
 from planner import hardware
 from planner.job import Job
 from schedules import vocabulary
@@ -270,7 +270,7 @@ def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
     # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
     reduced = _gradient_bytes(job) + 4.0 / job.shards
-    buckets = min(held, BUCKET_ELEMENTS) * (2 * reduced + job.number_bytes)
+    buckets = min(held, bucket_elements(held)) * (2 * reduced + job.number_bytes)
     working = max(working, buckets - kept)
     return working + (matrix * reduced if spec.tied else 0.0)
 
