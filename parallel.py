@@ -436,10 +436,12 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
+        # On a CPU rows are added to the sum in place, without a gradient of the whole matrix.
+        sparse = self.weight.device.type == "cpu" and hasattr(self.weight, "main_grad")
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, self.weight, sparse=sparse)
         local = tokens - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.weight.shape[0])
-        rows = F.embedding(local.masked_fill(absent, 0), self.weight)
+        rows = F.embedding(local.masked_fill(absent, 0), self.weight, sparse=sparse)
         rows = rows.masked_fill(absent[..., None], 0.0)
         return reduce_from_tp(rows, self.factory)

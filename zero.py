@@ -215,8 +215,6 @@ class Optimizer:
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
         if buffers:
             torch._foreach_zero_(buffers)
-        if not self._overlap:
-            self.finish_gathering()
         self.scale.update(overflowed)
         return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
 
@@ -229,12 +227,14 @@ class Optimizer:
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square().sum()
 
     def _update(self, lr: float, norm: float, share: float) -> None:
-        """Update all masters by their gradients times `share`, and begin to gather the weights."""
+        """Update all masters by their gradients times `share`, and gather the weights."""
         clip = self.training.clip_grad
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
         for each in self.update_sets:
             each.update(factor * share / self.scale.value, lr)
+        if not self._overlap:
+            self.finish_gathering()
 
     def state_bytes(self) -> int:
         """Bytes of this rank's optimizer state, with the masters that are not the weights."""

@@ -199,7 +199,7 @@ class Group:
         if not self._gloo:
             return _reduce_scatter(output, source, group=self.handle, async_op=True)
         if self.size == 2:
-            return self._add_of_other(output.view(-1), source.reshape(2, -1))
+            return self._add_of_other(output, source.reshape(2, -1))
         work, received = self._one_hop(source.reshape(self.size, -1))
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
@@ -211,7 +211,8 @@ class Group:
         works = [sending, dist.irecv(received, other, group=self.handle)]
 
         def add() -> None:
-            torch.add(halves[self.rank], received.to(output.device), out=output)
+            both = halves[self.rank].view_as(output), received.to(output.device).view_as(output)
+            torch.add(*both, out=output)
 
         return _Pending(_All(works), add, sent)
 

@@ -3,6 +3,8 @@
 Rank 0 prints `ok` and the number of checks; a wrong result is a RuntimeError.
 """
 
+from pathlib import Path
+
 import torch
 
 from config.run_options import Run
@@ -52,6 +54,31 @@ def check_collectives(group: Group, dtype: torch.dtype, elements: int) -> None:
     group.shard(joined).copy_(own + 1)
     group.all_gather(joined, group.shard(joined)).wait()
     check(torch.equal(joined, torch.cat(everyone(group, make)) + 1), f"gather in place {dtype}")
+
+
+def check_memory(group: Group, elements: int = 2**22) -> None:
+    """Beside its tensors a gather takes nothing, and a sum for two ranks what this one receives:
+    gloo's own gather is put together in a copy of the whole, and kept there.
+    """
+
+    def beside(run) -> float:
+        """The most bytes of a run above what there was before, over those of `whole`."""
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = status("VmRSS")
+        run().wait()
+        return (status("VmHWM") - before) / whole.nbytes
+
+    whole = torch.ones(group.size * elements)
+    check(beside(lambda: group.all_gather(whole, group.shard(whole))) < 0.4, "gather in place")
+    if group.size == 2:
+        sum_ = beside(lambda: group.reduce_scatter(group.shard(whole), whole))
+        check(sum_ < 0.8, f"half of what is summed: {sum_}")
+
+
+def status(name: str) -> int:
+    """Bytes of this process that /proc gives under a name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
 def check_all_to_all(group: Group, dtype: torch.dtype, elements: int) -> None:
@@ -141,6 +168,7 @@ def main() -> None:
         check_group_of_one()
         check_records(group, context)
         check_ring(group)
+        check_memory(group)
         for vocabulary in (group.size, 37, 2):  # with 2 words some ranks hold padding alone
             check_loss(group, vocabulary)
         if context.rank == 0:

@@ -118,4 +118,5 @@ def run_case(case: dict, context: Context) -> dict:
 
 
 if __name__ == "__main__":
+    configuration.LEAST_BUCKET = 1  # several buckets, which are reduced in the last backward
     run_jobs(run_case)

@@ -122,6 +122,22 @@ def test_a_snapshot_needs_a_gpu(tmp_path):
         pytest.fail("it began")
 
 
+STEP = """
+import sys
+import golden_worker, trainer, data
+from config import validation
+pieces = trainer.build(validation.check(golden_worker.options({"recompute": "none"}), 1))
+trainer.step(pieces, data.Synthetic(61, 16, 1), 0, 1e-3)
+print(sorted({"torch._dynamo", "torch.distributed.fsdp", "sympy"} & sys.modules.keys()))
+"""
+
+
+def test_a_run_loads_no_compiler_and_no_fsdp():
+    """The first object of torch.optim imported torch._dynamo, and every run --zero 3: 110 MB."""
+    outcome = start([sys.executable, "-c", STEP], PYTHONPATH="tests:.")
+    assert (outcome.status, outcome.out.split()) == (0, ["[]"]), outcome.err
+
+
 THREADS = """
 import ctypes, sys, threading
 from distributed.context import share_heap

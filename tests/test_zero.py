@@ -179,6 +179,51 @@ def test_sums_in_fp32_of_products_in_16_bits_are_asked_of_the_product():
     assert torch.equal(exact, torch.full((3, 4), 6.0))
 
 
+@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_embedding_are_added_in_place(tied, precision):
+    """A gradient of the whole matrix was made, and added, in every micro-batch."""
+    run = build(precision=precision, tied=tied, vocab_size=509, global_batch_size=4)
+    config, matrix = run.config, run.stages[0].embedding.tokens.weight
+    theirs = Stage(run.factory, config.model, config.layout, run.stage_specs[0])
+    batches = run.reader.batches(data.Synthetic(509, 16, 1), 0, config)
+    place = matrix.main_grad.data_ptr()
+    with Operations() as operations:
+        run.pipeline.train(batches, 4, run.optimizer.begin_step(100, 4))
+    for index in range(4):
+        batch = batches(index)
+        (theirs(batch.tokens, batch) * 0.01).backward()
+    names = [name for name, _ in operations.seen]
+    assert "aten.embedding_dense_backward" not in names
+    assert names.count("aten.embedding_backward") == 0
+    assert matrix.main_grad.data_ptr() == place
+    assert all(bucket.missing == 0 for bucket in run.optimizer.buckets), "each was reported"
+    expected = theirs.embedding.tokens.weight.grad
+    off = 1e-12 if precision == "fp64" else 3e-2
+    assert_close(matrix.main_grad, expected, off, scale=expected.abs().max().item())
+
+
+def test_a_small_model_has_several_buckets_too():
+    """All of a model of less than 16 million parameters was reduced after the last backward."""
+    held = 8 * 2**21
+    factory = ParamFactory(Mesh())
+    shapes = [(2**21 // 512, 512)] + 14 * [(2**20 // 512, 512)]
+    parameters = [factory.parameter(f"{i}", shape, decay=True) for i, shape in enumerate(shapes)]
+    assert sum(p.numel() for p in parameters) == held
+    found = buckets.make_buckets(
+        parameters, factory.mesh, configuration.Training(), 0, torch.float32
+    )
+    most = configuration.bucket_elements(held)
+    assert most == held // configuration.BUCKETS
+    assert [[p.spec.name for p, _ in bucket.places] for bucket in found] == [
+        *([f"{i}", f"{i - 1}"] for i in range(14, 0, -2)),
+        ["0"],
+    ]
+    assert max(bucket.weights.numel() for bucket in found) == most
+    assert configuration.bucket_elements(1000) == configuration.LEAST_BUCKET
+    assert configuration.bucket_elements(1e10) == configuration.BUCKET_ELEMENTS
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"optimizer": "sgd"}])
 def test_kernels_of_a_step_do_not_grow_with_the_number_of_parameters(options, monkeypatch):
     """Each bucket had an optimizer of its own, and each master was scaled and counted by itself."""
