@@ -48,18 +48,18 @@ def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Gue
         raise UserError(f"row {row.id}: {error}") from None
     if seconds_only:
         return Guess(seconds, math.nan, math.nan)
-    most = max(stage.total for stage in memory.stages(job))
-    figure, run_out = _observed(row, most, machine), risk.out_of_memory(machine, most)
+    table = memory.stages(job)
+    most = max(stage.total for stage in table)
+    of = table[0].total if row.memory_of == "first" else most
+    figure, run_out = _observed(row, of, machine), risk.out_of_memory(machine, most)
     return Guess(seconds, figure, run_out, risk.interval(job, seconds))
 
 
 def _observed(row: StatedRow, most: float, machine: hardware.Machine) -> float:
-    """Gigabytes of what the row's figure counts: tensors alone, or context and buffers too."""
+    """Gigabytes of what the row's figure counts: torch's allocator alone, or what libraries hold."""
     if row.memory_kind in ("allocated", "reserved"):
-        most -= machine.context
-    if row.memory_kind == "allocated":
-        most -= machine.software.buffers
-    return most / 1e9
+        most -= machine.context + machine.software.buffers
+    return most / 1e9 + row.memory_ahead
 
 
 def _parts(job: Job) -> dict[str, float]:

@@ -81,6 +81,8 @@ class StatedRow:
     seconds: float | None
     gigabytes: float | None  # of 1e9 bytes
     memory_kind: str
+    memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
+    memory_ahead: float  # gigabytes in the figure that are free as soon as they are needed
     status: str
     aside: str  # why it is not compared; empty if it is
 
@@ -115,31 +117,32 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
     dp = _whole(row, "dp_clean" if row["dp_clean"] else "dp")
     if tp * pp * dp != gpus:
         raise _error(row, "dp", f"tp({tp}) * pp({pp}) * dp({dp}) is not {gpus} GPUs")
-    engine = engines[_engine(row, engines)]
-    equal = "layers" if _whole(row, "layers") % pp == 0 else "balanced"
+    engine, model = engines[_engine(row, engines)], _shape(row)
     layout = Layout(
         tp=tp,
         pp=pp,
         dp=dp,
         micro_batch_size=_whole(row, "mbs"),
         recompute=_one_of(row, "recompute", RECOMPUTE),
-        partition=row["partition"] or engine.get("partition") or equal,
+        partition=row["partition"] or _partition(engine, model, pp),
         zero=_one_of(row, "zero_stage", {str(stage): stage for stage in range(4)}),
         sequence_parallel=_one_of(row, "sequence_parallel", YES_NO),
         schedule=_one_of(row, "schedule", {"": "1f1b"} | {name: name for name in SCHEDULES}),
     )
     facts, aside = _facts(row, engines)
     seconds = row["sec_clean"] or row["sec_per_it"]
-    kind = row["mem_kind"].rstrip("?").replace(" GiB", "")
+    observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
+    kind = observed.get("kind") or row["mem_kind"].rstrip("?").replace(" GiB", "")
     if kind not in MEMORY_KINDS:
         raise _error(row, "mem_kind", f"is none of {', '.join(MEMORY_KINDS[1:])}")
     unit = 2**30 / 1e9 if "GiB" in row["mem_kind"] else 1.0
+    status = _one_of(row, "status", STATUS, lower=True)
     return StatedRow(
         id=row["row_id"],
         source=source,
         section=row["section"],
         kernel=row["note"].removeprefix("kernel=") if row["note"].startswith("kernel=") else "",
-        model=_shape(row),
+        model=model,
         layout=layout,
         training=_training(row),
         machine=_machine(row, engines),
@@ -147,9 +150,47 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         seconds=_number(row, "sec_per_it", seconds) if seconds else None,
         gigabytes=unit * _number(row, "mem_gb", row["mem_gb"]) if row["mem_gb"] else None,
         memory_kind=kind,
-        status=_one_of(row, "status", STATUS, lower=True),
+        memory_of=observed.get("stage", ""),
+        memory_ahead=_ahead(observed, model, layout),
+        status="failed" if status == "OOM" and _refused(row, engine, layout) else status,
         aside=aside,
     )
+
+
+def _partition(engine: dict[str, Any], model: ModelShape, pp: int) -> str:
+    """The blocks of each stage as `--partition` has them."""
+    if engine.get("partition") == "by products":
+        return ",".join(map(str, _by_products(model, pp)))
+    return engine.get("partition") or ("layers" if model.layers % pp == 0 else "balanced")
+
+
+def _by_products(model: ModelShape, pp: int) -> list[int]:
+    """nanotron's rule: a stage is full with the block at which the products of all blocks up to
+    there reach its share; the output matrix is a block of its own. Stages after that which has the
+    matrix have no block: it and its blocks are put last, since here the head is.
+    """
+    block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn_hidden
+    whole = model.layers * block + model.vocab_size * model.hidden
+    counts, stage, sum_ = [0] * pp, 0, 0
+    for _ in range(model.layers):
+        counts[stage], sum_ = counts[stage] + 1, sum_ + block
+        stage += stage < pp - 1 and sum_ >= whole * (stage + 1) / pp
+    return counts
+
+
+def _ahead(observed: dict[str, Any], model: ModelShape, layout: Layout) -> float:
+    """Gigabytes of whole activations that tensor ranks have passed to collectives which did not
+    run yet: the host is ahead of a GPU that waits for no other stage.
+    """
+    alone = layout.tp > 1 and layout.pp == 1
+    each = 2e-9 * model.seq_length * layout.micro_batch_size * model.hidden
+    return alone * observed.get("ahead", 0) * each
+
+
+def _refused(row: dict[str, str], engine: dict[str, Any], layout: Layout) -> bool:
+    """Whether the engine ends with another error than of memory: too few micro-batches."""
+    count = _whole(row, "gbs") // (layout.micro_batch_size * layout.dp)
+    return engine.get("needs_full_pipeline", False) and count < layout.pp - 1
 
 
 def _machine(row: dict[str, str], engines: dict[str, dict]) -> str:
@@ -169,6 +210,7 @@ def _facts(row: dict[str, str], engines: dict[str, dict]) -> tuple[dict[str, Any
     """Software of the row's engine, over it what the row states; and why the row is set aside."""
     engine = engines[_engine(row, engines)]
     facts = engine.get("software", {}) | engine.get(row["machine"].split("-")[0], {})
+    facts |= engine.get(f"zero-{row['zero_stage']}", {})
     chunks = _whole(row, "chunks")
     if chunks > 1:
         facts["virtual_stages"] = chunks

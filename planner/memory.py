@@ -170,7 +170,7 @@ def _rank(here: _Held, job: Job) -> StageMemory:
         "optimizer": sharded_parameters(held, blocks, job) * state,
         "activations": here.activations,
         "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
-        "buffers": software.buffers,
+        "buffers": software.buffers + software.gather_buffers * (job.layout.tp > 1) * job.activation_bytes,
         "context": job.machine.context,
     }
     return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
@@ -325,7 +325,8 @@ def block_activations(job: Job, scores: bool) -> float:
     if not software.keeps_scores:  # what differs where the kernels are torch's own
         widths += active * model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU
         # Attention's result with samples before the sequence, and as the next product takes it.
-        widths += model.attention_width if job.layout.micro_batch_size > 1 else 0
+        copies = max(software.attention_copies, job.layout.micro_batch_size > 1)
+        widths += copies * model.attention_width
     size = job.tokens * (outside + 2.0 * widths / t)
     if scores and software.keeps_scores:
         each = 5.0 if software.dropout else 2.0
