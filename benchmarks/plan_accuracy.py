@@ -364,6 +364,7 @@ def by_source(paths: list[str], out: str | None, arguments: list[str]) -> None:
     """
     values = {c.name: c.value for c in hardware.constants()}
     rows = [row for path in paths for row in stated_rows.read(path)]
+    rows = source_accuracy.possible(rows, values)
     known = [
         row for path in sorted(DATA.glob("public/*.csv")) for row in stated_rows.read(str(path))
     ]

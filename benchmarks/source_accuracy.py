@@ -8,6 +8,7 @@ Used by plan_accuracy.py --rows FILE...
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from planner import hardware, memory, risk, step_time
 from planner.job import Job
 
 FLAGGED = 0.2  # risk from which a row counts as predicted to run out: a lost job costs most
+RECOMPUTATIONS = ("none", "selective", "full")  # from the least to the most
 NEAR_BEST = 2.0  # rows within this factor of their table's best are counted apart too
 
 
@@ -38,6 +40,21 @@ def predict(
     machines = {name: hardware.load(name, **values) for name in {row.machine for row in rows}}
     own = [row for row in rows if not row.aside]
     return {row.id: _guess(row, row.on(machines[row.machine]), seconds_only) for row in own}
+
+
+def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[StatedRow]:
+    """The rows; where a source does not state its layouts, with the least recomputation at which
+    all of a section fit into their GPUs: the assumed one cannot have run if it needs more.
+    """
+    found, assumed = [row for row in rows if not row.assumed], [row for row in rows if row.assumed]
+    for section in dict.fromkeys(row.section for row in assumed):
+        own = [row for row in assumed if row.section == section]
+        for recompute in RECOMPUTATIONS:
+            own = [replace(r, layout=replace(r.layout, recompute=recompute)) for r in own]
+            if all(guess.risk <= 0.5 for guess in predict(own, values).values()):
+                break
+        found += own
+    return found
 
 
 def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Guess:

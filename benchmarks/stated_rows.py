@@ -84,6 +84,7 @@ class StatedRow:
     memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
     memory_ahead: float  # gigabytes in the figure that are free as soon as they are needed
     status: str
+    assumed: bool  # the source does not state the layout
     aside: str  # why it is not compared; empty if it is
 
     @property
@@ -152,6 +153,7 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         memory_kind=kind,
         memory_of=observed.get("stage", ""),
         memory_ahead=_ahead(observed, model, layout),
+        assumed=row["quality"] == "layout assumed",
         status="failed" if status == "OOM" and _refused(row, engine, layout) else status,
         aside=aside,
     )

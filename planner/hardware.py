@@ -58,6 +58,7 @@ class Software:
     dropout: bool = False  # masks are drawn, applied and kept
     fp8: bool = False  # linear layers of blocks compute in fp8; all else is as without
     virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
+    overlap_messages: bool = False  # chunks' messages between stages hide behind other chunks
     scatter_p2p: bool = False  # each tensor rank sends 1/tp of an activation, then all gather
     # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
     logit_bytes: float = 26.0

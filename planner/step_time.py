@@ -256,7 +256,8 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
         # times the messages, arXiv 2104.04473 section 2.2.
         slot = max(map(sum, passes))
-        seconds = (count + (layout.pp - 1) / chunks) * slot + count * chunks * sent
+        shown = 1 if machine.software.overlap_messages else count  # until the first has come
+        seconds = (count + (layout.pp - 1) / chunks) * slot + shown * chunks * sent
     elif not layout.vocab_pp:
         weights = tuple(stage_weights(job)) if layout.splits_backward else None
         virtual = layout.stages_per_rank
