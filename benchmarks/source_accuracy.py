@@ -46,15 +46,15 @@ def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[Stated
     """The rows; where a source does not state its layouts, with the least recomputation at which
     all of a section fit into their GPUs: the assumed one cannot have run if it needs more.
     """
-    found, assumed = [row for row in rows if not row.assumed], [row for row in rows if row.assumed]
-    for section in dict.fromkeys(row.section for row in assumed):
-        own = [row for row in assumed if row.section == section]
+    found = {row.id: row for row in rows}
+    for section in dict.fromkeys(row.section for row in rows if row.assumed):
+        own = [row for row in rows if row.assumed and row.section == section]
         for recompute in RECOMPUTATIONS:
             own = [replace(r, layout=replace(r.layout, recompute=recompute)) for r in own]
             if all(guess.risk <= 0.5 for guess in predict(own, values).values()):
                 break
-        found += own
-    return found
+        found |= {row.id: row for row in own}
+    return list(found.values())
 
 
 def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Guess:
@@ -73,7 +73,7 @@ def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Gue
 
 
 def _observed(row: StatedRow, most: float, machine: hardware.Machine) -> float:
-    """Gigabytes of what the row's figure counts: torch's allocator alone, or what libraries hold."""
+    """Gigabytes of what the row's figure counts: torch's allocator alone, or all of the GPU."""
     if row.memory_kind in ("allocated", "reserved"):
         most -= machine.context + machine.software.buffers
     return most / 1e9 + row.memory_ahead
@@ -88,7 +88,7 @@ def _parts(job: Job) -> dict[str, float]:
 # Refitted without a source before it is predicted. What only one source could determine is not
 # fitted at all, but stated (benchmarks/data/engines.toml) or assumed (hardware/).
 FITTED = ("a100_torch_gemm", "h100_torch_gemm", "nvlink_latency")
-LEFT_OUT = ("nemo_launcher", "dgxc")  # its layout is assumed; it runs on h100-megatron
+LEFT_OUT = ("nemo_launcher", "dgxc")
 
 
 def fit(rows: Sequence[StatedRow], start: dict[str, float], rounds: int = 2) -> dict[str, float]:

@@ -84,6 +84,7 @@ class StatedRow:
     memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
     memory_ahead: float  # gigabytes in the figure that are free as soon as they are needed
     status: str
+    ambiguous: bool  # the status stands for any crash
     assumed: bool  # the source does not state the layout
     aside: str  # why it is not compared; empty if it is
 
@@ -97,6 +98,20 @@ class StatedRow:
         batch = self.training.global_batch_size
         return (self.section, self.machine, self.kernel, kept, zero, shape, gpus, batch)
 
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples whose activations the first stage holds at once, in 1F1B."""
+        micro = self.layout.micro_batch_size
+        count = self.training.global_batch_size // (micro * self.layout.dp)
+        return micro * min(count, self.layout.pp)
+
+    @property
+    def held(self) -> tuple:
+        """What rows share that hold the same weights, gradients and optimizer state."""
+        one, model = self.layout, self.model
+        layout = one.tp, one.pp, one.dp, one.zero, one.recompute, one.sequence_parallel
+        return (self.machine, self.kernel, model, layout)
+
     def on(self, machine: hardware.Machine) -> hardware.Machine:
         """The machine with this row's engine."""
         return replace(machine, software=replace(machine.software, **self.facts))
@@ -105,7 +120,23 @@ class StatedRow:
 def read(path: str) -> list[StatedRow]:
     """The rows of a CSV file; UserError naming row and column where a value is not understood."""
     engines = read_toml(ENGINES, "engines.toml")
-    return [_row(row, Path(path).stem, engines) for row in published_rows.read(path)]
+    return _without_crashes([_row(r, Path(path).stem, engines) for r in published_rows.read(path)])
+
+
+def _without_crashes(rows: list[StatedRow]) -> list[StatedRow]:
+    """The rows, less those labelled out of memory whose layout ran with as many samples in flight
+    or more, if one label stands for every crash.
+    """
+    ran: dict[tuple, int] = {}
+    for row in rows:
+        if row.status == "ok":
+            ran[row.held] = max(row.samples_in_flight, ran.get(row.held, 0))
+    return [
+        replace(row, status="failed")
+        if row.ambiguous and row.samples_in_flight <= ran.get(row.held, 0)
+        else row
+        for row in rows
+    ]
 
 
 def is_stated(path: str) -> bool:
@@ -153,6 +184,7 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         memory_kind=kind,
         memory_of=observed.get("stage", ""),
         memory_ahead=_ahead(observed, model, layout),
+        ambiguous=row["status"] == "crashed/oom",
         assumed=row["quality"] == "layout assumed",
         status="failed" if status == "OOM" and _refused(row, engine, layout) else status,
         aside=aside,

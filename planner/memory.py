@@ -164,13 +164,14 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     each = [held_parameters(spec, job) for spec in here.specs]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, strict=True))
+    gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
     parts = {
         "weights": sum(_weights(own, spec, job) for spec, own in of_stages),
         "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
         "optimizer": sharded_parameters(held, blocks, job) * state,
         "activations": here.activations,
         "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
-        "buffers": software.buffers + software.gather_buffers * (job.layout.tp > 1) * job.activation_bytes,
+        "buffers": software.buffers + gathered,
         "context": job.machine.context,
     }
     return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
@@ -325,8 +326,8 @@ def block_activations(job: Job, scores: bool) -> float:
     if not software.keeps_scores:  # what differs where the kernels are torch's own
         widths += active * model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU
         # Attention's result with samples before the sequence, and as the next product takes it.
-        copies = max(software.attention_copies, job.layout.micro_batch_size > 1)
-        widths += copies * model.attention_width
+        several = 1.0 if job.layout.micro_batch_size > 1 else 0.0
+        widths += int(max(software.attention_copies, several) * model.attention_width)
     size = job.tokens * (outside + 2.0 * widths / t)
     if scores and software.keeps_scores:
         each = 5.0 if software.dropout else 2.0

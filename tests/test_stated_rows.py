@@ -17,6 +17,8 @@ import stated_rows
 from source_accuracy import Guess
 
 from config.messages import UserError
+from planner import hardware
+from schedules.partition import stage_specs
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
 
@@ -87,3 +89,69 @@ def test_the_command_writes_the_figures_of_each_source_and_of_all(tmp_path, caps
     assert set(figures) == {"dgxc", "fms_fsdp", "all"}
     assert figures["all"]["time"]["n"] == 18
     assert "| dgxc | 10 |" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def public() -> list[stated_rows.StatedRow]:
+    return [row for path in sorted(PUBLIC.glob("*.csv")) for row in stated_rows.read(str(path))]
+
+
+def named(rows, name):
+    return next(row for row in rows if row.id == name)
+
+
+def test_the_playbooks_stages_hold_what_its_first_rank_printed(public):
+    """Billions of parameters of the first rank, column "Local Params" of the benchmark's table."""
+    printed = {("1B", 2, 1): 0.940, ("1B", 4, 1): 0.604, ("8B", 2, 4): 1.23, ("8B", 8, 2): 0.877}
+    printed[("8B", 16, 1)] = 1.27
+    for row in public:
+        key = row.section[3:5], row.layout.pp, row.layout.tp
+        if row.source != "ultrascale" or key not in printed:
+            continue
+        blocks = [int(count) for count in row.layout.partition.split(",")]
+        assert (len(blocks), sum(blocks)) == (row.layout.pp, row.model.layers)
+        first = stage_specs(row.model, row.layout)[0]
+        assert first.parameters / row.layout.tp / 1e9 == pytest.approx(printed.pop(key), rel=0.005)
+        if not printed:
+            return
+    raise AssertionError(f"no rows of {printed}")
+
+
+def test_what_the_playbook_labels_crashed_or_out_of_memory(public):
+    rows = [row for row in public if row.source == "ultrascale"]
+    few = [r for r in rows if r.samples_in_flight < r.layout.micro_batch_size * (r.layout.pp - 1)]
+    assert len(few) == 108
+    assert {row.status for row in few} == {"failed"}  # its engine asserts pp - 1 micro-batches
+    assert named(rows, "UP-20").status == "ok"
+    assert named(rows, "UP-1762").status == "failed"  # the same layout, which has run
+    assert sum(row.status == "OOM" for row in rows) == 475
+    assert {row.memory_kind for row in rows if row.gigabytes} == {"reserved"}
+
+
+def test_a_layout_that_is_not_stated_recomputes_as_little_as_fits(public):
+    values = {c.name: c.value for c in hardware.constants()}
+    own = [row for row in public if row.source in ("nemo_launcher", "dgxc")]
+    found = source_accuracy.possible(own, values)
+    assert [row.id for row in found] == [row.id for row in own]
+    wanted = {"NL 5B": "selective", "NL 175B": "full"}
+    assert {r.section: r.layout.recompute for r in found if r.source == "nemo_launcher"} == wanted
+    assert {row.layout.recompute for row in found if row.source == "dgxc"} == {"none"}
+
+
+def test_errors_of_sources_that_nothing_was_fitted_on(public):
+    """Mean errors of time, of memory, and out of memory, as results/plan_public.md has them."""
+    values = {c.name: c.value for c in hardware.constants()}
+    rows = source_accuracy.possible(public, values)
+    guesses = source_accuracy.held_out(rows, rows, values)
+    figures = {
+        source: source_accuracy.compare([r for r in rows if r.source == source], guesses)
+        for source in {row.source for row in rows}
+    }
+    most = {"aleph": 0.08, "llm_foundry": 0.07, "fms_fsdp": 0.05, "torchtitan": 0.08}
+    for source, limit in (most | {"nemo_launcher": 0.05, "dgxc": 0.05}).items():
+        assert figures[source]["time"]["mean"] <= limit, source
+    playbook = figures["ultrascale"]
+    assert playbook["time_near_best"]["mean"] <= 0.125
+    assert playbook["memory"]["reserved"]["mean"] <= 0.145
+    assert playbook["out_of_memory"]["found"] >= 0.7 * playbook["out_of_memory"]["ran_out"]
+    assert figures["aleph"]["choice"]["best_picked"] >= 17
