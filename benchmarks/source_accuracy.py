@@ -88,7 +88,7 @@ def _parts(job: Job) -> dict[str, float]:
 # Refitted without a source before it is predicted. What only one source could determine is not
 # fitted at all, but stated (benchmarks/data/engines.toml) or assumed (hardware/).
 FITTED = ("a100_torch_gemm", "h100_torch_gemm", "nvlink_latency")
-LEFT_OUT = ("nemo_launcher", "dgxc")
+LEFT_OUT = ("nemo_launcher", "dgxc")  # its layout is assumed; it runs on h100-megatron
 
 
 def fit(rows: Sequence[StatedRow], start: dict[str, float], rounds: int = 2) -> dict[str, float]:

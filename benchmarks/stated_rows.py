@@ -200,8 +200,7 @@ def _partition(engine: dict[str, Any], model: ModelShape, pp: int) -> str:
 
 def _by_products(model: ModelShape, pp: int) -> list[int]:
     """nanotron's rule: a stage is full with the block at which the products of all blocks up to
-    there reach its share; the output matrix is a block of its own. Stages after that which has the
-    matrix have no block: it and its blocks are put last, since here the head is.
+    there reach its share of them and of the output matrix. Later stages may have no block.
     """
     block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn_hidden
     whole = model.layers * block + model.vocab_size * model.hidden
