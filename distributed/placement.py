@@ -256,15 +256,18 @@ def _sharing(places: list[Place]) -> list[str]:
 
 
 def table(places: list[Place], layout: Layout) -> str:
-    """Rank, node, local rank, device, cores, and tp, pp, dp coordinates; or a row for each node."""
+    """Rank, node, local rank, device, cores, and coordinates; or a row for each node."""
     if len(places) > RANKS_IN_FULL:
         return _table_of_nodes(places)
-    rows = ["  rank  node                 local  device   cores              tp  pp   dp"]
+    widths = {"tp": 4, "pp": 4} | ({"cp": 4} if layout.cp > 1 else {}) | {"dp": 5}
+    head = "".join(f"{axis:>{width}}" for axis, width in widths.items())
+    rows = [f"  rank  node                 local  device   {'cores':16} {head}"]
     for rank, place in enumerate(places):
         at = coordinates(rank, layout.axes)
+        where = "".join(f"{at[axis]:{width}}" for axis, width in widths.items())
         rows.append(
             f"{rank:6}  {place.node:20} {place.local_rank:5}  {place.device:8} "
-            f"{number_ranges(place.cores):16} {at['tp']:4}{at['pp']:4}{at['dp']:5}"
+            f"{number_ranges(place.cores):16} {where}"
         )
     return "\n".join(rows)
 

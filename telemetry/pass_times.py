@@ -51,9 +51,10 @@ def _earlier(config: Config) -> str | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json")) as file:
             earlier = json.load(file)["config"]
-        own, before = json.loads(json.dumps(asdict(config))), earlier["layout"]
+        own, before = json.loads(json.dumps(asdict(config))), {"cp": 1} | earlier["layout"]
         same = (
             "tp",
+            "cp",
             "pp",
             "micro_batch_size",
             "sequence_parallel",

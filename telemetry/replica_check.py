@@ -24,15 +24,19 @@ Hashes = dict[tuple[ParamSpec, str], Tensor]
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """One sentence for each tensor that differs in any bit from its copies, with the ranks.
 
-    Compared are weights over dp, tp and tied pairs; masters and optimizer state over tp and tied
-    pairs, and over dp if they are not sharded. Collective over the mesh.
+    Compared are weights over dp, with cp, tp and tied pairs; masters and optimizer state over tp and
+    tied pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
     weights: Hashes = {}
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}
     both = weights | _state_hashes(optimizer)
-    found = _compare("dp", mesh.replicas, weights if optimizer.state_sharded else both)
+    found = _compare(
+        "dp" if mesh.cp.size == 1 else "dp x cp",
+        mesh.replicas,
+        weights if optimizer.state_sharded else both,
+    )
     found += _compare("tp", mesh.tp, {k: v for k, v in both.items() if k[0].dim is None})
     found += _compare("tied", mesh.tied, {k: v for k, v in both.items() if k[0].tied})
     return found

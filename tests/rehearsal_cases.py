@@ -18,7 +18,10 @@ CASES: dict[str, tuple[int, str]] = {
     "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather"),
     "Muon": (2, SMALL + "--optimizer muon"),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
+    "cp 4 in rings of 2, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),
     "vocabulary over pp 4": (8, SMALL + "--tp 2 --pp 4 --vocab-pp --sequence-parallel"),
+    "cp 4 over heads, pp 2": (8, SMALL + BLOOM + "--cp 4 --pp 2 --recompute selective"),
+    "masks in a ring of 4": (4, SMALL + "--cp 4 --kv-heads 1 --objective prefix"),
     "one rank, fp32": (1, SMALL + "--precision fp32"),
     "tp 2": (2, SMALL + "--tp 2"),
     "tp 8": (8, SMALL + "--tp 8"),
@@ -66,4 +69,4 @@ CASES: dict[str, tuple[int, str]] = {
         " --recompute full --global-batch-size 2048",
     ),
 }
-IN_SUITE = list(CASES)[:12]
+IN_SUITE = list(CASES)[:13]

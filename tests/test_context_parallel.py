@@ -5,14 +5,19 @@ and the samples are of real ranks.
 """
 
 import itertools
+import json
 import random
+import re
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import relative_difference
+from ranks import mpirun
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -170,7 +175,7 @@ def documents(length: int, prefix: bool) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("kind", ["causal", "alibi", "documents", "prefix", "prefix, alibi"])
 def test_attention_of_several_ranks_is_that_of_one(dtype, cp, over_heads, groups, kind):
-    """In a ring, after an all-to-all over heads, and in both; a mask may hide all keys of a rank."""
+    """In a ring, after an all-to-all over heads, and in both; masks may hide a rank's keys."""
     length, heads, seen = 24, 4, None
     qkv = sample(length, heads, groups, dtype)
     if kind != "causal":
@@ -347,3 +352,42 @@ def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
             for case, result, wanted in zip(every, starts[ranks].result(), expected, strict=True):
                 assert len(result["losses"]) == 2
                 assert distance(result, wanted) <= TOLERANCE[case["precision"]], (case, result)
+
+
+def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
+    """From its checkpoint, to the same losses, evaluations and samples."""
+    words = "--layers 2 --hidden 32 --heads 4 --kv-heads 1 --seq-length 16 --vocab-size 61 --zero 1"
+    words += " --pad-vocab-multiple 4 --precision fp64 --global-batch-size 4 --positions rotary"
+    words += " --steps 4 --eval-samples 4 --eval-every 2 --sample-every 2 --curriculum 8:16:8:8"
+    words += " --check-replicas-every 2 --stats-every 2 --lr 1e-2"
+    both = ["train.py", *words.split(), "--sample-prompt", "3 4 5", "--out"]
+    before, after = str(tmp_path / "cp"), str(tmp_path / "one")
+    saved = f"{before}/checkpoints/step_00000002"
+    done = [
+        mpirun(2, *both, before, "--cp", "2", "--save-every", "2"),
+        mpirun(1, *both, after, "--resume", saved),
+    ]
+    assert [outcome.status for outcome in done] == [0, 0], done
+    assert "tp 1 x pp 1 x cp 2 x dp 1" in done[0].out
+    assert "attention: flash in a ring of 2 ranks" in done[0].out
+    assert json.loads(Path(before, "run.json").read_text())["config"]["layout"]["cp"] == 2
+    rows, rest = facts_of(before), facts_of(after)
+    assert len(rows) == 4 + 2 + 1  # steps, evaluations, the test split
+    assert len(rest) == 2 + 1 + 1
+    for key, facts in rest.items():
+        assert relative_difference(facts, rows[key]) <= 1e-10, (key, facts, rows[key])
+    samples = [re.findall(r"sample at iteration 4 \| (.*) \|", outcome.out) for outcome in done]
+    assert len(samples[0]) == 1
+    assert samples[0] == samples[1]
+
+
+def facts_of(folder: str) -> dict[tuple, list[float]]:
+    """The numbers of a run that no layout may change, by step and kind of row."""
+    found = {}
+    names = ("consumed_tokens", "loss", "grad_norm", "validation_loss", "test_loss")
+    for line in Path(folder, "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        facts = {name: row[name] for name in names if name in row}
+        assert len(facts) > 1
+        found[row["iteration"], *facts] = list(facts.values())
+    return found
