@@ -24,8 +24,8 @@ Hashes = dict[tuple[ParamSpec, str], Tensor]
 def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[str]:
     """One sentence for each tensor that differs in any bit from its copies, with the ranks.
 
-    Compared are weights over dp, with cp, tp and tied pairs; masters and optimizer state over tp and
-    tied pairs, and over dp if they are not sharded. Collective over the mesh.
+    Compared are weights over dp (and cp), tp and tied pairs; masters and optimizer state over tp
+    and tied pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
     weights: Hashes = {}
