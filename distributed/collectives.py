@@ -6,7 +6,8 @@ gloo on CPUs (or on GPUs that ranks share: then through host memory).
 In gloo's rings every rank must be scheduled once per hop, and oversubscribed cores make each hop
 slow. So over gloo a message that is short, or goes to more than two ranks, is one all-to-all and a
 local sum in rank order: one hop, and the same bits on every rank
-(benchmarks/results/gloo-collectives.md).
+(benchmarks/results/gloo-collectives.md). A longer gather is a broadcast by every rank, in place;
+between two ranks a reduce-scatter is one message each way.
 
 A group with a log records every call before it starts and while it is waited for
 (watchdog/flight_recorder.py), so that the rank that causes a hang can be found.
