@@ -199,7 +199,10 @@ def test_mpirun_in_a_slurm_job(slurm):
     """mpirun starts its helper processes with srun: its own variables count, not Slurm's."""
     mpirun = shutil.which(mpi_command(1)[0])
     command = ["salloc", "--quiet", "-N2", "-n4", mpirun, "-n", "4", sys.executable]
-    outcome = start([*command, WORKER, "port", "1"], timeout=120)
+    for _ in range(5):
+        outcome = start([*command, WORKER, "port", "1"], timeout=120)
+        if "control_cb" not in outcome.err:
+            break  # else mpirun itself has failed at its end, as MPICH's does on a busy machine
     assert outcome.status == 0, outcome.err
     assert ranks_in(outcome, "of 4 mpirun") == [0, 1, 2, 3]
 

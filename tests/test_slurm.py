@@ -27,7 +27,7 @@ WORDS = f"{SHAPE} --device cpu --pp 2 --lr-schedule constant --lr 1e-3".split()
 STEPS, PAUSE = 130, 0.45
 SECONDS = 400  # until the job with a time limit has ended
 
-OPTIONS = "--nodes=2 --time={limit} --signal=B:USR1@1 --open-mode=append --output={out}/batch.txt"
+OPTIONS = "--job-name=limit --nodes=2 --time={limit} --signal=B:USR1@1 --open-mode=append"
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def submit(out, limit: int, later: float = PAUSE) -> str:
         f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || pause={later}',
         f"ranks tests/paced_worker.py $pause {shlex.join(words)}",
     ]
-    write_batch(batch, OPTIONS.format(limit=limit, out=out), *lines)
+    write_batch(batch, f"{OPTIONS.format(limit=limit)} --output={out}/batch.txt", *lines)
     command = ["sbatch", "--parsable", str(batch)]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.strip()
