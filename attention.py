@@ -95,16 +95,17 @@ class Attention(nn.Module):
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
+        self.split = factory.fused(_split_heads)
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
     def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
-        q, k, v = _split_heads(self.qkv(x), self.queries, self.d)
+        turned = rotary if self.norms is None else None
+        q, k, v = self.split(self.qkv(x), self.queries, self.d, turned)
         if self.norms is not None:
             q, k = self.norms(q, k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
         if isinstance(bias, Past):
             mixed = _attend(q, *bias.extend(self, k, v))
         else:
@@ -123,11 +124,14 @@ class Attention(nn.Module):
         return _attend(q, k, v, bias)
 
 
-def _split_heads(qkv: Tensor, queries: int, d: int) -> list[Tensor]:
-    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output."""
+def _split_heads(
+    qkv: Tensor, queries: int, d: int, rotary: tuple[Tensor, Tensor] | None
+) -> list[Tensor]:
+    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output, q and k turned."""
     qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
     parts = qkv.split((queries, 1, 1), -2)  # one split: slices add up in the backward
-    return [t.flatten(2, 3) for t in parts]
+    q, k, v = (t.flatten(2, 3) for t in parts)
+    return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None) -> Tensor:
@@ -191,7 +195,7 @@ def attention_kernel(
     parts = mesh.tp.size * mesh.heads.size
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
     queries = model.heads // model.kv_heads
-    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size)
+    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
     bias = torch.empty(1, model.heads // parts, s, s, **of) if alibi else None
     choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"

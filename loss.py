@@ -4,62 +4,52 @@
     LocalLoss.of(logits, labels, spec)          over pipeline ranks too (--vocab-pp): first this,
         .finish(every rank's sums, weight)      and when all have done it, losses and gradients
 
-Shapes: s sequence, b samples, V/n the columns of this rank. Computed in fp32 at least.
+Shapes: s sequence, b samples, V/n the columns of this rank. Computed in fp32 at least, a few rows
+at a time: there is no copy of all logits, and the gradient takes their memory.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distributed.collectives import MAX, Group
-from parallel import ParamSpec
+from distributed.collectives import Group
+from parallel import ParamSpec, compiled
+
+# Logits that are turned into exponentials at a time: on a CPU they stay in a core's cache.
+AT_ONCE, AT_ONCE_ON_CPU = 2**24, 2**17
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Cross-entropy over a vocabulary split over tp, without ever gathering the logits.
-
-    Two collectives of one and of two numbers per token. Computed in fp32 at least.
-    """
+    """Cross-entropy over a vocabulary split over tp: one collective of three numbers per token."""
 
     @staticmethod
-    def forward(ctx, logits, labels, tp, start, stop):
-        """The loss of each token, of labels' shape; logits are those of words [start, stop).
-
-        They are overwritten if they are in fp32 or fp64: a copy is the largest tensor of a step.
-        """
-        dtype = logits.dtype
-        logits = logits.detach().to(torch.promote_types(dtype, torch.float32))
-        logits[..., stop - start :] = torch.finfo(logits.dtype).min  # padding
-        largest = logits.amax(-1)
-        tp.all_reduce(largest, MAX).wait()
-        logits.sub_(largest[..., None])
-        local = labels - start
-        absent = (local < 0) | (labels >= stop)
-        local = local.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, local)[..., 0].masked_fill(absent, 0.0)
-        exponentials = logits.exp_()
-        sums = torch.stack([exponentials.sum(-1), target])
-        tp.all_reduce(sums).wait()
-        ctx.save_for_backward(exponentials, sums[0], local, absent)
-        ctx.dtype = dtype
-        return sums[0].log() - sums[1]
+    def forward(ctx, logits, labels, tp, spec, fused):
+        """The loss of each token, of labels' shape."""
+        local = LocalLoss.of(logits.detach(), labels, spec, fused)
+        every = local.sums.new_empty(tp.size, *local.sums.shape)
+        tp.all_gather(every, local.sums).wait()
+        losses, ctx.share = local.losses(every)
+        ctx.local = local
+        return losses
 
     @staticmethod
     def backward(ctx, grad):
-        exponentials, total, local, absent = ctx.saved_tensors
-        dlogits = exponentials.mul_((grad / total)[..., None])
-        dlogits.scatter_add_(-1, local, -grad.masked_fill(absent, 0.0)[..., None])
-        return dlogits.to(ctx.dtype), None, None, None, None
+        return ctx.local.gradient(ctx.share, grad), None, None, None, None
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec) -> Tensor:
-    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least.
+def cross_entropy(
+    logits: Tensor, labels: Tensor, tp: Group, spec: ParamSpec, fused: bool = False
+) -> Tensor:
+    """Loss of every token: logits (..., V/tp), labels (...) -> (...), in fp32 at least; 0 where the
+    label is below 0.
 
-    `spec` is that of the head's weight: which rows of the vocabulary are here. Both passes reuse
-    the memory of the logits: they are lost, and the backward may run once only.
+    `spec` is that of the head's weight: which rows of the vocabulary are here. The gradient takes
+    the memory of the logits: they are lost, and the backward may run once only. fused: by kernels
+    of --compile.
     """
-    return _CrossEntropy.apply(logits, labels, tp, spec.start, spec.stop)
+    return _CrossEntropy.apply(logits, labels, tp, spec, fused)
 
 
 class LocalLoss(NamedTuple):
@@ -67,41 +57,74 @@ class LocalLoss(NamedTuple):
     (3, s, b), a token's largest logit, the sum of exponentials relative to it, its label's logit.
     """
 
-    exponentials: Tensor
+    logits: Tensor
     columns: Tensor
     absent: Tensor
     targets: Tensor  # where there is one: a label below 0 is none
-    dtype: torch.dtype
+    fused: bool
     sums: Tensor
 
     @classmethod
     @torch.no_grad()
-    def of(cls, logits: Tensor, labels: Tensor, spec: ParamSpec) -> "LocalLoss":
+    def of(
+        cls, logits: Tensor, labels: Tensor, spec: ParamSpec, fused: bool = False
+    ) -> "LocalLoss":
         """Of the logits (s, b, V/n) of the words that `spec` has, and labels (s, b)."""
-        dtype, rows = logits.dtype, spec.stop - spec.start
-        logits = logits.to(torch.promote_types(dtype, torch.float32), copy=True)
+        rows, exact = spec.stop - spec.start, torch.promote_types(logits.dtype, torch.float32)
         logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
         columns = labels - spec.start
         absent = (columns < 0) | (columns >= rows)
         columns = columns.masked_fill(absent, 0)[..., None]
-        target = logits.gather(-1, columns)[..., 0].masked_fill(absent, 0.0)
-        largest = logits.amax(-1)
-        exponentials = logits.sub_(largest[..., None]).exp_()
-        sums = torch.stack([largest, exponentials.sum(-1), target])
-        return cls(exponentials, columns, absent, labels >= 0, dtype, sums)
+        target = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
+        largest = logits.amax(-1).to(exact)
+        total = torch.empty_like(largest)
+        _by_rows(_sum_exponentials, fused, logits, largest, total)
+        sums = torch.stack([largest, total, target])
+        return cls(logits, columns, absent, labels >= 0, fused, sums)
+
+    def losses(self, every: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens' losses (s, b), and what `gradient` takes; every: the `sums` of all ranks,
+        (n, 3, s, b).
+        """
+        largest, sums, target = every.unbind(1)
+        most = largest.amax(0)
+        total = (sums * (largest - most).exp_()).sum(0)
+        losses = (total.log() + most - target.sum(0)).masked_fill_(~self.targets, 0.0)
+        return losses, (self.sums[0] - most).exp_().div_(total)
+
+    def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
+        """That of the logits, in their memory, times `weight` of each token; once only."""
+        logits, largest = self.logits, self.sums[0]
+        weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
+        scale, own = share * weight, weight.masked_fill(self.absent, 0.0)
+        label = (logits.gather(-1, self.columns)[..., 0] - largest).exp_().mul_(scale).sub_(own)
+        _by_rows(_scale_exponentials, self.fused, logits, largest, scale)
+        return logits.scatter_(-1, self.columns, label[..., None].to(logits.dtype))
 
     @torch.no_grad()
     def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
         """The tokens' losses (s, b), and `weight` times the gradient of these logits; once only.
 
-        every: the `sums` of all ranks, (n, 3, s, b).
+        every: as in `losses`.
         """
-        largest, sums, target = every.unbind(1)
-        most = largest.amax(0)
-        total = (sums * (largest - most).exp_()).sum(0)
-        scale = (weight * (self.sums[0] - most).exp_() / total).masked_fill_(~self.targets, 0.0)
-        gradient = self.exponentials.mul_(scale[..., None])
-        own = torch.zeros_like(scale).sub_(weight).masked_fill_(self.absent, 0.0)
-        gradient.scatter_add_(-1, self.columns, own[..., None])
-        losses = (total.log() + most - target.sum(0)).masked_fill_(~self.targets, 0.0)
-        return losses, gradient.to(self.dtype)
+        losses, share = self.losses(every)
+        return losses, self.gradient(share, weight)
+
+
+def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -> None:
+    """Call the function with these, cut along the sequence; fused: once, as one kernel."""
+    if fused:
+        compiled(function)(logits, *others)
+        return
+    at_once = AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE
+    rows = max(1, at_once // logits[0].numel())
+    for run in zip(*(tensor.split(rows) for tensor in (logits, *others))):
+        function(*run)
+
+
+def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
+    total.copy_((logits - largest[..., None]).exp_().sum(-1))
+
+
+def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
+    logits.copy_((logits - largest[..., None]).exp_().mul_(scale[..., None]))

@@ -7,8 +7,10 @@ f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. 
 GPT-2: normal, the two matrices that write into the residual stream smaller by sqrt(2 L).
 """
 
+import functools
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,15 +39,29 @@ class Norm(nn.Module):
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
-        self.shape, self.eps = (model.hidden,), model.norm_eps
-        self.weight = factory.parameter(f"{name}.weight", self.shape, fill=1.0)
+        self.eps = model.norm_eps
+        self.weight = factory.parameter(f"{name}.weight", (model.hidden,), fill=1.0)
         centred = model.norm == "layernorm"
-        self.bias = factory.parameter(f"{name}.bias", self.shape) if centred else None
+        self.bias = factory.parameter(f"{name}.bias", (model.hidden,)) if centred else None
+        self.normed, self.added = factory.fused(_normed), factory.fused(_added)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return self.normed(x, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        return self.added(x, y, self.weight, self.bias, self.eps)
+
+
+def _normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _added(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
+    x = x + y
+    return x, _normed(x, *norm)
 
 
 class MLP(nn.Module):
@@ -54,21 +70,29 @@ class MLP(nn.Module):
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
         """std: of the second matrix at the start."""
         super().__init__()
-        self.activation = model.activation
+        activation = ACTIVATIONS[model.activation]
+        self.activation = factory.fused(activation) if activation is _swiglu else activation
         f, h = model.ffn_hidden, model.hidden
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
         self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, h, std, model.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        if self.activation == "swiglu":
-            gate, up = x.chunk(2, -1)
-            return self.down(F.silu(gate) * up)
-        if self.activation == "relu":
-            return self.down(F.relu(x))
-        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return self.down(F.gelu(x, approximate=approximate))
+        return self.down(self.activation(self.up(x)))
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# All but the gated one are a kernel each way already, and a bias is part of the matrix product.
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "swiglu": _swiglu,
+}
 
 
 class Block(nn.Module):
@@ -97,8 +121,11 @@ class Block(nn.Module):
         if self.kind == "post-norm":
             x = x + self.attention_norm(self.attention(x, bias, rotary))
             return x + self.mlp_norm(self.mlp(x))
-        mixed = x + self.attention(self.attention_norm(x), bias, rotary)
-        return mixed + self.mlp(self.mlp_norm(x if self.kind == "parallel" else mixed))
+        y = self.attention(self.attention_norm(x), bias, rotary)
+        if self.kind == "parallel":
+            return x + y + self.mlp(self.mlp_norm(x))
+        mixed, normed = self.mlp_norm.of_sum(x, y)
+        return mixed + self.mlp(normed)
 
 
 # ---- Embedding, head and the stage ---------------------------------------------------------------
@@ -175,7 +202,8 @@ class Head(nn.Module):
         return column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(x), labels.t(), self.factory.mesh.tp, self.spec)
+        about = self.factory.mesh.tp, self.spec, self.factory.compile
+        return cross_entropy(self.logits(x), labels.t(), *about)
 
 
 class VocabularyPart(nn.Module):
@@ -286,10 +314,7 @@ class Stage(nn.Module):
             return x if self.head is None else self.head.logits(x[-1:])[0]
         if self.head is None or batch is None:
             return x
-        losses = self.head(x, batch.labels)  # s b
-        if batch.count < batch.labels.numel():
-            losses = losses.masked_fill(batch.labels.t() < 0, 0.0)
-        return losses.sum()
+        return self.head(x, batch.labels).sum()
 
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, past: Past | None = None

@@ -58,6 +58,12 @@ class ParamSpec:
 CPU = torch.device("cpu")
 
 
+@functools.cache
+def compiled(function: Callable) -> Callable:
+    """`function` by torch.compile, for each shape anew: whole, or it raises."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
 @dataclass(frozen=True)
 class ParamFactory:
     """What every layer is built with: the mesh, the precision, the seed of its weights.
@@ -65,7 +71,7 @@ class ParamFactory:
     `dtype` is the precision of computation. Parameters are drawn in fp32 at least; zero.py keeps
     that as the master copy and turns the parameters themselves to `dtype`. deferred: where linear
     layers leave weight gradients if the schedule splits the backward, else None. shard: at --zero 3
-    is called with each block that has been drawn.
+    is called with each block that has been drawn. compile: whether `fused` compiles.
     """
 
     mesh: Mesh
@@ -76,6 +82,15 @@ class ParamFactory:
     sequence_parallel: bool = False
     deferred: "DeferredGradients | None" = None
     shard: Callable[[nn.Module], None] | None = None
+    compile: bool = False
+
+    def fused(self, function: Callable) -> Callable:
+        """`function`, which has no collectives, or with --compile its kernels where gradients are
+        wanted: evaluations and decoding, with shapes of their own, run it as it is.
+        """
+        if not self.compile:
+            return function
+        return lambda *args: (compiled(function) if torch.is_grad_enabled() else function)(*args)
 
     def parameter(
         self,

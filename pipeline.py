@@ -370,7 +370,8 @@ class VocabularyPasses:
         x = x.detach().requires_grad_(torch.is_grad_enabled())
         logits = self.part.logits(x)
         edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
-        local = LocalLoss.of(logits, self.batch[m].labels.t(), self.part.spec)
+        labels, part = self.batch[m].labels.t(), self.part
+        local = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
         every = local.sums.new_empty(self.mesh.vocabulary.size, *local.sums.shape)
         handle = self.mesh.vocabulary.all_gather(every, local.sums)
         self.losses[m] = x, edge, local, every, handle
