@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from config.schema import LOGITS_AT_ONCE
 from distributed.collectives import Group
 from parallel import ParamSpec, compiled
-
-# Logits that are turned into exponentials at a time: on a CPU they stay in a core's cache.
-AT_ONCE, AT_ONCE_ON_CPU = 2**24, 2**17
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -116,8 +114,7 @@ def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -
     if fused:
         compiled(function)(logits, *others)
         return
-    at_once = AT_ONCE_ON_CPU if logits.device.type == "cpu" else AT_ONCE
-    rows = max(1, at_once // logits[0].numel())
+    rows = max(1, LOGITS_AT_ONCE[logits.device.type] // logits[0].numel())
     for run in zip(*(tensor.split(rows) for tensor in (logits, *others))):
         function(*run)
 

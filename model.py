@@ -9,6 +9,7 @@ GPT-2: normal, the two matrices that write into the residual stream smaller by s
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 # All but the gated one are a kernel each way already, and a bias is part of the matrix product.
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
@@ -284,8 +285,10 @@ class Stage(nn.Module):
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.cp, self.heads = factory.mesh.cp, factory.mesh.heads
         self.ring = factory.mesh.ring.size > 1  # which makes no matrix of scores
-        makes = alibi and not masked and not self.ring
-        self.bias = self._bias = alibi_bias(model, factory) if makes else None
+        self.bias: Tensor | Mask | None = None
+        makes, about = alibi and not masked and not self.ring, (model, factory)
+        self._alibi = functools.partial(alibi_bias, *about, layout.micro_batch_size)
+        self._length = 0 if makes else None  # of the bias
         self.slopes = None
         if alibi and not makes:
             self.slopes = self.heads.shard(local_slopes(model, factory)).to(factory.device)
@@ -294,6 +297,7 @@ class Stage(nn.Module):
         if rotary:
             cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
             self.rotary = self._rotary = cos, sin
+        self.set_length(model.seq_length)
         _check_count(self, shared)
 
     def set_length(self, length: int) -> None:
@@ -301,9 +305,8 @@ class Stage(nn.Module):
         if self._rotary is not None and self.cp.size > 1:
             cos, sin = (self.cp.balanced_shard(table[:length], 0) for table in self._rotary)
             self.rotary = cos, sin
-        if self._bias is not None and self.bias is not None and self.bias.shape[-1] != length:
-            # A copy, since kernels for GPUs want rows of a mask aligned; none of the whole.
-            self.bias = self._bias[..., :length, :length].contiguous()
+        if self._length not in (None, length):
+            self.bias, self._length = self._alibi(length), length
 
     def forward(self, x: Tensor, batch: Batch | None = None, past: Past | None = None) -> Tensor:
         """With `past`, x is of tokens that follow it; the last stage's result is this rank's logits

@@ -50,7 +50,8 @@ def _rehearse(arguments: list[str]) -> int:
     nodes = _nodes(options, machine.node)
     request = parse_request(rest, __doc__)
     config = check_any_length(request.config, options.world)
-    for note in request.notes:
+    plain = ["--compile: what it fuses is rehearsed as it is"] if config.run.compile else []
+    for note in [*request.notes, *plain]:
         print(f"note: {note}", file=sys.stderr)
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
@@ -51,6 +51,10 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+COMPILED = (
+    "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
+    "samples these run as they are), and the loss; by torch.compile"
+)
 
 
 # ---- What a run consists of ----------------------------------------------------------------------
@@ -99,6 +103,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     seed, std = training.seed, training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
+    factory = replace(factory, compile=config.run.compile)
     if layout.zero == 3 and mesh.replicas.size > 1:
         from optim.fsdp import block_sharder  # as in zero.py: only where it is used
 
@@ -119,14 +124,29 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
 
 def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> StepResult:
     """One optimizer step on the global batch that starts at sample `consumed`."""
+    loss_sum, counted = _passes(state, samples, consumed)
+    masks = state.config.data.masks_loss
+    return state.optimizer.step(lr, loss_sum, counted if masks else None)
+
+
+def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
+    """The passes of the step that comes, whose gradients are forgotten: --compile compiles in them,
+    so that no step's time has it.
+    """
+    state.factory.mesh.recorder.enter("compile")
+    _passes(state, samples, consumed)
+    state.optimizer.discard()
+
+
+def _passes(state: TrainState, samples: data.Samples, consumed: int) -> tuple[Tensor, int]:
+    """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
     micro_batches, targets = config.micro_batches(size), size * length
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
-    loss_sum, counted = state.pipeline.train(batches, micro_batches, loss_weight)
-    return state.optimizer.step(lr, loss_sum, counted if config.data.masks_loss else None)
+    return state.pipeline.train(batches, micro_batches, loss_weight)
 
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
@@ -198,6 +218,7 @@ def main(
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config, context)
+        preflight.check_compiler(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state, micro_batch = build(config, context), layout.micro_batch_size
         masked = config.data.masks_attention
@@ -207,6 +228,8 @@ def main(
             "attention": attention_kernel(config.model, state.factory, micro_batch, masked),
             "data": splits.source,
         }
+        if config.run.compile:
+            kernels["compiled"] = COMPILED
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         predicted = predict_memory(config) if predict_memory else None
@@ -273,6 +296,11 @@ class Trainer:
         if action == SAVE_AND_STOP:
             return self._stop_early()
         save_requested = action == SAVE
+        if self.config.run.compile and self.done.iteration < self.total:
+            began = time.perf_counter()
+            warm_up(self.state, self.splits.train, self.done.consumed_samples)
+            seconds = step_stats.seconds_since(began, self.device, self.recorder)
+            self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
         for iteration in range(self.done.iteration + 1, self.total + 1):
             last, due = iteration == self.total, self._evaluations_due(iteration)
             action = self._advance(iteration, evaluates=bool(due))

@@ -212,11 +212,19 @@ class Optimizer:
             self.before_update(self.groups, share / scale)
         if counted and not overflowed:
             self._update(lr, norm, share)
+        self._clear_gradients()
+        self.scale.update(overflowed)
+        return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
+
+    def discard(self) -> None:
+        """Forget the gradients of passes that no `step` follows; collective as the passes are."""
+        self._finish_reducing()
+        self._clear_gradients()
+
+    def _clear_gradients(self) -> None:
         buffers = [buffer for group in self.groups for buffer in group.clear_gradients()]
         if buffers:
             torch._foreach_zero_(buffers)
-        self.scale.update(overflowed)
-        return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
 
     def _own_square_sum(self) -> Tensor:
         """Sum of squares of the gradients that count on this rank; a float64 scalar."""

@@ -176,6 +176,9 @@ class Run:
         20.0, "per cent by which a slow rank computes longer than its peers", minimum=0.0
     )
     blocking: bool = option(False, "wait for each collective and CUDA kernel at once, to debug")
+    compile: bool = option(
+        False, "fuse norms, rotary positions, SwiGLU and the loss by torch.compile, before step 1"
+    )
     deterministic: bool = option(False, "use deterministic kernels only; on GPUs these are slower")
     profile_step: int = option(None, "Chrome trace of this step: OUT/step_N.trace.json", minimum=1)
     torch_profile: int = option(

@@ -29,6 +29,8 @@ BUCKETS, LEAST_BUCKET = (
     8,
     2**20,
 )  # as many at least, else all of a small model is reduced at the end
+# Logits that the loss holds in fp32 at a time: on a CPU so few that they stay in a core's cache.
+LOGITS_AT_ONCE = {"cuda": 2**24, "cpu": 2**17}
 
 # Pipeline schedules; schedules/schedule.py builds them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")

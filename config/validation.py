@@ -284,6 +284,8 @@ def _check_curriculum(config: Config) -> None:
     if found is None:
         return
     given = f"--curriculum {config.data.curriculum}"
+    if config.run.compile:
+        raise UserError(f"{given}: --compile compiles for one length of samples; leave one out")
     if found.end != length:
         raise UserError(f"{given} ends at {found.end} tokens, but seq-length is {length}")
     if product := _uncut(config.layout, found.multiple):

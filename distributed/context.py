@@ -65,6 +65,8 @@ def prepare(run: Run, pp: int = 1) -> None:
     # Segments that grow leave no gaps between tensors of many sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if run.compile:  # few small kernels: no pool of processes beside each rank
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

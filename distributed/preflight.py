@@ -7,7 +7,9 @@ limit: a node that does not answer is named, whatever the reason, and can be lef
 
 import functools
 import hashlib
+import importlib.util
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -85,6 +87,22 @@ class Peers(StoreExchange):
     def nodes(self, ranks: list[int]) -> list[str]:
         """The nodes of these ranks."""
         return sorted({self.context.nodes[rank] for rank in ranks})
+
+
+def check_compiler(config: Config, context: Context) -> None:
+    """UserError if --compile is given, and this node lacks what torch.compile calls."""
+    if not config.run.compile:
+        return
+    on_gpu = context.device.type == "cuda"
+    variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
+    name, node = os.environ.get(variable, usual), context.nodes[context.rank]
+    if shutil.which(name) is None:
+        raise UserError(
+            f"--compile needs a compiler, and {node} has no {name}: install g++ there, load the "
+            f"cluster's module of gcc, or give another one in {variable}"
+        )
+    if on_gpu and importlib.util.find_spec("triton") is None:
+        raise UserError(f"--compile needs triton on GPUs, and {node} has none: pip install triton")
 
 
 def introduce(config: Config, context: Context) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from config.messages import UserError
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
-from config.schema import Config, Layout, bucket_elements
+from config.schema import LOGITS_AT_ONCE, Config, Layout, bucket_elements
 from planner import hardware
 from planner.job import Job
 from schedules import vocabulary
@@ -27,9 +27,8 @@ from schedules.partition import StageSpec, stage_specs
 # and two scales for 256 weights, one moment, or two factors of a matrix.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
-# loss keeps them. A loss that works in place has the logits and an FP32 copy, and keeps that one.
+# loss keeps them. Ours keeps the logits, whose memory their gradient takes, and has few in FP32.
 LOGIT_BYTES = 2 + 4 + 4 + 4
-KEPT_LOGIT_BYTES = 4
 ORDER_BYTES = 12  # of a sample in a split's order: where it starts (8 or 16), its place (4 or 8)
 # The parts that follow from model and layout alone, without the allocator and the libraries.
 LARGEST_GPU = 1e12  # bytes, above those of any
@@ -284,7 +283,8 @@ def _logit_bytes(in_flight: float, job: Job) -> float:
         return job.machine.software.loss_bytes * logits
     if job.machine.software.keeps_scores:
         return LOGIT_BYTES * logits
-    return (job.number_bytes + in_flight * KEPT_LOGIT_BYTES) * logits
+    exact = 4.0 * min(logits, LOGITS_AT_ONCE["cuda"])
+    return in_flight * job.number_bytes * logits + exact
 
 
 def _gradient_bytes(job: Job) -> float:

@@ -36,12 +36,13 @@ def options(case: dict) -> configuration.Config:
     return build(shape | length | case)
 
 
-def run(config: configuration.Config, context=None) -> dict:
+def run(config: configuration.Config, context=None, prepare=lambda state, samples: None) -> dict:
     """Loss and gradient norm of every step, the final weights in sums, unequal replicas, and the
-    losses of evaluation sets.
+    losses of evaluation sets. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
     state = trainer.build(config, context)
+    prepare(state, splits.train)
     losses, norms = [], []
     for iteration in range(config.total_steps):
         consumed = config.batches.consumed(iteration)

@@ -23,6 +23,7 @@ OF_RUNS = {
 --heads 5 | heads(5) does not divide hidden(64)
 --kv-heads 3 | kv-heads(3) does not divide heads(4)
 --hidden 12 --positions rotary | head-size(3) * rotary-fraction(1) is 3
+--compile --curriculum 8:16:2 | --curriculum 8:16:2: --compile compiles for one length of samples
 --positions relative | --positions is one of learned, alibi, rotary, not 'relative'
 --vocab-size 1000000000000 | a rank of stage 0 needs, in GB, weights 256,000.0, gradients
 --vocab-size 50q | --vocab-size: invalid int value: '50q'

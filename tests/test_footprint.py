@@ -46,7 +46,7 @@ def test_the_parts_are_the_planners():
     assert first["weights"] == first["gradients"] == 4 * held
     assert first["optimizer"] == 8 * held / 2
     assert first["activations"] == 2 * last["activations"] > 0  # 1F1B: two in flight against one
-    assert last["working"] >= 8 * 2 * 32 * 512  # its logits, and a copy of them
+    assert last["working"] >= 8 * 2 * 32 * 512  # its logits, and few of them at a time
     fp32, fp64 = (
         memory.of_run(configure(f"--pp 2 --partition 2,2 --precision {precision}", 4))[0]
         for precision in ("fp32", "fp64")

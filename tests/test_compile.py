@@ -1,0 +1,176 @@
+"""--compile changes no result, and compiles before the first step; what it needs, and the memory of
+the loss that it fuses.
+"""
+
+import json
+import subprocess
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import assert_close
+from ranks import ROOT, mpirun
+from test_golden import POSITIONS, distance, reference
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
+from distributed.mesh import Mesh
+from loss import LocalLoss, cross_entropy
+from parallel import ParamSpec
+
+LEARNED, ALIBI, ROTARY = POSITIONS["learned"], POSITIONS["alibi"], POSITIONS["rotary"]
+SMALL = {"layers": 4, "steps": 3, "precision": "fp64", "micro_batch_size": 1}
+BOTH = {"tp": 2, "pp": 2}
+# Each mesh axis, ZeRO stage, recomputation, schedule of its own kind, and kind of piece.
+CASES = [
+    SMALL | ROTARY | BOTH | {"sequence_parallel": True, "recompute": "selective", "tied": False},
+    SMALL | ROTARY | {"pp": 2, "schedule": "zb-h1", "zero": 2, "recompute": "full"},
+    SMALL | LEARNED | {"pp": 4, "vocab_pp": True, "norm": "rmsnorm"},
+    SMALL | ALIBI | {"zero": 3, "recompute": "full", "micro_batch_size": 2},
+    SMALL | LEARNED | {"tp": 2, "zero": 0, "precision": "fp32", "block": "post-norm"},
+    SMALL | ROTARY | BOTH | {"schedule": "interleaved", "precision": "fp32", "qk_norm": "head"},
+]
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> list[dict]:
+    """The result of each case, from one start of four ranks."""
+    folder = tmp_path_factory.mktemp("compile")
+    source, target = folder / "cases.json", folder / "results.json"
+    source.write_text(json.dumps(CASES))
+    worker = ("tests/compile_worker.py", str(source), str(target))
+    outcome = mpirun(4, *worker, timeout=1800, OMP_NUM_THREADS="1")
+    assert outcome.status == 0, outcome.err[-4000:]
+    return json.loads(target.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_every_layout_equals_the_single_rank_that_compiles_nothing(compiled, number):
+    """After a warm-up, whose gradients must leave no trace; the steps compile nothing more."""
+    case, result = CASES[number], compiled[number]
+    off = distance(result, reference(case))
+    assert off <= TOLERANCE[case["precision"]], (case, off)
+    built, warm, after = result["graphs"]
+    assert built == 0 < warm == after, result["graphs"]
+
+
+def train(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    tiny = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 2 --device cpu"
+    command = [sys.executable, *words, *tiny.split(), "--compile"]
+    environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", **environment}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
+    done = train("train.py", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    (compiled,) = [i for i, line in enumerate(lines) if line.startswith("compiled: norms")]
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
+    assert compiled < warm < min(steps)
+    assert len(steps) == 2
+    kernels = json.loads((tmp_path / "run.json").read_text())["kernels"]
+    assert "torch.compile" in kernels["compiled"]
+
+
+def test_a_missing_compiler_is_one_sentence(tmp_path):
+    done = train("train.py", "--out", str(tmp_path), CXX="none-such-g++")
+    assert done.returncode == 2
+    assert "--compile needs a compiler" in done.stderr
+    assert "has no none-such-g++: install g++ there" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_rehearsal_runs_uncompiled_and_says_so():
+    done = train("rehearse.py", "--world", "2", "--tp", "2", "--device", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "--compile: what it fuses is rehearsed as it is" in done.stderr
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+class Allocated(TorchDispatchMode):
+    """Counts the bytes of storages that live; `peak`: the most that there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known:
+            return
+        self.known[key] = weakref.finalize(storage, self._free, key, size)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int, size: int) -> None:
+        del self.known[key]
+        self.now -= size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spread", [False, True])
+def test_the_loss_holds_no_copy_of_the_logits(dtype, spread):
+    """Neither in fp32, nor of the gradient; the result is torch's on the whole in fp32."""
+    torch.manual_seed(0)
+    words, labels = 4096, torch.randint(4000, (512, 1))
+    labels[7] = -1  # no target
+    logits = (5 * torch.randn(512, 1, words)).to(dtype)
+    exact = logits.float()[..., :4000].requires_grad_()
+    flat = exact.flatten(0, 1), labels.flatten()
+    expected = F.cross_entropy(*flat, reduction="none", ignore_index=-1)
+    (0.25 * expected).sum().backward()
+    spec = ParamSpec("w", (4000, 1), 0, 0, 4000, True)
+    leaf = logits.clone().requires_grad_()
+    taken = leaf * 1  # the logits of a head: not a leaf, so its memory may be taken
+    with Allocated() as counted:
+        if spread:
+            local = LocalLoss.of(taken.detach(), labels, spec)
+            losses, gradient = local.finish(local.sums[None].clone(), 0.25)
+        else:
+            losses = cross_entropy(taken, labels, Mesh().tp, spec)
+            (gradient,) = torch.autograd.grad((0.25 * losses).sum(), taken)
+    views = [x.untyped_storage().data_ptr() for x in (gradient, taken)]
+    assert views[0] == views[1]
+    # The logits themselves may be counted once, as a view of what there was.
+    fresh = counted.peak - logits.nbytes
+    assert 0 < fresh < 0.25 * 4 * logits.numel(), fresh
+    assert_close(losses.flatten(), expected.detach(), 1e-5, scale=1.0)
+    rounding = 2e-3 if dtype == torch.bfloat16 else 1e-6
+    assert_close(gradient[..., :4000].float(), exact.grad, rounding, scale=0.25)
+    assert not gradient[..., 4000:].any()
+    assert not gradient[7].any()
+
+
+def test_flex_attention_of_alibi_equals_the_dense_bias():
+    """What GPUs compute, by torch's own reference of it, with the causal blocks of ALiBi."""
+    torch.manual_seed(1)
+    q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
+    slopes, stops = alibi_slopes(4), torch.arange(1, 201).repeat(2, 1)
+    bias = causal_alibi(slopes, 200).float()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    blocks = visible_blocks(torch.zeros_like(stops), stops)
+    score = alibi_score(slopes.float())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        ours = flex_attention(q, k, v, score, blocks, enable_gqa=True)
+    assert_close(ours, expected, 1e-5, scale=1.0)
