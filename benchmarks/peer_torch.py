@@ -2,7 +2,7 @@
 
     RANK=0 WORLD_SIZE=2 python benchmarks/peer_torch.py JSON
 
-plain      a loop on one rank
+plain      a loop on one rank; compiled: its blocks, and its loss, by torch.compile
 ddp        DistributedDataParallel; zero1: with ZeroRedundancyOptimizer
 fsdp2      fully_shard; fsdp2-once: gradients are reduced once a step, and kept whole until then
 dtensor    DTensor; dtensor-sp: with sequence parallelism
@@ -169,9 +169,11 @@ class Loop:
         synchronise: Callable[[bool], object] = bool,
         around: Callable = contextlib.nullcontext,
         optimizer=torch.optim.AdamW,
+        loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
     ):
         """synchronise: is told before each micro-batch whether it is the last."""
         self.model, self.synchronise, self.around = model, synchronise, around
+        self.loss = loss
         self.parameters = list(model.parameters())
         self.optimizer = optimizer(**adamw(self.parameters))
 
@@ -181,7 +183,7 @@ class Loop:
         for i, (tokens, labels) in enumerate(batches):
             self.synchronise(i == len(batches) - 1)
             with self.around():
-                loss = loss_of(self.model(tokens), labels) / len(batches)
+                loss = self.loss(self.model(tokens), labels) / len(batches)
                 loss.backward()
             loss = loss.detach()
             total += loss.to_local() if isinstance(loss, DTensor) else loss
@@ -284,6 +286,10 @@ def make(job: dict, shape: Shape):
         tensor_parallel(model, mesh, sequence=kind == "dtensor-sp")
         return Loop(build(model, weights), around=loss_parallel)
     model = build(model, weights)
+    if kind == "compiled":
+        for block in model.blocks.values():
+            block.compile(dynamic=False)
+        return Loop(model, loss=torch.compile(loss_of, dynamic=False))
     return Loop(model) if kind == "plain" else data_parallel(kind, model)
 
 

@@ -56,6 +56,7 @@ STEPS = {"4 x 256": 4, "8 x 512": 1, "equal stages": 4, "tiny": 2}  # of a block
 
 PARTS = {
     "plain": "plain PyTorch loop",
+    "compiled": "plain PyTorch loop, each block and the loss by torch.compile",
     "dtensor": "DTensor",
     "dtensor-sp": "DTensor, sequence parallel",
     "hand": "by hand: f, g, vocabulary-parallel loss",
@@ -102,6 +103,7 @@ PP2 = ("1f1b 2,2", "1f1b 3,1", "interleaved 1,1,2,0", "zb 3,1", "zbv 1,1,2,0")
 PP4 = ("1f1b 1,1,1,1", "1f1b 2,1,1,0", "zb 2,1,1,0", "zbv 0,1,1,1,1,0,0,0")
 ROWS = (
     Row("one", "4 x 256", 1, 1, 1, "", ("plain",)),
+    Row("one-compile", "4 x 256", 1, 1, 1, "--compile", ("compiled", "--no-compile", "plain")),
     Row("tp2", "4 x 256", 2, 1, 1, "", ("dtensor", "hand")),
     Row("tp2-sp", "4 x 256", 2, 1, 1, "--sequence-parallel", ("dtensor-sp", "hand")),
     Row("pp2", "4 x 256", 1, 2, 1, "", PP2),
