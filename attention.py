@@ -22,7 +22,7 @@ from corpora.attention_masks import (
     alibi_slopes,
     causal_alibi,
     masked_attention,
-    visible,
+    takes_flex,
 )
 from distributed.collectives import sum_both_ways
 from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
@@ -36,23 +36,14 @@ def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
-def takes_flex(model: ModelShape, factory: ParamFactory) -> bool:
-    """Whether flex_attention computes such heads: on GPUs, from 16 columns on, not in fp64."""
-    exact = factory.dtype == torch.float64
-    return factory.device.type == "cuda" and model.head_size >= 16 and not exact
-
-
 def alibi_bias(
     model: ModelShape, factory: ParamFactory, samples: int, length: int
 ) -> Tensor | Mask:
-    """What ALiBi adds to the scores of the heads that attention is computed of: (1, a, s, s). Where
-    flex_attention computes it, a mask for micro-batches of so many samples, which has no s x s numbers.
+    """What ALiBi adds to the scores of the heads that attention is computed of, for micro-batches
+    of so many samples: (1, a, s, s), or a mask without s x s numbers.
     """
-    slopes = factory.mesh.heads.shard(local_slopes(model, factory))
-    if not takes_flex(model, factory):
-        return causal_alibi(slopes, length).to(factory.device, factory.dtype)
-    stops = torch.arange(1, length + 1, device=factory.device).repeat(samples, 1)
-    return visible(torch.zeros_like(stops), stops, slopes.to(factory.device), factory.dtype)
+    slopes = factory.mesh.heads.shard(local_slopes(model, factory)).to(factory.device)
+    return causal_alibi(slopes, samples, length, model.head_size, factory.dtype)
 
 
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -215,7 +206,7 @@ def attention_kernel(
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
     queries = model.heads // model.kv_heads
     q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
-    if alibi and takes_flex(model, factory):
+    if alibi and takes_flex(model.head_size, **of):
         return f"torch flex_attention, of ALiBi{over}"
     bias = torch.empty(1, model.heads // parts, s, s, **of) if alibi else None
     choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)

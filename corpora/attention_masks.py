@@ -128,15 +128,26 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return numbers[:, None], order[:, None].to(torch.int32)
 
 
-def causal_alibi(slopes: Tensor, length: int) -> Tensor:
-    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, s, s).
+def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether flex_attention computes such heads: on GPUs, of 16 columns or more, not in fp64."""
+    return device.type == "cuda" and head_size >= 16 and dtype != torch.float64
+
+
+def causal_alibi(
+    slopes: Tensor, samples: int, length: int, head_size: int, dtype: torch.dtype
+) -> Tensor | Mask:
+    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, s, s); or
+    where flex_attention computes them, a mask for so many samples.
 
     Written as -slope * distance, so that the near tokens are exact in bf16.
     """
-    place = torch.arange(length, dtype=torch.float64)
+    if takes_flex(head_size, dtype, slopes.device):
+        stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
+        return visible(torch.zeros_like(stops), stops, slopes, dtype)
+    place = torch.arange(length, dtype=torch.float64, device=slopes.device)
     distance = place[:, None] - place  # (s, s), of query and key
     bias = -slopes[:, None, None] * distance
-    return bias.masked_fill_(distance < 0, -torch.inf)[None]
+    return bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype)
 
 
 def alibi_score(slopes: Tensor) -> Callable:

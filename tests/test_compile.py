@@ -31,7 +31,8 @@ CASES = [
     SMALL | ROTARY | {"pp": 2, "schedule": "zb-h1", "zero": 2, "recompute": "full"},
     SMALL | LEARNED | {"pp": 4, "vocab_pp": True, "norm": "rmsnorm"},
     SMALL | ALIBI | {"zero": 3, "recompute": "full", "micro_batch_size": 2},
-    SMALL | LEARNED | {"tp": 2, "zero": 0, "precision": "fp32", "block": "post-norm"},
+    SMALL | LEARNED | {"tp": 2, "cp": 2, "precision": "fp32", "block": "post-norm"},
+    SMALL | ROTARY | {"cp": 2, "zero": 0, "recompute": "full", "block": "parallel"},
     SMALL | ROTARY | BOTH | {"schedule": "interleaved", "precision": "fp32", "qk_norm": "head"},
 ]
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -166,7 +167,7 @@ def test_flex_attention_of_alibi_equals_the_dense_bias():
     torch.manual_seed(1)
     q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
     slopes, stops = alibi_slopes(4), torch.arange(1, 201).repeat(2, 1)
-    bias = causal_alibi(slopes, 200).float()
+    bias = causal_alibi(slopes, 2, 200, 16, torch.float32)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
     blocks = visible_blocks(torch.zeros_like(stops), stops)
     score = alibi_score(slopes.float())
