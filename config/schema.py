@@ -25,10 +25,8 @@ OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 ELEMENTWISE = ("adamw", "apex", "sgd")
 # Gradients of a bucket that is reduced at once: enough to use the links, few enough to overlap.
 BUCKET_ELEMENTS = 16 * 2**20
-BUCKETS, LEAST_BUCKET = (
-    8,
-    2**20,
-)  # as many at least, else all of a small model is reduced at the end
+# Of a small model so many at least, else all of it is reduced at the end.
+BUCKETS, LEAST_BUCKET = 8, 2**20
 # Logits that the loss holds in fp32 at a time: on a CPU so few that they stay in a core's cache.
 LOGITS_AT_ONCE = {"cuda": 2**24, "cpu": 2**17}
 

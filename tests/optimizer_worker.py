@@ -42,16 +42,7 @@ def same_everywhere(exchange: StoreExchange, value, what: str) -> None:
 
 def plant(p: torch.nn.Parameter, bad: float):
     """Make the next gradients of a parameter bad, until the handle is removed."""
-    return p.register_hook(
-        lambda gradient: (
-            gradient.clone()
-            .flatten()[:1]
-            .mul(0)
-            .add(bad)
-            .expand(gradient.numel())
-            .view_as(gradient)
-        )
-    )
+    return p.register_hook(lambda gradient: torch.full(gradient.shape, bad, dtype=gradient.dtype))
 
 
 def check_overflow(
