@@ -42,7 +42,12 @@ def same_everywhere(exchange: StoreExchange, value, what: str) -> None:
 
 def plant(p: torch.nn.Parameter, bad: float):
     """Make the next gradients of a parameter bad, until the handle is removed."""
-    return p.register_hook(lambda gradient: torch.full(gradient.shape, bad, dtype=gradient.dtype))
+
+    def planted(gradient: torch.Tensor) -> torch.Tensor:
+        whole = torch.full(gradient.shape, bad, dtype=gradient.dtype)
+        return whole.to_sparse(1) if gradient.is_sparse else whole  # rows of an embedding
+
+    return p.register_hook(planted)
 
 
 def check_overflow(
