@@ -41,6 +41,7 @@ from telemetry.loss_monitor import LossMonitor
 from telemetry.pass_times import with_measured_costs
 from telemetry.replica_check import unequal_replicas
 from telemetry.step_stats import StepStats
+from telemetry.step_times import StepTimes
 from telemetry.step_trace import StepTrace
 from zero import Optimizer, StepResult
 
@@ -197,11 +198,13 @@ def main(
     signals: Signals | None = None,
     predict_memory: Callable[[Config], list[dict[str, float]]] | None = None,
     peak_of: Callable[[str, str], float | None] = lambda device, precision: None,
+    explain: Callable[[str], list[str]] = lambda out: [],
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
     signals: if they are handled already. predict_memory: gives bytes by part for every stage, to
     be shown with what is measured. peak_of: FLOP/s of a device, by its name, and of a precision.
+    explain: lines on where the time of the run in a folder went, for the end of the output.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -247,7 +250,7 @@ def main(
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
         finished = trainer.run()
-        log.summarize()
+        log.summarize(explain)
         if finished:
             checkpoints.finish(trainer.done)
     context.stop(0 if finished else STOPPED_EARLY)
@@ -273,6 +276,7 @@ class Trainer:
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
         self.trace = StepTrace(checkpoints.exchange, log, state.pipeline.finish_sending)
+        self.times = StepTimes(checkpoints.exchange, log)
         self.done = checkpoints.resume()
         check_begin(config, self.done)
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
@@ -361,6 +365,7 @@ class Trainer:
         self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
         self.trace.after(iteration)
+        self.times.after(iteration)
         for line in self.stragglers.add(everyone):
             self.log.note(line)
         self.log.step(self.done, batch, lr, result, everyone)

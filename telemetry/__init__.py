@@ -11,6 +11,7 @@ layer_stats     norms and largest activations by layer
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
 step_trace      one step as a Chrome trace
+step_times      passes and waits of every rank in some steps, for plan.py gap
 
 trainer.py calls all of them.
 """

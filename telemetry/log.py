@@ -6,6 +6,7 @@ Where a terminal shows the live line (log_lines.py), log lines go to log.txt alo
     run.json        the whole configuration, where the run executes, and with which versions
     log.txt         all that is printed, and the log lines
     metrics.jsonl   a row per step, and one per evaluation (`NAME_loss`: validation, test, sets)
+    times.jsonl     where the time of some steps went, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
 """
 
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import IO, Any
 
@@ -187,12 +188,12 @@ class Log:
             if error.errno not in NOT_WRITTEN:
                 raise
 
-    def summarize(self) -> None:
-        """Print the summary."""
+    def summarize(self, explain: Callable[[str], list[str]] = lambda out: []) -> None:
+        """Print the summary, and the lines that `explain` has on the folder of the run."""
         if self.live:
             self.live.close()
         if self.is_writer and self.steps:  # none if the resumed run was already complete
-            self.note(self._summary())
+            self.note("\n".join([self._summary(), *explain(self.config.run.out)]))
 
     def close(self) -> None:
         """Close the files; prints how many rows could not be written."""
@@ -275,7 +276,7 @@ class Log:
             },
         }
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
-        earlier = ["run.json", "metrics.jsonl", "spikes.jsonl", "log.txt"]
+        earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
         earlier += [] if self.config.run.resume else ["checkpoints"]
         try:

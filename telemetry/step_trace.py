@@ -58,7 +58,7 @@ class StepTrace:
             return
         if self.device.type == "cuda":
             self.recorder.settle = torch.cuda.current_stream(self.device).synchronize
-        self.recorder.spans = []
+        self.recorder.keep_spans()
 
     def after(self, step: int) -> None:
         """If `step` is traced, rank 0 writes every rank's spans to one file; if it is profiled,

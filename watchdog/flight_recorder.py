@@ -14,7 +14,7 @@ locks: a count may be out of date by a microsecond. benchmarks/watchdog.py measu
 
 import statistics
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,7 +60,7 @@ class Operation:
         recorder = self.group_log.recorder
         began = self.waited_since = time.monotonic()
         recorder.waiting = self
-        recorder.wait_for(self)
+        marks = recorder.wait_for(self)
         self.handle = None
         self.ended = now = time.monotonic()
         recorder.waiting = None
@@ -70,7 +70,7 @@ class Operation:
         if recorder.spans is not None:
             side = {"send": f" to {self.peer}", "receive": f" from {self.peer}"}.get(self.kind, "")
             name = f"{self.kind} {self.number} of {self.group_log.role}{side}"
-            recorder.spans.append(("wait", name, began, now))
+            recorder.spans.append(("wait", name, *(marks or (began, now))))
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """The record as plain values; times as seconds before `now`."""
@@ -135,7 +135,10 @@ class FlightRecorder:
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
         self.steps: deque[float] = deque(maxlen=STEPS)
         self.steps_done = 0
-        self.spans: list[tuple] | None = None  # while a step is drawn (telemetry/step_trace.py)
+        self.spans: list[tuple] | None = None  # while kept: step_trace.py and step_times.py
+        self.stamp: Callable[[], Any] | None = None  # of them, the time; None: the host's clock
+        self._mark: Any = None  # when the place was come to, as a span has it
+        self.spent: Counter[str] = Counter()  # seconds by phase; `log`: between steps
         self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
         self.new_event = new_event
         self._events: list[Any] = []  # to be used again
@@ -158,6 +161,7 @@ class FlightRecorder:
         """A training step has ended; its duration counts towards the median."""
         self.steps.append(time.monotonic() - self._step_began)
         self.steps_done += 1
+        self.enter("log")
 
     def enter(self, phase: str) -> None:
         """A phase other than a training step begins: evaluate, save, load, end."""
@@ -171,11 +175,23 @@ class FlightRecorder:
         if self.settle is not None:
             self.settle()
         now = time.monotonic()
+        self.spent[self.place[0]] += now - self.since
         if self.spans is not None:
-            self.spans.append((*self.place[2:], self.since, now))
+            mark = self.stamp() if self.stamp else now
+            self.spans.append((*self.place[2:], self._mark, mark))
+            self._mark = mark
         self.place, self.since = place, now
         self.ring.append((place, now))
         self.progress += 1
+
+    def keep_spans(self, stamp: Callable[[], Any] | None = None) -> None:
+        """Keep spans (action, micro-batch, start, end) from now on, until `spans` is None again.
+
+        stamp: gives what stands for a time in them, on nccl a CUDA event that it records on the
+        stream; a wait's two are then the events between which the stream waited.
+        """
+        self.spans, self.stamp = [], stamp
+        self._mark = stamp() if stamp else time.monotonic()
 
     @contextmanager
     def waiting_for(self, kind: str, ranks: Sequence[int] = ()) -> Iterator[None]:
@@ -211,19 +227,24 @@ class FlightRecorder:
         while self._on_stream and self._on_stream[0][2].query():
             _, first, last = self._on_stream.popleft()
             self.waited += first.elapsed_time(last) / 1e3
-            self._events += [first, last]
+            if self.stamp is None:  # else spans have them
+                self._events += [first, last]
 
-    def wait_for(self, operation: Operation) -> None:
-        """Wait for the handle; on nccl between two events: the stream waits, the host goes on."""
+    def wait_for(self, operation: Operation) -> tuple[Any, Any] | None:
+        """Wait for the handle; on nccl between two events: the stream waits, the host goes on.
+
+        Returns the two while spans are kept with a `stamp`.
+        """
         if self.new_event is None:
             operation.handle.wait()
-            return
+            return None
         first, last = (self._events.pop() if self._events else self.new_event() for _ in range(2))
         first.record()
         operation.handle.wait()
         last.record()
         self._on_stream.append((operation, first, last))
         self._count_passed()
+        return (first, last) if self.stamp else None
 
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet.

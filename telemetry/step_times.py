@@ -1,0 +1,119 @@
+"""Where the time of some steps goes, on every rank: OUT/times.jsonl, which `plan.py gap` reads.
+
+Measured are eight of the first steps, then one in ten or more. A row of the file has a step's
+passes and waits on every rank, between the end of the step before and its own end, and rank 0's
+seconds by phase since the row before. On nccl, CUDA events on the stream give the times; they are
+read when the step has ended. A row is gathered through the store, in a step that is not measured.
+"""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distributed.store import StoreExchange
+from schedules.schedule import STEPS
+from telemetry.log import Log
+from telemetry.row_file import RowFile
+
+FIRST_STEPS = range(4, 20, 2)  # measured, whatever the interval
+LEAST_INTERVAL, PASSES_PER_STEP = 10, 500  # so that the store is busy for less than 1 % of a run
+WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # what is waited for, as a row counts it
+ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tied"}
+ROLE_WAITS |= {"world": "world"}  # every other role sends between stages
+
+
+class StepTimes:
+    """Writes times.jsonl; every rank calls `after` at the end of every step."""
+
+    def __init__(self, exchange: StoreExchange, log: Log):
+        """exchange: between all ranks, through the store. Where ranks share a GPU over gloo, the
+        host's times would not be the device's, and nothing is measured.
+        """
+        self.exchange, self.log, run = exchange, log, log.config.run
+        self.recorder, self.traced = log.context.recorder, run.profile_step
+        self.on_gpu = log.context.device.type == "cuda"
+        self.measures = not self.on_gpu or self.recorder.new_event is not None
+        self.interval = max(run.log_every, LEAST_INTERVAL)
+        self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
+        self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
+        self.spent, self.since = Counter(self.recorder.spent), time.monotonic()
+
+    def after(self, step: int) -> None:
+        """Write the row of a step that was measured; measure the next one if it is its turn."""
+        self.steps += 1
+        recorder = self.recorder
+        if recorder.spans is not None and step != self.traced:
+            self._write(step)
+        due = step + 1 in FIRST_STEPS or (step + 1) % self.interval == 0
+        if self.measures and due and self.traced not in (step, step + 1):
+            self.began = time.monotonic()
+            recorder.keep_spans(self._event if self.on_gpu else None)
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self, step: int) -> None:
+        recorder, context = self.recorder, self.log.context
+        spans, recorder.spans, recorder.stamp = recorder.spans or [], None, None
+        own = rank_row(spans, self._seconds_of(spans))
+        offset, error = context.clock()
+        own |= {"node": context.node, "began": self.began + offset, "error": error}
+        self.exchange.tell("times", own)
+        if not self.log.is_writer:
+            return
+        ranks, now, spent = self.exchange.collect("times"), time.monotonic(), recorder.spent
+        self.interval = max(
+            self.interval, sum(len(rank["passes"]) for rank in ranks) // PASSES_PER_STEP
+        )
+        row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
+        row["spent"] = {phase: s - self.spent[phase] for phase, s in spent.items()}
+        self.file.write(row | {"waits": WAITS, "ranks": ranks})
+        self.steps, self.spent, self.since = 0, Counter(spent), now
+
+    def _seconds_of(self, spans: list[tuple]) -> Callable[[Any], float]:
+        """What turns a mark of the spans into seconds since the measured step began."""
+        if not self.on_gpu:
+            return lambda mark: mark - self.began
+        spans[-1][3].synchronize()
+        return lambda mark: spans[0][2].elapsed_time(mark) / 1e3
+
+
+def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str, Any]:
+    """A rank's part of a row, in microseconds since it began.
+
+    passes: of each pass in order start (of its data), end, data, end of the last receive (0: none),
+    and WAITS. around: of `log` (between steps), `begin`, `reduce`, `optimizer`, `statistics` what
+    it took without waits, and WAITS. apart: of evaluations and saves in between.
+    """
+    passes: list[list[int]] = []
+    around: dict[str, list[int]] = {}
+    waits: Counter[str] = Counter()
+    first = data = ready = apart = total = 0
+    begun = any(span[0] == "begin" for span in spans)
+    for kind, subject, since, until in spans:
+        start, end = (round(1e6 * seconds_of(mark)) for mark in (since, until))
+        if kind == "wait":
+            operation, role = subject.split(" ", 1)[0], subject.split(" of ")[1].split(" ")[0]
+            waits[ROLE_WAITS.get(role, "p2p")] += end - start
+            ready = end if operation == "receive" else ready
+            continue
+        total, waited = end, [waits[name] for name in WAITS]
+        begun_before, begun = begun, begun and kind != "begin"
+        if begun_before and kind not in ("begin", "log"):
+            apart += end - start
+        elif kind == "data":
+            first, data = start, end - start
+            continue
+        elif kind in STEPS:
+            passes.append([first if data else start, end, data, ready, *waited])
+        else:
+            own = [end - start - sum(waited), *waited]
+            around[kind] = [a + b for a, b in zip(around.get(kind, [0] * len(own)), own)]
+        waits, first, data, ready = Counter(), 0, 0, 0
+    return {"passes": passes, "around": around, "apart": apart, "total": total}
