@@ -28,6 +28,7 @@ from config.schema import Layout, ModelShape
 from planner import (
     calibration,
     compare,
+    gap,
     growth,
     hardware,
     model_questions,
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     with messages.sentences():
         answer = ask(arguments)
-        as_json = "--json" in arguments
+        as_json = "--json" in arguments and arguments[0] != "gap"  # gap's names a file
         print(json.dumps(answer.data, indent=1) if as_json else answer.text)
 
 
@@ -69,12 +70,14 @@ def ask(arguments: list[str]) -> Answer:
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
     options, rest = _parser().parse_known_args(arguments)
-    if options.question in ("constants", "calibrate") and rest:
+    if options.question in ("constants", "calibrate", "gap") and rest:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {options.question} --help")
     if options.question == "constants":
         return questions.constants()
     if options.question == "calibrate":
         return _calibrated(options)
+    if options.question == "gap":
+        return _gap(options)
     question, rest = _question(options, rest)
     answer, _ = QUESTIONS[options.question]
     found = answer(question)
@@ -184,6 +187,19 @@ def _calibrated(options: Namespace) -> Answer:
     return calibration.answer(calibration.fit(runs, machine), options.write)
 
 
+def _gap(options: Namespace) -> Answer:
+    """Where a run's time went; its data and its picture in the files that were named."""
+    found = gap.gap(options.run, options.gpu)
+    if options.picture:
+        gap.draw(cast(dict[str, Any], found.data), options.picture)
+    if options.json:
+        try:
+            Path(options.json).write_text(json.dumps(found.data, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {options.json}: {error.strerror}") from None
+    return found
+
+
 def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
     """The answer with what a rehearsal says about its first layouts."""
     options, config = question.options, question.config
@@ -252,6 +268,12 @@ def _parser() -> ArgumentParser:
     one.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs on this machine")
     one.add_argument("--gpu", help="machine whose constants are refitted", metavar="NAME")
     one.add_argument("--write", help="write a machine for --gpu FILE", metavar="FILE.toml")
+    text = "where a run's time went, and which flag would win it back"
+    one = commands.add_parser("gap", help=text, allow_abbrev=False)
+    one.add_argument("run", metavar="RUN", help="folder of a run, ended or not")
+    one.add_argument("--gpu", help="machine to plan beside it, default: by its device")
+    one.add_argument("--json", help="write the table's data", metavar="FILE")
+    one.add_argument("--picture", help="draw a waterfall of it", metavar="FILE.svg")
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
     return parser

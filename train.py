@@ -27,7 +27,7 @@ with messages.installed():
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
-    from planner import hardware, memory
+    from planner import gap, hardware, memory
 
 
 def main(arguments: list[str]) -> None:
@@ -54,7 +54,14 @@ def main(arguments: list[str]) -> None:
     prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
-    trainer.main(config, launch, signals, memory.of_run, hardware.peak_of)
+    trainer.main(config, launch, signals, memory.of_run, hardware.peak_of, where_time_went)
+
+
+def where_time_went(out: str) -> list[str]:
+    """The largest losses of the run in a folder, in lines for the end of its output."""
+    from planner import gap  # only rank 0 needs it, when the run has ended
+
+    return gap.closing_lines(out)
 
 
 def check_machine(config: Config, launch: Launch) -> None:

@@ -1,302 +1,236 @@
 """A measured step run again in arithmetic: how long it takes when a cause of lost time is gone.
 
-    step = Step(row, layout, schedule)                  a row of times.jsonl
-    step.seconds()                                      as its passes, messages and waits give it
-    lost = causes([step, ...], shares)                  seconds by cause, measured one after another
+    step = Step(row, layout, schedule)          a row of times.jsonl
+    step.seconds()                              of the step, from its passes, messages and waits
+    lost = causes([step, ...], slow_ranks(...)) seconds by cause, each gone after those before it
 
-Ranks that wait for one another inside of passes (those of tp and cp, with gradients reduced in the
-passes those of dp too) are one unit: a pass takes what its slowest rank computes, and what all
-wait beside. A unit begins a pass when it has done the one before and the message is there.
+Ranks that wait for one another inside of passes (those of tp and cp, and where passes wait for dp
+the replicas too) are one unit: a pass takes what its slowest rank computes, and what all of them
+wait beside. A unit begins a pass when it has done the one before and the input is there.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 from config.schema import Layout, coordinates, rows_along
 from schedules.schedule import Action, Schedule
 
-COLLECTIVES = ("tp", "cp", "dp")  # that a pass may wait for
-AROUND = ("reduce", "optimizer", "statistics")  # what follows the passes, in that order
 LEAST_DP_SHARE = 0.01  # of a step in which passes wait for dp: from here on replicas are one unit
-SLOW, SLOW_ALONE = 1.10, 1.5  # times what others compute: with others of its stage, without
-MOST_ARRIVED = 50e-6  # seconds: a receive that waited no longer found its message there
+# Times what others compute from which on a rank is slow: of its stages, or of others if alone.
+SLOW, SLOW_ALONE = 1.10, 1.5
+MOST_ARRIVED = 50  # microseconds: a receive that waited no longer found its message there
+# What a part of a step is counted as: computing around the passes, and waits by what for.
+AROUND = {"reduce": "optimizer", "optimizer": "optimizer", "statistics": "host"}
+COUNTED = {"tied": "dp", "world": "all ranks"}
+Excess = Mapping[tuple[int, str, int], float]  # seconds by rank, kind of pass and stage
 
 
-@dataclass(slots=True)
-class Pass:
-    """A pass of a unit, in seconds. own: what each of its ranks computes; data: the longest wait
-    for a batch; waits: those for collectives that no rank's computing explains.
+@dataclass
+class Part:
+    """A pass of a unit, or what its ranks do together after the passes. own: what each computes in
+    a pass; parts: seconds by cause, `p2p` those until the input is there after it was sent.
     """
 
+    members: Sequence[int]
     own: list[float]
-    data: float
-    waits: dict[str, float]
-    sent: float  # from the end of the pass that sends its input until that is there
+    parts: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        """From its input's arrival to its end."""
-        return max(self.own) + self.data + sum(self.waits.values())
+        """From the input's arrival to the end."""
+        return max(self.own) + sum(s for cause, s in self.parts.items() if cause != "p2p")
 
 
 class Step:
-    """One measured step. lanes: pipelines that do not wait for one another before the passes have
-    ended, by position on dp. around: by name and rank, what it computes and waits outside of them.
+    """One measured step. lanes: the pipelines that go their own ways until the passes have ended;
+    for each of their ranks a unit's passes in order. measured: seconds, without saves in between.
     """
 
     def __init__(self, row: Mapping[str, Any], layout: Layout, schedule: Schedule):
         """ValueError if the row has other passes than the schedule."""
-        self.ranks, self.waits, self.layout = row["ranks"], row["waits"], layout
+        self.ranks, self.waits = row["ranks"], row["waits"]
         self.schedule, self.axes = schedule, layout.axes
         self.places = [coordinates(rank, self.axes) for rank in range(len(self.ranks))]
-        first = self.ranks[0]
-        self.measured = (first["total"] - first["apart"]) / 1e6
         self.began = _aligned(self.ranks)
+        self.measured = (self.ranks[0]["total"] - self.ranks[0]["apart"]) / 1e6
         counts = [len(schedule.ranks[place["pp"]]) for place in self.places]
         if counts != [len(rank["passes"]) for rank in self.ranks]:
             raise ValueError("its passes are not those of its schedule")
-        whole = sum(rank["total"] for rank in self.ranks)
-        in_passes = sum(one[4 + self.waits.index("dp")] for r in self.ranks for one in r["passes"])
-        lanes = [None] if in_passes > LEAST_DP_SHARE * whole else range(self.axes["dp"])
-        self.lanes = [self._lane(position) for position in lanes]
-        self.before = {rank: self._around(rank, "log") + self._around(rank, "begin")
-                       for rank in range(len(self.ranks))}
-        self.after = {name: [self._around(rank, name) for rank in range(len(self.ranks))]
-                      for name in AROUND}
-        self.after_waits = {name: self._waits_around(name) for name in AROUND}
+        dp, total = 4 + self.waits.index("dp"), sum(rank["total"] for rank in self.ranks)
+        waited = sum(one[dp] for rank in self.ranks for one in rank["passes"])
+        joined = waited > LEAST_DP_SHARE * total
+        rows = rows_along(self.axes, ["cp", "tp", *["dp"] * joined])
+        of_lane = range(0, len(rows), len(rows) // self.axes["pp"])
+        units = [[rows[at + lane] for at in of_lane] for lane in range(len(rows) // len(of_lane))]
+        self.lanes = [[self._passes(unit, pp) for pp, unit in enumerate(lane)] for lane in units]
+        self.before = [[self._before(unit) for unit in lane] for lane in units]
+        self.after = [part for name in AROUND for part in self._together(name)]
 
-    def _around(self, rank: int, name: str) -> float:
-        return self.ranks[rank]["around"].get(name, [0])[0] / 1e6
+    def _before(self, members: Sequence[int]) -> Part:
+        """Between the steps, and until the first pass."""
+        around = [self.ranks[rank]["around"] for rank in members]
+        host = max(each["log"][0] + each["begin"][0] for each in around)
+        return Part(members, [0.0], {"host": host / 1e6})
 
-    def _waits_around(self, name: str) -> dict[str, dict[tuple[int, ...], float]]:
-        """By what is waited for and the ranks that do: what the last one to come waits."""
-        rows = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp"), "tied": self.axes, "world": self.axes}
-        found: dict[str, dict[tuple[int, ...], float]] = {}
-        for kind, axes in rows.items():
-            at = 1 + self.waits.index(kind)
-            found[kind] = {}
-            for group in rows_along(self.axes, axes):
-                values = [self.ranks[rank]["around"].get(name, [0] * (at + 1))[at] for rank in group]
-                values = [one for one in values if one] if kind == "tied" else values
-                found[kind][group] = min(values, default=0) / 1e6
+    def _together(self, name: str) -> list[Part]:
+        """What follows the passes under that name. All leave it at once, so the rank that came last
+        is in it for the shortest time.
+        """
+        found = []
+        for group in rows_along(self.axes, ("dp", "cp") if name == "optimizer" else self.axes):
+            rows = [self.ranks[rank]["around"][name] for rank in group]
+            last = min(rows, key=sum)
+            own = min(sum(last), max(row[0] for row in rows))
+            parts = {AROUND[name]: own / 1e6}
+            for kind, wait in zip(self.waits, last[1:], strict=True):
+                share = (sum(last) - own) * wait / (sum(last[1:]) or 1) / 1e6
+                cause = COUNTED.get(kind, kind)
+                parts[cause] = parts.get(cause, 0.0) + share
+            parts["dp"] += parts.pop("p2p")
+            found.append(Part(group, [0.0], parts))
         return found
 
-    # -- the passes -------------------------------------------------------------------------
-
-    def _lane(self, position: int | None) -> list["Unit"]:
-        """The units of a pipeline, by its rank; position: on dp, None: all replicas in one."""
-        members: list[list[int]] = [[] for _ in range(self.axes["pp"])]
-        for rank, place in enumerate(self.places):
-            if position in (None, place["dp"]):
-                members[place["pp"]].append(rank)
-        return [Unit(ranks, self._passes(ranks, pp)) for pp, ranks in enumerate(members)]
-
-    def _passes(self, members: list[int], pp: int) -> dict[Action, Pass]:
-        found = {}
+    def _passes(self, members: Sequence[int], pp: int) -> dict[Action, Part]:
+        """A unit's passes. Waits beside the slowest rank's computing: in proportion, by kind."""
+        found, p2p = {}, 4 + self.waits.index("p2p")
         for number, action in enumerate(self.schedule.ranks[pp]):
             rows = [self.ranks[rank]["passes"][number] for rank in members]
             own = [(row[1] - row[0] - row[2] - sum(row[4:])) / 1e6 for row in rows]
-            data = max(row[2] for row in rows) / 1e6
-            p2p = 4 + self.waits.index("p2p")
             length = statistics.fmean(row[1] - row[0] - row[p2p] for row in rows) / 1e6
-            beside = max(0.0, length - max(own) - data)
-            shares = {k: sum(row[4 + self.waits.index(k)] for row in rows) for k in COLLECTIVES}
-            every = sum(shares.values()) or 1
-            waits = {kind: beside * share / every for kind, share in shares.items()}
-            sent = [self._sent(rank, action, row, row[p2p]) for rank, row in zip(members, rows)]
-            found[action] = Pass(own, data, waits, statistics.fmean(sent))
+            parts = {"data": max(row[2] for row in rows) / 1e6}
+            beside, waits = max(0.0, length - max(own) - parts["data"]), {}
+            for kind in ("tp", "cp", "dp"):
+                waits[kind] = sum(row[4 + self.waits.index(kind)] for row in rows)
+            whole = sum(waits.values()) or 1
+            parts |= {kind: beside * wait / whole for kind, wait in waits.items()}
+            sent = [self._sent(rank, action, row) for rank, row in zip(members, rows, strict=True)]
+            found[action] = Part(members, own, parts | {"p2p": statistics.fmean(sent)})
         return found
 
-    def _sent(self, rank: int, action: Action, row: Sequence[int], waited: int) -> float:
+    def _sent(self, rank: int, action: Action, row: Sequence[int]) -> float:
         """Seconds from the end of the pass that made a rank's input until it was there."""
-        needed, place = self.schedule.input_of(action), self.places[rank]
-        if needed is None or not row[3] or waited < 1e6 * MOST_ARRIVED:
+        needed, waited = self.schedule.input_of(action), row[4 + self.waits.index("p2p")]
+        if needed is None or not row[3] or waited < MOST_ARRIVED:
             return 0.0
         pp = self.schedule.rank_of[needed.stage]
-        source = self.places.index(place | {"pp": pp})
+        source = self.places.index(self.places[rank] | {"pp": pp})
         end = self.ranks[source]["passes"][self.schedule.ranks[pp].index(needed)][1]
-        apart = self.began[rank] - self.began[source]
-        return min(waited / 1e6, max(0.0, apart + (row[3] - end) / 1e6))
+        since = self.began[rank] - self.began[source] + (row[3] - end) / 1e6
+        return min(waited / 1e6, max(0.0, since))
 
-    # -- how long it takes ------------------------------------------------------------------
+    def every(self) -> list[tuple[Action, Part]]:
+        """All passes of all units."""
+        return [each for lane in self.lanes for unit in lane for each in unit.items()]
 
     def seconds(self) -> float:
         """Of the step, from the end of the one before."""
-        at = self._end_of_passes()
-        for name in AROUND:
-            at = [end + own for end, own in zip(at, self.after[name], strict=True)]
-            for kind, groups in self.after_waits[name].items():
-                if kind == "tied":
-                    at = [end + wait for wait in groups.values() for end in at]
-                    continue
-                if kind == "world" and name == "optimizer":
-                    continue
-                for group, wait in groups.items():
-                    met = max(at[rank] for rank in group) + wait
-                    for rank in group:
-                        at[rank] = met
-        return max(at)
-
-    def _end_of_passes(self) -> list[float]:
-        """When every rank has done its passes."""
         at = [0.0] * len(self.ranks)
-        for lane in self.lanes:
+        for lane, before in zip(self.lanes, self.before, strict=True):
             ends: dict[Action, float] = {}
-            now = [max(self.before[rank] for rank in unit.members) for unit in lane]
+            now = [part.seconds for part in before]
             for pp, action in self.schedule.order:
-                one, needed, start = lane[pp].passes[action], self.schedule.input_of(action), now[pp]
+                one, needed, start = lane[pp][action], self.schedule.input_of(action), now[pp]
                 if needed is not None and self.schedule.rank_of[needed.stage] != pp:
-                    start = max(start, ends[needed] + one.sent)
+                    start = max(start, ends[needed] + one.parts["p2p"])
                 for other in self.schedule.of_all_ranks(action):
                     start = max(start, ends[other])
                 now[pp] = ends[action] = start + one.seconds
-            for unit, end in zip(lane, now, strict=True):
-                for rank in unit.members:
+            for part, end in zip(before, now, strict=True):
+                for rank in part.members:
                     at[rank] = end
-        return at
-
-    def passes(self) -> list[tuple[list[int], Action, Pass]]:
-        """Every pass with the ranks that do it."""
-        return [(u.members, a, p) for lane in self.lanes for u in lane for a, p in u.passes.items()]
+        for part in self.after:
+            end = max(at[rank] for rank in part.members) + part.seconds
+            for rank in part.members:
+                at[rank] = end
+        return max(at)
 
     # -- without a cause --------------------------------------------------------------------
 
-    def without_host(self) -> None:
-        """Nothing between the steps, nor around the passes but reduction and optimizer."""
-        self.before = dict.fromkeys(self.before, 0.0)
-        self.after["statistics"] = [0.0] * len(self.ranks)
+    def without(self, cause: str) -> None:
+        """A cause of `parts` takes no time."""
+        around = [part for lane in self.before for part in lane] + self.after
+        for part in [*around, *(one for _, one in self.every())]:
+            part.parts[cause] = 0.0
 
-    def without_data(self) -> None:
-        """Every batch is there when it is asked for."""
-        for _, _, one in self.passes():
-            one.data = 0.0
+    def without_excess(self, excess: Excess) -> None:
+        """Slow ranks compute a pass as fast as others do."""
+        for (kind, stage, _), one in self.every():
+            for at, rank in enumerate(one.members):
+                one.own[at] = max(0.0, one.own[at] - excess.get((rank, kind, stage), 0.0))
 
-    def without_messages(self) -> None:
-        """An input is there when the pass that sends it has ended."""
-        for _, _, one in self.passes():
-            one.sent = 0.0
-
-    def without(self, kind: str) -> None:
-        """Its collectives take no time."""
-        for _, _, one in self.passes():
-            one.waits[kind] = 0.0
-        for waits, other in product(self.after_waits.values(), ("tied", "world")):
-            for name in (kind, other) if kind == "dp" else (kind,):
-                waits[name] = dict.fromkeys(waits[name], 0.0)
-
-    def without_excess(self, excess: Mapping[tuple[int, str, int], float]) -> None:
-        """Slow ranks compute a pass as others do. excess: seconds by rank, kind and stage."""
-        for members, (kind, stage, _), one in self.passes():
-            one.own = [max(0.0, own - excess.get((rank, kind, stage), 0.0))
-                       for rank, own in zip(members, one.own, strict=True)]
-
-    def evenly(self, over_stages: bool) -> None:
+    def even_out(self, over_stages: bool) -> None:
         """Passes of a kind and stage compute equally long; over_stages: those of any stage."""
         groups = defaultdict(list)
-        for _, (kind, stage, _), one in self.passes():
+        for (kind, stage, _), one in self.every():
             groups[kind, None if over_stages else stage].append(one)
         for alike in groups.values():
             mean = statistics.fmean(max(one.own) for one in alike)
             for one in alike:
                 one.own = [mean]
 
-    def without_optimizer(self) -> None:
-        """No rank computes anything after the passes."""
-        self.after = {name: [0.0] * len(self.ranks) for name in AROUND}
-
     def busy(self) -> float:
-        """Seconds that a rank computes in passes, on average."""
-        units = sum(map(len, self.lanes))
-        return sum(max(one.own) for _, _, one in self.passes()) / units
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Ranks that do the same passes together."""
-
-    members: list[int]
-    passes: dict[Action, Pass]
+        """Seconds that a unit computes in passes, on average."""
+        return sum(max(one.own) for _, one in self.every()) / sum(map(len, self.lanes))
 
 
 def _aligned(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
-    """When each rank's measuring began, on one clock; `error` is that of a node's `began`."""
-    return [rank["began"] for rank in ranks]
+    """When each rank's measuring began, on one clock; those of a node take its surest offset."""
+    by_error = sorted(ranks, key=lambda rank: -rank["error"])
+    offsets = {rank["node"]: rank["offset"] for rank in by_error}
+    return [rank["began"] + offsets[rank["node"]] for rank in ranks]
 
 
-def own_seconds(steps: Sequence[Step]) -> dict[tuple[int, str, int], float]:
-    """What a pass computes on average, by rank, kind and stage."""
-    found = defaultdict(list)
-    for step in steps:
-        for members, (kind, stage, _), one in step.passes():
-            for rank, own in zip(members, one.own, strict=True):
-                found[rank, kind, stage].append(own)
-    return {key: statistics.fmean(values) for key, values in found.items()}
+def slow_ranks(steps: Sequence[Step], shares: Sequence[float]) -> Excess:
+    """What slow ranks compute longer than others, on average.
 
-
-def slow_ranks(
-    own: Mapping[tuple[int, str, int], float], shares: Sequence[float]
-) -> dict[tuple[int, str, int], float]:
-    """What slow ranks compute longer than others, by rank, kind and stage.
-
-    A rank is compared with the others of its stages; one that is alone there with what the stages
-    of all ranks need for their share (`shares`, by stage) of the model's time.
+    A rank is compared with the others of its stages; one that is alone there with what all ranks
+    need for their stages' shares of the model's time.
     """
-    stages, ranks = defaultdict(set), defaultdict(set)
+    values = defaultdict(list)
+    for (kind, stage, _), one in (each for step in steps for each in step.every()):
+        for rank, seconds in zip(one.members, one.own, strict=True):
+            values[rank, kind, stage].append(seconds)
+    own = {key: statistics.fmean(each) for key, each in values.items()}
+    stages, rates = defaultdict(set), defaultdict(float)
     for rank, _, stage in own:
         stages[rank].add(stage)
-        ranks[stage].add(rank)
-    total = {rank: sum(s for (r, _, _), s in own.items() if r == rank) for rank in stages}
-    rates = {rank: total[rank] / sum(shares[s] for s in stages[rank]) for rank in stages}
+    for (rank, _, _), seconds in own.items():
+        rates[rank] += seconds / sum(shares[stage] for stage in stages[rank])
     excess = {}
-    for rank, own_stages in stages.items():
-        peers = sorted(ranks[min(own_stages)])
+    for (rank, kind, stage), seconds in own.items():
+        peers = [each for each in stages if stages[each] == stages[rank]]
         alone = len(peers) == 1
-        usual = statistics.median_low([rates[each] for each in (rates if alone else peers)])
+        usual = statistics.median_low(rates[each] for each in (rates if alone else peers))
         if rates[rank] <= usual * (SLOW_ALONE if alone else SLOW):
             continue
-        for (r, kind, stage), seconds in own.items():
-            if r != rank:
-                continue
-            other = seconds * usual / rates[rank]
-            if not alone:
-                other = statistics.median_low([own[each, kind, stage] for each in peers])
-            excess[rank, kind, stage] = seconds - other
+        others = statistics.median_low(own[each, kind, stage] for each in peers)
+        excess[rank, kind, stage] = seconds - (seconds * usual / rates[rank] if alone else others)
     return excess
 
 
-def causes(
-    steps: Sequence[Step], excess: Mapping[tuple[int, str, int], float]
-) -> dict[str, float]:
+def causes(steps: Sequence[Step], excess: Excess) -> dict[str, float]:
     """Mean seconds of the steps by cause, in the order in which each is then gone; they change.
 
     `compute` is what passes compute, of the average rank; `unexplained`: measured, but not found
     when the step is run again.
     """
-    gone = {
-        "host": Step.without_host,
-        "data": Step.without_data,
-        "p2p": Step.without_messages,
-        "tp": lambda step: step.without("tp"),
-        "cp": lambda step: step.without("cp"),
-        "dp": lambda step: step.without("dp"),
-        "slow ranks": lambda step: step.without_excess(excess),
-        "variation": lambda step: step.evenly(over_stages=False),
-        "imbalance": lambda step: step.evenly(over_stages=True),
-        "optimizer": Step.without_optimizer,
-        "bubble": lambda step: None,
-    }
-    found = dict.fromkeys(["compute", *gone, "unexplained"], 0.0)
+    parts = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
+    others = ("slow ranks", "variation", "imbalance", "bubble")
+    found = dict.fromkeys([*parts, *others, "compute", "unexplained"], 0.0)
     for step in steps:
         left = step.seconds()
         found["unexplained"] += step.measured - left
-        for cause, remove in gone.items():
-            remove(step)
+        for cause in (*parts, *others):
+            if cause in parts:
+                step.without(cause)
+            elif cause == "slow ranks":
+                step.without_excess(excess)
+            elif cause != "bubble":
+                step.even_out(over_stages=cause == "imbalance")
             now = step.busy() if cause == "bubble" else step.seconds()
-            found[cause] += left - now
-            left = now
+            found[cause], left = found[cause] + left - now, now
         found["compute"] += left
     return {cause: seconds / len(steps) for cause, seconds in found.items()}

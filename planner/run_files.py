@@ -50,7 +50,7 @@ def options_of(path: str) -> dict[str, Any]:
 
     Raises UserError if it is none of these, or has options that are not known here.
     """
-    groups = _facts(path)["config"]
+    groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
     for group in OF_RUN:
         values, names = groups.get(group, {}), {f.name for f in fields(GROUPS[group])}
@@ -62,7 +62,7 @@ def options_of(path: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if derived.get(name) != value}
 
 
-def _facts(path: str) -> dict[str, Any]:
+def facts_of(path: str) -> dict[str, Any]:
     """The contents of a run.json: that file, a run's, or that of the run of a checkpoint."""
     found = families.of_run(path) if Path(path).is_dir() else path
     if found is None:
@@ -82,7 +82,7 @@ def _facts(path: str) -> dict[str, Any]:
 
 def read(path: str, machine: Machine) -> Run:
     """A run's job and the median of its steps of the commonest batch; UserError if it has none."""
-    facts, config = _facts(path), build(options_of(path))
+    facts, config = facts_of(path), build(options_of(path))
     device = str(facts.get("cluster", {}).get("device", ""))
     if machine.device.lower() not in device.lower():
         there = f"{device or 'no stated device'!r}"

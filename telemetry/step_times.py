@@ -40,7 +40,7 @@ class StepTimes:
         self.interval = max(run.log_every, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
-        self.spent, self.since = Counter(self.recorder.spent), time.monotonic()
+        self.spent, self.since = dict(self.recorder.spent), time.monotonic()
 
     def after(self, step: int) -> None:
         """Write the row of a step that was measured; measure the next one if it is its turn."""
@@ -63,7 +63,7 @@ class StepTimes:
         spans, recorder.spans, recorder.stamp = recorder.spans or [], None, None
         own = rank_row(spans, self._seconds_of(spans))
         offset, error = context.clock()
-        own |= {"node": context.node, "began": self.began + offset, "error": error}
+        own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
         self.exchange.tell("times", own)
         if not self.log.is_writer:
             return
@@ -72,9 +72,9 @@ class StepTimes:
             self.interval, sum(len(rank["passes"]) for rank in ranks) // PASSES_PER_STEP
         )
         row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
-        row["spent"] = {phase: s - self.spent[phase] for phase, s in spent.items()}
+        row["spent"] = {phase: s - self.spent.get(phase, 0.0) for phase, s in spent.items()}
         self.file.write(row | {"waits": WAITS, "ranks": ranks})
-        self.steps, self.spent, self.since = 0, Counter(spent), now
+        self.steps, self.spent, self.since = 0, dict(spent), now
 
     def _seconds_of(self, spans: list[tuple]) -> Callable[[Any], float]:
         """What turns a mark of the spans into seconds since the measured step began."""

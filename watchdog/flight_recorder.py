@@ -14,7 +14,7 @@ locks: a count may be out of date by a microsecond. benchmarks/watchdog.py measu
 
 import statistics
 import time
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,7 +138,7 @@ class FlightRecorder:
         self.spans: list[tuple] | None = None  # while kept: step_trace.py and step_times.py
         self.stamp: Callable[[], Any] | None = None  # of them, the time; None: the host's clock
         self._mark: Any = None  # when the place was come to, as a span has it
-        self.spent: Counter[str] = Counter()  # seconds by phase; `log`: between steps
+        self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
         self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
         self.new_event = new_event
         self._events: list[Any] = []  # to be used again

@@ -1,0 +1,262 @@
+"""Where a run's time went: `python plan.py gap RUN`, from the device's peak to what was achieved.
+
+    answer = gap("runs/a")          a table; its data is for --json, and for `draw`
+    lines = closing_lines(out)      what a run ends with: its largest losses
+
+Measured are the steps in RUN/times.jsonl, which replay.py divides by cause. What passes compute is
+divided into products, attention and the rest as the planner has it for that machine; the column
+`planned` is all that the planner has.
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from config.command_line import build
+from config.messages import UserError
+from config.schema import Config, coordinates
+from planner import block_costs, compare, hardware, op_costs, remedies, replay, run_files
+from planner.job import Job
+from planner.questions import FULL_BATCH, Answer
+from planner.remedies import Remedy
+from schedules.partition import part_costs, stage_specs
+from schedules.schedule import Schedule
+from schedules.vocabulary import of_layout
+
+COMPUTE = ("peak", "gemm", "attention", "elementwise", "recompute")
+WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
+LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
+MOST_PASSES = 200_000  # of all steps that are run again: the newest steps count
+CLOSING = 3  # lines that a run ends with
+LEAST_SHARE = 0.005  # of a step, that a flag wins or its cause takes, to be proposed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run's measured steps took. seconds: of a step, with its share of saves. passes:
+    seconds by kind and stage, with collectives; sent: of a message; notes: by cause, where.
+    """
+
+    config: Config
+    seconds: float
+    steps: int
+    causes: dict[str, float]
+    order: Schedule
+    passes: dict[tuple[str, int], float]
+    sent: float
+    notes: dict[str, str]
+    device: str
+
+
+def read(run: str) -> Measured:
+    """The steps in a run's times.jsonl; UserError if there are none, or not those of its run.json.
+
+    Saves and evaluations are those of all steps until the last one measured.
+    """
+    facts, rows = run_files.facts_of(run), _rows(Path(run) / "times.jsonl")
+    config = build(run_files.options_of(run))
+    config = replace(config, layout=replace(config.layout, dp=facts["config"]["layout"]["dp"]))
+    device = "cuda" if facts["cluster"]["backend"] == "nccl" else "cpu"
+    layout, model, steps = config.layout, config.model, []
+    try:
+        held = sum(len(rank["passes"]) for rank in rows[-1]["ranks"])
+        kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
+        kinds += 4 if layout.vocab_pp else 0
+        for row in rows[-max(1, MOST_PASSES // held) :]:
+            order = of_layout(model, layout, len(row["ranks"][0]["passes"]) // kinds, device)
+            steps.append(replay.Step(row, layout, order))
+        count = sum(row["steps"] for row in rows)
+        spent = {
+            phase: sum(row["spent"].get(phase, 0.0) for row in rows) / count
+            for phase in ("save", "evaluate", "sample", "check replicas")
+        }
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{run}/times.jsonl has other rows than this version: {error!r}") from None
+    specs = stage_specs(model, layout, part_costs(model, device))
+    excess = replay.slow_ranks(steps, [spec.share for spec in specs])
+    passes, sent, notes = _facts(steps, excess)
+    seconds = sum(spent.values()) + statistics.fmean(step.measured for step in steps)
+    causes = replay.causes(steps, excess) | {"saving": spent.pop("save")}
+    causes["evaluation"] = sum(spent.values())
+    return Measured(config, seconds, len(steps), causes, order, passes, sent, notes, device)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of times.jsonl: a run may be writing the last one."""
+    try:
+        lines = file.read_text().splitlines(keepends=True)
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not lines of JSON: {error}") from None
+    if not rows:
+        raise UserError(f"{file} has no measured step yet: the first one is step 4")
+    return rows
+
+
+def _facts(
+    steps: Sequence[replay.Step], excess: replay.Excess
+) -> tuple[dict[tuple[str, int], float], float, dict[str, str]]:
+    """Mean seconds of a pass by kind and stage, and of a message; where causes are found."""
+    passes, late, notes = defaultdict(list), defaultdict(list), {}
+    for step in steps:
+        for action, one in step.every():
+            passes[action.kind, action.stage].append(one.seconds)
+            source = step.schedule.input_of(action)
+            if source and one.parts["p2p"]:
+                late[source.stage, action.stage].append(one.parts["p2p"])
+    sent = {link: statistics.fmean(values) for link, values in late.items()}
+    means = {key: statistics.fmean(values) for key, values in passes.items()}
+    named = []
+    for rank in dict.fromkeys(rank for rank, _, _ in excess):
+        where = coordinates(rank, steps[0].axes)
+        place = ", ".join(f"{axis} {where[axis]}" for axis in ("pp", "dp", "tp"))
+        named.append(f"rank {rank} ({place}) on {steps[0].ranks[rank]['node']}")
+    notes["slow ranks"] = "; ".join(named)
+    if sent:
+        slowest = max(sent, key=sent.__getitem__)
+        notes["p2p"] = "stage {} to {}: {:.1f} ms a message".format(*slowest, 1e3 * sent[slowest])
+    stages = {stage for _, stage in means}
+    busy = {s: sum(each for (_, stage), each in means.items() if stage == s) for s in stages}
+    notes["imbalance"] = f"stage {max(busy, key=busy.__getitem__)} is the longest"
+    return means, statistics.fmean(sent.values()) if sent else 0.0, notes
+
+
+# ---- Beside the plan -----------------------------------------------------------------------------
+
+
+def _job(run: str, name: str | None, measured: Measured) -> Job | None:
+    """The measured steps on the machine of that name, or the first that has the run's device."""
+    device = run_files.facts_of(run)["cluster"]["device"].lower()
+    machines = [hardware.load(name) for name in ([name] if name else hardware.names())]
+    found = next((each for each in machines if name or each.device.lower() in device), None)
+    if found is None:
+        return None
+    layout, first = measured.config.layout, measured.order.ranks[0]
+    batch = len({action.micro_batch for action in first}) * layout.micro_batch_size * layout.dp
+    batches: dict[str, Any] = FULL_BATCH | {"global_batch_size": batch}
+    training = replace(measured.config.training, **batches)
+    return Job(measured.config.model, layout, training, found)
+
+
+def planned(job: Job) -> dict[str, float]:
+    """Seconds of a step by LINES, as the planner has them."""
+    found, machine, layers = compare.by_cause(job), job.machine, job.model.layers
+    matrices = block_costs.matrices(job)
+    head = job.tokens, job.vocab_columns, job.model.hidden
+    gemm = layers * sum(sum(block_costs.linear(job, *each)) for each in matrices)
+    gemm += sum(op_costs.linear(machine, *head, job.number_bytes))
+    products = layers * sum(rows * outs * ins * alike for rows, outs, ins, alike in matrices)
+    peak = min(6.0 * (products + head[0] * head[1] * head[2]) / machine.peak, gemm)
+    parts = {"peak": peak, "gemm": gemm - peak}
+    parts["attention"] = layers * sum(block_costs.attention(job))
+    scale = job.micro_batches / job.layout.pp * machine.slowdown
+    parts = {name: scale * seconds for name, seconds in parts.items()}
+    parts["elementwise"] = max(0.0, found.pop("compute") - sum(parts.values()))
+    for cause, into in (("tied", "dp"), ("fixed", "host")):
+        found[into] += found.pop(cause)
+    return parts | found
+
+
+# ---- The answer ----------------------------------------------------------------------------------
+
+
+def gap(run: str, machine: str | None = None) -> Answer:
+    """The table of a run, and its lines as data; machine: of hardware/, default: by its device."""
+    measured = read(run)
+    job, causes, plan = _job(run, machine, measured), dict(measured.causes), dict[str, float]()
+    about = measured.config, measured.order, measured.passes, measured.sent, measured.device
+    ways = remedies.of_passes(*about) | {
+        "slow ranks": Remedy(causes["slow ranks"], "start without that node"),
+        "data": Remedy(causes["data"], "a faster source of --data"),
+        "saving": Remedy(causes["saving"] / 2, "--save-every twice as large"),
+        "evaluation": Remedy(causes["evaluation"] / 2, "--eval-every twice as large"),
+    }
+    compute = causes.pop("compute")
+    causes["elementwise"] = compute
+    if job:
+        plan = planned(job)
+        total = sum(plan[name] for name in COMPUTE)
+        causes |= {name: compute * plan[name] / total for name in COMPUTE}
+        peak = min(plan["peak"], causes["peak"] + causes["gemm"])
+        causes |= {"peak": peak, "gemm": causes["peak"] + causes["gemm"] - peak}
+        ways |= remedies.of_layout(job, measured.config, measured.seconds)
+    least, rows = LEAST_SHARE * measured.seconds, []
+    for cause in LINES:
+        seconds, way = causes.get(cause, 0.0), ways.get(cause, Remedy(0.0, ""))
+        row = {
+            "cause": cause,
+            "measured": seconds,
+            "planned": plan.get(cause, 0.0) if job else None,
+        }
+        row["where"] = measured.notes.get(cause, "")
+        useful = min(seconds, way.seconds) >= least
+        row |= {"flags": way.flags, "wins": way.seconds} if useful else {"flags": "", "wins": 0.0}
+        rows.append(row)
+    data = {"run": run, "seconds": measured.seconds, "steps": measured.steps, "lines": rows}
+    data["machine"] = job.machine.name if job else None
+    data["closure"] = 1 - causes["unexplained"] / measured.seconds
+    return Answer(_table(data), data)
+
+
+def _table(data: dict[str, Any]) -> str:
+    """A line for each cause that takes a ten-thousandth of the step, from the peak down."""
+    total, plan = data["seconds"], data["machine"]
+    lines = [f"{data['run']}: {total:.4f} s a step, the mean of {data['steps']} measured steps"]
+    lines.append(f"{'':12}{'s/step':>9}{'share':>8}{'planned':>9}   would win")
+    whole = {"cause": "step", "measured": total, "flags": "", "where": f"planned on {plan}"}
+    whole["planned"] = sum(row["planned"] for row in data["lines"]) if plan else None
+    for row in [*data["lines"], whole]:
+        if max(abs(row["measured"]), row["planned"] or 0.0) < 1e-4 * total:
+            continue
+        beside = "-" if row["planned"] is None else f"{row['planned']:.4f}"
+        won = f"{row['wins']:.4f} s: {row['flags']}" if row["flags"] else ""
+        text = "; ".join(filter(None, (won, row["where"])))
+        share = row["measured"] / total
+        line = f"{row['cause']:12}{row['measured']:9.4f}{share:8.1%}{beside:>9}   {text}"
+        lines.append(line.rstrip())
+    lines.append(f"the named causes are {data['closure']:.1%} of the step")
+    return "\n".join(lines)
+
+
+def closing_lines(out: str) -> list[str]:
+    """The largest losses of the run in `out`; nothing if it has not measured a step."""
+    try:
+        measured = read(out)
+    except UserError:
+        return []
+    lost, total = dict(measured.causes), measured.seconds
+    compute = f"{lost.pop('compute') / total:.1%} computes the passes"
+    lines = [f"a step of {total:.4f} s: {compute}; more: python plan.py gap {out}"]
+    for cause in sorted(lost, key=lambda name: -lost[name])[:CLOSING]:
+        share, where = lost[cause] / total, measured.notes.get(cause, "")
+        lines.append(f"  {cause:12}{lost[cause]:9.4f} s{share:7.1%}  {where}".rstrip())
+    return lines
+
+
+def draw(data: dict[str, Any], path: str) -> None:
+    """Write the lines as a waterfall, from the peak to the step; UserError if it cannot."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes, at = figure.add_subplot(), 0.0
+    shown = [row for row in data["lines"] if abs(row["measured"]) >= 1e-4 * data["seconds"]]
+    for place, row in enumerate(shown):
+        color = "#13795b" if row["cause"] in COMPUTE else "#2563b8"
+        axes.bar(place, row["measured"], 0.8, at, color=color)
+        at += row["measured"]
+        axes.text(place, at, f"{row['measured'] / data['seconds']:.1%}", ha="center", va="bottom")
+    axes.bar(len(shown), data["seconds"], 0.8, color="#696c74")
+    names = [*(row["cause"] for row in shown), "step"]
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
+    axes.set(ylabel="seconds of a step", title=f"{data['run']}: where the time went")
+    axes.margins(y=0.1)
+    try:
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
