@@ -27,7 +27,7 @@ with messages.installed():
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
-    from planner import gap, hardware, memory
+    from planner import hardware, memory
 
 
 def main(arguments: list[str]) -> None:

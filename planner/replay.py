@@ -40,8 +40,9 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """From the input's arrival to the end."""
-        return max(self.own) + sum(s for cause, s in self.parts.items() if cause != "p2p")
+        """From when input and batch are there to the end."""
+        beside = sum(s for cause, s in self.parts.items() if cause not in ("p2p", "data"))
+        return max(self.own) + beside
 
 
 class Step:
@@ -119,7 +120,7 @@ class Step:
         source = self.places.index(self.places[rank] | {"pp": pp})
         end = self.ranks[source]["passes"][self.schedule.ranks[pp].index(needed)][1]
         since = self.began[rank] - self.began[source] + (row[3] - end) / 1e6
-        return min(waited / 1e6, max(0.0, since))
+        return max(0.0, since)
 
     def every(self) -> list[tuple[Action, Part]]:
         """All passes of all units."""
@@ -132,7 +133,8 @@ class Step:
             ends: dict[Action, float] = {}
             now = [part.seconds for part in before]
             for pp, action in self.schedule.order:
-                one, needed, start = lane[pp][action], self.schedule.input_of(action), now[pp]
+                one, needed = lane[pp][action], self.schedule.input_of(action)
+                start = now[pp] + one.parts["data"]  # a batch is read before the input is awaited
                 if needed is not None and self.schedule.rank_of[needed.stage] != pp:
                     start = max(start, ends[needed] + one.parts["p2p"])
                 for other in self.schedule.of_all_ranks(action):
@@ -194,7 +196,8 @@ def slow_ranks(steps: Sequence[Step], shares: Sequence[float]) -> Excess:
         for rank, seconds in zip(one.members, one.own, strict=True):
             values[rank, kind, stage].append(seconds)
     own = {key: statistics.fmean(each) for key, each in values.items()}
-    stages, rates = defaultdict(set), defaultdict(float)
+    stages: dict[int, set[int]] = defaultdict(set)
+    rates: dict[int, float] = defaultdict(float)
     for rank, _, stage in own:
         stages[rank].add(stage)
     for (rank, _, _), seconds in own.items():
