@@ -1,0 +1,166 @@
+"""plan.py gap: the causes of lost time in real steps and in steps that are made by hand."""
+
+import json
+import math
+
+import pytest
+from ranks import start_ranks
+
+import plan
+from config.command_line import parse
+from planner import gap, remedies, replay
+from schedules import schedule, simulation
+from telemetry import step_times
+
+WAITS = list(step_times.WAITS)
+SHAPE = (
+    "--layers 4 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --pad-vocab-multiple 4 "
+    "--global-batch-size 4 --micro-batch-size 1 --steps 9 --device cpu --data synthetic"
+)
+
+
+def made_step(seconds: dict, sent: float) -> tuple[replay.Step, float]:
+    """A step of two stages, 1F1B, 4 micro-batches, as its ranks would have recorded it; and how
+    long simulation.py says that it takes.
+    """
+    order = schedule.build("1f1b", 2, 4)
+    slots = simulation.simulate(order, seconds, sent)
+    ends = {slot.action: slot.end for row in slots for slot in row}
+    whole, ranks = max(ends.values()), []
+    for row in slots:
+        passes, before = [], 0.0
+        for action, start, end in row:
+            needed = order.input_of(action)
+            ready = ends[needed] + sent if needed else 0.0
+            waited = max(0.0, start - before)
+            times = [before, end, 0.0, ready if waited else 0.0, waited]
+            passes.append([round(1e6 * each) for each in times] + [0] * (len(WAITS) - 1))
+            before = end
+        none = [0] * (1 + len(WAITS))
+        rest = [0, *none[2:], round(1e6 * (whole - before))]  # the exchange: until all are there
+        around = {"log": none, "begin": none, "reduce": none, "optimizer": none, "statistics": rest}
+        clock = {"node": "a", "began": 5.0, "offset": 0.0, "error": 0.0}
+        ranks.append({"passes": passes, "around": around, "apart": 0, "total": round(1e6 * whole)})
+        ranks[-1] |= clock
+    layout = parse(["--pp", "2", "--dp", "1", *SHAPE.split()]).layout
+    return replay.Step({"ranks": ranks, "waits": WAITS}, layout, order), whole
+
+
+def causes_of(seconds: dict, sent: float, shares: tuple[float, float]) -> tuple[dict, float]:
+    step, whole = made_step(seconds, sent)
+    return replay.causes([step], replay.slow_ranks([step], shares)), whole
+
+
+def test_a_step_made_by_hand_is_divided_as_the_simulation_says():
+    """Messages of 5 ms between stages of 30 and 60 ms: each cause is what its absence saves."""
+    seconds = {("F", 0): 0.01, ("B", 0): 0.02, ("F", 1): 0.02, ("B", 1): 0.04}
+    found, whole = causes_of(seconds, 0.005, (1 / 3, 2 / 3))
+    order = schedule.build("1f1b", 2, 4)
+
+    def makespan(passes, sent=0.0):
+        return max(s.end for row in simulation.simulate(order, passes, sent) for s in row)
+
+    even = {key: 0.015 if key[0] == "F" else 0.03 for key in seconds}
+    assert found["p2p"] == pytest.approx(whole - makespan(seconds), abs=1e-5)
+    assert found["imbalance"] == pytest.approx(makespan(seconds) - makespan(even), abs=1e-5)
+    assert found["bubble"] == pytest.approx(makespan(even) - 4 * 0.045, abs=1e-5)
+    assert found["compute"] == pytest.approx(4 * 0.045, abs=1e-5)
+    assert abs(found["unexplained"]) < 1e-5
+    assert found["slow ranks"] == 0
+    assert math.fsum(found.values()) == pytest.approx(whole, abs=1e-5)
+
+
+def test_a_lone_rank_is_slow_beside_its_share_of_the_model():
+    """The same seconds: uneven stages if the shares say so, a slow rank if they do not."""
+    seconds = {("F", 0): 0.01, ("B", 0): 0.02, ("F", 1): 0.02, ("B", 1): 0.04}
+    found, whole = causes_of(seconds, 0.0, (0.5, 0.5))
+    assert found["imbalance"] == pytest.approx(0, abs=1e-5)
+    assert found["slow ranks"] == pytest.approx(whole - (4 + 1) * 0.03, abs=1e-5)
+
+
+def test_a_balanced_partition_and_other_schedules_are_simulated():
+    config = parse([*SHAPE.split(), "--pp", "2", "--partition", "3,1"])
+    order = schedule.build("1f1b", 2, 4)
+    passes = {("F", 0): 0.03, ("B", 0): 0.06, ("F", 1): 0.01, ("B", 1): 0.02}
+    found = remedies.of_passes(config, order, passes, 0.0, "cpu")
+    assert found["imbalance"].flags == "--partition 2,2"
+    even = {key: 0.02 if key[0] == "F" else 0.04 for key in passes}
+    now, then = (
+        max(s.end for row in simulation.simulate(order, each) for s in row)
+        for each in (passes, even)
+    )
+    assert found["imbalance"].seconds == pytest.approx(now - then, rel=0.1)  # embedding and head
+    found = remedies.of_passes(config, order, even, 0.0, "cpu")
+    assert found["bubble"].flags.startswith("--schedule ")
+    assert 0 < found["bubble"].seconds < then - 4 * 0.06 + 1e-9
+
+
+def test_spans_become_a_row():
+    """Waits belong to the pass in which they end, a batch to the pass after it."""
+    spans = [
+        ("evaluate", None, 0.0, 1.0),
+        ("log", None, 1.0, 1.5),
+        ("begin", None, 1.5, 1.6),
+        ("data", 0, 1.6, 1.8),
+        ("wait", "receive 1 of forward from 0", 1.8, 2.0),
+        ("wait", "all_reduce 7 of tp", 2.1, 2.2),
+        ("F", 0, 1.8, 2.5),
+        ("wait", "reduce_scatter 1 of dp", 2.6, 2.7),
+        ("wait", "all_reduce 1 of world", 2.7, 3.0),
+        ("reduce", None, 2.5, 3.0),
+    ]
+    row = step_times.rank_row(spans, lambda mark: mark)
+    million = lambda *seconds: [round(1e6 * each) for each in seconds]  # noqa: E731
+    assert row["passes"] == [million(1.6, 2.5, 0.2, 2.0, 0.2, 0.1, 0, 0, 0, 0)]
+    assert row["around"]["reduce"] == million(0.1, 0, 0, 0, 0.1, 0, 0.3)
+    assert row["around"]["log"][0] == 500_000
+    assert (row["apart"], row["total"]) == (1_000_000, 3_000_000)
+
+
+@pytest.mark.parametrize(
+    ("cause", "planted", "words"),
+    [
+        ("slow ranks", {"slow": [1, 0.3]}, ""),
+        ("data", {"data": 0.3}, "--pp 2"),
+        ("p2p", {"link": ["forward", 0, 0.6]}, "--pp 2"),
+    ],
+)
+def test_planted_causes_are_found(tmp_path, cause, planted, words, capsys):
+    """In real runs; the sleeps are long, so that they stay the largest on a busy machine."""
+    program = ["tests/gap_worker.py", json.dumps(planted), *SHAPE.split(), *words.split()]
+    done = start_ranks(2, *program, "--out", str(tmp_path))
+    assert done.status == 0, done.err
+    assert f"python plan.py gap {tmp_path}" in done.out
+    rows = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [4, 6, 8]
+    planted_rows = [row for row in rows if row["iteration"] != 6]
+    (tmp_path / "times.jsonl").write_text("".join(json.dumps(r) + "\n" for r in planted_rows))
+    plan.main(
+        [
+            "gap",
+            str(tmp_path),
+            "--json",
+            str(tmp_path / "gap.json"),
+            "--picture",
+            str(tmp_path / "gap.svg"),
+        ]
+    )
+    assert "the named causes are" in capsys.readouterr().out
+    assert cause in (tmp_path / "gap.svg").read_text()
+    data = json.loads((tmp_path / "gap.json").read_text())
+    assert data["closure"] == pytest.approx(1, abs=0.1)
+    lines = {row["cause"]: row for row in data["lines"]}
+    largest = max(
+        (c for c in lines if c not in (*gap.COMPUTE, "bubble")), key=lambda c: lines[c]["measured"]
+    )
+    assert largest == cause
+    if cause == "slow ranks":
+        assert lines[cause]["where"].startswith("rank 1 (pp 0, dp 1, tp 0)")
+        assert lines[cause]["flags"]
+
+
+def test_a_run_without_measured_steps_is_a_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        plan.main(["gap", str(tmp_path / "none")])
+    assert ended.value.code == 2
+    assert "cannot read" in capsys.readouterr().err
