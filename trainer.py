@@ -202,9 +202,8 @@ def main(
 ) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predict_memory: gives bytes by part for every stage, to
-    be shown with what is measured. peak_of: FLOP/s of a device, by its name, and of a precision.
-    explain: lines on where the time of the run in a folder went, for the end of the output.
+    signals: if they are handled already. predict_memory: bytes by part for every stage. peak_of:
+    FLOP/s of a device, by its name, and of a precision. explain: lines for the end of the output.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -239,8 +238,7 @@ def main(
         peak = peak_of(context.describe()["device"], config.training.precision)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
-        chosen = choice.notes(layout.schedule_costs) if choice else []
-        for note in [*chosen, *splits.notes]:
+        for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")

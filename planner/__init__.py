@@ -8,6 +8,7 @@ memory, risk    bytes of each stage's GPU; intervals, and the probability that t
 search          the fastest ways to run a tp, pp and micro-batch, found with bounds
 layouts         layouts ranked or rejected with a reason
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
+gap             where a run's time went: replay runs its measured steps again, remedies has flags
 questions       what plan.py answers, as text and as data; with model_questions, cost, compare
 run_files       runs that were measured; calibration refits a machine's constants from them
 """

@@ -193,7 +193,7 @@ class Log:
         if self.live:
             self.live.close()
         if self.is_writer and self.steps:  # none if the resumed run was already complete
-            self.note("\n".join([self._summary(), *explain(self.config.run.out)]))
+            self.note(self._summary(explain(self.config.run.out)))
 
     def close(self) -> None:
         """Close the files; prints how many rows could not be written."""
@@ -358,7 +358,7 @@ class Log:
             )
         return lines
 
-    def _summary(self) -> str:
+    def _summary(self, more: list[str]) -> str:
         config, out = self.config, self.config.run.out
         rates = self.rates[WARM_UP_STEPS:] or self.rates
         device, memory = self.context.device.type, (self.before, self.latest, self.predicted_memory)
@@ -371,6 +371,7 @@ class Log:
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
+            *more,
             f"files: {out}/run.json, {out}/metrics.jsonl"
             + (f", {out}/tensorboard" if "tensorboard" in self.trackers else ""),
         ]
