@@ -112,7 +112,7 @@ def of_layout(job: Job, config: Config, measured: float) -> dict[str, Remedy]:
         for way in ways:
             layout = replace(at, **way)
             with suppress(UserError, ScheduleError):
-                if layout.tp * layout.pp * (layout.dp or 1) != job.gpus:
+                if layout.tp * layout.pp * layout.dp != at.tp * at.pp * at.dp:
                     continue
                 validation.check_any_length(replace(config, layout=layout), job.gpus)
                 after = predict(*job._replace(layout=layout))

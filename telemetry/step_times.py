@@ -23,7 +23,11 @@ FIRST_STEPS = range(4, 20, 2)  # measured, whatever the interval
 LEAST_INTERVAL, PASSES_PER_STEP = 10, 500  # so that the store is busy for less than 1 % of a run
 WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # what is waited for, as a row counts it
 ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tied"}
-ROLE_WAITS |= {"world": "world"}  # every other role sends between stages
+ROLE_WAITS |= {
+    "heads": "cp",
+    "ring": "cp",
+    "world": "world",
+}  # every other role sends between stages
 
 
 class StepTimes:
@@ -100,8 +104,9 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
         start, end = (round(1e6 * seconds_of(mark)) for mark in (since, until))
         if kind == "wait":
             operation, role = subject.split(" ", 1)[0], subject.split(" of ")[1].split(" ")[0]
-            waits[ROLE_WAITS.get(role, "p2p")] += end - start
-            ready = end if operation == "receive" else ready
+            name = ROLE_WAITS.get(role, "p2p")
+            waits[name] += end - start
+            ready = end if (operation, name) == ("receive", "p2p") else ready
             continue
         total, waited = end, [waits[name] for name in WAITS]
         begun_before, begun = begun, begun and kind != "begin"
