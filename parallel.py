@@ -452,7 +452,8 @@ class VocabEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         # On a CPU rows are added to the sum in place, without a gradient of the whole matrix.
-        sparse = self.weight.device.type == "cpu" and hasattr(self.weight, "main_grad")
+        total = getattr(self.weight, "main_grad", tokens)
+        sparse = total.dtype == self.weight.dtype and total.device.type == "cpu"
         if self.group.size == 1:
             return F.embedding(tokens, self.weight, sparse=sparse)
         local = tokens - self.group.rank * self.weight.shape[0]

@@ -179,7 +179,7 @@ def test_sums_in_fp32_of_products_in_16_bits_are_asked_of_the_product():
     assert torch.equal(exact, torch.full((3, 4), 6.0))
 
 
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_rows_of_the_embedding_are_added_in_place(tied, precision):
     """A gradient of the whole matrix was made, and added, in every micro-batch."""
@@ -199,7 +199,7 @@ def test_rows_of_the_embedding_are_added_in_place(tied, precision):
     assert matrix.main_grad.data_ptr() == place
     assert all(bucket.missing == 0 for bucket in run.optimizer.buckets), "each was reported"
     expected = theirs.embedding.tokens.weight.grad
-    off = 1e-12 if precision == "fp64" else 3e-2
+    off = 1e-12 if precision == "fp64" else 1e-5
     assert_close(matrix.main_grad, expected, off, scale=expected.abs().max().item())
 
 
