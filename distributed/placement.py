@@ -8,6 +8,7 @@ All facts are arguments, so that a cluster can be tested on a machine without on
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -177,6 +178,23 @@ def unusable_driver(
         f"; the driver here is {driver}, and torch {version} is built for CUDA {cuda}: if that "
         f"needs a newer driver, install torch's build for CUDA 12.6 (docs/install.md)"
     )
+
+
+def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
+    """UserError if `--device auto` would train on the CPU beside a GPU that torch cannot use.
+
+    cuda: of torch; None, if it is built for CPUs, raises nothing. why: `unusable_driver`'s. A job
+    whose CUDA_VISIBLE_DEVICES names no GPU was given none.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
+        return
+    found = sorted(path.name for path in Path(devices).glob("nvidia[0-9]*"))
+    if found:
+        raise UserError(
+            f"--device auto: this node has {devices}/{found[0]}, but torch can use no GPU{why}; "
+            f"to run on the CPU all the same, give --device cpu"
+        )
 
 
 def check_gpus(places: list[Place]) -> None:

@@ -90,9 +90,11 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     import torch
 
     available = torch.cuda.is_available()
-    if run.device == "cuda" and not available:
+    if run.device != "cpu" and not available:
         why = placement.unusable_driver(torch.__version__, torch.version.cuda)
-        raise UserError(f"--device cuda: torch sees no CUDA device on this node{why}")
+        if run.device == "cuda":
+            raise UserError(f"--device cuda: torch sees no CUDA device on this node{why}")
+        placement.check_unused_gpu(torch.version.cuda, why)
     on_gpu = available and run.device != "cpu"
     backend = run.backend if run.backend != "auto" else "nccl" if on_gpu else "gloo"
     if backend == "nccl" and not on_gpu:

@@ -164,6 +164,43 @@ def test_a_node_without_its_gpus_is_named():
     placement.check_devices(places[1:3])
 
 
+def test_auto_does_not_train_on_the_cpu_beside_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    folder = str(tmp_path)
+    placement.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)  # no GPU
+    (tmp_path / "nvidiactl").touch()
+    placement.check_unused_gpu("13.0", "", folder)
+    (tmp_path / "nvidia0").touch()
+    placement.check_unused_gpu(None, "", folder)  # a torch for CPUs
+    for shown in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        placement.check_unused_gpu("13.0", "", folder)
+    for shown in ("0", "GPU-8f", " 1,0", None):
+        if shown is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+        with pytest.raises(UserError) as refused:
+            placement.check_unused_gpu("13.0", "; the driver here is 470.82.01", folder)
+        said = str(refused.value)
+        assert said.startswith(
+            f"--device auto: this node has {tmp_path}/nvidia0, but torch can use"
+        )
+        assert "driver here is 470.82.01; to run on the CPU all the same, give --device cpu" in said
+
+
+def test_only_a_given_cpu_is_silent_beside_such_a_gpu(monkeypatch):
+    """`--device auto` asks, `--device cpu` does not."""
+    asked = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(placement, "check_unused_gpu", lambda *facts: asked.append(facts))
+    launch = SimpleNamespace(size=1)
+    for device in ("auto", "cpu"):
+        chosen = rendezvous._choose_device(Run(device=device), launch, None, "n1")
+        assert (chosen[0].type, chosen[2]) == ("cpu", "none")
+    assert len(asked) == 1
+
+
 def test_a_driver_that_torch_cannot_use_is_explained(tmp_path):
     path = tmp_path / "version"
     path.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27\n")

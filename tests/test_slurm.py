@@ -284,7 +284,7 @@ def test_batch_files_request_what_their_run_needs(name):
     words = [word.replace("$OUT", "runs/x").replace("$DATA", "x") for word in shlex.split(line)]
     checked = validation.check(parse(words), ranks)
     assert checked.run.kill_switch == "runs/x/kill"
-    assert checked.run.device == "cuda", "with too old a driver a CPU would train"
+    assert checked.run.device == "cuda", "a node without a GPU is a mistake"
     layouts = {"train_1b3": (1, 1, 32), "train_104b": (4, 32, 1), "train_176b": (4, 12, 8)}
     layout = checked.layout
     assert (layout.tp, layout.pp, layout.dp) == layouts[name]
