@@ -1,0 +1,198 @@
+"""Runs the commands of the documentation in a clone, as written or scaled down.
+
+    git clone . /tmp/clone
+    python benchmarks/commands.py --clone /tmp/clone          # writes benchmarks/results/commands.md
+    python benchmarks/commands.py --clone /tmp/clone --only sample
+    python benchmarks/commands.py --missing                   # commands that the list does not have
+
+The list, benchmarks/data/commands.toml, has in the order in which they run, for each command:
+`written`, as on the page; `run`, what is run in its place, and `how`, why; or `skip`, why it is not
+run. `before` is run first and makes what the command needs. `CLONE/commands.json` has the outcomes: what
+has run well is not run again, unless `--only` names it; `CLONE/commands.log` has what was printed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIST = ROOT / "benchmarks" / "data" / "commands.toml"
+RESULTS = ROOT / "benchmarks" / "results" / "commands.md"
+LIMIT = 600.0  # seconds of one command
+PROGRAMS = "plan tune train rehearse sample supervise checkpoint corpus".split()
+START = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:python|bash|mpirun|srun|sbatch|torchrun|pip|uv|git|module|docker"
+    r"|apptainer|source|\.venv/bin/\w+|trine-[a-z]+|(?:" + "|".join(PROGRAMS) + r")\.py)(?=\s)"
+)
+
+
+def pages() -> list[Path]:
+    """The pages whose commands are run: all that a user reads but the log of experiments."""
+    docs = sorted((ROOT / "docs").glob("*.md"))
+    names = [ROOT / "README.md", *docs, ROOT / "CONTRIBUTING.md"]
+    return [page for page in names if page.name != "log.md"]
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a page: in its code blocks, and between backticks."""
+    return _of_blocks(text) + _of_lines(text)
+
+
+def _of_blocks(text: str) -> list[str]:
+    found, open_command = [], ""
+    for line in text.splitlines():
+        code = line[4:].strip() if line.startswith("    ") else ""
+        if open_command or (code and START.match(code + " ")):
+            open_command += code
+            if open_command.endswith("\\"):
+                open_command = open_command[:-1]
+                continue
+            found.append(_plain(re.sub(r"\s+#.*$", "", open_command)))
+            open_command = ""
+    return found
+
+
+def _of_lines(text: str) -> list[str]:
+    """Those between backticks; a name without options is a program, not a command."""
+    lines = "\n".join(line for line in text.splitlines() if not line.startswith("    "))
+    quoted = map(_plain, re.findall(r"`([^`]+)`", lines))
+    return [each for each in quoted if START.match(each) and re.search(r"[ /.]-|/| \.", each)]
+
+
+def _plain(command: str) -> str:
+    return re.sub(r"\s+", " ", command).strip()
+
+
+def missing() -> list[str]:
+    """Commands of the pages that the list does not have."""
+    listed = {entry["written"] for entry in entries()}
+    return [
+        f"{page.name}: {command}"
+        for page in pages()
+        for command in dict.fromkeys(commands(page.read_text()))
+        if command not in listed
+    ]
+
+
+def entries() -> list[dict]:
+    """The list, in its order; written commands have single spaces."""
+    with open(LIST, "rb") as file:
+        found = tomllib.load(file)
+    first = found["shell"]
+    return [
+        entry | {"written": _plain(entry["written"]), "before": first + entry.get("before", "")}
+        for entry in found["command"]
+    ]
+
+
+# ---- Running -------------------------------------------------------------------------------------
+
+
+def run(entry: dict, clone: Path) -> dict:
+    """What running a command gave: status, seconds, the last line that it printed."""
+    command = entry.get("run", entry["written"])
+    command = re.sub(r"^(" + "|".join(PROGRAMS) + r")\.py", r"python \1.py", command)
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
+    path = environment["PATH"].split(":")
+    path = [str(clone / ".venv" / "bin"), *(each for each in path if ".venv" not in each)]
+    environment["PATH"] = ":".join(path)
+    script = "\n".join(["set -euo pipefail", entry["before"], command])
+    began = time.monotonic()
+    done = subprocess.run(
+        ["timeout", "-k", "20", str(LIMIT), "bash", "-c", script],
+        cwd=clone, env=environment, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    (clone / "commands.log").open("a").write(f"$ {command}\n{done.stdout}\n")
+    last = lines[-1].strip()[:100] if lines else ""
+    return {"status": done.returncode, "seconds": time.monotonic() - began, "last": last}
+
+
+def row(entry: dict, outcome: dict | None) -> str:
+    """A row of the table."""
+    cell = entry["written"].replace("|", "\\|")
+    if "skip" in entry:
+        return f"| `{cell}` | not run: {entry['skip']} | |"
+    how = entry.get("how", "as written")
+    if outcome is None:
+        return f"| `{cell}` | {how} | not run yet |"
+    wanted = entry.get("status", 0)
+    said = "" if outcome["status"] == wanted else "**FAILED** "
+    last = outcome["last"].replace("|", "\\|").replace("`", "'")
+    result = f"{said}status {outcome['status']}, {outcome['seconds']:.0f} s; `{last}`"
+    return f"| `{cell}` | {how} | {result} |"
+
+
+def report(outcomes: dict[str, dict]) -> list[str]:
+    """The lines of the results file."""
+    listed = entries()
+    as_written = sum("run" not in each and "skip" not in each for each in listed)
+    skipped = sum("skip" in each for each in listed)
+    bad = [
+        each["written"]
+        for each in listed
+        if each["written"] in outcomes
+        and outcomes[each["written"]]["status"] != each.get("status", 0)
+    ]
+    return [
+        "# The commands of the documentation",
+        "",
+        "    python benchmarks/commands.py --clone FRESH_CLONE",
+        "",
+        f"{len(listed)} commands of README.md, docs/ and CONTRIBUTING.md, in a fresh clone that",
+        f"`bash scripts/setup.sh` had set up: {as_written} as written, "
+        f"{len(listed) - as_written - skipped} in another form that the table",
+        f"states, {skipped} not run; {len(bad)} failed. Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores of a machine that others used:",
+        "seconds say little. `...` of a command stands for the options that the table's way names.",
+        "",
+        "| command | how it was run | result, last line |",
+        "| --- | --- | --- |",
+        *(row(each, outcomes.get(each["written"])) for each in listed),
+    ]
+
+
+def main() -> int:
+    """Run what is asked for; 1 if a command failed or is missing in the list."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--clone", type=Path, help="a clone with .venv, or in which setup.sh runs")
+    parser.add_argument("--only", default="", help="commands that contain this text")
+    parser.add_argument("--missing", action="store_true", help="list what the list lacks, run none")
+    o = parser.parse_args()
+    absent = missing()
+    if o.missing or o.clone is None:
+        print("\n".join(absent))
+        return 1 if absent else 0
+    kept = o.clone / "commands.json"
+    outcomes = json.loads(kept.read_text()) if kept.exists() else {}
+    failed = 0
+    for entry in entries():
+        done = outcomes.get(entry["written"], {}).get("status") == entry.get("status", 0)
+        if "skip" in entry or o.only not in entry["written"] or (done and not o.only):
+            continue
+        outcome = outcomes[entry["written"]] = run(entry, o.clone)
+        bad = outcome["status"] != entry.get("status", 0)
+        failed += bad
+        print(
+            "FAILED" if bad else "ok", f"{outcome['seconds']:.0f} s", entry["written"], flush=True
+        )
+        kept.write_text(json.dumps(outcomes, indent=1))
+        RESULTS.write_text("\n".join(report(outcomes)) + "\n")
+    return 1 if failed or absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
