@@ -1,14 +1,15 @@
 """Runs the commands of the documentation in a clone, as written or scaled down.
 
     git clone . /tmp/clone
-    python benchmarks/commands.py --clone /tmp/clone          # writes benchmarks/results/commands.md
+    python benchmarks/commands.py --clone /tmp/clone         writes benchmarks/results/commands.md
     python benchmarks/commands.py --clone /tmp/clone --only sample
-    python benchmarks/commands.py --missing                   # commands that the list does not have
+    python benchmarks/commands.py --missing                  commands that the list does not have
 
 The list, benchmarks/data/commands.toml, has in the order in which they run, for each command:
 `written`, as on the page; `run`, what is run in its place, and `how`, why; or `skip`, why it is not
-run. `before` is run first and makes what the command needs. `CLONE/commands.json` has the outcomes: what
-has run well is not run again, unless `--only` names it; `CLONE/commands.log` has what was printed.
+run. `before` is run first and makes what the command needs. `CLONE/commands.json` has the outcomes:
+what has run well is not run again, unless `--only` names it; `CLONE/commands.log` has what was
+printed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "benchmarks" / "data" / "commands.toml"
 RESULTS = ROOT / "benchmarks" / "results" / "commands.md"
 LIMIT = 600.0  # seconds of one command
-PROGRAMS = "plan tune train rehearse sample supervise checkpoint corpus".split()
+PROGRAMS = ["plan", "tune", "train", "rehearse", "sample", "supervise", "checkpoint", "corpus"]
 START = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:python|bash|mpirun|srun|sbatch|torchrun|pip|uv|git|module|docker"
     r"|apptainer|source|\.venv/bin/\w+|trine-[a-z]+|(?:" + "|".join(PROGRAMS) + r")\.py)(?=\s)"

@@ -4,21 +4,40 @@
 #     bash scripts/lm_eval.sh CHECKPOINT TOKENIZER TASKS [OPTIONS of lm_eval]
 #     bash scripts/lm_eval.sh runs/demo/checkpoints/step_00000110 data/stdlib.tokenizer.json arc_easy
 #
-# TASKS: names with commas between them; tasks are downloaded by that program.
+# TASKS: names with commas between them, whose data that program downloads; or FILE.jsonl, whose
+# lines have a "text": perplexity by word and by byte, without a network. The Python is the one on
+# PATH, or that of .venv, that has the packages of requirements-lm-eval.txt.
 set -euo pipefail
 if [ $# -lt 3 ]; then
     sed -n '4,5s/^# *//p' "$0" >&2
     exit 2
 fi
 root="$(cd "$(dirname "$0")/.." && pwd)"
-python="$root/.venv/bin/python"
-[ -x "$python" ] || python=python3
-if ! "$python" -c 'import lm_eval, transformers' 2>/dev/null; then
-    echo "error: $python has no lm_eval or no transformers:" \
-        "install them with \`$python -m pip install lm_eval transformers\`" >&2
-    exit 2
-fi
+for python in python3 "$root/.venv/bin/python" none; do
+    [ "$python" != none ] || {
+        echo "error: neither $(command -v python3) nor .venv has lm_eval: pip install" \
+            "-r requirements-lm-eval.txt -c constraints.txt" >&2
+        exit 2
+    }
+    "$python" -c 'import accelerate, lm_eval, torch, transformers' 2>/dev/null && break
+done
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT
+tasks="$3"
+if [[ "$3" == *.jsonl ]]; then
+    [ -f "$3" ] || { echo "error: $3: there is no such file" >&2; exit 2; }
+    tasks="$folder/texts.yaml"
+    export TQDM_DISABLE=1 # a bar for each text
+    cat >"$tasks" <<YAML
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: "$(realpath "$3")"}, cache_dir: "$folder/cache"}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+YAML
+fi
 "$python" "$root/checkpoint.py" export --to hf --tokenizer "$2" "$1" "$folder/hf"
-"$python" -m lm_eval --model hf --model_args "pretrained=$folder/hf" --tasks "$3" "${@:4}"
+"$python" -m lm_eval run --model hf --model_args "pretrained=$folder/hf" --tasks "$tasks" "${@:4}"

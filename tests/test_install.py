@@ -1,11 +1,14 @@
 """`pip install .` in a fresh environment: commands that work from any folder."""
 
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
+from pathlib import Path
 
 import pytest
 import ranks
@@ -73,6 +76,41 @@ def test_installed_commands_work_from_any_folder(commands, tmp_path):
     assert out.count("lm loss: ") == 2
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert run("trine-plot-loss", "run")[0] == 0
+
+
+def test_lm_eval_of_texts_or_what_it_needs(tmp_path):
+    """With the packages of requirements-lm-eval.txt the script runs, a small task from a file."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "a text of words " * 40}) + "\n")
+
+    def run(*words):
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        }
+        return subprocess.run(
+            [str(word) for word in words], cwd=ROOT, env=os.environ | environment,
+            capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+
+    script = ["bash", "scripts/lm_eval.sh", tmp_path / "run", tmp_path / "c.tokenizer.json"]
+    if any(importlib.util.find_spec(name) is None for name in ("lm_eval", "accelerate")):
+        done = run(*script, texts)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "has lm_eval: pip install -r requirements-lm-eval.txt" in done.stderr
+        assert (ROOT / "requirements-lm-eval.txt").exists()
+        return
+    words = ["--out", tmp_path / "c", "--vocab-size", "300", texts, texts]
+    assert run(sys.executable, "scripts/prepare_data.py", *words).returncode == 0
+    words = [*SMALL.split(), "--vocab-size", "300", "--steps", "1", "--save-every", "1"]
+    assert run(sys.executable, "train.py", *words, "--out", tmp_path / "run").returncode == 0
+    script[2] = tmp_path / "run/checkpoints/step_00000001"
+    done = run(*script, texts, "--device", "cpu", "--output_path", tmp_path / "results")
+    assert done.returncode == 0, done.stderr
+    (found,) = (tmp_path / "results").rglob("*.json")
+    bits = json.loads(found.read_text())["results"]["texts"]["bits_per_byte,none"]
+    assert 0.5 < bits < 9.0, "random weights: log2(300) = 8.2 bits for a token of one byte or more"
+    assert run(*script, tmp_path / "none.jsonl").returncode == 2
 
 
 def declared() -> list[str]:
