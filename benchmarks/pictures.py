@@ -44,7 +44,7 @@ def planner_accuracy() -> str:
     chosen = [c for c in plan_accuracy.usable(cases, "seconds") if c.source == "001"]
     points = [(c.id, c.seconds, predicted[c.id]) for c in chosen]
     titles = "measured seconds a step", "predicted seconds"
-    return charts.scatter(points, *titles, same_scale=True)
+    return charts.scatter(points, *titles, same_scale=True, best=0)
 
 
 def timeline(name: str, top: int, ranks: int = 4, micro_batches: int = 8) -> tuple[str, int, int]:

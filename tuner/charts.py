@@ -36,8 +36,10 @@ SETTINGS: dict[Any, Any] = {
 }
 
 
-def scatter(points: Sequence[Point], x_title: str, y_title: str, same_scale: bool = False) -> str:
-    """Points over a linear x and a logarithmic y axis; the first one, the fastest, is marked.
+def scatter(
+    points: Sequence[Point], x_title: str, y_title: str, same_scale: bool = False, best: int = 1
+) -> str:
+    """Points over a linear x and a logarithmic y axis; the first `best` ones are marked.
 
     same_scale: two logarithmic axes of the same range, with the line on which x equals y.
     """
@@ -47,7 +49,7 @@ def scatter(points: Sequence[Point], x_title: str, y_title: str, same_scale: boo
         """Draw the points, and the line of equal x and y if wanted."""
         style: dict[str, Any] = {"markeredgewidth": 0, "clip_on": False}
         for index in reversed(range(len(xs))):  # the first one above the others
-            size, color, alpha = (6, "mark", 0.75) if index else (9, "good", 1.0)
+            size, color, alpha = (6, "mark", 0.75) if index >= best else (9, "good", 1.0)
             style |= {"markersize": size, "color": COLORS[color], "alpha": alpha}
             axes.plot(xs[index], ys[index], "o", gid=f"point-{index}", **style)
         axes.set(xlabel=x_title, ylabel=y_title)

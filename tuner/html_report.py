@@ -17,7 +17,7 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --back: #15171b; --card: #1d2026; --ink: #e8e8e4;
   --faint: #9ea2ab; --line: #343841; --mark: #6ea8ff; --good: #4cc79a; --bad: #ff8178; } }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem; max-width: 1120px; background: var(--back);
+body { margin: 0 auto; padding: 1.2rem; max-width: 1240px; background: var(--back);
   color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0 0 .4rem; } h2 { font-size: 1.1rem; margin: 1.8rem 0 .5rem; }
 p { margin: .3rem 0; overflow-wrap: anywhere; } .faint { color: var(--faint); font-size: .88rem; }
@@ -27,11 +27,11 @@ p { margin: .3rem 0; overflow-wrap: anywhere; } .faint { color: var(--faint); fo
 figure, .scroll, pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 figure { margin: 0; padding: .8rem; } figcaption { font-weight: 600; margin-bottom: .3rem; }
 svg { width: 100%; height: auto; display: block; } .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .86rem;
+table { border-collapse: collapse; width: 100%; font-size: .83rem;
   font-variant-numeric: tabular-nums; }
-th, td { padding: .34rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+th, td { padding: .3rem .45rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; } th { color: var(--faint); font-weight: 600; }
-td.text, th.text { text-align: left; } td.long { white-space: normal; min-width: 16rem; }
+td.text, th.text { text-align: left; } td.long { white-space: normal; min-width: 9rem; }
 tr:last-child td { border-bottom: 0; } tr.first td { color: var(--good); font-weight: 600; }
 tr.failed td { color: var(--bad); } pre span { display: inline-block; }
 pre { white-space: pre-wrap; padding: .8rem; font-size: .84rem; }

@@ -144,8 +144,8 @@ def summary(result: SearchResult) -> list[str]:
         worst = max((seconds / longest[0] - 1 for seconds in longest), key=abs)
         verdict = ": the machine's speed changes." if abs(worst) > DRIFT_LIMIT else "."
         lines.append(
-            f"One layout ran {len(longest)} times; largest change from its first trial: "
-            f"{worst:+.0%}{verdict}"
+            f"Layouts that ran more than once: {len(repeated)}; the one with most trials, "
+            f"{len(longest)}, changed by {worst:+.0%} at most from its first{verdict}"
         )
     if ranked and result.tokens:
         days = result.tokens / ranked[0].rate("tokens_per_second") / 86400
