@@ -39,7 +39,9 @@ from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
 from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
+from generation.decoding import Choice, Decoder
 from telemetry import step_stats
+from telemetry.layer_stats import LayerStats
 
 STEPS = 2
 STEADY = ("forward", "backward", "optimizer")  # phases of a step
@@ -234,13 +236,24 @@ def _after_steps(
     context: RecordingContext,
     record: RankRecord,
 ) -> None:
-    """Evaluate, check the replicas and save, as at the end of a run."""
+    """Evaluate, check the replicas, sample and save, as at the end of a run."""
     recorder = context.recorder
     if config.data.eval_samples:
         trainer.evaluate(state, samples, config.data.eval_samples)
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)
+    if config.run.stats_every:
+        recorder.enter("statistics by layer")
+        stats = LayerStats(config, state.stages, state.optimizer, state.factory.mesh)
+        stats.begin(config.run.stats_every)
+        trainer.step(state, samples, 0, config.training.lr)
+        stats.finish()
+    if config.run.sample_every:
+        recorder.enter("sample")
+        state.optimizer.finish_gathering()
+        decoder = Decoder(state.pipeline, state.factory, config.model)
+        decoder.generate([0], 2, Choice())  # a pass of a prompt, and one with what it keeps
     disk = SimpleNamespace(free=2**60)  # room for any checkpoint
     with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)

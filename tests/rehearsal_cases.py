@@ -4,18 +4,19 @@ SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-siz
 SMALL += " --global-batch-size 64 --precision bf16 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
 BLOOM = "--positions alibi --embedding-norm "
+NOW_AND_THEN = "--stats-every 5 --sample-every 5 --sample-prompt 1"
 
 # Name: ranks, and words of the command line.
 CASES: dict[str, tuple[int, str]] = {
     "one rank": (1, SMALL),
     "tp 2 pp 2 dp 2": (8, SMALL + "--tp 2 --pp 2"),
-    "sequence parallel": (4, SMALL + "--tp 4 --sequence-parallel"),
+    "sequence parallel": (4, SMALL + "--tp 4 --sequence-parallel " + NOW_AND_THEN),
     "384 ranks": (384, SMALL + "--layers 24 --tp 4 --pp 12 --global-batch-size 1024"),
-    "ZeRO 2, pp 2": (4, SMALL + "--pp 2 --zero 2"),
-    "ZeRO 3": (4, SMALL + "--zero 3"),
+    "ZeRO 2, pp 2": (4, SMALL + "--pp 2 --zero 2 " + NOW_AND_THEN),
+    "ZeRO 3": (4, SMALL + "--zero 3 " + NOW_AND_THEN),
     "Llama's features": (4, SMALL + LLAMA + "--tp 2"),
     "ALiBi, full recomputation": (4, SMALL + BLOOM + "--pp 2 --recompute full"),
-    "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather"),
+    "fp16, overlap": (2, SMALL + "--precision fp16 --overlap-param-gather " + NOW_AND_THEN),
     "Muon": (2, SMALL + "--optimizer muon"),
     "masks, pp 2": (2, SMALL + "--pp 2 --objective prefix --reset-attention --eod-token 0"),
     "cp 4 in rings of 2, tp 2": (8, SMALL + "--cp 4 --tp 2 --kv-heads 4 --seq-length 4096"),

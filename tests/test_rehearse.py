@@ -46,6 +46,9 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     assert len(run.world.traces) == CASES[name][0]
     operations = [e for e in run.world.traces[0] if e.number > 0 and e.kind != "wait"]
     assert operations or name == "one rank"
+    places = {event.place for event in operations}
+    for option, place in (("--sample-every", "sample"), ("--stats-every", "statistics by layer")):
+        assert any(place in each for each in places) == (option in CASES[name][1]), places
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
