@@ -69,6 +69,12 @@ def check_shape(model: ModelShape) -> None:
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     rotary_scaling(model.rotary_scaling)
+    if model.positions != "rotary" and (model.rotary_fraction, model.rotary_scaling) != (1, "none"):
+        raise UserError(
+            f"--rotary-fraction {model.rotary_fraction:g} and --rotary-scaling "
+            f"{model.rotary_scaling} need --positions rotary, not {model.positions}: "
+            "give 1 and none"
+        )
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
         raise UserError(

@@ -6,6 +6,7 @@
 mistake_lines.py and mistake_lines_of_files.py have their words.
 """
 
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mistake_lines import OF_RUNS
 from mistake_lines_of_files import OF_FILES
@@ -87,6 +89,36 @@ BLOCKS = OF_RUNS | OF_FILES
 CASES = [case for name, block in BLOCKS.items() for case in _cases(name, block)]
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
+LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+# config.json of --model: what each has in place of LLAMA's; None takes the key out.
+SHAPES: dict[str, dict[str, Any]] = {
+    "t5": {"model_type": "t5"},
+    "none": {"model_type": None},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 8},
+    "missing": {"num_hidden_layers": None},
+    "words": {"hidden_size": "many"},
+    "huge": {"vocab_size": 2**70},
+    "text": {"rms_norm_eps": "inf"},
+    "negative": {"num_hidden_layers": -2},
+    "kv": {"num_key_value_heads": 3},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "bias": {"mlp_bias": True},
+    "relu6": {"hidden_act": "relu6"},
+    "window": {"model_type": "mistral", "sliding_window": 8},
+}
+
+
+def _shape_files() -> dict[str, bytes | str]:
+    """The files of SHAPES by name."""
+    found: dict[str, bytes | str] = {}
+    for name, changes in SHAPES.items():
+        config = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+        found[f"shapes/{name}/config.json"] = json.dumps(config)
+    return found
+
+
 def prepare(folder: Path) -> Path:
     """Files to be wrong with; the folder itself."""
     toml = "[layout]\ntp = 1\n"
@@ -140,7 +172,11 @@ def prepare(folder: Path) -> Path:
         "empty-hang/hang/report.txt": "",
         "folder-hang/hang/report.txt/x": "",
         "dir/nothing": "",
+        "shapes/cut/config.json": '{"model_type": "lla',
+        "shapes/binary/config.json": bytes(range(256)),
+        "shapes/list/config.json": "[1]",
     }
+    files |= _shape_files()
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -121,6 +121,7 @@ OF_RUNS = {
 --hang-timeout 0 | --hang-timeout must be at least 1.0, not 0.0
 --hang-timeout 60 --no-watchdog | --hang-timeout 60 needs the watchdog; now it is off
 --profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
+--torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
 --log-format long | --log-format is one of short, megatron, not 'long'
 --log-every 0 | --log-every must be at least 1, not 0
@@ -142,6 +143,39 @@ OF_RUNS = {
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt2 | no preset is called 'gpt2'
 --model '' | no value, after '--model': is a variable not set?
+--model dir | --model dir: it has no config.json, and is no run's: no run.json
+--model nowhere/config.json | --model nowhere/config.json: there is no such file, and no preset of
+--model dir/config.json | --model dir/config.json: there is no such file, and no preset of that name
+--model shapes/cut/config.json | shapes/cut/config.json is not JSON: Unterminated string starting at
+--model shapes/binary/config.json | shapes/binary/config.json is not JSON
+--model shapes/list/config.json | shapes/list/config.json holds a list, not an object
+--model shapes/t5/config.json | shapes/t5/config.json is a 't5'; known are gpt2, bloom, llama
+--model shapes/none/config.json | shapes/none/config.json is a None; known are gpt2, bloom, llama
+--model shapes/mixtral/config.json | shapes/mixtral/config.json is a 'mixtral'; known are gpt2
+--model shapes/missing/config.json | shapes/missing/config.json has no 'num_hidden_layers'
+--model shapes/words/config.json | shapes/words/config.json: --hidden takes a whole number, not
+--model shapes/huge/config.json | --vocab-size must be below 2^63, not a number of 71 bits
+--model shapes/text/config.json | shapes/text/config.json: --norm-eps takes a number, not 'inf'
+--model shapes/negative/config.json | shapes/negative/config.json: --layers must be at least 1, not
+--model shapes/kv/config.json | shapes/kv/config.json: kv-heads(3) does not divide heads(4)
+--model shapes/yarn/config.json | rotary positions are scaled by 'yarn'; here: none, linear, llama3
+--model shapes/bias/config.json | shapes/bias/config.json: mlp_bias is True; here it is False
+--model shapes/relu6/config.json | hidden_act is 'relu6'; here it is silu or swish
+--model shapes/window/config.json | sliding_window(8) is shorter than seq-length(16)
+--head-size 15 --positions rotary | head-size(15) * rotary-fraction(1) is 15
+--head-size 0 | --head-size must be at least 1, not 0
+--rotary-fraction 1.5 --positions rotary | --rotary-fraction must be at most 1.0, not 1.5
+--rotary-fraction 0.5 | --rotary-fraction 0.5 and --rotary-scaling none need --positions rotary, not
+--rotary-scaling linear:2 | --rotary-scaling linear:2 need --positions rotary, not learned: give 1
+--rotary-scaling yarn:2 --positions rotary | --rotary-scaling is none, linear:FACTOR or llama3:
+--rotary-scaling llama3:8:1 --positions rotary | HIGH:POSITIONS with numbers above 0 like
+--qk-norm all | --qk-norm is one of none, head, full, not 'all'
+--block serial | --block is one of pre-norm, post-norm, parallel, not 'serial'
+--activation tanh | --activation is one of gelu, gelu_tanh, relu, swiglu, not 'tanh'
+--wandb '' | no value, after '--wandb': is a variable not set?
+--mlflow '' | no value, after '--mlflow': is a variable not set?
+--wandb | --wandb: expected one argument
+--tensorbord | unknown argument '--tensorbord'; did you mean '--tensorboard'?
 --modle gpt2-124m | unknown argument '--modle'
 --foo 3 --learning_rate 1 | unknown arguments: --foo, --learning-rate (did you mean '--lr'?)
 --tensor-parallel 2 | unknown argument '--tensor-parallel'; did you mean '--tp'?
