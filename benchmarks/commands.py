@@ -116,7 +116,7 @@ def run(entry: dict, clone: Path) -> dict:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
     )  # fmt: skip
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    lines = [line for line in done.stdout.splitlines() if re.search(r"\w", line)]
     (clone / "commands.log").open("a").write(f"$ {command}\n{done.stdout}\n")
     last = lines[-1].strip()[:100] if lines else ""
     return {"status": done.returncode, "seconds": time.monotonic() - began, "last": last}

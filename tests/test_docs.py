@@ -10,6 +10,7 @@ from ranks import ROOT
 from scripts import line_counts
 
 sys.path.append(str(ROOT / "benchmarks"))
+import commands
 import pictures
 
 FOLDERS = (".", "docs", "hardware", "benchmarks/data", "benchmarks/results")
@@ -50,6 +51,16 @@ def test_programs_exist(page):
     ]
     gone = ("cluster.py",)  # named in the changelog as what it was
     assert [file for file in files if not (ROOT / file).exists() and file not in gone] == []
+
+
+def test_every_command_has_been_run():
+    """In the way that the results say; `benchmarks/commands.py --missing` lists the others."""
+    assert len(commands.entries()) > 100
+    assert commands.missing() == []
+    table = commands.RESULTS.read_text()
+    rows = {commands.row(entry, None).split("` | ")[0] for entry in commands.entries()}
+    assert [row for row in rows if f"\n{row}` | " not in table] == []
+    assert "FAILED" not in table
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
