@@ -452,8 +452,8 @@ class VocabEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         # On a CPU rows are added to the sum in place, without a gradient of the whole matrix.
-        total = getattr(self.weight, "main_grad", tokens)
-        sparse = total.dtype == self.weight.dtype and total.device.type == "cpu"
+        total = getattr(self.weight, "main_grad", None)
+        sparse = total is not None and total.is_cpu and total.dtype == self.weight.dtype
         if self.group.size == 1:
             return F.embedding(tokens, self.weight, sparse=sparse)
         local = tokens - self.group.rank * self.weight.shape[0]
