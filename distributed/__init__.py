@@ -7,6 +7,7 @@ context          this process among all ranks; how a job ends
 placement        node, cores and GPU of each rank
 mesh             the axes pp, dp, cp, tp and this rank's groups on them
 collectives      the operations of a group
+context_parallel attention of ranks that share the tokens of a sample
 store            small values between ranks without a collective
 run_lock         one run at a time in an --out folder
 preflight        fast checks of every node before the first step
