@@ -21,7 +21,7 @@ def in_processes(arguments: list[str]) -> list[str]:
         return []
     cores = len(os.sched_getaffinity(0))
     number = max(2, min(cores, MOST_PROCESSES))
-    return ["-n", str(number), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    return ["-n", str(number), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Options of the test run, its parts that run at once, and what not every machine has."""
 
 import collections
+import itertools
 
 import pytest
 import ranks
@@ -24,37 +25,41 @@ def pytest_addoption(parser):
     )
 
 
-# Tests that use what the machine has once, and so run one after the other.
-SHARED = ("slurm", "cuda_device")
+# By fixture of what the machine has once: the files whose tests use it. One process runs them all.
+TOGETHER = {
+    "slurm": ("supervise", "slurm", "switches", "growth", "cluster"),
+    "cuda_device": ("cuda", "nccl"),
+}
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """In a process of several: groups of what is shared first, then files with most slow tests."""
+    """In a process of several: the files of TOGETHER first, then those with most slow tests."""
     if not hasattr(config, "workerinput"):
         return
-    slow: collections.Counter = collections.Counter()
-    for item in items:
-        slow[item.path] += item.get_closest_marker("slow") is not None
-        for name in SHARED:
-            if name in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group(name))
-    grouped = [item for item in items if item.get_closest_marker("xdist_group")]
-    alone = [item for item in items if not item.get_closest_marker("xdist_group")]
-    items[:] = grouped + sorted(alone, key=lambda item: -slow[item.path])
+    for item, (name, files) in itertools.product(items, TOGETHER.items()):
+        if name in item.fixturenames and item.path.stem.removeprefix("test_") not in files:
+            raise pytest.UsageError(f"{item.path} uses {name}: name it in TOGETHER of conftest.py")
+    slow = collections.Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (part(item.nodeid) not in TOGETHER, -slow[item.path]))
+
+
+def part(nodeid: str) -> str:
+    """What one process runs of all tests: those of a file, or of a name of TOGETHER."""
+    file = nodeid.partition("::")[0]
+    stem = file.rpartition("/")[2].removeprefix("test_").removesuffix(".py")
+    return next((name for name, files in TOGETHER.items() if stem in files), file)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A process has a whole group, or else a whole file, whose fixtures its tests share."""
-    from xdist.scheduler import LoadGroupScheduling
+    """Each process takes one part after the other."""
+    from xdist.scheduler import LoadFileScheduling
 
-    class GroupsAndFiles(LoadGroupScheduling):
+    class Parts(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            scope = super()._split_scope(nodeid)
-            return nodeid.partition("::")[0] if scope == nodeid else scope
+            return part(nodeid)
 
-    return GroupsAndFiles(config, log)
+    return Parts(config, log)
 
 
 @pytest.fixture(scope="session")
