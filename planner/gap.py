@@ -58,15 +58,18 @@ def read(run: str) -> Measured:
     Saves and evaluations are those of all steps until the last one measured.
     """
     facts, rows = run_files.facts_of(run), _rows(Path(run) / "times.jsonl")
-    config = build(run_files.options_of(run))
-    config = replace(config, layout=replace(config.layout, dp=facts["config"]["layout"]["dp"]))
+    config, ran = build(run_files.options_of(run) | {"schedule": "1f1b"}), facts["config"]["layout"]
+    ran = {name: ran[name] for name in ("schedule", "dp")}  # auto has become what cannot be given
+    config = replace(config, layout=replace(config.layout, **ran))
     device = "cuda" if facts["cluster"]["backend"] == "nccl" else "cpu"
     layout, model, steps = config.layout, config.model, []
     try:
         held = sum(len(rank["passes"]) for rank in rows[-1]["ranks"])
         kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
         kinds += 4 if layout.vocab_pp else 0
-        for row in rows[-max(1, MOST_PASSES // held) :]:
+        # After a save or an evaluation ranks begin at other times: where there are, take others.
+        plain = [row for row in rows if not any(rank["apart"] for rank in row["ranks"])] or rows
+        for row in plain[-max(1, MOST_PASSES // held) :]:
             order = of_layout(model, layout, len(row["ranks"][0]["passes"]) // kinds, device)
             steps.append(replay.Step(row, layout, order))
         count = sum(row["steps"] for row in rows)

@@ -99,7 +99,7 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
     around: dict[str, list[int]] = {}
     waits: Counter[str] = Counter()
     first = data = ready = apart = total = 0
-    begun = any(span[0] == "begin" for span in spans)
+    between = any(span[0] == "begin" for span in spans)
     for kind, subject, since, until in spans:
         start, end = (round(1e6 * seconds_of(mark)) for mark in (since, until))
         if kind == "wait":
@@ -109,8 +109,9 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
             ready = end if (operation, name) == ("receive", "p2p") else ready
             continue
         total, waited = end, [waits[name] for name in WAITS]
-        begun_before, begun = begun, begun and kind != "begin"
-        if begun_before and kind not in ("begin", "log"):
+        apart_from_step = between and kind not in ("begin", "log")
+        between = between and kind != "begin"
+        if apart_from_step:
             apart += end - start
         elif kind == "data":
             first, data = start, end - start
