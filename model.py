@@ -22,6 +22,7 @@ from attention import Attention, alibi_bias, local_slopes, rotary_tables
 from config.schema import Layout, ModelShape
 from corpora.attention_masks import Mask, Past, visible
 from data import Batch
+from distributed.collectives import Group
 from distributed.context_parallel import Seen
 from loss import cross_entropy
 from parallel import (
@@ -29,8 +30,8 @@ from parallel import (
     DeferredGradients,
     ParamFactory,
     RowLinear,
-    VocabEmbedding,
     column_linear,
+    reduce_from_tp,
 )
 from schedules.partition import StageSpec
 
@@ -132,6 +133,44 @@ class Block(nn.Module):
 # ---- Embedding, head and the stage ---------------------------------------------------------------
 
 TOKENS = "embedding.tokens.weight"
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of the vocabulary split over tp: tokens (b, s) -> (s, b, h), or (s/tp, b, h).
+
+    The last rank's rows may end in padding, which no token selects. over: a larger group over which
+    they are split, with tp in it; then the results of the pipeline's ranks have yet to be summed.
+    """
+
+    def __init__(
+        self,
+        factory: ParamFactory,
+        name: str,
+        vocab: int,
+        padded: int,
+        hidden: int,
+        tied: bool,
+        over: Group | None = None,
+    ):
+        super().__init__()
+        self.factory, self.group = factory, over or factory.mesh.tp
+        shape, std = (vocab, hidden), factory.std
+        self.weight = factory.parameter(
+            name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, over=over
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.t()
+        # On a CPU rows are added to the sum in place, without a gradient of the whole matrix.
+        total = getattr(self.weight, "main_grad", None)
+        sparse = total is not None and total.is_cpu and total.dtype == self.weight.dtype
+        if self.group.size == 1:
+            return F.embedding(tokens, self.weight, sparse=sparse)
+        local = tokens - self.group.rank * self.weight.shape[0]
+        absent = (local < 0) | (local >= self.weight.shape[0])
+        rows = F.embedding(local.masked_fill(absent, 0), self.weight, sparse=sparse)
+        rows = rows.masked_fill(absent[..., None], 0.0)
+        return reduce_from_tp(rows, self.factory)
 
 
 class Embedding(nn.Module):

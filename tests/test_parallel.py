@@ -9,7 +9,8 @@ from ranks import fork_ranks
 
 from config.schema import AXES, Layout
 from distributed.mesh import Mesh
-from parallel import ParamFactory, VocabEmbedding, draw_normal
+from model import VocabEmbedding
+from parallel import ParamFactory, draw_normal
 
 
 @pytest.mark.slow
