@@ -151,15 +151,20 @@ def _unknown(what: str, names: list[str]) -> str:
     return f"unknown {what}s: {', '.join(shown)}"
 
 
-def to_words(group: Any, without: str = "", always: Collection[str] = ()) -> list[str]:
+def to_words(
+    group: Any,
+    without: str = "",
+    always: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> list[str]:
     """The flags that give one of GROUPS its values, but for those at their defaults, and one.
 
-    always: options that are given at their defaults too.
+    always: options that are given at their defaults too. only: no others than these are given.
     """
     words: list[str] = []
     for field in dataclasses.fields(group):
         value, name = getattr(group, field.name), field.name.replace("_", "-")
-        if value is None or field.name == without:
+        if value is None or field.name == without or (only is not None and field.name not in only):
             continue
         if value == field.default and field.name not in always:
             continue

@@ -35,15 +35,20 @@ def linear(job: Job, rows: int, outs: int, ins: int, alike: int) -> tuple[float,
 
 
 def attention(job: Job) -> tuple[float, float]:
-    """Seconds of a block's attention core. With cp, ranks pass keys and values around: what its
-    products do not hide, which backward takes twice, with their gradients.
+    """Seconds of a block's attention core. With cp, all-to-alls before and after it give a rank
+    some heads of more tokens, and what remains of cp passes keys and values around: what products
+    do not hide of these, which backward takes twice, with their gradients.
     """
     model, layout, machine, size = job.model, job.layout, job.machine, job.number_bytes
     shape = model.seq_length, model.head_size, model.heads // layout.tp, layout.micro_batch_size
     forward, backward = (one / job.cp for one in op_costs.attention(machine, *shape, size))
-    link, width = op_costs.ring(machine, job.cp, layout.tp), 2 * model.kv_heads * model.head_size
-    sent = (job.cp - 1) * (size * job.tokens * width / layout.tp / link.speed + link.latency)
-    return max(forward, sent), max(backward, 2 * sent)
+    heads, width = layout.over_heads(model), 2 * model.kv_heads * model.head_size
+    ring, row = job.cp // heads, size * job.tokens / layout.tp
+    link = op_costs.ring(machine, ring, layout.tp * heads)
+    sent = (ring - 1) * (row * width / link.speed + link.latency)
+    turned = row * (model.qkv_width + model.attention_width)
+    exposed = op_costs.all_to_all(machine, heads, layout.tp, turned)
+    return max(forward, sent) + exposed, max(backward, 2 * sent) + exposed
 
 
 def dispatched(job: Job) -> float:

@@ -201,7 +201,20 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
             if wanted is None or not right:
                 where = f"in [{part}] " if part else ""
                 raise UserError(f"{name} has {where}{key} = {value!r}, which no machine has")
+    _check_kernels(entries, name)
     return entries
+
+
+def _check_kernels(entries: dict[str, Any], name: str) -> None:
+    """UserError for an attention kernel that is not known."""
+    from planner.op_costs import KERNELS  # which imports this module
+
+    asked = {"kernel": entries.get("kernel", "flash")}
+    asked["attention in [software]"] = entries.get("software", {}).get("attention", "flash")
+    for key, kernel in asked.items():
+        known = [*KERNELS, *(("fused", "math") if key != "kernel" else ())]
+        if kernel not in known:
+            raise UserError(f"{name} has {key} = {kernel!r}; known are {', '.join(known)}")
 
 
 def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:

@@ -24,6 +24,7 @@ from planner.step_time import Prediction, block_pass, predict
 from schedules.automatic import settled_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+LONG = 4096  # tokens of a sample from which on cp is searched
 SEARCHED = 8  # layouts for which --schedule auto is searched: the fastest with 1F1B
 
 
@@ -84,6 +85,12 @@ def rank(
                 pending[_axes(found[0])] = _rejected(found[0], reason)
                 if largest_micro:
                     break
+    for placed in watch(list(_sharing_samples(model, machine, gpus, fixed))):
+        for found in _sized(placed, training, fixed):
+            if isinstance(found, Rejected) or not search.may_lead(found):
+                continue
+            if search.add(found) and search.never_fits(found):
+                break
     search.finish(watch)
     ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
     ran = {_axes(one.layout) for one in ranked}
@@ -128,17 +135,29 @@ def _candidates(
 ) -> Iterator[list[Layout] | Rejected]:
     """The ways to run every tp and pp that divide GPUs and model, and why the others do not."""
     single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
-    for tp in _choices(fixed, "tp", _divisors(gpus)):
+    for tp in _choices(fixed, "tp", divisors(gpus)):
         if tp > machine.node and "tp" not in fixed:
             reason = f"tp({tp}) would leave the node of {machine.node} GPUs; --tp {tp} tries it"
             yield Rejected({"tp": tp}, reason)
             continue
-        for pp in _choices(fixed, "pp", _divisors(gpus // tp) if gpus % tp == 0 else [1]):
+        for pp in _choices(fixed, "pp", divisors(gpus // tp) if gpus % tp == 0 else [1]):
             base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
             try:
                 yield ways(model, with_dp(base, gpus, "GPUs"), fixed)
             except UserError as error:
                 yield Rejected({"tp": tp, "pp": pp}, str(error))
+
+
+def _sharing_samples(
+    model: ModelShape, machine: Machine, gpus: int, fixed: dict[str, Any]
+) -> Iterator[list[Layout]]:
+    """The ways with every cp above 1, of long samples where cp is not given."""
+    if "cp" in fixed or model.seq_length < LONG:
+        return
+    for cp in divisors(gpus)[1:]:
+        if model.seq_length % (2 * cp) == 0:
+            found = _candidates(model, machine, gpus, fixed | {"cp": cp})
+            yield from (placed for placed in found if not isinstance(placed, Rejected))
 
 
 def _sized(
@@ -149,7 +168,7 @@ def _sized(
     """
     samples = max(1, training.global_batch_size // (placed[0].dp or 1))
     even = training.global_batch_size % (placed[0].dp or 1) == 0
-    sizes = sorted({*MICRO_BATCHES, *_divisors(samples)}) if even else MICRO_BATCHES
+    sizes = sorted({*MICRO_BATCHES, *divisors(samples)}) if even else MICRO_BATCHES
     for micro in _choices(fixed, "micro_batch_size", sizes):
         layout = replace(placed[0], micro_batch_size=micro)
         try:
@@ -170,7 +189,8 @@ def _choices(fixed: dict[str, Any], name: str, default: Iterable[Any]) -> list[A
     return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
@@ -221,8 +241,8 @@ def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelSha
 
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
     """The first layout that fits at micro-batch 1 with full recomputation, or None."""
-    for tp in [d for d in _divisors(gpus) if d <= machine.node][::-1]:
-        for pp in _divisors(gpus // tp):
+    for tp in [d for d in divisors(gpus) if d <= machine.node][::-1]:
+        for pp in divisors(gpus // tp):
             layout = Layout(tp=tp, pp=pp, dp=gpus // (tp * pp), recompute="full")
             if _trains(Job(model, layout, training, machine)):
                 return layout

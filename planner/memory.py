@@ -207,7 +207,7 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
 
 def most_parameters(job: Job) -> float:
     """Parameters on a GPU of the pipeline rank that holds the most."""
-    same = ("tp", "pp", "dp", "schedule", "virtual_stages", "partition", "vocab_pp")
+    same = ("tp", "pp", "cp", "dp", "schedule", "virtual_stages", "partition", "vocab_pp")
     about = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
     return _most_parameters(job._replace(layout=about))
 

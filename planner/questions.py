@@ -69,7 +69,8 @@ class Question:
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
         if self.options.question not in SEARCHED:  # a ramp-up ranks often
-            fixed = {"schedule": "1f1b", "vocab_pp": False, "recompute_layers": None} | fixed
+            plain = {"schedule": "1f1b", "vocab_pp": False, "recompute_layers": None, "cp": 1}
+            fixed = plain | fixed
         refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
         about, watch = (run.model, run.training, self.machine, self.gpus), _watch(self.gpus)
         return layouts.rank(*about, fixed, refusal, self.options.risk, watch)
@@ -151,15 +152,21 @@ def ranked_layouts(question: Question) -> Answer:
     lines += _notes(ranked[:1])
     trained = not (isinstance(question.config.model, PlanOnly) or machine.software.fp8)
     if ranked and trained:
-        words = _command(question.config, ranked[0].layout)
+        words = _command(question, ranked[0].layout)
         lines, data = [*lines, f"the first: {shlex.join(words)}"], data | {"command": words}
     return Answer("\n".join(lines), data)
 
 
-def _command(run: Config, layout: schema.Layout) -> list[str]:
-    """What to type for a layout, but for the launcher; N steps if no length was given."""
-    run = replace(run, layout=layout)
+def _command(question: Question, layout: schema.Layout) -> list[str]:
+    """What to type for a layout, but for the launcher, with --model as it was given; N steps if no
+    length was given.
+    """
+    run, name = replace(question.config, layout=layout), question.options.model
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
+    if name:
+        shape, given = to_words(run.model), question.given
+        own = ["--model", name, *to_words(run.model, always=given, only=given)]
+        words[: len(shape)] = own
     length = run.training.steps or run.training.train_samples
     return ["python", "train.py", *words, *(() if length else ("--steps", "N"))]
 
@@ -204,14 +211,15 @@ def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
 
 def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
     rates, gpus = cost.rates_of(question.options, question.machine), question.gpus
-    head = f"   tp   pp    dp  mbs {OPTIONS}   s/step  90 %   tokens/s    MFU  bubble  "
+    several = any(r.layout.cp > 1 for r in ranked)
+    head = f"   tp   pp{'   cp' * several}    dp  mbs {OPTIONS}   s/step  90 %   tokens/s    MFU  bubble  "
     head += f"GB first/max/last  free GB  risk{rates.columns(gpus)}  ramp-up  train.py"
     lines = [head]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
         lines.append(
-            f"{at.tp:5}{at.pp:5}{at.dp:6}{at.micro_batch_size:5} {_options(at)}{p.seconds:9.2f}"
+            f"{at.tp:5}{at.pp:5}{f'{at.cp:5}' * several}{at.dp:6}{at.micro_batch_size:5} {_options(at)}{p.seconds:9.2f}"
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
             f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"

@@ -44,6 +44,6 @@ def interval(job: Job, seconds: float) -> tuple[float, float]:
         doublings += abs(math.log2(values[name] / nearest)) if high else 1.0
     # Of these no row was measured: they are simulated alone.
     unmeasured = layout.schedule not in MEASURED or bool(layout.vocab_pp)
-    doublings += layout.pp > 1 and unmeasured
+    doublings += (layout.pp > 1 and unmeasured) + (layout.cp > 1)
     spread = math.hypot(job.machine.time_spread, PER_DOUBLING * doublings)
     return seconds * math.exp(-NINETY * spread), seconds * math.exp(NINETY * spread)

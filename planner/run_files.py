@@ -67,16 +67,10 @@ def facts_of(path: str) -> dict[str, Any]:
     found = families.of_run(path) if Path(path).is_dir() else path
     if found is None:
         raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
-    file = Path(found)
-    try:
-        facts = json.loads(file.read_text())
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from None
-    config = facts.get("config") if isinstance(facts, dict) else None
+    facts = families.read_object(found, lambda path: open(path, "rb"))
+    config = facts.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
-        raise UserError(f"{file} is no run.json: it has no configuration of a run")
+        raise UserError(f"{found} is no run.json: it has no configuration of a run")
     return facts
 
 
@@ -111,6 +105,6 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in file.read_text().splitlines()]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not lines of JSON: {error}") from None
     return [row for row in rows if "seconds" in row and "global_batch_size" in row]

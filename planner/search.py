@@ -128,6 +128,11 @@ class Search:
             self._note(cell, others)
         return "" if "" in reasons else reasons[0]
 
+    def may_lead(self, found: Sequence[Layout]) -> bool:
+        """Whether some of these `ways`, in any schedule, may be faster than the fastest so far."""
+        cells = [self._fastest_case(cell) for cell in sequences(self.model, found[0], self.given)]
+        return min(self._least(cell, idle=False) for cell in cells) < self.best
+
     def _note(self, cell: Layout, others: list[Layout]) -> None:
         """Keep the other ways of a layout with 1F1B for `finish`."""
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
@@ -282,7 +287,7 @@ class Search:
 
     def _zero_stages(self, cell: Layout) -> list[int]:
         """The ZeRO stages that train.py takes, the fastest first, and 1 before its equals."""
-        if "zero" in self.given or cell.dp == 1:
+        if "zero" in self.given or cell.dp * cell.cp == 1:
             return [cell.zero]
         tried = [replace(cell, zero=zero) for zero in (1, 0, 2, 3)]
         seconds = {

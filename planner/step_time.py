@@ -221,7 +221,7 @@ def _accumulated(machine: Machine) -> float:
 def stage_passes(job: Job) -> list[Pass]:
     """Seconds of one micro-batch through each stage of the layout."""
     # Layouts that differ in the rest, as in the schedule or in ZeRO, have the same parts.
-    same = ("tp", "pp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
+    same = ("tp", "pp", "cp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
     alike = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
     plain, front, back = _parts(job._replace(layout=alike))
     block = plain

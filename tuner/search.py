@@ -60,14 +60,22 @@ def features(config: Config) -> tuple[float, ...]:
     """
     at = config.layout
     return (
-        *map(math.log2, (at.tp, at.pp, at.micro_batch_size)),
-        0.5 * (at.recompute == "full"),
+        *map(math.log2, (at.tp, at.pp, at.cp, at.micro_batch_size)),
+        0.5 * (at.recompute == "full") * _recomputed(config),
         0.5 * (at.recompute == "selective"),
         0.5 * (at.sequence_parallel and at.tp > 1),
         0.5 * (at.schedule != "1f1b" and at.pp > 1),
+        0.5 * math.log2(at.stages_per_rank) * (at.pp > 1),
+        0.5 * bool(at.vocab_pp and at.pp > 1),
         0.5 * (at.partition not in ("balanced", "blocks") and at.pp > 1),
-        0.5 * at.zero * (at.dp > 1),
+        0.5 * at.zero * (at.dp * at.cp > 1),
     )
+
+
+def _recomputed(config: Config) -> float:
+    """The share of the blocks that is recomputed, of a layout that recomputes some."""
+    layers = config.layout.recompute_layers
+    return 1.0 if layers is None else min(1.0, layers * config.layout.stages / config.model.layers)
 
 
 class Search:
@@ -86,8 +94,9 @@ class Search:
         positions = np.array([p.features for p in self.points])
         self._log_predicted = np.log([p.predicted for p in self.points])
         self._linear_kernel = positions @ positions.T
-        squares = ((positions[:, None] - positions[None]) ** 2).sum(-1)
-        self._near_kernel = np.exp(-squares / (2 * LENGTH_SCALE**2))
+        lengths = np.diag(self._linear_kernel)
+        squares = lengths[:, None] + lengths[None] - 2 * self._linear_kernel
+        self._near_kernel = np.exp(-np.maximum(squares, 0.0) / (2 * LENGTH_SCALE**2))
         # What the planner knows less of one layout than of the one that it knows best.
         spreads = np.array([p.spread for p in self.points])
         self._own_variance = np.diag(spreads**2 - (spreads**2).min(initial=math.inf))
