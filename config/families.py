@@ -203,10 +203,14 @@ def _find(path: str) -> str:
 def _read_json(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise UserError(f"--model {path}: there is no such file, and no preset of that name")
-    return read_object(path, lambda path: open(path, "rb"))
+    return read_object(path)
 
 
-def read_object(path: str, opened: Callable[[str], BinaryIO]) -> dict[str, Any]:
+def _open(path: str) -> BinaryIO:
+    return open(path, "rb")
+
+
+def read_object(path: str, opened: Callable[[str], BinaryIO] = _open) -> dict[str, Any]:
     """The object in a JSON file; UserError if there is none. opened: opens it for reading."""
     try:
         with opened(path) as file:

@@ -212,14 +212,16 @@ def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
 def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
     rates, gpus = cost.rates_of(question.options, question.machine), question.gpus
     several = any(r.layout.cp > 1 for r in ranked)
-    head = f"   tp   pp{'   cp' * several}    dp  mbs {OPTIONS}   s/step  90 %   tokens/s    MFU  bubble  "
+    head = f"   tp   pp{'   cp' * several}    dp  mbs {OPTIONS}"
+    head += "   s/step  90 %   tokens/s    MFU  bubble  "
     head += f"GB first/max/last  free GB  risk{rates.columns(gpus)}  ramp-up  train.py"
     lines = [head]
     for r in ranked:
         at, p = r.layout, r.prediction
         held = [stage.total / BILLION for stage in p.memory]
         lines.append(
-            f"{at.tp:5}{at.pp:5}{f'{at.cp:5}' * several}{at.dp:6}{at.micro_batch_size:5} {_options(at)}{p.seconds:9.2f}"
+            f"{at.tp:5}{at.pp:5}{f'{at.cp:5}' * several}{at.dp:6}{at.micro_batch_size:5} "
+            f"{_options(at)}{p.seconds:9.2f}"
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
             f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"

@@ -67,7 +67,7 @@ def facts_of(path: str) -> dict[str, Any]:
     found = families.of_run(path) if Path(path).is_dir() else path
     if found is None:
         raise UserError(f"{path} is no run's folder and no checkpoint of one: there is no run.json")
-    facts = families.read_object(found, lambda path: open(path, "rb"))
+    facts = families.read_object(found)
     config = facts.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise UserError(f"{found} is no run.json: it has no configuration of a run")

@@ -91,6 +91,7 @@ def test_a_checkpoint_and_an_old_run_are_sources():
     [
         (None, "is no run's folder and no checkpoint of one"),
         ("{", "run.json is not JSON"),
+        pytest.param('{"config":' + 100_000 * "[", "run.json is not JSON", id="nested"),
         ('{"config": {}}', "is no run.json: it has no configuration"),
         ('{"config": {"model": {"layers": 1, "depth": 2}}}', "model options unknown here: depth"),
     ],
@@ -295,6 +296,12 @@ def test_a_run_of_few_steps_is_refused(tmp_path):
         ('like = "h100"\npeak = "fast"', "has peak = 'fast'"),
         ('like = "h100"\n[nvlink]\nwidth = 2', r"has in \[nvlink\] width = 2"),
         ('like = "h1000"', "no machine is called 'h1000'"),
+        ('like = "h100"\nkernel = "flash9"', "has kernel = 'flash9'; known are flash, flash1"),
+        ('like = "h100"\nkernel = "math"', "has kernel = 'math'; known are"),
+        (
+            'like = "h100"\n[software]\nattention = "flash9"',
+            r"has attention in \[software\] = 'flash9'; known are flash, .*, fused, math",
+        ),
     ],
 )
 def test_a_machines_file_with_a_mistake_is_one_sentence(tmp_path, text, message):

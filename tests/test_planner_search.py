@@ -14,7 +14,7 @@ from config import command_line
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
-from planner import hardware, layouts, memory, questions, risk
+from planner import block_costs, hardware, layouts, memory, op_costs, questions, risk
 from planner.job import Job
 from planner.search import SCHEDULES
 from planner.step_time import least_seconds, predict
@@ -120,6 +120,85 @@ def test_all_kinds_of_schedules_are_found_where_they_are_fastest():
     held = {"pp": 8, "tp": 1, "schedule": "1f1b"}
     found, _ = layouts.rank(wide, TRAINING, A100, GPUS, held)
     assert found[0].layout.vocab_pp
+
+
+def test_the_command_names_the_model_as_it_was_given():
+    line = "layouts --model gpt2-124m --bias --seq-length 512 --gpus 4 --tp 2 --global-batch-size 8"
+    data = plan.ask(line.split()).data
+    words = data["command"]
+    assert words[2:7] == ["--model", "gpt2-124m", "--seq-length", "512", "--bias"]
+    assert "--hidden" not in words
+    run = check_any_length(command_line.parse([*words[2:-1], "100"]), 4)
+    asked = "--model gpt2-124m --bias --seq-length 512"
+    assert asdict(run.model) == asdict(command_line.parse(asked.split()).model)
+
+
+# ------------------------------------------------------------------------------------------------
+# Context parallelism
+# ------------------------------------------------------------------------------------------------
+
+LONG = replace(MODEL, seq_length=32768, max_positions=32768, vocab_size=32000, layers=8)
+
+
+def test_cp_is_found_where_it_is_fastest_and_only_for_long_samples():
+    few = replace(TRAINING, global_batch_size=16)
+    ranked, _ = layouts.rank(LONG, few, SMALL, GPUS)
+    first = ranked[0]
+    assert first.layout.cp > 1
+    chance, tried, near = random.Random(3), 0, 0
+    while tried < 150:
+        layout = drawn(chance)
+        cp = chance.choice([1, 2, 4, 8])
+        if GPUS % (layout.tp * layout.pp * cp):
+            continue
+        layout = replace(layout, cp=cp, dp=GPUS // (layout.tp * layout.pp * cp))
+        try:
+            run = command_line.Config(model=LONG, layout=layout, training=few)
+            layout = check_any_length(run, GPUS).layout
+        except UserError:
+            continue
+        tried += 1
+        prediction = predict(LONG, layout, few, SMALL)
+        if prediction.risk <= risk.DEFAULT:
+            near += 1
+            assert first.prediction.seconds <= prediction.seconds * (1 + 1e-9), layout
+    assert near > 10
+    held, _ = layouts.rank(LONG, few, SMALL, GPUS, {"cp": 1})
+    assert {one.layout.cp for one in held} == {1}
+    assert held[0].prediction.seconds > first.prediction.seconds
+    short, _ = layouts.rank(MODEL, TRAINING, A100, GPUS)
+    assert {one.layout.cp for one in short} == {1}
+
+
+def test_the_table_and_the_command_have_cp():
+    line = f"layouts {SHAPE} --seq-length 32768 --gpus 16 --global-batch-size 16 --cp 4 --tp 2"
+    found = plan.ask(line.split())
+    assert found.text.splitlines()[1].split()[:5] == ["tp", "pp", "cp", "dp", "mbs"]
+    words = found.data["command"]
+    assert words[words.index("--cp") + 1] == "4"
+    assert check_any_length(command_line.parse([*words[2:-1], "100"]), 16).layout.cp == 4
+    short = plan.ask(f"layouts {SHAPE} --gpus 16 --global-batch-size 16 --tp 2 --pp 1".split())
+    assert short.text.splitlines()[1].split()[:3] == ["tp", "pp", "dp"]
+
+
+def test_attention_with_cp_is_heads_by_all_to_all_then_a_ring():
+    """With as many key/value heads as ranks there is no ring, with one there is nothing else."""
+    training, seconds = Training(global_batch_size=8, precision="bf16"), {}
+    for kv_heads in (1, 2, 8):
+        model = replace(LONG, kv_heads=kv_heads)
+        layout = Layout(cp=8, dp=1)
+        assert layout.over_heads(model) == kv_heads
+        job = Job(model, layout, training, A100)
+        alone = block_costs.attention(job._replace(layout=Layout(dp=8)))
+        forward, backward = block_costs.attention(job)
+        row = 2 * job.tokens
+        width = model.qkv_width + model.attention_width
+        turned = op_costs.all_to_all(A100, kv_heads, 1, row * width)
+        sent = (8 // kv_heads - 1) * row * 2 * kv_heads * model.head_size / A100.nvlink.speed
+        assert forward == pytest.approx(max(alone[0] / 8, sent) + turned, rel=1e-2)
+        assert backward == pytest.approx(max(alone[1] / 8, 2 * sent) + turned, rel=1e-2)
+        seconds[kv_heads] = forward
+        assert (turned > 0) == (kv_heads > 1)
 
 
 def test_no_more_blocks_are_recomputed_than_memory_asks():

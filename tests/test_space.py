@@ -48,6 +48,50 @@ def test_every_choice_of_config_is_tried():
     assert seconds == sorted(seconds)
 
 
+def test_options_that_go_with_some_others_are_tried_with_these():
+    found, _ = candidates(given={"zero": [1], "partition": ["balanced"]})
+    at = [c.config.layout for c in found]
+    assert {one.virtual_stages for one in at if one.schedule == "interleaved"} >= {None, 3}
+    assert {one.vocab_pp for one in at if one.schedule == "1f1b"} == {None, True}
+    assert {one.vocab_pp for one in at if one.schedule == "zb-h1"} == {None}
+    blocks = {one.recompute_layers for one in at if one.recompute == "full"}
+    assert blocks == {None, 1}  # so little is enough here
+    assert {one.recompute_layers for one in at if one.recompute == "none"} == {None}
+    assert {one.cp for one in at} == {1}
+    for candidate in found[::20]:
+        words = search_space.to_cli_args(candidate.config)
+        assert command_line.parse(words) == candidate.config
+
+
+def test_cp_is_tried_with_long_samples():
+    run = config("--seq-length", "8192", "--pp", "1")
+    given = {"pp": [1], "zero": [1], "sequence_parallel": [False], "micro_batch_size": [1]}
+    found, _ = search_space.candidates(run, hardware.load("h100"), 8, given)
+    places = {(c.config.layout.tp, c.config.layout.cp, c.config.layout.dp) for c in found}
+    assert places >= {(1, 1, 8), (1, 2, 4), (1, 8, 1), (2, 4, 1), (4, 2, 1)}
+    assert all(c.ranks == 8 for c in found)
+    assert len({c.label for c in found}) == len({c.key for c in found}) == len(found)
+    held, _ = search_space.candidates(run, hardware.load("h100"), 8, given | {"cp": [2]})
+    assert {c.config.layout.cp for c in held} == {2}
+
+
+def test_what_surely_needs_more_memory():
+    def candidate(*more: str) -> search_space.Candidate:
+        return search_space.Candidate(config("--pp", "2", "--dp", "1", *more), None)
+
+    none, every = candidate(), candidate("--recompute", "full")
+    first = candidate("--recompute", "full", "--recompute-layers", "1")
+    scores = candidate("--recompute", "selective")
+    wider = candidate("--cp", "2")
+    more = search_space.needs_more_memory
+    surely = [(none, every), (none, first), (none, scores), (first, every), (scores, every)]
+    for one, other in [*surely, (first, first)]:
+        assert more(one, other)
+    for one, other in [(every, first), (scores, first), (first, scores), (none, wider)]:
+        assert not more(one, other)
+    assert not more(wider, none)
+
+
 def test_given_values_are_held():
     found, _ = candidates(given={"tp": [2], "micro_batch_size": [1, 2], "zero": [0]})
     assert {c.config.layout.tp for c in found} == {2}
@@ -64,16 +108,18 @@ def test_every_rejection_has_its_reason():
 
 
 def test_a_ramp_up_rejects_what_cannot_run_it():
-    every, _ = candidates(given={"recompute": ["none"]})
+    held = {"recompute": ["none"], "partition": ["balanced"]}
+    every, _ = candidates(given=held)
     rampup = ("--rampup-batch-size", "4", "4", "64")
-    found, rejected = candidates(*rampup, given={"recompute": ["none"]})
+    found, rejected = candidates(*rampup, given=held)
     assert 0 < len(found) < len(every)
     assert any("does not divide" in r.reason and "(4)" in r.reason for r in rejected)
 
 
 def test_the_key_leaves_out_length_and_folder():
     def key(*more: str) -> str:
-        return candidates(*more)[0][0].key
+        held = {"zero": [1], "partition": ["balanced"], "schedule": ["1f1b"]}
+        return candidates(*more, given=held)[0][0].key
 
     assert key("--steps", "5") == key("--steps", "500", "--out", "elsewhere")
     assert key("--steps", "5") != key("--lr", "1e-3")
@@ -87,7 +133,7 @@ def test_a_model_that_cannot_be():
 
 
 def test_layouts_above_the_risk_are_apart():
-    found, _ = candidates()
+    found, _ = candidates(given={"zero": [1]})
     limit = sorted(c.prediction.risk for c in found)[len(found) // 2]
     safe, risky = search_space.without_risk(found, limit)
     assert len(safe) + len(risky) == len(found)

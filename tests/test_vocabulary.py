@@ -82,6 +82,11 @@ def test_1f1b_holds_one_more_micro_batch_and_one_of_logits(ranks, count, head):
     layout = Layout(pp=ranks, dp=1, vocab_pp=True)
     order = vocabulary.build(model, layout, count, "cpu")
     assert order.peak == tuple(min(ranks - rank + 1, count) for rank in range(ranks))
+    for name in ("1f1b", "gpipe"):
+        asked = Layout(pp=ranks, dp=1, vocab_pp=True, schedule=name)
+        sizes = [1.0 + stage for stage in range(ranks)]
+        built = vocabulary.build(model, asked, count, "cpu").most_held(sizes)
+        assert vocabulary.most_held(asked, count, sizes) == pytest.approx(built)
     for row in order.ranks:
         passes = [action for action in row if action.kind in "ST"]
         assert [a.kind for a in passes] == ["S", "T"] * count
