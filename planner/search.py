@@ -126,7 +126,7 @@ class Search:
             if place not in self.rows or bounds[cell] < self.rows[place][1].seconds:
                 reasons.append(self.price(cell))
             self._note(cell, others)
-        return "" if "" in reasons else reasons[0]
+        return "" if not reasons or "" in reasons else reasons[0]
 
     def may_lead(self, found: Sequence[Layout]) -> bool:
         """Whether some of these `ways`, in any schedule, may be faster than the fastest so far."""

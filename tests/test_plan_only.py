@@ -195,7 +195,8 @@ def test_cp_shares_the_tokens_and_not_the_weights():
 def test_a_model_that_fits_with_cp_alone():
     line = "layouts --model 1b3 --seq-length 524288 --positions rotary --gpu h100 --gpus 8 --tp 1"
     line += " --pp 1 --global-batch-size 1 --recompute full"
-    assert not ask(line).data["ranked"]
+    assert not ask(f"{line} --cp 1").data["ranked"]
+    assert ask(line).data["ranked"][0]["cp"] == 8
     found = ask(f"{line} --cp 8 --risk 1").data
     assert [(row["dp"], row["recompute"]) for row in found["ranked"]] == [(1, "full")]
     for words, reason in (

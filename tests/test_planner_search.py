@@ -166,6 +166,9 @@ def test_cp_is_found_where_it_is_fastest_and_only_for_long_samples():
     held, _ = layouts.rank(LONG, few, SMALL, GPUS, {"cp": 1})
     assert {one.layout.cp for one in held} == {1}
     assert held[0].prediction.seconds > first.prediction.seconds
+    # With more room, what has cp is slower than what is found in its place without.
+    roomy, _ = layouts.rank(LONG, few, A100, GPUS, {"schedule": "1f1b", "pp": 4})
+    assert roomy
     short, _ = layouts.rank(MODEL, TRAINING, A100, GPUS)
     assert {one.layout.cp for one in short} == {1}
 
