@@ -19,6 +19,15 @@ from config.command_line import read_toml
 from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
+KERNEL_NAMES = (
+    "flash",
+    "flash1",
+    "flash2",
+    "triton",
+    "efficient",
+    "flash3",
+    "cudnn",
+)  # in op_costs.KERNELS
 FITTED = "fitted"  # the one file of the folder that is not a machine
 
 
@@ -207,12 +216,10 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _check_kernels(entries: dict[str, Any], name: str) -> None:
     """UserError for an attention kernel that is not known."""
-    from planner.op_costs import KERNELS  # which imports this module
-
     asked = {"kernel": entries.get("kernel", "flash")}
     asked["attention in [software]"] = entries.get("software", {}).get("attention", "flash")
     for key, kernel in asked.items():
-        known = [*KERNELS, *(("fused", "math") if key != "kernel" else ())]
+        known = [*KERNEL_NAMES, *(("fused", "math") if key != "kernel" else ())]
         if kernel not in known:
             raise UserError(f"{name} has {key} = {kernel!r}; known are {', '.join(known)}")
 
