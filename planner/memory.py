@@ -101,7 +101,7 @@ def _held(job: Job, in_flight: float | None) -> list[_Held]:
     if layout.vocab_pp:
         # Beside activations, what the ranks send one another: E's until T, some more than are held.
         sent = (layout.pp + 2) * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
-        most = vocabulary.build(job.model, layout, job.micro_batches, "cuda").most_held(kept)
+        most = vocabulary.most_held(layout, job.micro_batches, kept)
         return [_Held(own, size + sent, 1.0) for own, size in zip(of_rank, most, strict=True)]
     virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
     order = layout.schedule, layout.pp, job.micro_batches, virtual

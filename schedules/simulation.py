@@ -12,9 +12,10 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import chain, product
+from typing import Any, NamedTuple
 
-from schedules.schedule import STEPS, Action, Schedule, build, dependency_order
+from schedules.schedule import Action, Schedule, build, dependency_order
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
@@ -119,32 +120,87 @@ class LongSchedule:
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
-        if self.base.vocabulary:
-            return max(row[-1].end for row in simulate(self.base, seconds, transfer))
-        rank_of = self.base.rank_of
-        clocks: dict[int, float] = defaultdict(float)
-        messages: dict[tuple[str, int], deque[float]] = defaultdict(deque)
-
-        def channel(kind: str, source: int, to: int) -> deque[float] | None:
-            """Messages from stage to stage, in order; None within a rank and beyond the ends."""
-            between = min(source, to) >= 0 and max(source, to) < len(rank_of)
-            return messages[kind, to] if between and rank_of[source] != rank_of[to] else None
-
+        clocks: dict[int, float] = dict.fromkeys(range(len(self.base.ranks)), 0.0)
+        messages = _messages(self.base)
+        # By kind and stage: the queues that an action takes from, and those that it adds to.
+        takes, gives = defaultdict[Any, list](list), defaultdict[Any, list](list)
+        for (needed, action), queue in messages.items():
+            gives[needed].append(queue)
+            takes[action].append(queue)
         for order, times in self.parts:
-            bound = []
-            for rank, (kind, stage, _) in order:
-                step, duration = STEPS[kind], seconds[kind, stage]
-                received = channel(kind, stage - step, stage)
-                bound.append((rank, duration, received, channel(kind, stage, stage + step)))
-            for rank, duration, received, sent in bound * times:
-                clock = clocks[rank]
-                if received is not None:
-                    arrival = received.popleft()
-                    clock = arrival if arrival > clock else clock
-                clocks[rank] = clock = clock + duration
-                if sent is not None:
-                    sent.append(clock + transfer)
+            bound = [
+                (rank, seconds[kind, stage], takes[kind, stage], gives[kind, stage])
+                for rank, (kind, stage, _) in order
+            ]
+            period, left = _Period(clocks, list(messages.values())), times
+            while left:
+                for rank, duration, taken, given in bound:
+                    clock = clocks[rank]
+                    for queue in taken:
+                        arrival = queue.popleft()
+                        clock = arrival if arrival > clock else clock
+                    clocks[rank] = clock = clock + duration
+                    for queue in given:
+                        queue.append(clock + transfer)
+                left = period.left(left - 1)
         return max(clocks.values())
+
+
+# By kind and stage of the action that is waited for, and of the one that waits: arrivals, in order.
+_Messages = dict[tuple[tuple[str, int], tuple[str, int]], deque[float]]
+
+
+def _messages(schedule: Schedule) -> _Messages:
+    """Empty queues of all that ranks send to one another."""
+    found: _Messages = {}
+    kinds = dict.fromkeys(action.kind for action in schedule.ranks[0])
+    for kind, stage in product(kinds, range(schedule.stages)):
+        action = Action(kind, stage, 0)
+        for needed in filter(None, [schedule.input_of(action), *schedule.of_all_ranks(action)]):
+            if schedule.rank_of[needed.stage] != schedule.rank_of[stage]:
+                found[needed[:2], action[:2]] = deque()
+    return found
+
+
+@dataclass
+class _Period:
+    """What repeats while the same actions run again and again: once every clock and message is
+    later by one and the same time than it was some rounds before, so it will be for ever.
+    """
+
+    clocks: dict[int, float]
+    messages: list[deque[float]]
+    before: list[float] | None = None
+    age: int = 0  # rounds since `before`
+    oldest: int = 1  # at which `before` is taken anew: twice as old each time (Brent 1980)
+
+    def left(self, rounds: int) -> int:
+        """How many of the rounds that are left must run: after a period, what is left of others,
+        for which clocks and messages move on at once.
+        """
+        self.age += 1
+        if rounds < self.age or rounds < 2:
+            return rounds
+        now, later = [*self.clocks.values(), *chain.from_iterable(self.messages)], 0.0
+        if self.before is not None:
+            later = self._later(now, self.before)
+        if later:
+            rounds, rest = rounds // self.age, rounds % self.age
+            for rank in self.clocks:
+                self.clocks[rank] += rounds * later
+            for queue in self.messages:
+                queue.extend([queue.popleft() + rounds * later for _ in range(len(queue))])
+            return rest
+        if self.before is None or self.age == self.oldest:
+            self.before, self.age, self.oldest = now, 0, 2 * self.oldest
+        return rounds
+
+    @staticmethod
+    def _later(now: list[float], before: list[float]) -> float:
+        """By what time everything is later, to rounding; 0 if it differs."""
+        later, same = now[0] - before[0], 1e-11 * now[0]
+        even = all(abs(one - then - later) <= same for one, then in zip(now, before, strict=True))
+        return later if even else 0.0
 
 
 _built = lru_cache(maxsize=128)(build)

@@ -15,6 +15,7 @@ the next S: it holds the logits of one micro-batch. 1F1B runs one more micro-bat
 the ranks meet.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -26,7 +27,7 @@ from schedules.costs import parts_of, stage_costs
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, check, forward_only
 from schedules.schedule import build as build_plain
-from schedules.simulation import Seconds
+from schedules.simulation import Seconds, named
 
 # Of the longest pass: after it a message is taken to have arrived, so that no rank waits for
 # another one that is a little late.
@@ -37,10 +38,13 @@ def build(
     model: ModelShape, layout: Layout, micro_batches: int, device: str, backward: bool = True
 ) -> Schedule:
     """The validated schedule of a layout that says vocab_pp; without backward, of an evaluation."""
-    # Layouts that differ in these alone have one order: all passes take 1/tp as long.
+    # Layouts that differ in these alone have one order: all passes take 1/tp as long, and costs.py
+    # does not count blocks of which --recompute-layers says how many are recomputed.
     rest: dict[str, Any] = dict.fromkeys(("dp", "sequence_parallel", "overlap_param_gather"))
-    layout = replace(layout, tp=1, micro_batch_size=1, zero=1, **rest)
-    return _built(model, layout, micro_batches, device, backward)
+    rest |= dict.fromkeys(("tp", "cp", "micro_batch_size", "zero"), 1)
+    if layout.recompute_layers is not None:
+        rest |= {"recompute": "none", "recompute_layers": None}
+    return _built(model, replace(layout, **rest), micro_batches, device, backward)
 
 
 @lru_cache(maxsize=64)
@@ -54,6 +58,15 @@ def _built(
     found = with_vocabulary(plain, micro_batches, seconds, backward)
     check(found, micro_batches, backward)
     return found
+
+
+def most_held(layout: Layout, micro_batches: int, sizes: Sequence[float]) -> tuple[float, ...]:
+    """As `Schedule.most_held` of what `build` makes, without building it: the passes put in hold
+    no activations, and leave the others in their order.
+    """
+    more = layout.schedule == "1f1b"
+    plain = named(layout.schedule, layout.pp + more, micro_batches)
+    return plain.most_held([*sizes, *[0.0] * more])[: layout.pp]
 
 
 def of_layout(
