@@ -141,7 +141,8 @@ def report(outcomes: dict[str, dict]) -> list[str]:
     """The lines of the results file."""
     listed = entries()
     table = [row(each, outcomes.get(each["written"])) for each in listed]
-    as_written = sum("run" not in each and "skip" not in each for each in listed)
+    ran = [each for each in listed if each["written"] in outcomes]
+    as_written = sum("run" not in each for each in ran)
     skipped = sum("skip" in each for each in listed)
     bad = [
         each["written"]
@@ -155,10 +156,10 @@ def report(outcomes: dict[str, dict]) -> list[str]:
         "    python benchmarks/commands.py --clone FRESH_CLONE",
         "",
         f"{len(listed)} commands of README.md, docs/ and CONTRIBUTING.md, in a fresh clone that",
-        f"`bash scripts/setup.sh` had set up: {as_written} as written, "
-        f"{len(listed) - as_written - skipped} in another form that the table",
-        f"states, {skipped} not run; {len(bad)} failed, "
-        f"{sum('not run yet' in line for line in table)} not run yet. Python {platform.python_version()}, "
+        f"`bash scripts/setup.sh` had set up: {as_written} as written, {len(ran) - as_written} in "
+        "another form that the table",
+        f"states, {skipped} cannot run here, {len(listed) - len(ran) - skipped} are not run yet; "
+        f"{len(bad)} failed. Python {platform.python_version()},",
         f"{os.cpu_count()} cores of a machine that others used:",
         "seconds say little. `...` of a command stands for the options that the table's way names.",
         "",
