@@ -8,7 +8,6 @@ A step has one direction: data.BatchReader gives micro-batches, pipeline.train r
 the model's stages, zero's Optimizer.step turns their gradients into new weights.
 """
 
-import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from attention import attention_kernel
 from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config.messages import UserError
-from config.schema import Config, Training
+from config.schema import Config
 from distributed import preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
@@ -30,6 +29,7 @@ from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from generation.decoding import Decoder, RunSamples
 from model import Stage
+from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.automatic import settled
@@ -166,29 +166,6 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     return total / max(1.0, targets)
 
 
-def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
-    """The rate of a step on `batch` samples that starts when `samples` of `total` are trained on.
-
-    Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
-    linear fall at the end), to min_lr at lr_decay_samples.
-    """
-    peak, low = training.lr, training.min_lr
-    end = training.lr_decay_samples or total
-    if samples < training.lr_warmup_samples:
-        return peak * (samples + batch) / (training.lr_warmup_samples + batch)
-    if training.lr_schedule == "constant":
-        return peak
-    if samples >= end:
-        return low
-    begin = training.lr_warmup_samples
-    if training.lr_schedule == "wsd":
-        begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
-    done = max(0.0, (samples - begin) / max(1, end - begin))
-    if training.lr_schedule == "cosine":
-        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
-    return low + (peak - low) * (1 - done)
-
-
 # ---- The run -------------------------------------------------------------------------------------
 
 
@@ -214,28 +191,20 @@ def main(
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
-        config = with_measured_costs(config, context, dtype)
-        config, choice = settled(config, context.device.type)
+        config, choice = settled(with_measured_costs(config, context, dtype), context.device.type)
         layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config, context)
         preflight.check_compiler(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
-        state, micro_batch = build(config, context), layout.micro_batch_size
-        masked = config.data.masks_attention
+        state = build(config, context)
         end.callback(state.reader.close)
-        kernels = {
-            "optimizer": state.optimizer.kernel,
-            "attention": attention_kernel(config.model, state.factory, micro_batch, masked),
-            "data": splits.source,
-        }
-        if config.run.compile:
-            kernels["compiled"] = COMPILED
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         predicted = predict_memory(config) if predict_memory else None
         peak = peak_of(context.describe()["device"], config.training.precision)
+        kernels = _kernels(state, splits)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
@@ -254,6 +223,18 @@ def main(
     context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # this process may have more to do
         signals.close()
+
+
+def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
+    """What runs of each kind of code, as the log and run.json show it."""
+    config, micro_batch = state.config, state.config.layout.micro_batch_size
+    masked = config.data.masks_attention
+    kernels = {
+        "optimizer": state.optimizer.kernel,
+        "attention": attention_kernel(config.model, state.factory, micro_batch, masked),
+        "data": splits.source,
+    }
+    return kernels | ({"compiled": COMPILED} if config.run.compile else {})
 
 
 class Trainer:

@@ -1,7 +1,7 @@
 """What zero.py is made of: update rules, gradient buckets, loss scale, full sharding.
 
 buckets       flat buffers of weights and gradients, and who owns which part
-update_rules  AdamW, 8-bit AdamW, Adafactor, Muon, SGD on master tensors
+update_rules  learning rate; AdamW, 8-bit AdamW, Adafactor, Muon, SGD on master tensors
 loss_scale    the factor that keeps fp16 gradients above zero
 fsdp          --zero 3, by torch's fully_shard
 """

@@ -1,4 +1,4 @@
-"""Update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon; zero.py says on which tensors.
+"""Learning rate and update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon.
 
 A rule holds the state of some master tensors of this rank and updates them by their gradients. It
 does not depend on ranks. A family is the set of parameters that one rule can take together:
@@ -10,6 +10,7 @@ does not depend on ranks. A family is the set of parameters that one rule can ta
 
 import importlib.util
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,29 @@ from parallel import ParamSpec
 BLOCK = 256
 # Newton-Schulz in bf16 and this momentum are torch's defaults, those of Muon's author.
 MUON_MOMENTUM = 0.95
+
+
+def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
+    """The rate of a step on `batch` samples that starts when `samples` of `total` are trained on.
+
+    Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
+    linear fall at the end), to min_lr at lr_decay_samples.
+    """
+    peak, low = training.lr, training.min_lr
+    end = training.lr_decay_samples or total
+    if samples < training.lr_warmup_samples:
+        return peak * (samples + batch) / (training.lr_warmup_samples + batch)
+    if training.lr_schedule == "constant":
+        return peak
+    if samples >= end:
+        return low
+    begin = training.lr_warmup_samples
+    if training.lr_schedule == "wsd":
+        begin = max(begin, end - (training.lr_wsd_decay_samples or end // 10))
+    done = max(0.0, (samples - begin) / max(1, end - begin))
+    if training.lr_schedule == "cosine":
+        return low + (peak - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return low + (peak - low) * (1 - done)
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:
