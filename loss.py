@@ -5,7 +5,8 @@
         .finish(every rank's sums, weight)      and when all have done it, losses and gradients
 
 Shapes: s sequence, b samples, V/n the columns of this rank. Computed in fp32 at least, a few rows
-at a time: there is no copy of all logits, and the gradient takes their memory.
+at a time: there is no copy of all logits. Their exponentials take their memory, but for logits of
+16 bits, which are exponentiated in the backward again; then the gradient takes it.
 """
 
 from collections.abc import Callable
@@ -76,7 +77,8 @@ class LocalLoss(NamedTuple):
         target = logits.gather(-1, columns)[..., 0].to(exact).masked_fill(absent, 0.0)
         largest = logits.amax(-1).to(exact)
         total = torch.empty_like(largest)
-        _by_rows(_sum_exponentials, fused, logits, largest, total)
+        function = _exponentiate if logits.dtype == exact else _sum_exponentials
+        _by_rows(function, fused, logits, largest, total)
         sums = torch.stack([largest, total, target])
         return cls(logits, columns, absent, labels >= 0, fused, sums)
 
@@ -95,9 +97,12 @@ class LocalLoss(NamedTuple):
         logits, largest = self.logits, self.sums[0]
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
         scale, own = share * weight, weight.masked_fill(self.absent, 0.0)
-        label = (logits.gather(-1, self.columns)[..., 0] - largest).exp_().mul_(scale).sub_(own)
-        _by_rows(_scale_exponentials, self.fused, logits, largest, scale)
-        return logits.scatter_(-1, self.columns, label[..., None].to(logits.dtype))
+        label, function = logits.gather(-1, self.columns)[..., 0], _scale
+        if logits.dtype != largest.dtype:
+            label, function = (label - largest).exp_(), _scale_exponentials
+        _by_rows(function, self.fused, logits, largest, scale)
+        label = label.mul_(scale).sub_(own)[..., None]
+        return logits.scatter_(-1, self.columns, label.to(logits.dtype))
 
     @torch.no_grad()
     def finish(self, every: Tensor, weight: float) -> tuple[Tensor, Tensor]:
@@ -119,8 +124,16 @@ def _by_rows(function: Callable, fused: bool, logits: Tensor, *others: Tensor) -
         function(*run)
 
 
+def _exponentiate(logits: Tensor, largest: Tensor, total: Tensor) -> None:
+    total.copy_(logits.sub_(largest[..., None]).exp_().sum(-1))
+
+
 def _sum_exponentials(logits: Tensor, largest: Tensor, total: Tensor) -> None:
     total.copy_((logits - largest[..., None]).exp_().sum(-1))
+
+
+def _scale(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
+    logits.mul_(scale[..., None])
 
 
 def _scale_exponentials(logits: Tensor, largest: Tensor, scale: Tensor) -> None:
