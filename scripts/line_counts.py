@@ -20,8 +20,7 @@ def lines_of(paths: list[Path]) -> int:
 def count() -> dict[str, int]:
     """Lines by engine, entries (the other root files), wing, and folder outside of the total."""
     root = sorted(ROOT.glob("*.py"))
-    folders = {path.parent.name for path in ROOT.glob("*/*.py")}
-    wings = sorted(name for name in folders - set(OUTSIDE) if not name.startswith("."))
+    wings = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
     found = {
         "engine": lines_of([path for path in root if path.stem in ENGINE]),
         "entries": lines_of([path for path in root if path.stem not in ENGINE]),
