@@ -35,7 +35,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.local.gradient(ctx.share, grad), None, None, None, None
+        local, ctx.local = ctx.local, None  # else the graph holds the logits until its end
+        return local.gradient(ctx.share, grad), None, None, None, None
 
 
 def cross_entropy(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-MOST_PROCESSES = 4  # each has torch and transformers in memory, and starts up to eight ranks
+MOST_PROCESSES = 2  # each has torch and transformers in memory, and starts up to eight ranks
 
 
 def in_processes(arguments: list[str]) -> list[str]:
@@ -19,8 +19,9 @@ def in_processes(arguments: list[str]) -> list[str]:
         return []
     if any(each.startswith(("-n", "--pdb", "--collect-only")) for each in arguments):
         return []
-    cores = len(os.sched_getaffinity(0))
-    number = max(2, min(cores, MOST_PROCESSES))
+    number = min(len(os.sched_getaffinity(0)) // 2, MOST_PROCESSES)
+    if number < 2:
+        return []
     return ["-n", str(number), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 

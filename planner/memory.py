@@ -24,7 +24,8 @@ from schedules.costs import stage_costs
 from schedules.partition import StageSpec, stage_specs
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
-# and two scales for 256 weights, one moment, or two factors of a matrix.
+# and two scales for 256 weights, one moment (Muon's of the blocks' matrices: AdamW has the others),
+# or two factors of a matrix.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
 # loss keeps them. Ours keeps the logits, whose memory their gradient takes, and has few in FP32.
@@ -163,11 +164,12 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     each = [held_parameters(spec, job) for spec in here.specs]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, strict=True))
+    optimizer = sharded_parameters(held, blocks, job) * state + _beside_muon(held, blocks, job)
     gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
     parts = {
         "weights": sum(_weights(own, spec, job) for spec, own in of_stages),
         "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
-        "optimizer": sharded_parameters(held, blocks, job) * state,
+        "optimizer": optimizer,
         "activations": here.activations,
         "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
         "buffers": software.buffers + gathered,
@@ -237,6 +239,14 @@ def sharded_parameters(held: float, blocks: int, job: Job) -> float:
     if not job.layout.zero:
         return held
     return (held + blocks * job.experts_elsewhere / job.layout.tp) / job.shards
+
+
+def _beside_muon(held: float, blocks: int, job: Job) -> float:
+    """Bytes of the moment that AdamW has more than Muon, of what is not in so many blocks."""
+    if job.training.optimizer != "muon":
+        return 0.0
+    others = max(0.0, held - blocks * job.block_parameters / job.layout.tp)
+    return SAVED_STATE["muon"] * others / (job.shards if job.layout.zero else 1)
 
 
 def _gradients(held: float, blocks: int, job: Job) -> float:

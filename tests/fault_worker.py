@@ -142,6 +142,7 @@ def run(folder: Path, job: dict, chance: random.Random) -> dict:
         os.kill(ids[job["culprit"]], SIGNALS[job["fault"]])
     if job["fault"] == "suspended":
         suspend(ids, folder / "metrics.jsonl")
+        began = time.monotonic()
     statuses = all_gone(ids, began + LIMIT)
     seconds = time.monotonic() - began
     left, path = end_what_is_left(), folder / "hang/case.json"

@@ -267,7 +267,8 @@ def test_a_path_that_is_none_is_one_sentence(tmp_path):
 
 def test_a_run_is_resumed_without_its_shape(tmp_path):
     """Its run.json has it, and so has that of a run whose checkpoint is resumed from."""
-    shape = schema.ModelShape(2, 48, 6, qk_norm="full", seq_length=16, rotary_scaling="linear:2")
+    about = {"positions": "rotary", "rotary_scaling": "linear:2"}
+    shape = schema.ModelShape(2, 48, 6, qk_norm="full", seq_length=16, **about)
     model = dataclasses.asdict(shape)
     run, checkpoint = tmp_path / "run", tmp_path / "run/checkpoints/step_00000002"
     checkpoint.mkdir(parents=True)

@@ -99,6 +99,8 @@ def test_the_real_rehearsal_decides_what_is_queued(tmp_path):
     assert {t["label"]: t["status"] for t in stored} == {
         "tp1 pp1 dp2 mbs1 full zero0": "rejected",
         "tp1 pp2 dp1 mbs1 full": "ok",
+        "tp1 pp1 dp2 mbs1 full 1 zero0": "rejected",
+        "tp1 pp2 dp1 mbs1 full 1": "ok",
     }
     (reason,) = (t["reason"] for t in stored if t["status"] == "rejected")
     assert re.search(r"rank \d of stage 0 needs 5\.\d GB, .* of 4\.9 GB of a100-80", reason)
