@@ -32,6 +32,7 @@ WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow rank
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
 MOST_PASSES = 200_000  # of all steps that are run again: the newest steps count
 CLOSING = 3  # lines that a run ends with
+NAMED_SHARE = 0.1  # of what the slowest rank loses in a pass, to be named beside it
 LEAST_SHARE = 0.005  # of a step, that a flag wins or its cause takes, to be proposed
 
 
@@ -115,8 +116,11 @@ def _facts(
                 late[source.stage, action.stage].append(one.parts["p2p"])
     sent = {link: statistics.fmean(values) for link, values in late.items()}
     means = {key: statistics.fmean(values) for key, values in passes.items()}
-    named = []
-    for rank in dict.fromkeys(rank for rank, _, _ in excess):
+    named, slowness = [], defaultdict[int, float](float)
+    for (rank, _, _), lost in excess.items():
+        slowness[rank] += lost
+    least = NAMED_SHARE * max(slowness.values(), default=0.0)
+    for rank in sorted(rank for rank in slowness if slowness[rank] >= least):
         where = coordinates(rank, steps[0].axes)
         place = ", ".join(f"{axis} {where[axis]}" for axis in ("pp", "dp", "tp"))
         named.append(f"rank {rank} ({place}) on {steps[0].ranks[rank]['node']}")
