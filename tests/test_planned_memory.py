@@ -157,3 +157,18 @@ def test_recomputation_keeps_less():
     # arXiv 2205.05198 equation 2, per tensor rank: s b h (10 + 24/t + 5 a s / (h t))
     s, h, t, a = 2048, 14336, 8, 64
     assert kept("none", JEAN_ZAY) == pytest.approx(s * h * (10 + 24 / t + 5 * a * s / (h * t)))
+
+
+def test_what_a_program_keeps_beside_what_its_kernels_need():
+    """Two more copies of attention's result in each block, four whole activations over tp."""
+    model, layout = preset("opt-13b"), Layout(dp=1, tp=2, sequence_parallel=True)
+    changes = {}, {"attention_copies": 2.0}, {"gather_buffers": 4.0}
+    software = [dataclasses.replace(A100.software, **each) for each in changes]
+    machines = [dataclasses.replace(A100, software=each) for each in software]
+    jobs = [Job(model, layout, training(8), machine) for machine in machines]
+    plain, copies, gathered = (memory.stages(job)[0] for job in jobs)
+    kept = model.layers * 2 * 2 * jobs[0].tokens * model.attention_width / layout.tp
+    assert copies.activations - plain.activations == pytest.approx(kept)
+    assert gathered.total - plain.total == pytest.approx(4 * jobs[0].activation_bytes)
+    one = dataclasses.replace(layout, tp=1)
+    assert memory.stages(Job(model, one, training(8), machines[2]))[0].buffers == plain.buffers

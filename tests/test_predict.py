@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from config.command_line import preset
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
-from planner import hardware, memory, op_costs, risk, step_time
+from planner import hardware, op_costs, risk, step_time
 from planner.job import Job
 from schedules import schedule, simulation
 
@@ -464,16 +464,3 @@ def test_hidden_messages_of_an_interleaved_pipeline():
     difference = step_time.pipeline_time(shown)[0] - step_time.pipeline_time(not_shown)[0]
     assert difference == pytest.approx(15 * 4 * step_time.message_seconds(shown))
     assert difference > 0
-
-
-def test_what_a_program_keeps_beside_what_its_kernels_need():
-    """Two more copies of attention's result in each block, four whole activations over tp."""
-    model, layout = preset("opt-13b"), Layout(dp=1, tp=2, sequence_parallel=True)
-    machines = A100, with_software(attention_copies=2.0), with_software(gather_buffers=4.0)
-    jobs = [Job(model, layout, training(8), machine) for machine in machines]
-    plain, copies, gathered = (memory.stages(job)[0] for job in jobs)
-    kept = model.layers * 2 * 2 * jobs[0].tokens * model.attention_width / layout.tp
-    assert copies.activations - plain.activations == pytest.approx(kept)
-    assert gathered.total - plain.total == pytest.approx(4 * jobs[0].activation_bytes)
-    one = dataclasses.replace(layout, tp=1)
-    assert memory.stages(Job(model, one, training(8), machines[2]))[0].buffers == plain.buffers
