@@ -298,7 +298,7 @@ FACTORS = {
     "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
-    "schedule": ("1f1b", "zb-h1"),
+    "schedule": ("1f1b", "zb-h1", "gpipe", "interleaved", "zb-v"),
     "vocab_pp": (False, True),
     "micro_batch_size": (1, 2),
     "positions": tuple(POSITIONS),
