@@ -221,9 +221,8 @@ class Group:
         if not self._gloo:
             return _all_gather(output, source, group=self.handle, async_op=True)
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
-            parts = output.view(
-                self.size, -1
-            )  # in place: gloo's own gathers in a copy of the whole
+            # In place: gloo's own gathers in a copy of the whole.
+            parts = output.view(self.size, -1)
             if parts[self.rank].data_ptr() != source.data_ptr():
                 parts[self.rank].copy_(source.view(-1))
             return _All([self._broadcast(part, i) for i, part in enumerate(parts)])

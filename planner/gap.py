@@ -122,7 +122,8 @@ def _facts(
     least = NAMED_SHARE * max(slowness.values(), default=0.0)
     for rank in sorted(rank for rank in slowness if slowness[rank] >= least):
         where = coordinates(rank, steps[0].axes)
-        place = ", ".join(f"{axis} {where[axis]}" for axis in ("pp", "dp", "tp"))
+        shown = ("pp", "dp", "tp") if steps[0].axes["cp"] == 1 else ("pp", "dp", "cp", "tp")
+        place = ", ".join(f"{axis} {where[axis]}" for axis in shown)
         named.append(f"rank {rank} ({place}) on {steps[0].ranks[rank]['node']}")
     notes["slow ranks"] = "; ".join(named)
     if sent:

@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
         return 2
     ranks, words = int(arguments[0]), arguments[1:]
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    # The forked ranks have torch and the modules imported; torch's optimizers import its _dynamo.
+    # The forked ranks have torch and the modules imported; its optimizers but AdamW import _dynamo.
     import torch._dynamo  # noqa: F401
 
     import trainer  # noqa: F401

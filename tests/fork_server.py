@@ -160,7 +160,7 @@ def become(request: bytes, descriptors: list[int]) -> list[str]:
 
 if __name__ == "__main__":
     server = socket.socket(fileno=int(sys.argv[1]))
-    import torch._dynamo  # noqa: F401  torch's optimizers import it
+    import torch._dynamo  # noqa: F401  torch's optimizers, but AdamW, import it
 
     import trainer  # noqa: F401
 

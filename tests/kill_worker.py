@@ -15,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  which torch's optimizers import, for a second, in every rank
 from ranks import free_port
 
 import trainer
