@@ -21,7 +21,6 @@ from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
 from schedules.partition import executed_flops, placement, stage_specs
-from schedules.simulation import LongSchedule
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
@@ -265,8 +264,9 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         seconds = makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
     busy = count * sum(map(sum, passes)) / layout.pp
     if layout.vocab_pp:
-        own, order = vocabulary_seconds(job), vocabulary.build(job.model, layout, count, "cuda")
-        seconds = LongSchedule(order).makespan(action_seconds(passes) | own, sent)
+        own = vocabulary_seconds(job)
+        about = job.model, layout, count
+        seconds = vocabulary.makespan(*about, action_seconds(passes) | own, sent)
         busy += count * sum(own.values()) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)

@@ -16,7 +16,7 @@ the ranks meet.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -27,11 +27,12 @@ from schedules.costs import parts_of, stage_costs
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, check, forward_only
 from schedules.schedule import build as build_plain
-from schedules.simulation import Seconds, named
+from schedules.simulation import LongSchedule, Seconds, named
 
 # Of the longest pass: after it a message is taken to have arrived, so that no rank waits for
 # another one that is a little late.
 SLACK = 0.25
+MORE = 24  # micro-batches from which `makespan` sees what a further one takes
 
 
 def build(
@@ -58,6 +59,21 @@ def _built(
     found = with_vocabulary(plain, micro_batches, seconds, backward)
     check(found, micro_batches, backward)
     return found
+
+
+def makespan(
+    model: ModelShape, layout: Layout, micro_batches: int, seconds: Seconds, transfer: float
+) -> float:
+    """The end of the last action of what `build` makes; seconds, transfer: as in `simulate`.
+
+    Of many micro-batches that of few, and as much for each further one as the last of them take:
+    the order repeats itself only nearly, and on 110 layouts this was 1.1 % off at the most.
+    """
+    few = 3 * layout.pp
+    counts = [few, few + MORE] if micro_batches > few + MORE else [micro_batches]
+    orders = [build(model, layout, count, "cuda") for count in counts]
+    ends = [LongSchedule(order).makespan(seconds, transfer) for order in orders]
+    return ends[-1] + (micro_batches - counts[-1]) * (ends[-1] - ends[0]) / MORE
 
 
 def most_held(layout: Layout, micro_batches: int, sizes: Sequence[float]) -> tuple[float, ...]:
@@ -118,41 +134,46 @@ class _Insertion:
     micro_batches: int
     seconds: Seconds
     backward: bool
-    ends: dict[Action, float] = field(default_factory=dict)
 
     def run(self) -> list[list[Action]]:
         """Every rank's actions; always the rank acts that can act first."""
-        ranks = range(len(self.plain.ranks))
-        self.clock, self.rows = [0.0 for _ in ranks], [list[Action]() for _ in ranks]
-        self.left = [self._with_embedding(rank) for rank in ranks]
-        self.done = [dict.fromkeys("STG", 0) for _ in ranks]
+        pp, unknown = len(self.plain.ranks), [inf] * self.micro_batches
+        self.clock, self.rows = [0.0] * pp, [list[Action]() for _ in range(pp)]
+        self.left = [self._with_embedding(rank)[::-1] for rank in range(pp)]
+        self.done = {kind: [0] * pp for kind in "STG"}
         self.slack = SLACK * max(self.seconds.values())
-        self.met = dict[tuple[str, int], tuple[int, float]]()  # ranks that did E, S or T; the last
-        choices = dict[int, tuple[float, int, Action | None]]()
-        stale = set(ranks)
+        # When F and B of a stage have ended, by micro-batch, and E, S and T of all ranks.
+        self.ends = {(kind, stage): [*unknown] for kind in "FB" for stage in range(pp)}
+        self.met = {kind: [*unknown] for kind in "EST"}
+        self.latest = {kind: [(0, 0.0)] * self.micro_batches for kind in "EST"}
+        choices = [self._choose(rank) for rank in range(pp)]
         while True:
-            choices |= {rank: self._choose(rank) for rank in stale}
-            rank = min(ranks, key=lambda one: (*choices[one][:2], one))
-            start, _, action = choices[rank]
-            if action is None:
+            start, _, rank, kind = min(choices)
+            if not kind:
                 return self.rows
-            stale = self._do(rank, action, start)
+            for stale in self._do(kind, rank, start):
+                choices[stale] = self._choose(stale)
 
-    def _do(self, rank: int, action: Action, start: float) -> set[int]:
-        """Do an action; the ranks whose next one may be another now."""
-        kind, ranks = action.kind, len(self.rows)
-        self.rows[rank].append(action)
+    def _do(self, kind: str, rank: int, start: float) -> range:
+        """Do a rank's next action of a kind; the ranks whose next one may be another now."""
+        m = self.done[kind][rank] if kind in "STG" else self.left[rank].pop().micro_batch
+        self.rows[rank].append(Action(kind, rank, m))
+        self.clock[rank] = end = start + self.seconds[kind, rank]
+        ranks = range(len(self.rows))
         if kind in "STG":
-            self.done[rank][kind] += 1
-        else:
-            self.left[rank].pop(0)
-        self.clock[rank] = self.ends[action] = start + self.seconds[kind, rank]
-        count, end = self.met.get((kind, action.micro_batch), (0, 0.0))
-        self.met[kind, action.micro_batch] = count + 1, max(end, self.clock[rank])
-        of_all = {("F", ranks - 1), ("B", 0)}
-        if count + 1 == ranks or (kind, rank) in of_all:
-            return set(range(ranks))
-        return {rank, max(0, rank - 1), min(ranks - 1, rank + 1)}
+            self.done[kind][rank] += 1
+        if kind in "FB":
+            self.ends[kind, rank][m] = end
+            everyone = rank == (ranks[-1] if kind == "F" else 0)
+            return ranks if everyone else ranks[max(0, rank - 1) : rank + 2]
+        if kind == "G":
+            return ranks[rank : rank + 1]
+        count, last = self.latest[kind][m]
+        self.latest[kind][m] = count + 1, max(last, end)
+        if count + 1 < len(ranks):
+            return ranks[rank : rank + 1]
+        self.met[kind][m] = max(last, end)
+        return ranks
 
     def _with_embedding(self, rank: int) -> list[Action]:
         """A stage's passes, each E so much before its forward as the first stage is ahead of it."""
@@ -166,33 +187,34 @@ class _Insertion:
             row.append(action)
         return row
 
-    def _choose(self, rank: int) -> tuple[float, int, Action | None]:
-        """When a rank can act next, the place of that in the order of preference, and that."""
-        done = self.done[rank]
-        kinds = [kind for kind in "TSG" if kind != "G" or self.backward]
-        following = [Action(kind, rank, done[kind]) for kind in kinds]
-        if done["S"] > done["T"]:
-            following = [action for action in following if action.kind != "S"]
-        following = [action for action in following if action.micro_batch < self.micro_batches]
-        # Nothing comes back in an evaluation that would keep a rank from going far ahead.
-        most = inf if self.backward else done["T"] + len(self.rows) + 2
-        following += [
-            one for one in self.left[rank][:1] if one.kind != "F" or one.micro_batch < most
-        ]
-        found: list[tuple[float, int, Action | None]] = [(inf, len(following), None)]
-        for place, action in enumerate(following):
-            found.append((max(self.clock[rank], self._ready(action)), place, action))
-        return min(found, key=lambda one: one[:2])
+    def _choose(self, rank: int) -> tuple[float, int, int, str]:
+        """When a rank can act next, the place of that in the order of preference, the rank and the
+        kind; no kind if nothing is left. What nobody can say yet begins at infinity.
+        """
+        clock, last, slack = self.clock[rank], len(self.rows) - 1, self.slack
+        s, t, g = (self.done[kind][rank] for kind in "STG")
+        found = inf, 4, rank, ""
+        if t < self.micro_batches:
+            found = min(found, (max(clock, self.met["S"][t] + slack), 0, rank, "T"))
+        if s < self.micro_batches and s == t:
+            sent = self.ends["F", last][s] + slack * (rank != last)
+            found = min(found, (max(clock, sent), 1, rank, "S"))
+        if g < self.micro_batches and self.backward:
+            found = min(
+                found, (max(clock, self.ends["B", 0][g] + slack * (rank != 0)), 2, rank, "G")
+            )
+        if self.left[rank]:
+            kind, _, m = self.left[rank][-1]
+            # Nothing comes back in an evaluation that would keep a rank from going far ahead.
+            if kind != "F" or self.backward or m < t + len(self.rows) + 2:
+                found = min(found, (max(clock, self._ready(kind, rank, m)), 3, rank, kind))
+        return found
 
-    def _ready(self, action: Action) -> float:
-        """When what an action needs is there; infinite if it is not known yet."""
-        kind, _, m = action
-        before = self.plain.input_of(action)
-        if before is None and kind in "FBT":
-            count, end = self.met.get(({"F": "E", "B": "T", "T": "S"}[kind], m), (0, 0.0))
-            return end + self.slack if count == len(self.rows) else inf
-        if kind in "SG":
-            before = Action("F", len(self.rows) - 1, m) if kind == "S" else Action("B", 0, m)
-        if before is None:
+    def _ready(self, kind: str, rank: int, m: int) -> float:
+        """When what a pass of the stage needs is there, or an E, which needs nothing."""
+        if kind == "E":
             return 0.0
-        return self.ends.get(before, inf) + self.slack * (before.stage != action.stage)
+        before = rank - 1 if kind == "F" else rank + 1
+        if 0 <= before < len(self.rows):
+            return self.ends[kind, before][m] + self.slack
+        return self.met["E" if kind == "F" else "T"][m] + self.slack
