@@ -68,9 +68,10 @@ class Schedule:
 
     def input_of(self, action: Action) -> Action | None:
         """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
-        step = STEPS[action.kind]
-        inside = step and 0 <= action.stage - step < self.stages
-        return action._replace(stage=action.stage - step) if inside else None
+        kind, stage, m = action
+        step = STEPS[kind]
+        inside = step and 0 <= stage - step < self.stages
+        return Action(kind, stage - step, m) if inside else None
 
     @cached_property
     def vocabulary(self) -> bool:
@@ -134,11 +135,15 @@ def build(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedu
     virtual: stages of each rank, where the name leaves it open. Raises ScheduleError if the result
     could not run; `name` is checked by config.
     """
-    rank_of = rank_of_stages(name, ranks, virtual)
-    rows = ORDERS[name](rank_of, micro_batches)
-    schedule = Schedule(name, tuple(map(tuple, rows)), rank_of)
+    schedule = unchecked(name, ranks, micro_batches, virtual)
     check(schedule, micro_batches, backward=True)
     return schedule
+
+
+def unchecked(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedule:
+    """As `build`, for what is not executed as it is: checking takes as long as building."""
+    rank_of = rank_of_stages(name, ranks, virtual)
+    return Schedule(name, tuple(map(tuple, ORDERS[name](rank_of, micro_batches))), rank_of)
 
 
 def forward_only(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from schedules.schedule import Action, Schedule, build, dependency_order
+from schedules.schedule import Action, Schedule, dependency_order, unchecked
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
@@ -203,7 +203,7 @@ class _Period:
         return later if even else 0.0
 
 
-_built = lru_cache(maxsize=128)(build)
+_built = lru_cache(maxsize=128)(unchecked)
 
 
 @lru_cache(maxsize=4096)
@@ -211,14 +211,14 @@ def named(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> LongSc
     """The schedule of that name, for any counts >= 1; `name` is checked by config."""
     grows = growth(name, ranks, micro_batches)
     if grows is None or micro_batches <= grows.first:
-        return LongSchedule(build(name, ranks, micro_batches, virtual))
+        return LongSchedule(unchecked(name, ranks, micro_batches, virtual))
     more, rest = divmod(micro_batches - grows.first, grows.step)
     base = _built(name, ranks, grows.first + rest, virtual)
     longer = _built(name, ranks, grows.first + rest + grows.step, virtual)
     try:
         _repeating(base, longer, grows.lengths)
     except ValueError:  # what was found by simulation need not grow evenly
-        return LongSchedule(build(name, ranks, micro_batches, virtual))
+        return LongSchedule(unchecked(name, ranks, micro_batches, virtual))
     return LongSchedule(base, longer, grows.lengths, more)
 
 

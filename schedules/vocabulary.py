@@ -11,8 +11,8 @@ passes of its stage, four more for each micro-batch:
     G  adds the gradient of the first stage's input, which all ranks receive, to its rows
 
 A rank does S and T as soon as they can be done, before the passes of its stage, and one T before
-the next S: it holds the logits of one micro-batch. 1F1B runs one more micro-batch ahead, in which
-the ranks meet.
+the next S: it holds the logits of one micro-batch. 1F1B runs one micro-batch further ahead, from
+`MANY` ranks on two: an S and a T may each have to wait until some rank has ended a pass.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from config.schema import Layout, ModelShape
 from schedules import compiler
 from schedules.costs import parts_of, stage_costs
 from schedules.partition import blocks_per_stage
-from schedules.schedule import Action, Schedule, check, forward_only
-from schedules.schedule import build as build_plain
+from schedules.schedule import Action, Schedule, check, forward_only, unchecked
 from schedules.simulation import LongSchedule, Seconds, named
 
 # Of the longest pass: after it a message is taken to have arrived, so that no rank waits for
 # another one that is a little late.
-SLACK = 0.25
+SLACK = 0.1
+MANY = 5  # ranks; with fewer, one micro-batch ahead keeps them as busy as two do
 MORE = 24  # micro-batches from which `makespan` sees what a further one takes
 
 
@@ -53,7 +53,7 @@ def _built(
     model: ModelShape, layout: Layout, micro_batches: int, device: str, backward: bool
 ) -> Schedule:
     seconds = pass_seconds(model, layout, device)
-    plain = _with_one_more_ahead(layout, micro_batches)
+    plain = _further_ahead(layout, micro_batches)
     if not backward:
         plain = forward_only(tuple(range(layout.pp)), micro_batches)
     found = with_vocabulary(plain, micro_batches, seconds, backward)
@@ -80,7 +80,7 @@ def most_held(layout: Layout, micro_batches: int, sizes: Sequence[float]) -> tup
     """As `Schedule.most_held` of what `build` makes, without building it: the passes put in hold
     no activations, and leave the others in their order.
     """
-    more = layout.schedule == "1f1b"
+    more = _more_ahead(layout)
     plain = named(layout.schedule, layout.pp + more, micro_batches)
     return plain.most_held([*sizes, *[0.0] * more])[: layout.pp]
 
@@ -110,12 +110,17 @@ def pass_seconds(model: ModelShape, layout: Layout, device: str) -> Seconds:
     return found
 
 
-def _with_one_more_ahead(layout: Layout, micro_batches: int) -> Schedule:
-    """The named schedule of the stages alone; 1F1B is that of a pipeline with one more rank."""
+def _more_ahead(layout: Layout) -> int:
+    """Micro-batches that every rank runs further ahead than without these passes."""
     if layout.schedule != "1f1b":
-        return build_plain(layout.schedule, layout.pp, micro_batches)
-    longer = build_plain("1f1b", layout.pp + 1, micro_batches)
-    return Schedule("1f1b", longer.ranks[:-1], longer.rank_of[:-1])
+        return 0
+    return 2 if layout.pp >= MANY else 1
+
+
+def _further_ahead(layout: Layout, micro_batches: int) -> Schedule:
+    """The named schedule of the stages alone; 1F1B is that of a pipeline with more ranks."""
+    longer = unchecked(layout.schedule, layout.pp + _more_ahead(layout), micro_batches)
+    return Schedule(longer.name, longer.ranks[: layout.pp], longer.rank_of[: layout.pp])
 
 
 def with_vocabulary(

@@ -74,14 +74,15 @@ def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(2, 6), st.integers(1, 16), st.floats(0.05, 3))
-def test_1f1b_holds_one_more_micro_batch_and_one_of_logits(ranks, count, head):
+@given(st.integers(2, 8), st.integers(1, 16), st.floats(0.05, 3))
+def test_1f1b_holds_one_or_two_more_micro_batches_and_one_of_logits(ranks, count, head):
     model = ModelShape(
         layers=2 * ranks, hidden=64, heads=4, seq_length=64, vocab_size=int(4096 * head)
     )
     layout = Layout(pp=ranks, dp=1, vocab_pp=True)
     order = vocabulary.build(model, layout, count, "cpu")
-    assert order.peak == tuple(min(ranks - rank + 1, count) for rank in range(ranks))
+    more = 1 if ranks < 5 else 2
+    assert order.peak == tuple(min(ranks - rank + more, count) for rank in range(ranks))
     for name in ("1f1b", "gpipe"):
         asked = Layout(pp=ranks, dp=1, vocab_pp=True, schedule=name)
         sizes = [1.0 + stage for stage in range(ranks)]
@@ -93,14 +94,31 @@ def test_1f1b_holds_one_more_micro_batch_and_one_of_logits(ranks, count, head):
         assert [a.micro_batch for a in passes] == [m for m in range(count) for _ in "ST"]
 
 
-def test_the_ranks_are_busy_for_as_long_as_equal_shares_let_expect():
+@pytest.mark.parametrize("ranks", [4, 5, 8, 16])
+def test_the_ranks_are_busy_for_as_long_as_equal_shares_let_expect(ranks):
     """The bubble of 1F1B with equal stages is (p - 1) / (m + p - 1)."""
-    for vocab, count in itertools.product((8192, 32768, 131072), (8, 32)):
-        model = ModelShape(layers=8, hidden=256, heads=8, seq_length=256, vocab_size=vocab)
-        layout = Layout(pp=4, dp=1, vocab_pp=True)
+    for vocab, count in itertools.product((8192, 32768, 131072), (2 * ranks, 4 * ranks)):
+        model = ModelShape(layers=2 * ranks, hidden=1024, heads=8, seq_length=256, vocab_size=vocab)
+        layout = Layout(pp=ranks, dp=1, vocab_pp=True)
         order = vocabulary.build(model, layout, count, "cpu")
         idle = bubble(simulate(order, vocabulary.pass_seconds(model, layout, "cpu")))
-        assert idle < (4 - 1) / (count + 4 - 1) + 0.02
+        assert idle < (ranks - 1) / (count + ranks - 1) + 0.01
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 100), (4, 97), (5, 120), (8, 200), (12, 131)])
+def test_the_end_of_many_micro_batches_is_extrapolated_from_few(ranks, count):
+    model = ModelShape(layers=24, hidden=1024, heads=8, seq_length=256, vocab_size=50257)
+    layout = Layout(pp=ranks, dp=1, vocab_pp=True)
+    seconds = vocabulary.pass_seconds(model, layout, "cuda")
+    sent = 0.02 * seconds["F", 0]
+    order = vocabulary.build(model, layout, count, "cuda")
+    exact = LongSchedule(order).makespan(seconds, sent)
+    found = vocabulary.makespan(model, layout, count, seconds, sent)
+    assert found == pytest.approx(exact, rel=0.01)
+    few = 3 * ranks + vocabulary.MORE
+    order = vocabulary.build(model, layout, few, "cuda")
+    exact = LongSchedule(order).makespan(seconds, sent)
+    assert vocabulary.makespan(model, layout, few, seconds, sent) == exact
 
 
 def test_the_drawing_shows_the_passes():
