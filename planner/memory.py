@@ -97,7 +97,8 @@ def _held(job: Job, in_flight: float | None) -> list[_Held]:
         of_rank[spec.rank].append(spec)
     if in_flight is not None:
         sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
-        heads = in_flight if layout.stages == layout.pp else 1.0  # at least
+        several = layout.stages == layout.pp and not layout.vocab_pp
+        heads = in_flight if several else 1.0  # at least
         return [_Held(own, in_flight * sum_, heads) for own, sum_ in zip(of_rank, sums)]
     if layout.vocab_pp:
         # Beside activations, what the ranks send one another: E's until T, some more than are held.

@@ -130,8 +130,10 @@ class Search:
 
     def may_lead(self, found: Sequence[Layout]) -> bool:
         """Whether some of these `ways`, in any schedule, may be faster than the fastest so far."""
-        cells = [self._fastest_case(cell) for cell in sequences(self.model, found[0], self.given)]
-        return min(self._least(cell, idle=False) for cell in cells) < self.best
+        plainest = [way for way in found if way.schedule == found[0].schedule]
+        cells = [cell for way in plainest for cell in sequences(self.model, way, self.given)]
+        least = (self._least(self._fastest_case(cell), idle=False) for cell in cells)
+        return min(least) < self.best
 
     def _note(self, cell: Layout, others: list[Layout]) -> None:
         """Keep the other ways of a layout with 1F1B for `finish`."""
@@ -159,10 +161,7 @@ class Search:
         # By what a schedule takes to build: what is quick comes first, and excludes others.
         for least, way in watch(sorted(waiting, key=lambda one: (_slow(one[1]), one[0]))):
             for kind in self._kinds(way) if least < self.best else ():
-                case = replace(self._fastest_case(way), recompute=kind)
-                if kind != "none" and "recompute_layers" not in self.given:
-                    case = replace(case, recompute_layers=1)
-                if self._least(case) >= self.best:
+                if self._least(self._fastest_case(way, kind)) >= self.best:
                     break  # what recomputes more is slower
                 fitting = self._first_that_fits(way, [kind], self.needed_least)
                 if fitting and self._least(fitting) < self.best:
@@ -305,9 +304,12 @@ class Search:
             return str(error)
         return ""
 
-    def _fastest_case(self, cell: Layout) -> Layout:
-        kind, zero = self._kinds(cell)[0], self.zero_stages(cell)[0]
-        return replace(cell, recompute=kind, zero=zero)
+    def _fastest_case(self, cell: Layout, kind: str = "") -> Layout:
+        """With what is fastest if memory allows it: of a kind of recomputation, or of any."""
+        kind, zero = kind or self._kinds(cell)[0], self.zero_stages(cell)[0]
+        case = replace(cell, recompute=kind, zero=zero)
+        free = kind != "none" and "recompute_layers" not in self.given
+        return replace(case, recompute_layers=1) if free else case
 
     def _least(self, layout: Layout, idle: bool = True) -> float:
         return least_seconds(self._job(layout), idle)

@@ -1,0 +1,328 @@
+"""Random questions to `plan.py layouts`, and checks of the answers that need no measurement.
+
+    python benchmarks/plan_cases.py --seconds 300 --seed 1      # prints failures; status 1 if any
+
+A case is a command line: model, machine, GPUs, batch and given options, all drawn. Of its answer
+it is checked that
+  * it is an answer or one sentence, never another exception;
+  * each listed layout is taken by train.py's own check, and is what its flags say;
+  * each printed number is what `predict` says of that layout, and each given option is held;
+  * no layout that train.py takes is faster than the first (all of them, in a small space);
+  * more memory or a faster network makes nothing slower, and giving what was found changes nothing.
+"""
+
+import argparse
+import math
+import random
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import asdict, fields, replace
+from functools import partial
+from io import StringIO
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import plan
+from config import command_line
+from config.messages import UserError
+from config.schema import Config, Layout
+from config.validation import check_any_length
+from planner import layouts, memory
+from planner.job import Job
+from planner.questions import Question
+from planner.search import SCHEDULES, recomputations
+from planner.step_time import least_seconds, predict
+
+NEAR = 1 + 1e-9
+MACHINES = ("a100-80", "a100-40", "h100", "h100-megatron", "v100-32", "v100-16", "b200", "cpu")
+PRESETS = ("gpt2-124m", "gpt2-1.5b", "llama-3-8b", "bloom-7b1", "opt-13b")
+SMALL = 8  # GPUs up to which all layouts are compared
+MOST = 60_000  # layouts of a space that are compared
+RECOMPUTED = ("selective", "full")
+LONGEST = 600  # letters of a sentence
+
+
+def drawn_model(chance: random.Random, small: bool) -> list[str]:
+    """Flags of a model; some shapes cannot be split at all."""
+    if not small and chance.random() < 0.4:
+        return ["--model", chance.choice(PRESETS)]
+    heads = chance.choice([1, 4, 6, 8, 12, 16, 25, 32])
+    hidden = heads * chance.choice([32, 64, 80, 128, 256])
+    words = ["--layers", chance.choice([1, 2, 3, 6, 7, 12] if small else [4, 13, 24, 40, 62])]
+    words += ["--hidden", hidden, "--heads", heads]
+    words += ["--vocab-size", chance.choice([100, 257, 32000, 50257, 250_001])]
+    words += ["--seq-length", chance.choice([128, 1000, 1024, 2048, 4096, 8192, 32768])]
+    kv_heads = [n for n in range(1, heads + 1) if heads % n == 0]
+    words += ["--kv-heads", chance.choice(kv_heads)] * (chance.random() < 0.4)
+    words += ["--activation", chance.choice(["swiglu", "gelu"])] * (chance.random() < 0.5)
+    words += ["--positions", chance.choice(["rotary", "alibi"])] * (chance.random() < 0.5)
+    words += ["--ffn-hidden", chance.choice([hidden, 3 * hidden])] * (chance.random() < 0.2)
+    words += [flag for flag in ("--no-tied", "--no-bias") if chance.random() < 0.4]
+    return list(map(str, words))
+
+
+def drawn_options(chance: random.Random) -> list[str]:
+    """Flags of layout and training that are given."""
+    values: dict[str, list[Any]] = {
+        "tp": [1, 2, 3, 4, 8, 16],
+        "pp": [1, 2, 3, 4, 8],
+        "cp": [1, 2, 4],
+        "dp": [1, 2, 3, 4],
+        "micro-batch-size": [1, 2, 3, 4, 7, 16],
+        "schedule": [*SCHEDULES],
+        "virtual-stages": [2, 3],
+        "partition": ["balanced", "blocks", "layers"],
+        "recompute": ["none", "selective", "full"],
+        "recompute-layers": [0, 1, 2, 100],
+        "zero": [0, 1, 2, 3],
+        "optimizer": ["adamw", "adamw8bit", "sgd", "muon", "adafactor", "lion"],
+        "precision": ["bf16", "fp16", "fp32"],
+        "grad-dtype": ["fp32", "bf16"],
+        "pad-vocab-multiple": [1, 64, 1000],
+        "rampup-batch-size": ["2 2 100"],
+        "risk": [0.001, 0.2, 1.0],
+    }
+    given = [name for name in values if chance.random() < 0.06]
+    words = [w for n in given for w in (f"--{n}", *str(chance.choice(values[n])).split())]
+    switches = ("sequence-parallel", "vocab-pp", "overlap-param-gather")
+    for name in switches:
+        if chance.random() < 0.06:
+            words.append(chance.choice(["--", "--no-"]) + name)
+    return words
+
+
+def drawn(chance: random.Random, small: bool) -> list[str]:
+    """The words of a question after `layouts`."""
+    counts = [1, 2, 3, 4, 6, 8] if small else [1, 5, 6, 12, 16, 24, 32, 48, 64, 100]
+    words = [*drawn_model(chance, small), "--gpu", chance.choice(MACHINES)]
+    words += ["--gpus", str(chance.choice(counts))]
+    batches = [1, 7, 8, 12, 24, 32] if small else [1, 7, 60, 64, 500, 512, 2048]
+    words += ["--global-batch-size", str(chance.choice(batches))]
+    if chance.random() < 0.1:
+        words += ["--gpus-per-node", str(chance.choice([1, 4, 6, 16]))]
+    return words + drawn_options(chance)
+
+
+def question_of(words: list[str]) -> Question:
+    """The question as plan.py reads it; raises UserError."""
+    options, rest = plan._parser().parse_known_args(["layouts", *words])
+    return plan._question(options, rest)[0]
+
+
+def failures(words: list[str], small: bool, chance: random.Random) -> list[str]:
+    """What is wrong with the answer, in sentences; raises UserError if there is none."""
+    question = question_of(words)
+    answer = plan.ask(["layouts", *words])
+    data: Any = answer.data
+    found = [*_listed(question, data), *_command(question, data)]
+    found += _monotone(question, chance) if data["ranked"] else []
+    return [*found, *(_faster(question, data) if small else [])]
+
+
+# ---- What is listed ------------------------------------------------------------------------------
+
+
+def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
+    """Rows that are not in order, not taken, not what was given, or not as predicted."""
+    run, names = question.config, {field.name for field in fields(Layout)}
+    for kind in ("ranked", "risky"):
+        rows = data[kind]
+        seconds = [row["seconds"] for row in rows]
+        if seconds != sorted(seconds):
+            yield f"{kind} is not in order"
+        for row in rows:
+            layout = Layout(**{name: row[name] for name in names})
+            at = " ".join(row["flags"])
+            if (row["risk"] > question.options.risk) != (kind == "risky"):
+                yield f"{at}: risk {row['risk']} is among {kind}"
+            held = {name for name in names & set(question.given) if name != "dp"}
+            for name in sorted(held):
+                if getattr(layout, name) != getattr(run.layout, name):
+                    yield f"{at}: {name} was given as {getattr(run.layout, name)}"
+            taken = _taken(run, layout, question.gpus)
+            if isinstance(taken, str):
+                yield f"{at}: train.py refuses it: {taken}"
+                continue
+            if asdict(taken) != asdict(layout):
+                yield f"{at}: train.py would run {taken}"
+            expected = predict(run.model, layout, run.training, question.machine)
+            if layout.schedule != "auto" and asdict(expected) != {
+                n: row[n] for n in asdict(expected)
+            }:
+                yield f"{at}: predict says {expected.seconds} s, the answer {row['seconds']}"
+
+
+def _taken(run: Config, layout: Layout, gpus: int) -> Layout | str:
+    """The layout that train.py would run from these flags, or why not."""
+    full: Any = {"rampup_batch_size": None, "batch_schedule": None}
+    training = replace(run.training, **full)
+    words = [w for part in (run.model, training) for w in command_line.to_words(part)]
+    try:
+        parsed = command_line.parse([*words, *command_line.to_words(layout, "dp")])
+        return check_any_length(parsed, gpus).layout
+    except UserError as error:
+        return str(error)
+
+
+def _command(question: Question, data: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with the command of the first layout."""
+    if not data["ranked"]:
+        return
+    words = data["command"][2:]
+    words = [*words[:-2], "--steps", "1000000"] if words[-1] == "N" else words
+    try:
+        run = command_line.parse(words)
+        if question.config.training.rampup_batch_size is None:
+            run = check_any_length(run, question.gpus)
+    except UserError as error:
+        yield f"the first command {shlex.join(words)}: {error}"
+        return
+    if run.model != question.config.model:
+        yield f"the first command has another model: {shlex.join(words)}"
+    if replace(run.training, steps=None) != replace(question.config.training, steps=None):
+        yield f"the first command trains otherwise: {shlex.join(words)}"
+
+
+# ---- The first of all ----------------------------------------------------------------------------
+
+
+def _fastest(question: Question) -> layouts.Ranked:
+    """The first layout that is not risky."""
+    found = question.rank()[0]
+    return next(r for r in found if r.prediction.risk <= question.options.risk)
+
+
+def _monotone(question: Question, chance: random.Random) -> Iterator[str]:
+    """Better machines that are slower, and what differs when the first layout is given."""
+    machine, before = question.machine, _fastest(question)
+    link = replace(machine.network, bandwidth=2 * machine.network.bandwidth)
+    better = {"network": replace(machine, network=link)}
+    better["memory"] = replace(machine, memory=machine.memory * 1.3)
+    name = chance.choice(sorted(better))
+    after = _fastest(replace(question, machine=better[name]))
+    if after.prediction.seconds > before.prediction.seconds * NEAR:
+        yield f"more {name}: {after} instead of {before}"
+    names = [f.name for f in fields(Layout) if getattr(before.layout, f.name) is not None]
+    given = {*chance.sample(names, chance.randint(1, len(names)))} - {"dp"}
+    held = {name: getattr(before.layout, name) for name in given}
+    run = replace(question.config, layout=replace(question.config.layout, **held))
+    same = _fastest(replace(question, config=run, given={*question.given, *given}))
+    if same.prediction.seconds > before.prediction.seconds * NEAR:
+        yield f"given {held}: {same} instead of {before}"
+
+
+def space(question: Question) -> Iterator[Layout]:
+    """Every layout in which the search may put the model, and many that train.py refuses."""
+    run, gpus, node = question.config, question.gpus, question.machine.node
+    spread, long = layouts.divisors(gpus), run.model.seq_length >= layouts.LONG
+    tps, cps = [n for n in spread if n <= node], spread if long else [1]
+    axes = {"tp": tps, "pp": spread, "cp": cps, "dp": spread}
+    held = "partition" in question.given
+    base = run.layout if held else replace(run.layout, partition="balanced")
+    for values in product(*(_values(question, *axis) for axis in axes.items())):
+        if math.prod(values) == gpus:
+            placed = replace(base, **dict(zip(axes, values, strict=True)))
+            yield from _ways(question, placed)
+
+
+def _values(question: Question, name: str, tried: Iterable[Any]) -> list[Any]:
+    """Those of an option: the one that was given, else all."""
+    given = name in question.given
+    return [getattr(question.config.layout, name)] if given else list(tried)
+
+
+def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
+    """Every way to run a layout whose axes are known."""
+    of, layers = partial(_values, question), question.config.model.layers
+    share, rest = divmod(question.config.training.global_batch_size, placed.dp or 1)
+    blocks = {kind: of("recompute_layers", (None, *range(1, layers + 1))) for kind in RECOMPUTED}
+    blocks["none"] = of("recompute_layers", (None,))
+    kinds = of("recompute", recomputations(question.machine))
+    names = of("schedule", SCHEDULES if placed.pp > 1 else ("1f1b",))
+    virtual = {name: of("virtual_stages", (None,)) for name in names}
+    virtual["interleaved"] = of("virtual_stages", (None, *range(2, layers + 3)))
+    either = (False, True)
+    choices: dict[str, Iterable[Any]] = {
+        "micro_batch_size": of("micro_batch_size", [] if rest else layouts.divisors(share)),
+        "zero": of("zero", range(4)),
+        "sequence_parallel": of("sequence_parallel", either if placed.tp > 1 else (None,)),
+        "vocab_pp": of("vocab_pp", either if placed.pp > 1 else (None,)),
+    }
+    recomputed = [(kind, number) for kind in kinds for number in blocks[kind]]
+    scheduled = [(name, number) for name in names for number in virtual[name]]
+    for (kind, number), (name, stages), *values in product(
+        recomputed, scheduled, *choices.values()
+    ):
+        own = {"recompute": kind, "recompute_layers": number, "schedule": name}
+        own |= dict(zip(choices, values, strict=True))
+        yield replace(placed, **own, virtual_stages=stages)
+
+
+def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
+    """A layout that train.py takes, is not risky, and is faster than the first."""
+    run, machine = question.config, question.machine
+    full: Any = {"rampup_batch_size": None, "batch_schedule": None}
+    run = replace(run, training=replace(run.training, **full))
+    best = data["ranked"][0]["seconds"] if data["ranked"] else float("inf")
+    for layout in islice(space(question), MOST):
+        try:
+            layout = check_any_length(replace(run, layout=layout), question.gpus).layout
+        except UserError:
+            continue
+        job = Job(run.model, layout, run.training, machine)
+        if least_seconds(job) * NEAR >= best:
+            continue
+        if memory.fullest(job).total > machine.memory:
+            continue
+        found = predict(*job)
+        if found.risk <= question.options.risk and found.seconds * NEAR < best:
+            yield f"{' '.join(command_line.to_words(layout))}: {found.seconds} s, first {best}"
+            return
+
+
+def checked(words: list[str], small: bool, chance: random.Random) -> tuple[list[str], bool]:
+    """What is wrong, as `failures` and with any exception; and whether there was an answer, and not
+    a sentence instead.
+    """
+    with redirect_stderr(StringIO()):
+        try:
+            return failures(words, small, chance), True
+        except UserError as error:
+            text = str(error)
+            return [] if text.strip() and len(text) < LONGEST else [f"no sentence: {text!r}"], False
+        except Exception:
+            return [traceback.format_exc()], False
+
+
+def main() -> int:
+    """Draw and check until the time is over; the number of failures decides the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slow", type=float, default=20, help="seconds that are worth a line")
+    options = parser.parse_args()
+    chance, start = random.Random(options.seed), time.monotonic()
+    count = answered = wrong = 0
+    while time.monotonic() - start < options.seconds:
+        small = count % 2 == 0
+        words, began = drawn(chance, small), time.monotonic()
+        found, has_answer = checked(words, small, random.Random(count))
+        count, answered = count + 1, answered + has_answer
+        if time.monotonic() - began > options.slow:
+            print(f"{time.monotonic() - began:.0f} s: {shlex.join(words)}", flush=True)
+        for text in found:
+            wrong += 1
+            print(f"plan.py layouts {shlex.join(words)}\n    {text}", flush=True)
+    print(f"{count} questions, {answered} answered, {wrong} failures")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

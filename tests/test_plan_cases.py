@@ -1,0 +1,39 @@
+"""Answers of `plan.py layouts` to drawn questions, against all layouts that train.py takes."""
+
+import random
+
+import pytest
+
+from benchmarks import plan_cases
+
+SEED, CASES = 7, 12
+# Questions whose fastest layout was once not found, or was found and not the first.
+ONCE_WRONG = {
+    "logits of one micro-batch": (
+        "--layers 7 --hidden 32 --heads 1 --vocab-size 50257 --seq-length 8192 --gpu cpu --gpus 2 "
+        "--global-batch-size 12 --vocab-pp --no-tied --no-bias"
+    ),
+    "cp with a spread vocabulary": (
+        "--layers 2 --hidden 1024 --heads 4 --vocab-size 250001 --seq-length 4096 --kv-heads 1 "
+        "--gpu a100-80 --gpus 8 --global-batch-size 8"
+    ),
+    "cp with one block recomputed": (
+        "--layers 3 --hidden 800 --heads 25 --vocab-size 100 --seq-length 8192 --positions alibi "
+        "--gpu b200 --gpus 4 --global-batch-size 32 --recompute full"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", ONCE_WRONG.values(), ids=ONCE_WRONG)
+def test_nothing_that_train_py_takes_is_faster(line):
+    assert plan_cases.failures(line.split(), small=True, chance=random.Random(0)) == []
+
+
+def test_drawn_questions_have_answers_or_a_sentence():
+    chance, answered = random.Random(SEED), 0
+    for _ in range(CASES):
+        words = plan_cases.drawn(chance, small=True)
+        found, has_answer = plan_cases.checked(words, True, random.Random(SEED))
+        assert found == [], " ".join(words)
+        answered += has_answer
+    assert answered > CASES // 2
