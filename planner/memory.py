@@ -78,11 +78,12 @@ def first(job: Job, in_flight: float) -> StageMemory:
 
 
 class _Held(NamedTuple):
-    """The stages of a pipeline rank, and what of the micro-batches in flight it keeps at the most:
-    bytes of activations, and outputs of the head.
+    """The stages of a pipeline rank, what each keeps of one micro-batch, and what the rank keeps at
+    the most of those in flight: bytes of activations, and outputs of the head.
     """
 
     specs: list[StageSpec]
+    kept: list[float]
     activations: float
     heads: float
 
@@ -92,19 +93,19 @@ def _held(job: Job, in_flight: float | None) -> list[_Held]:
     layout, specs = job.layout, stage_specs(job.model, job.layout)
     each, ends = _kept_of_block(job), [float(spec.head) for spec in specs]
     kept = [_kept(spec, job, each) for spec in specs]
-    of_rank: list[list[StageSpec]] = [[] for _ in range(layout.pp)]
-    for spec in specs:
-        of_rank[spec.rank].append(spec)
+    of_rank: list[tuple[list[StageSpec], list[float]]] = [([], []) for _ in range(layout.pp)]
+    for spec, size in zip(specs, kept, strict=True):
+        of_rank[spec.rank][0].append(spec)
+        of_rank[spec.rank][1].append(size)
     if in_flight is not None:
-        sums = [sum(kept[spec.index] for spec in own) for own in of_rank]
         several = layout.stages == layout.pp and not layout.vocab_pp
         heads = in_flight if several else 1.0  # at least
-        return [_Held(own, in_flight * sum_, heads) for own, sum_ in zip(of_rank, sums)]
+        return [_Held(*own, in_flight * sum(own[1]), heads) for own in of_rank]
     if layout.vocab_pp:
         # Beside activations, what the ranks send one another: E's until T, some more than are held.
         sent = (layout.pp + 2) * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
         most = vocabulary.most_held(layout, job.micro_batches, kept)
-        return [_Held(own, size + sent, 1.0) for own, size in zip(of_rank, most, strict=True)]
+        return [_Held(*own, size + sent, 1.0) for own, size in zip(of_rank, most, strict=True)]
     virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
     order = layout.schedule, layout.pp, job.micro_batches, virtual
     schedule = long_schedule(*order, stage_costs(job.model, layout))
@@ -112,7 +113,7 @@ def _held(job: Job, in_flight: float | None) -> list[_Held]:
     # measured rows alone.
     more = 1.0 + (layout.pp - 1) / (layout.pp * software) if software > 1 else 1.0
     rows = zip(of_rank, schedule.most_held(kept), schedule.most_held(ends), strict=True)
-    return [_Held(own, more * size, more * count) for own, size, count in rows]
+    return [_Held(*own, more * size, more * count) for own, size, count in rows]
 
 
 def of_run(config: Config) -> list[dict[str, float]]:
@@ -164,15 +165,15 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
     each = [held_parameters(spec, job) for spec in here.specs]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
-    held, of_stages = sum(each), list(zip(here.specs, each, strict=True))
+    held, of_stages = sum(each), list(zip(here.specs, each, here.kept, strict=True))
     optimizer = sharded_parameters(held, blocks, job) * state + _beside_muon(held, blocks, job)
     gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
     parts = {
-        "weights": sum(_weights(own, spec, job) for spec, own in of_stages),
+        "weights": sum(_weights(own, spec, job) for spec, own, _ in of_stages),
         "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
         "optimizer": optimizer,
         "activations": here.activations,
-        "working": max(_working(spec, own, here.heads, job) for spec, own in of_stages),
+        "working": max(_working(*stage, here.heads, job) for stage in of_stages),
         "buffers": software.buffers + gathered,
         "context": job.machine.context,
     }
@@ -257,12 +258,11 @@ def _gradients(held: float, blocks: int, job: Job) -> float:
     return sharded_parameters(held, blocks, job) * 4.0
 
 
-def _working(spec: StageSpec, held: float, heads: float, job: Job) -> float:
+def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) -> float:
     """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
     layout, flash = job.layout, not job.machine.software.keeps_scores
-    kept = _kept(spec, job, _kept_of_block(job))
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
