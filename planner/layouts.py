@@ -75,7 +75,8 @@ def rank(
     schedule = batch_schedule(training, model.seq_length)
     search = Search(model, training, machine, fixed, accepted, refusal)
     rejected, pending = [], {}
-    for placed in watch(list(_candidates(model, machine, gpus, fixed))):
+    about = model, machine, gpus
+    for placed in watch(list(_candidates(*about, fixed))):
         for found in [placed] if isinstance(placed, Rejected) else _sized(placed, training, fixed):
             if isinstance(found, Rejected):
                 rejected.append(found)
@@ -85,12 +86,9 @@ def rank(
                 pending[_axes(found[0])] = _rejected(found[0], reason)
                 if largest_micro:
                     break
-    for placed in watch(list(_sharing_samples(model, machine, gpus, fixed))):
-        for found in _sized(placed, training, fixed):
-            if isinstance(found, Rejected) or not search.may_lead(found):
-                continue
-            if search.add(found) and search.never_fits(found):
-                break
+    shared = [_sized(placed, training, fixed) for placed in _sharing_samples(*about, fixed)]
+    sized = [found for each in shared for found in each if not isinstance(found, Rejected)]
+    search.add_leading(sized, watch)
     search.finish(watch)
     ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
     ran = {_axes(one.layout) for one in ranked}

@@ -114,26 +114,43 @@ class Search:
         self.waiting: list[tuple[float, list[Layout]]] = []
         self.risky: list[Layout] = []
 
-    def add(self, found: Sequence[Layout]) -> str:
+    def add(self, found: Sequence[Layout], leading: bool = False) -> str:
         """Price the plainest of some `ways`, and note the others for `finish`; empty, or why
         nothing of the plainest can run.
+
+        leading: only what may be faster than the fastest so far, in place of the fastest with its
+        tp, pp and micro-batch.
         """
         plainest, *others = found
         place = plainest.tp, plainest.pp, plainest.micro_batch_size, False
         cells, reasons = sequences(self.model, plainest, self.given), []
         bounds = {cell: self._least(self._fastest_case(cell)) for cell in cells}
         for cell in sorted(cells, key=bounds.__getitem__):
-            if place not in self.rows or bounds[cell] < self.rows[place][1].seconds:
+            slowest = self.rows[place][1].seconds if place in self.rows else math.inf
+            if bounds[cell] < (self.best if leading else slowest):
                 reasons.append(self.price(cell))
             self._note(cell, others)
         return "" if not reasons or "" in reasons else reasons[0]
 
-    def may_lead(self, found: Sequence[Layout]) -> bool:
-        """Whether some of these `ways`, in any schedule, may be faster than the fastest so far."""
+    def add_leading(self, sized: Sequence[Sequence[Layout]], watch: Watch = iter) -> None:
+        """`add` those `ways` that may lead, in any schedule, the most promising first."""
+        bounds = [(self._soonest(found), place) for place, found in enumerate(sized)]
+        too_large: dict[tuple[int, int, int], int] = {}  # micro-batches that never fit
+        for least, place in watch(sorted(bounds)):
+            first = sized[place][0]
+            axes, micro = (first.tp, first.pp, first.cp), first.micro_batch_size
+            if least >= self.best or micro >= too_large.get(axes, micro + 1):
+                continue
+            if self.never_fits(sized[place]):
+                too_large[axes] = micro
+            else:
+                self.add(sized[place], leading=True)
+
+    def _soonest(self, found: Sequence[Layout]) -> float:
+        """Seconds that none of these `ways` is faster than."""
         plainest = [way for way in found if way.schedule == found[0].schedule]
         cells = [cell for way in plainest for cell in sequences(self.model, way, self.given)]
-        least = (self._least(self._fastest_case(cell), idle=False) for cell in cells)
-        return min(least) < self.best
+        return min(self._least(self._fastest_case(cell), idle=False) for cell in cells)
 
     def _note(self, cell: Layout, others: list[Layout]) -> None:
         """Keep the other ways of a layout with 1F1B for `finish`."""

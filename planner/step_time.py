@@ -217,7 +217,8 @@ def _accumulated(machine: Machine) -> float:
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
-def stage_passes(job: Job) -> list[Pass]:
+@lru_cache(maxsize=256)
+def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Seconds of one micro-batch through each stage of the layout."""
     # Layouts that differ in the rest, as in the schedule or in ZeRO, have the same parts.
     same = ("tp", "pp", "cp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
@@ -226,14 +227,17 @@ def stage_passes(job: Job) -> list[Pass]:
     block = plain
     if job.layout.recompute != "none":
         block = _parts(job._replace(layout=replace(alike, recompute=job.layout.recompute)))[0]
+    found: dict[tuple[int, int, bool, bool], Pass] = {}  # most stages are alike
     passes = []
     for s in stage_specs(job.model, job.layout):
-        again = job.layout.recomputed_blocks(s.blocks, s.index)
-        ends = (0, 0) if job.layout.vocab_pp else (s.embedding, s.head)
-        counts = [(again, block), (s.blocks - again, plain), (ends[0], front), (ends[1], back)]
-        forward = sum(count * part.forward for count, part in counts)
-        passes.append(Pass(forward, sum(count * part.backward for count, part in counts)))
-    return passes
+        again, ends = job.layout.recomputed_blocks(s.blocks, s.index), not job.layout.vocab_pp
+        key = again, s.blocks - again, s.embedding and ends, s.head and ends
+        if key not in found:
+            parts = list(zip(key, (block, plain, front, back), strict=True))
+            forward = sum(count * part.forward for count, part in parts)
+            found[key] = Pass(forward, sum(count * part.backward for count, part in parts))
+        passes.append(found[key])
+    return tuple(passes)
 
 
 @lru_cache(maxsize=4096)
@@ -249,7 +253,7 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = message_seconds(job) if sent is None else sent
-    passes = tuple(stage_passes(job))
+    passes = stage_passes(job)
     chunks = machine.software.virtual_stages
     if chunks > 1:
         # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
