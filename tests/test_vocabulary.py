@@ -246,7 +246,7 @@ def test_what_it_does_not_go_with_is_refused(case, message):
 
 
 # ------------------------------------------------------------------------------------------------
-# On four ranks
+# On four ranks and six
 # ------------------------------------------------------------------------------------------------
 
 LAYERS = 3
@@ -289,6 +289,15 @@ def test_it_equals_the_single_rank_run(tmp_path):
     cases = [asked(case) for case in covering(every_case(), seed=3)]
     for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
         assert distance(result, reference(case)) <= TOLERANCE[case["precision"]], case
+
+
+@pytest.mark.slow
+def test_six_stages_equal_the_single_rank_run(tmp_path):
+    """From five stages on, 1F1B runs two micro-batches further ahead."""
+    common = {"layers": 6, "global_batch_size": 12, "vocab_pp": True, "precision": "fp64"}
+    cases = [common | {"pp": 6, "tied": tied, "recompute": "full"} for tied in (False, True)]
+    for case, result in zip(cases, run_cases(6, cases, tmp_path), strict=True):
+        assert distance(result, reference(case)) <= TOLERANCE["fp64"], case
 
 
 @pytest.mark.slow
