@@ -4,9 +4,10 @@
 
 A value that is not understood is an error with its row and column, never a default. A row that uses
 what the planner cannot say (fp8, context parallelism) is set aside because of that column, before
-any prediction, and counted.
+any prediction, and counted; so is one whose time another row of its file contradicts.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -65,6 +66,11 @@ USED: dict[str, dict[str, Any] | None] = {
 }
 
 
+# A row that took longer than another one of its file allows by more than this factor is set aside.
+# Of the files but the playbook's, 513 rows, none is above 1.09.
+CONTRADICTED = 1.1
+
+
 @dataclass(frozen=True)
 class StatedRow:
     """A row as a question for the planner, and the answer that was measured."""
@@ -101,9 +107,12 @@ class StatedRow:
     @property
     def samples_in_flight(self) -> int:
         """Samples whose activations the first stage holds at once, in 1F1B."""
-        micro = self.layout.micro_batch_size
-        count = self.training.global_batch_size // (micro * self.layout.dp)
-        return micro * min(count, self.layout.pp)
+        return self.layout.micro_batch_size * min(self.count, self.layout.pp)
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a replica in a step."""
+        return self.training.global_batch_size // (self.layout.micro_batch_size * self.layout.dp)
 
     @property
     def held(self) -> tuple:
@@ -120,7 +129,8 @@ class StatedRow:
 def read(path: str) -> list[StatedRow]:
     """The rows of a CSV file; UserError naming row and column where a value is not understood."""
     engines = read_toml(ENGINES, "engines.toml")
-    return _without_crashes([_row(r, Path(path).stem, engines) for r in published_rows.read(path)])
+    rows = [_row(r, Path(path).stem, engines) for r in published_rows.read(path)]
+    return _without_contradicted(_without_crashes(rows))
 
 
 def _without_crashes(rows: list[StatedRow]) -> list[StatedRow]:
@@ -137,6 +147,29 @@ def _without_crashes(rows: list[StatedRow]) -> list[StatedRow]:
         else row
         for row in rows
     ]
+
+
+def _without_contradicted(rows: list[StatedRow]) -> list[StatedRow]:
+    """The rows; set aside are those whose time another one contradicts that differs in dp and
+    micro-batch size alone: a row whose micro-batches are no larger takes no longer than the other,
+    or by the ratio of their numbers of micro-batches if it has more. Only measured times count.
+    """
+    alike: dict[tuple, list[StatedRow]] = {}
+    for row in rows:
+        if row.status == "ok" and row.seconds and not row.aside:
+            layout = replace(row.layout, dp=1, micro_batch_size=1)
+            facts = str(sorted(row.facts.items()))
+            key = row.machine, row.kernel, row.model, layout, row.training, facts
+            alike.setdefault(key, []).append(row)
+    wrong: dict[str, str] = {}
+    for group in alike.values():
+        for row, other in itertools.permutations(group, 2):
+            if row.layout.micro_batch_size > other.layout.micro_batch_size:
+                continue
+            most = max(1.0, row.count / other.count) * other.seconds
+            if row.seconds > CONTRADICTED * most:
+                wrong[row.id] = f"contradicted by {other.id}"
+    return [replace(row, aside=wrong[row.id]) if row.id in wrong else row for row in rows]
 
 
 def is_stated(path: str) -> bool:

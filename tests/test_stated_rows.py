@@ -128,6 +128,31 @@ def test_what_the_playbook_labels_crashed_or_out_of_memory(public):
     assert {row.memory_kind for row in rows if row.gigabytes} == {"reserved"}
 
 
+def test_a_time_that_another_row_contradicts_sets_the_row_aside(tmp_path):
+    """dp, micro-batch, seconds; of 512 samples. The second has half of the first's micro-batches,
+    the fifth four times as many, of a quarter of the size.
+    """
+    with open(PUBLIC / "ultrascale.csv", newline="") as file:
+        first = next(csv.DictReader(file))
+    cases = [(1, 4, 10.0), (2, 4, 11.2), (2, 2, 10.9), (1, 2, 21.9), (1, 1, 44.1), (4, 8, 9.0)]
+    path = tmp_path / "rows.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, first)
+        writer.writeheader()
+        for number, (dp, micro, seconds) in enumerate(cases):
+            row = first | {"row_id": f"UP-{number}", "gpus": 8 * dp, "dp": dp, "dp_clean": dp}
+            row |= {"gbs": 512, "gbs_clean": 512, "mbs": micro, "tp": 2, "pp": 4}
+            writer.writerow(row | {"sec_per_it": seconds, "sec_clean": seconds})
+    rows = stated_rows.read(str(path))
+    wrong = {row.id: row.aside for row in rows if row.aside}
+    assert wrong == {"UP-1": "contradicted by UP-0", "UP-4": "contradicted by UP-0"}
+
+
+def test_the_playbook_alone_has_rows_that_contradict_one_another(public):
+    found = [row.source for row in public if row.aside.startswith("contradicted")]
+    assert found == ["ultrascale"] * 232
+
+
 def test_a_layout_that_is_not_stated_recomputes_as_little_as_fits(public):
     values = {c.name: c.value for c in hardware.constants()}
     own = [row for row in public if row.source in ("nemo_launcher", "dgxc")]
