@@ -115,11 +115,23 @@ class StatedRow:
         return self.training.global_batch_size // (self.layout.micro_batch_size * self.layout.dp)
 
     @property
-    def held(self) -> tuple:
-        """What rows share that hold the same weights, gradients and optimizer state."""
-        one, model = self.layout, self.model
-        layout = one.tp, one.pp, one.dp, one.zero, one.recompute, one.sequence_parallel
-        return (self.machine, self.kernel, model, layout)
+    def split(self) -> tuple:
+        """What rows share that divide a model in the same way, but for dp and micro-batch."""
+        layout = replace(self.layout, dp=1, micro_batch_size=1, partition="")
+        return self.machine, self.kernel, layout
+
+    def holds_no_more_than(self, other: "StatedRow") -> bool:
+        """Whether a rank needs no more memory than one of a row with the same `split`: in no fewer
+        replicas, which share the optimizer's state, with no larger micro-batches, no more samples
+        in flight, and a model that is no larger in any of its sizes.
+        """
+        sizes, others = _sizes(self.model), _sizes(other.model)
+        return (
+            self.layout.dp >= other.layout.dp
+            and self.layout.micro_batch_size <= other.layout.micro_batch_size
+            and self.samples_in_flight <= other.samples_in_flight
+            and all(own <= its for own, its in zip(sizes, others, strict=True))
+        )
 
     def on(self, machine: hardware.Machine) -> hardware.Machine:
         """The machine with this row's engine."""
@@ -133,17 +145,22 @@ def read(path: str) -> list[StatedRow]:
     return _without_contradicted(_without_crashes(rows))
 
 
+def _sizes(model: ModelShape) -> tuple[int, ...]:
+    widths = model.hidden, model.qkv_width, model.attention_width, model.ffn_hidden
+    return (model.layers, model.seq_length, model.vocab_size, *widths)
+
+
 def _without_crashes(rows: list[StatedRow]) -> list[StatedRow]:
-    """The rows, less those labelled out of memory whose layout ran with as many samples in flight
-    or more, if one label stands for every crash.
+    """The rows, less those labelled out of memory of which another row that ran held as much or
+    more. Of rows whose label stands for every crash alone.
     """
-    ran: dict[tuple, int] = {}
+    ran: dict[tuple, list[StatedRow]] = {}
     for row in rows:
         if row.status == "ok":
-            ran[row.held] = max(row.samples_in_flight, ran.get(row.held, 0))
+            ran.setdefault(row.split, []).append(row)
     return [
         replace(row, status="failed")
-        if row.ambiguous and row.samples_in_flight <= ran.get(row.held, 0)
+        if row.ambiguous and any(row.holds_no_more_than(other) for other in ran.get(row.split, ()))
         else row
         for row in rows
     ]
@@ -157,9 +174,7 @@ def _without_contradicted(rows: list[StatedRow]) -> list[StatedRow]:
     alike: dict[tuple, list[StatedRow]] = {}
     for row in rows:
         if row.status == "ok" and row.seconds and not row.aside:
-            layout = replace(row.layout, dp=1, micro_batch_size=1)
-            facts = str(sorted(row.facts.items()))
-            key = row.machine, row.kernel, row.model, layout, row.training, facts
+            key = row.split, row.model, row.training, str(sorted(row.facts.items()))
             alike.setdefault(key, []).append(row)
     wrong: dict[str, str] = {}
     for group in alike.values():

@@ -124,7 +124,10 @@ def test_what_the_playbook_labels_crashed_or_out_of_memory(public):
     assert {row.status for row in few} == {"failed"}  # its engine asserts pp - 1 micro-batches
     assert named(rows, "UP-20").status == "ok"
     assert named(rows, "UP-1762").status == "failed"  # the same layout, which has run
-    assert sum(row.status == "OOM" for row in rows) == 475
+    assert named(rows, "UP-1966").status == "failed"  # ran in fewer replicas: UP-67
+    assert named(rows, "UP-1954").status == "failed"  # 1B, where 8B ran
+    assert named(rows, "UP-1797").status == "OOM"  # micro-batches of 16: nothing alike ran
+    assert sum(row.status == "OOM" for row in rows) == 388
     assert {row.memory_kind for row in rows if row.gigabytes} == {"reserved"}
 
 
@@ -178,5 +181,5 @@ def test_errors_of_sources_that_nothing_was_fitted_on(public):
     playbook = figures["ultrascale"]
     assert playbook["time_near_best"]["mean"] <= 0.125
     assert playbook["memory"]["reserved"]["mean"] <= 0.145
-    assert playbook["out_of_memory"]["found"] >= 0.7 * playbook["out_of_memory"]["ran_out"]
+    assert playbook["out_of_memory"]["found"] >= 0.87 * playbook["out_of_memory"]["ran_out"]
     assert figures["aleph"]["choice"]["best_picked"] >= 17
