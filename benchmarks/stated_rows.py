@@ -59,8 +59,8 @@ USED: dict[str, dict[str, Any] | None] = {
     "interleaving": {},
     "zero 3 with tp": {},
     "zero 3 with tp and pp": {},
-    "selective op AC": {"recompute_share": 0.5},
-    "per op SAC": {"recompute_share": 0.5},
+    "selective op AC": {"keeps_products": True},
+    "per op SAC": {"keeps_products": True},
     "selective layer AC": {"recompute_share": 0.5},
     "selective AC (share of blocks not stated)": {"recompute_share": 0.5},
 }

@@ -90,6 +90,9 @@ class Software:
     host_per_operation: float = 0.0  # seconds to launch one: a pass takes no less than all of its
     host_per_message: float = 0.0  # seconds to agree on a message between stages
     recompute_share: float = 0.0  # of a forward, that selective recomputation does again
+    # Selective recomputation keeps attention's result and those of q, v, w1 and w2 of a Llama's
+    # block: every other product, as torchtitan's policy `op` does.
+    keeps_products: bool = False
     attention_copies: float = 0.0  # of attention's result, as wide, that a block keeps beside it
     gather_buffers: float = 0.0  # whole activations held for what tensor ranks gather
     per_step: float = 0.05  # seconds of a step that no micro-batch causes

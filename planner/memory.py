@@ -267,7 +267,8 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
         working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
-    if layout.recompute == "full":  # all that the block keeps whose backward runs
+    if layout.recompute == "full" or _keeps_products(job):
+        # All that the block keeps whose backward runs.
         working = block_activations(job, True)
     matrix = float(job.vocab_columns * job.model.hidden)
     # The embedding's gradient, and its output's, before and after the mask.
@@ -311,9 +312,26 @@ def kept_bytes(job: Job) -> float:
     """Bytes one block keeps of one micro-batch until its backward."""
     if job.layout.recompute == "full":
         return job.activation_bytes / (job.layout.tp if job.sequence_parallel else 1)
+    if _keeps_products(job):
+        return _kept_products(job)
     kept = block_activations(job, job.layout.recompute == "none")
     again = job.machine.software.recompute_share if job.layout.recompute == "selective" else 0.0
     return kept * (1.0 - again)
+
+
+def _keeps_products(job: Job) -> bool:
+    return job.layout.recompute == "selective" and job.machine.software.keeps_products
+
+
+def _kept_products(job: Job) -> float:
+    """Bytes of a block's input, attention's result, and the products that `keeps_products` names.
+    Of w2's product each tensor rank has a sum of its own; both sums are kept reduced as well.
+    """
+    model, t = job.model, job.layout.tp
+    values = (model.qkv_width - model.attention_width) / 2
+    widths = 2 * model.attention_width + values + model.ffn_hidden
+    widths += model.hidden * (1 if t == 1 else 3)  # input and reduced sums are split over t
+    return job.number_bytes * job.tokens * (widths / t + model.hidden)
 
 
 def block_activations(job: Job, scores: bool) -> float:

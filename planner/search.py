@@ -67,7 +67,8 @@ def sequences(model: ModelShape, layout: Layout, given: Collection[str]) -> list
 def recomputations(machine: Machine) -> tuple[str, ...]:
     """What is worth recomputing, the fastest first."""
     # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
-    changes = machine.software.keeps_scores or machine.software.recompute_share
+    software = machine.software
+    changes = software.keeps_scores or software.recompute_share or software.keeps_products
     return ("none", "selective", "full") if changes else ("none", "full")
 
 

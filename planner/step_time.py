@@ -135,9 +135,21 @@ def block_pass(job: Job) -> Pass:
         backward += forward
     elif layout.recompute == "selective":  # a flash kernel recomputes the scores itself
         backward += software.recompute_share * forward
+        if software.keeps_products:
+            backward += _redone([layer[0] for layer in layers], job) + other[0]
         backward += core[0] if software.keeps_scores else 0.0
     launched = software.host_per_operation * _operations(job)
     return Pass(max(forward, launched), max(backward, 2 * launched))
+
+
+def _redone(forward: list[float], job: Job) -> float:
+    """Seconds of the products that `keeps_products` does not keep: k, attention's output, w3.
+
+    forward: seconds of a block's four matrices; that of q, k and v is one of them.
+    """
+    model = job.model
+    keys = (model.qkv_width - model.attention_width) / 2 / model.qkv_width
+    return keys * forward[0] + forward[1] + forward[2] / 2
 
 
 def _operations(job: Job) -> int:

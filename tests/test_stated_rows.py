@@ -17,7 +17,8 @@ import stated_rows
 from source_accuracy import Guess
 
 from config.messages import UserError
-from planner import hardware
+from planner import hardware, memory, step_time
+from planner.job import Job
 from schedules.partition import stage_specs
 
 PUBLIC = ROOT / "benchmarks" / "data" / "public"
@@ -62,6 +63,25 @@ def test_a_value_that_is_not_understood_names_row_and_column(tmp_path, column, v
 def test_rows_that_the_planner_cannot_say_are_set_aside_and_counted(titan):
     assert sum(not row.aside for row in titan) == 12
     assert {row.aside.split()[0] for row in titan if row.aside} == {"float8"}
+
+
+def test_what_torchtitans_policy_keeps_and_does_again(titan):
+    """Llama 3 8B: of a token the block's input, q, v, attention's result, w1 and w2 are kept; of
+    the products k, the output's and w3 are done again, 79.7 of 218.1 million weights.
+    """
+    row = titan[1]  # compiled
+    machine = row.on(hardware.load(row.machine))
+    job = Job(row.model, row.layout, row.training, machine)
+    widths = 4096 + 4096 + 1024 + 4096 + 14336 + 4096
+    assert memory.kept_bytes(job) == 2 * widths * 2 * 8192
+    none = job._replace(layout=replace(row.layout, recompute="none"))
+    more = step_time.block_pass(job).backward - step_time.block_pass(none).backward
+    again = 1024 * 4096 + 4096**2 + 14336 * 4096
+    products = 2 * 16384 * again / (machine.peak * machine.gemm_fraction)
+    assert products < more < 2 * products  # norms, rotary positions and SiLU beside them
+    tensor = job._replace(layout=replace(row.layout, tp=8, dp=1, sequence_parallel=True))
+    widths = (widths + 4096) / 8 + 4096  # each rank's own sum of w2, and both sums reduced
+    assert memory.kept_bytes(tensor) == 2 * widths * 2 * 8192
 
 
 def test_figures_of_a_table_by_hand(titan):
@@ -175,11 +195,13 @@ def test_errors_of_sources_that_nothing_was_fitted_on(public):
         source: source_accuracy.compare([r for r in rows if r.source == source], guesses)
         for source in {row.source for row in rows}
     }
-    most = {"aleph": 0.08, "llm_foundry": 0.07, "fms_fsdp": 0.05, "torchtitan": 0.08}
+    most = {"aleph": 0.08, "llm_foundry": 0.07, "fms_fsdp": 0.05, "torchtitan": 0.06}
     for source, limit in (most | {"nemo_launcher": 0.05, "dgxc": 0.05}).items():
         assert figures[source]["time"]["mean"] <= limit, source
     playbook = figures["ultrascale"]
-    assert playbook["time_near_best"]["mean"] <= 0.125
-    assert playbook["memory"]["reserved"]["mean"] <= 0.145
+    assert playbook["time_near_best"]["mean"] <= 0.11
+    assert playbook["memory"]["reserved"]["mean"] <= 0.14
+    assert figures["torchtitan"]["memory"]["reserved"]["mean"] <= 0.05
+    assert playbook["choice"]["regret"] <= 0.06
     assert playbook["out_of_memory"]["found"] >= 0.87 * playbook["out_of_memory"]["ran_out"]
     assert figures["aleph"]["choice"]["best_picked"] >= 17
