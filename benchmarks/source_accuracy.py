@@ -74,9 +74,12 @@ def _guess(row: StatedRow, machine: hardware.Machine, seconds_only: bool) -> Gue
 
 def _observed(row: StatedRow, most: float, machine: hardware.Machine) -> float:
     """Gigabytes of what the row's figure counts: torch's allocator alone, or all of the GPU."""
+    outside = 0.0
     if row.memory_kind in ("allocated", "reserved"):
-        most -= machine.context + machine.software.buffers
-    return most / 1e9 + row.memory_ahead
+        outside = machine.context
+        most -= outside + machine.software.buffers
+    room = max(0.0, machine.memory - outside - most)
+    return most / 1e9 + min(row.memory_ahead, room / 1e9)
 
 
 def _parts(job: Job) -> dict[str, float]:

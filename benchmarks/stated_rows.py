@@ -88,7 +88,7 @@ class StatedRow:
     gigabytes: float | None  # of 1e9 bytes
     memory_kind: str
     memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
-    memory_ahead: float  # gigabytes in the figure that are free as soon as they are needed
+    memory_ahead: float  # gigabytes in the figure that are free as soon as memory is short
     status: str
     ambiguous: bool  # the status stands for any crash
     assumed: bool  # the source does not state the layout
@@ -210,6 +210,7 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         schedule=_one_of(row, "schedule", {"": "1f1b"} | {name: name for name in SCHEDULES}),
     )
     facts, aside = _facts(row, engines)
+    training = _training(row)
     seconds = row["sec_clean"] or row["sec_per_it"]
     observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
     kind = observed.get("kind") or row["mem_kind"].rstrip("?").replace(" GiB", "")
@@ -224,14 +225,14 @@ def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRo
         kernel=row["note"].removeprefix("kernel=") if row["note"].startswith("kernel=") else "",
         model=model,
         layout=layout,
-        training=_training(row),
+        training=training,
         machine=_machine(row, engines),
         facts=facts,
         seconds=_number(row, "sec_per_it", seconds) if seconds else None,
         gigabytes=unit * _number(row, "mem_gb", row["mem_gb"]) if row["mem_gb"] else None,
         memory_kind=kind,
         memory_of=observed.get("stage", ""),
-        memory_ahead=_ahead(observed, model, layout),
+        memory_ahead=_ahead(observed, model, layout, training),
         ambiguous=row["status"] == "crashed/oom",
         assumed=row["quality"] == "layout assumed",
         status="failed" if status == "OOM" and _refused(row, engine, layout) else status,
@@ -259,13 +260,17 @@ def _by_products(model: ModelShape, pp: int) -> list[int]:
     return counts
 
 
-def _ahead(observed: dict[str, Any], model: ModelShape, layout: Layout) -> float:
+def _ahead(observed: dict, model: ModelShape, layout: Layout, training: Training) -> float:
     """Gigabytes of whole activations that tensor ranks have passed to collectives which did not
-    run yet: the host is ahead of a GPU that waits for no other stage.
+    run yet: the host is ahead of a GPU that waits for no other stage. Of a step with a single
+    micro-batch those of a forward, two a block: what a backward passes takes what it frees.
     """
-    alone = layout.tp > 1 and layout.pp == 1
-    each = 2e-9 * model.seq_length * layout.micro_batch_size * model.hidden
-    return alone * observed.get("ahead", 0) * each
+    if layout.tp == 1 or layout.pp > 1:
+        return 0.0
+    most = observed.get("ahead", 0)
+    if training.global_batch_size == layout.micro_batch_size * layout.dp:
+        most = min(most, 2 * model.layers)
+    return 2e-9 * most * model.seq_length * layout.micro_batch_size * model.hidden
 
 
 def _refused(row: dict[str, str], engine: dict[str, Any], layout: Layout) -> bool:

@@ -176,6 +176,22 @@ def test_the_playbook_alone_has_rows_that_contradict_one_another(public):
     assert found == ["ultrascale"] * 232
 
 
+def test_what_a_host_that_is_ahead_has_reserved(public):
+    """Of tensor ranks without a pipeline alone: 62 whole activations, of a step with a single
+    micro-batch two a block, and no more than the GPU has left.
+    """
+    each = 2e-9 * 4096 * 2048  # of a sample of 1B
+    assert named(public, "UP-1").memory_ahead == pytest.approx(62 * each)  # micro-batch 1 of 128
+    assert named(public, "UP-66").memory_ahead == pytest.approx(2 * 16 * 16 * each)  # 16 of 1
+    for row in (named(public, name) for name in ("UP-0", "UP-20", "UP-318")):  # pp 8, tp 1, pp 4
+        assert row.memory_ahead == 0
+    row = named(public, "UP-365")  # 64 of 4, tp 32: 62 would be more than 80 GB
+    machine = hardware.load(row.machine)
+    guess = source_accuracy.predict([row], {c.name: c.value for c in hardware.constants()})
+    assert guess[row.id].gigabytes == pytest.approx((machine.memory - machine.context) / 1e9)
+    assert guess[row.id].risk < 0.01
+
+
 def test_a_layout_that_is_not_stated_recomputes_as_little_as_fits(public):
     values = {c.name: c.value for c in hardware.constants()}
     own = [row for row in public if row.source in ("nemo_launcher", "dgxc")]
@@ -200,7 +216,7 @@ def test_errors_of_sources_that_nothing_was_fitted_on(public):
         assert figures[source]["time"]["mean"] <= limit, source
     playbook = figures["ultrascale"]
     assert playbook["time_near_best"]["mean"] <= 0.11
-    assert playbook["memory"]["reserved"]["mean"] <= 0.14
+    assert playbook["memory"]["reserved"]["mean"] <= 0.12
     assert figures["torchtitan"]["memory"]["reserved"]["mean"] <= 0.05
     assert playbook["choice"]["regret"] <= 0.06
     assert playbook["out_of_memory"]["found"] >= 0.87 * playbook["out_of_memory"]["ran_out"]
