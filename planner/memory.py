@@ -352,8 +352,9 @@ def block_activations(job: Job, scores: bool) -> float:
     widths = model.qkv_width + model.attention_width + active * (model.up_width + model.ffn_hidden)
     widths += normed_width(model) * (1 if software.fused_norms else 4)
     outside += 4.0 * active * model.hidden if experts > 1 else 0.0  # sent to experts, and back
+    if model.activation == "swiglu" and not (software.keeps_scores and software.fused_elementwise):
+        widths += active * model.ffn_hidden  # SiLU's result: torch has it as a kernel of its own
     if not software.keeps_scores:  # what differs where the kernels are torch's own
-        widths += active * model.ffn_hidden if model.activation == "swiglu" else 0  # SiLU
         # Attention's result with samples before the sequence, and as the next product takes it.
         several = 1.0 if job.layout.micro_batch_size > 1 else 0.0
         widths += int(max(software.attention_copies, several) * model.attention_width)
