@@ -149,21 +149,25 @@ class Search:
 
     def _soonest(self, found: Sequence[Layout]) -> float:
         """Seconds that none of these `ways` is faster than."""
-        plainest = [way for way in found if way.schedule == found[0].schedule]
+        # zb-v has both ends of the model on one rank, which do not exchange a tied matrix.
+        plainest = [way for way in found if way.schedule in (found[0].schedule, "zb-v")]
         cells = [cell for way in plainest for cell in sequences(self.model, way, self.given)]
         return min(self._least(self._fastest_case(cell), idle=False) for cell in cells)
 
     def _note(self, cell: Layout, others: list[Layout]) -> None:
         """Keep the other ways of a layout with 1F1B for `finish`."""
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
-        plain = [way for way in alike if not way.vocab_pp]
         spread = [way for way in alike if way.vocab_pp]
-        kinds = self._kinds(cell)
-        # No schedule holds less than 1F1B, so none recomputes less.
-        if plain and (least := self._first_that_fits(cell, kinds, self.needed)):
-            self.waiting.append((self._least(least, idle=False), plain))
-        if spread and (least := self._first_that_fits(spread[0], kinds, self.needed_least)):
-            self.waiting.append((self._least(least, idle=False), spread))
+        kinds, plain = self._kinds(cell), [way for way in alike if not way.vocab_pp]
+        for ways, first, needed in (
+            (plain, cell, self.needed),  # no schedule holds less than 1F1B
+            (spread, (*spread, cell)[0], self.needed_least),
+        ):
+            least = self._first_that_fits(first, kinds, needed) if ways else None
+            for way in ways if least else ():
+                names = ("recompute", "recompute_layers", "zero")
+                own = replace(way, **{name: getattr(least, name) for name in names})
+                self.waiting.append((self._least(own, idle=False), [way]))
 
     def never_fits(self, found: Sequence[Layout]) -> bool:
         """Whether the way that holds the least does not fit with one micro-batch in flight."""

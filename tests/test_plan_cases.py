@@ -17,6 +17,10 @@ ONCE_WRONG = {
         "--layers 2 --hidden 1024 --heads 4 --vocab-size 250001 --seq-length 4096 --kv-heads 1 "
         "--gpu a100-80 --gpus 8 --global-batch-size 8"
     ),
+    "no tied matrix to exchange": (
+        "--layers 12 --hidden 1024 --heads 16 --vocab-size 50257 --seq-length 128 --gpu v100-16 "
+        "--gpus 8 --global-batch-size 7 --activation swiglu --no-bias"
+    ),
     "cp with one block recomputed": (
         "--layers 3 --hidden 800 --heads 25 --vocab-size 100 --seq-length 8192 --positions alibi "
         "--gpu b200 --gpus 4 --global-batch-size 32 --recompute full"
