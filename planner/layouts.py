@@ -6,13 +6,17 @@ Every layout is either ranked or rejected with a sentence. Nothing here prints.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from config.batch_schedule import BatchSchedule
+from config.command_line import reshape
 from config.messages import UserError
-from config.model_stats import block_flops, parameters
+from config.model_stats import block_flops, block_parameters, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
 from config.validation import check_batch, check_shape, check_split, with_dp
 from config.validation import refusal_of_vocab_pp as refused
@@ -25,6 +29,7 @@ from schedules.automatic import settled_layout
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 LONG = 4096  # tokens of a sample from which on cp is searched
+MOST_NODES = 10_000  # on which the smallest number is looked for
 SEARCHED = 8  # layouts for which --schedule auto is searched: the fastest with 1F1B
 
 
@@ -232,32 +237,47 @@ def _deepest(
 
 
 def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
-    """A model of `like`'s kind with full attention heads and an MLP of 4 x hidden."""
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads}
-    return replace(like, **sizes, ffn_hidden=4 * hidden, head_size=hidden // heads)
+    """A model of `like`'s kind: as many heads share keys and values, or what of that divides the
+    heads, and the MLP is as many times as wide, to a multiple of 128.
+    """
+    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
+    sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
+    if like.ffn_hidden != like.default_ffn():
+        sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / 128)) * 128
+    return reshape(like, sizes | {"head_size": hidden // heads})
+
+
+def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout]:
+    """The layouts at micro-batch 1 with full recomputation whose tp, pp and cp divide so many GPUs
+    (0: any number), without dp, in the order in which they are tried; cp of long samples only.
+    """
+    ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
+    tps = [tp for tp in ranks if tp <= machine.node][::-1]
+    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]
+    for cp, tp, pp in product(cps, tps, [pp for pp in ranks if pp <= model.layers]):
+        layout = Layout(tp=tp, pp=pp, cp=cp, recompute="full")
+        with suppress(UserError):
+            check_split(model, layout)
+            yield layout
 
 
 def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
     """The first layout that fits at micro-batch 1 with full recomputation, or None."""
-    for tp in [d for d in divisors(gpus) if d <= machine.node][::-1]:
-        for pp in divisors(gpus // tp):
-            layout = Layout(tp=tp, pp=pp, dp=gpus // (tp * pp), recompute="full")
-            if _trains(Job(model, layout, training, machine)):
-                return layout
+    for lean in _lean(model, machine, gpus):
+        dp, rest = divmod(gpus, lean.tp * lean.pp * lean.cp)
+        layout = replace(lean, dp=dp)
+        if not rest and _trains(Job(model, layout, training, machine)):
+            return layout
     return None
 
 
 def _trains(job: Job) -> bool:
-    """Whether it divides the model and fits, with the batch rounded up to a multiple of dp."""
+    """Whether it fits, with the batch rounded up to a multiple of dp."""
     model, layout, training, machine = job
-    states = parameters(model) * (2 + machine.software.gradient_bytes)  # not sharded by dp
-    if layout.pp > model.layers or states / (layout.tp * layout.pp) > machine.memory:
+    dp, states = layout.dp or 1, parameters(model) * (2 + machine.software.gradient_bytes)
+    if states / (layout.tp * layout.pp) > machine.memory:  # of what is not sharded by dp
         return False
-    try:
-        check_split(model, layout)
-    except UserError:
-        return False
-    samples = -(-training.global_batch_size // layout.dp) * layout.dp
+    samples = -(-training.global_batch_size // dp) * dp
     job = job._replace(training=replace(training, global_batch_size=samples))
     # One micro-batch in flight is the least of any schedule, and known without building one.
     needs_least = memory.fullest(job, in_flight=1).total
@@ -265,13 +285,24 @@ def _trains(job: Job) -> bool:
 
 
 def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
-    """The fewest nodes on which the model trains, and a layout there; UserError beyond 10,000."""
+    """The fewest nodes on which the model trains, and a layout there; UserError beyond MOST_NODES.
+
+    With more replicas a layout never needs more memory, so that their number is bisected.
+    """
     check_shape(model)
-    fewest = max(1, math.floor(4 * parameters(model) / (machine.memory * machine.node)))
-    for nodes in range(fewest, 10001):
-        if layout := leanest(model, training, machine, nodes * machine.node):
-            return nodes, layout
-    raise UserError(f"the model fits on no number of {machine.name} nodes up to 10000")
+    fewest, found = MOST_NODES + 1, None
+    for lean in _lean(model, machine):
+        replica = lean.tp * lean.pp * lean.cp
+        nodes = math.lcm(replica, machine.node) // machine.node  # the fewest that it fills
+        with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
+        fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
+        counts = range(1, (fewest - 1) // nodes + 1)
+        if counts and fits(counts[-1]):
+            count = counts[bisect_left(counts, True, key=fits)]
+            fewest, found = nodes * count, with_dp(count)
+    if found is None:
+        raise UserError(f"the model fits on no number of {machine.name} nodes up to {MOST_NODES}")
+    return fewest, found
 
 
 # ---- Shapes that suit the hardware ---------------------------------------------------------------
@@ -287,19 +318,24 @@ def shapes(
     divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
     """
     found, step = [], math.lcm(128, 8 * layout.tp)
-    for hidden in range(step, 32768, step):
-        layers = round((size - like.vocab_size * hidden) / (12 * hidden**2 + 13 * hidden))
+    for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
+        heads, rest = divmod(hidden, head)
+        if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
+            continue
+        one = _resized(like, 1, hidden, heads)
+        layers = 1 + round((size - parameters(one)) / block_parameters(one))
         if layers < 1 or not 80 <= hidden / layers <= 250:
             continue
-        for head in range(64, 257, 8):
-            heads, rest = divmod(hidden, head)
-            if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
-                continue
-            model = _resized(like, layers, hidden, heads)
-            if abs(parameters(model) / size - 1) < 0.03:
-                found.append((model, _efficiency(Job(model, layout, training, machine))))
+        model = replace(one, layers=layers)
+        if one.kv_heads % layout.tp or one.ffn_hidden % layout.tp:
+            continue
+        if abs(parameters(model) / size - 1) < 0.03:
+            found.append((model, _efficiency(Job(model, layout, training, machine))))
     if not found:
-        raise UserError(f"no shape of {size:g} parameters with hidden a multiple of {step}")
+        raise UserError(
+            f"no shape of {size:g} parameters with hidden a multiple of {step} and 80 to 250 times "
+            "its layers"
+        )
     return sorted(found, key=lambda entry: -entry[1])
 
 

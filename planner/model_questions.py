@@ -64,7 +64,8 @@ def smallest(question: Question) -> Answer:
 
 
 def _leanest(layout: schema.Layout) -> str:
-    axes = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}"
+    cp = f"cp {layout.cp}, " * (layout.cp > 1)
+    axes = f"tp {layout.tp}, pp {layout.pp}, {cp}dp {layout.dp}"
     return f"{axes}, micro-batch 1, full recomputation"
 
 

@@ -1,10 +1,11 @@
 """The planner's command line: every question, as text and as data, and its mistakes."""
 
 import json
+import math
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,29 @@ def test_largest_and_smallest_fit_and_are_tight():
     nodes, layout = layouts.smallest(preset("gpt3-175b"), training, machine)
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None
+
+
+def test_the_fewest_nodes_for_long_samples_share_them_and_too_long_ones_end_the_search():
+    data = ask("smallest --model llama-2-70b --gpu h100 --seq-length 1048576").data
+    assert data["nodes"] < 100
+    assert data["layout"]["cp"] > 1
+    machine, model = hardware.load("v100-16"), preset("llama-2-70b")
+    too_small = replace(machine, memory=2.5e9)
+    with pytest.raises(UserError, match="fits on no number of v100-16 nodes up to 10000"):
+        layouts.smallest(model, Training(global_batch_size=64, precision="fp16"), too_small)
+
+
+def test_models_of_other_sizes_are_of_the_same_kind():
+    """Grouped key/value heads and the MLP's width relative to hidden stay as they were."""
+    for name in ("llama-2-7b", "llama-3-70b"):
+        like = preset(name)
+        found = ask(f"shapes --size 20e9 --model {name} --tp 8").data
+        found += [ask(f"largest --gpu h100 --gpus 8 --model {name}").data["model"]]
+        for shape in found:
+            ratio, shared = like.ffn_hidden / like.hidden, like.heads // like.kv_heads
+            assert shape["ffn_hidden"] / shape["hidden"] == pytest.approx(ratio, rel=0.02)
+            assert shape["heads"] == shape["kv_heads"] * math.gcd(shape["heads"], shared)
+        assert all(shape["kv_heads"] % 8 == 0 for shape in found[:-1])
 
 
 def test_days_are_tokens_over_the_best_rate():
