@@ -129,4 +129,4 @@ class RunSamples:
             count = min(SAMPLE_TOKENS, self.length - len(prompt))
             ids = self.decoder.generate(prompt, count, Choice(), self.text.end)
             both = f"{self.text.decode(prompt)!r} -> {self.text.decode(ids)!r}"
-            self.note(f" sample at iteration {iteration} | {both} |")
+            self.note(f" sample at iteration {iteration} | {both}")

@@ -155,7 +155,7 @@ class Log:
         self._write(row)
         self.note(
             f" iteration {iteration:8d}/{self.total:8d} | consumed samples: {consumed:12d} |"
-            f" passed over by --skip-samples: {consumed - batch} to {consumed - 1} |"
+            f" passed over by --skip-samples: {consumed - batch} to {consumed - 1}"
         )
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
@@ -165,7 +165,7 @@ class Log:
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
         self.note(
             f" {name} loss at iteration {done.iteration} | lm loss: {loss:.6E} | "
-            f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E} |"
+            f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E}"
         )
 
     def note(self, line: str, printed: bool = True) -> None:

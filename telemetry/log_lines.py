@@ -84,10 +84,10 @@ def megatron(facts: Facts) -> str:
 
 def of_corpora(row: dict[str, Any]) -> str:
     """A line below that one, on what was read; none where neither corpora nor lengths matter."""
-    parts = [f"sample length: {row['sample_length']} |"] if "sample_length" in row else []
+    parts = [f"sample length: {row['sample_length']}"] if "sample_length" in row else []
     for prefix, epochs in row.get("corpus_epochs", {}).items():
-        parts.append(f"{prefix}: {row['corpus_tokens'][prefix]} tokens, {epochs:.4f} epochs |")
-    return "\n " + " ".join(parts) if parts else ""
+        parts.append(f"{prefix}: {row['corpus_tokens'][prefix]} tokens, {epochs:.4f} epochs")
+    return "\n " + " | ".join(parts) if parts else ""
 
 
 FORMATS = {"short": short, "megatron": megatron}

@@ -84,7 +84,7 @@ def test_skipped_samples_stay_skipped_after_a_restart(tmp_path, capsys):
     whole = rows(tmp_path / "whole")
     lines = capsys.readouterr().out
     assert "batches that hold samples of 10:19, 50:51 are passed over" in lines
-    assert "passed over by --skip-samples: 8 to 11" in lines
+    assert "passed over by --skip-samples: 8 to 11\n" in lines
     # Batches of 4 up to sample 16, of 8 up to 32, then of 12.
     skipped = [(r["iteration"], r["consumed_samples"]) for r in whole if "skipped_samples" in r]
     assert skipped == [(3, 12), (4, 16), (5, 24), (8, 56)]

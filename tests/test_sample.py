@@ -207,6 +207,7 @@ def test_the_loss_of_a_checkpoint_is_that_of_the_run(tmp_path):
         *(0, 1, 0, 1)
     ]
     assert log.count("| 'text' -> '") == 2
+    assert not [line for line in log.splitlines() if line.endswith("|")]
     assert list(next(row["layer_grad_norm"] for row in rows if "layer_grad_norm" in row)) == [
         *("embedding", "blocks.0", "blocks.1", "head")
     ]
