@@ -37,6 +37,7 @@ LARGE = 1024  # GPUs from which on the search shows how far it is
 # Head of what a table has of a layout beside its axes: blocks of a stage that are recomputed,
 # virtual stages, whether vocabulary and sequence are spread, the ZeRO stage.
 OPTIONS = "recompute schedule      sp zero"
+FIRST = "the first line is the fastest; a later one may have a faster schedule than it shows"
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -147,6 +148,7 @@ def ranked_layouts(question: Question) -> Answer:
     )
     lines = [head, *_ranked_lines(ranked[:top], question)]
     lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
+    lines += [FIRST] if len(ranked) > 1 else []
     lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
     lines += _notes(ranked[:1])

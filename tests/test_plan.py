@@ -145,6 +145,7 @@ def test_of_384_gpus_few_layouts_are_priced_and_few_schedules_built(monkeypatch)
     counted(simulation, "build")
     answer = ask("layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048")
     assert "93 layouts fit on 384 GPUs" in answer.text
+    assert "the first line is the fastest; a later one may have a faster" in answer.text
     assert answer.data["ranked"][0]["schedule"] == "zb-h1"
     assert counts["predict"] < 250
     assert counts["build"] < 40
