@@ -198,12 +198,16 @@ def _risky_lines(
         at, p = one.layout, one.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
         alike = [r for r in safe if _axes(r) == _axes(one)]
-        way = f"; safe with {' '.join(flags(alike[0].layout))}" if alike else ""
+        way = f"; safe with {_words(alike[0].layout)}" if alike else ""
         lines.append(
-            f"  {' '.join(flags(at))}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
+            f"  {_words(at)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
             f"safe with {over:.1f} GB less{way}"
         )
     return lines
+
+
+def _words(at: schema.Layout) -> str:
+    return " ".join(flags(at)) or "(train.py's defaults)"
 
 
 def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
@@ -227,7 +231,7 @@ def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]
             f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
             f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
             f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"
-            f"  {r.rampup}  {' '.join(flags(at))}"
+            f"  {r.rampup}  {_words(at)}"
         )
     return lines
 

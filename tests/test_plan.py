@@ -151,6 +151,12 @@ def test_of_384_gpus_few_layouts_are_priced_and_few_schedules_built(monkeypatch)
     assert counts["build"] < 40
 
 
+def test_a_layout_that_needs_no_flags_is_not_an_empty_cell():
+    lines = ask("layouts --model gpt2-124m --gpu h100 --gpus 1 --global-batch-size 2").text
+    assert "  --micro-batch-size 2\n" in lines
+    assert "  (train.py's defaults)\n" in lines
+
+
 def test_384_gpus_are_ranked_with_a_reason_for_the_rest():
     model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
     ranked, rejected = layouts.rank(model, training, A100, 384)
