@@ -57,7 +57,8 @@ def preset(name: str) -> ModelShape:
     """The shape of that name, upper or lower case; UserError names the nearest if there is none."""
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PRESETS:
-        raise UserError(f"no preset is called {name!r}{nearest(key, [*PRESETS, *ALIASES])}")
+        hint = nearest(key, [*PRESETS, *ALIASES]) or "; train.py --help lists them"
+        raise UserError(f"no preset is called {name!r}{hint}")
     return PRESETS[key]
 
 

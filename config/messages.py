@@ -126,10 +126,14 @@ def whole_number(text: str) -> int:
     return int(found)
 
 
-def nearest(name: str, known: list[str], at_least: float = 0.6) -> str:
-    """`; did you mean ...?` with the known name that is most similar, or an empty string."""
-    close = difflib.get_close_matches(name, known, 1, at_least)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def nearest(name: str, known: Iterable[str], at_least: float = 0.6) -> str:
+    """`; did you mean ...?` with at most three known names, or an empty string.
+
+    They are those with `name` between dashes, shortest first, or else the most similar one.
+    """
+    names = sorted((each for each in known if f"-{name}-" in f"-{each}-"), key=len)
+    names = names[:3] or difflib.get_close_matches(name, [*known], 1, at_least)
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def number_ranges(numbers: Iterable[int], between: str = ",") -> str:

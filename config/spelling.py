@@ -8,6 +8,7 @@
 The names are in other_names.toml.
 """
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -155,13 +156,15 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
     first, then one that is almost the same, then one whose name and text have all its words.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes, known = ("--" if name.startswith("-") else ""), list(options)
-    if plain in NAMES["meant"]:
-        return f"; did you mean {dashes + NAMES['meant'][plain]!r}?"
+    dashes, known, meant = ("--" if name.startswith("-") else ""), list(options), NAMES["meant"]
+    if plain in meant:
+        return f"; did you mean {dashes + meant[plain]!r}?"
     close = nearest(plain, known, 0.8)
+    if not close and (other := difflib.get_close_matches(plain, meant, 1, 0.8)):
+        close = f"; did you mean {meant[other[0]]!r}?"
     if not close:
         parts = set(re.split(r"\W+", plain))
         texts = {each: set(re.findall(r"\w+", f"{each} {text}")) for each, text in options.items()}
         close = next((f"; did you mean {e!r}?" for e in known if parts <= texts[e]), "")
     close = close or nearest(plain, known)
-    return close.replace("mean '", f"mean '{dashes}")
+    return close.replace(" '", f" '{dashes}")

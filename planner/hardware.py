@@ -190,8 +190,8 @@ def _merged(name: str) -> dict[str, Any]:
     elif name in names():
         own = read_toml(FOLDER / f"{name}.toml", name)
     else:
-        hint = nearest(name, names()) or f"; there are {', '.join(names())}"
-        raise UserError(f"no machine is called {name!r}{hint}, and no file: it would end in .toml")
+        others = f"; there are {', '.join(names())}, and files that end in .toml"
+        raise UserError(f"no machine is called {name!r}{nearest(name, names()) or others}")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables

@@ -183,7 +183,8 @@ OF_RUNS = {
 --num-layers 2 | --layers and --num-layers are one option, --layers: give one
 --fp16 --bf16 | --fp16 and --bf16 are one option, --precision: give one
 --attention-backend flash | --attention-backend flash: torch picks the kernel
---context-parallel-size 2 | --context-parallel-size 2: there is no context parallelism here
+--dropout 0.1 | --dropout 0.1: there is no dropout here
+--tensor-paralel 2 | unknown argument '--tensor-paralel'; did you mean '--tp'?
 --num-experts 8 | --num-experts 8: there are no experts here
 --hidden-dropout 0.1 | --hidden-dropout 0.1: there is no dropout here
 --num-layers-per-virtual-pipeline-stage 1 | give --schedule interleaved --virtual-stages N

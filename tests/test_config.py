@@ -69,6 +69,9 @@ def test_dp_follows_from_the_ranks():
         ("--min-lr 1.0", 1, "min-lr(1.0) is above lr(0.0003)"),
         ("--modle x", 1, "unknown argument '--modle'; did you mean '--model'?"),
         ("--model gpt2-123m", 1, "no preset is called 'gpt2-123m'; did you mean 'gpt2-124m'?"),
+        ("--model 13b", 1, "did you mean 'opt-13b' or 'olmo2-13b' or 'llama-2-13b'?"),
+        ("--model x", 1, "no preset is called 'x'; train.py --help lists them"),
+        ("--sample 4", 1, "did you mean '--sample-every' or '--sample-prompt'?"),
         ("--zero 9", 1, "--zero is one of"),
         ("--layers 0", 1, "--layers must be at least 1, not 0"),
         ("--layers four", 1, "argument --layers: invalid int value: 'four'"),
@@ -146,6 +149,7 @@ def test_megatrons_example_is_understood_with_a_note_of_our_names():
     assert parse(underscores) == request.config
     equals = ["--num_layers=2", "--hidden-size=64", "--num-attention-heads=4", "--train-iters=3"]
     assert parse(equals) == parse(f"{BASE} --layers 2 --global-batch-size 8".split())
+    assert parse([*BASE.split(), "--context-parallel-size", "2"]).layout.cp == 2
 
 
 def test_what_megatrons_names_mean_depends_on_the_batch_of_flag_or_file(tmp_path):
