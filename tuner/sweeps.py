@@ -158,14 +158,16 @@ def largest_model(
 
 
 def scaled(config: Config, step: int) -> Config:
-    """The model (1 + step/4) times as wide and deep, of the same head size."""
-    model, factor = config.model, 1 + step / 4
-    group = 1 if model.kv_heads == model.heads else model.kv_heads  # heads are a multiple of it
+    """The model (1 + step/4) times as wide and deep, of the same head size; a --tp divides it."""
+    if not step:
+        return config
+    model, factor, tp = config.model, 1 + step / 4, config.layout.tp
+    group = tp if model.kv_heads == model.heads else math.lcm(model.kv_heads, tp)
     heads = max(1, -(-round(model.heads * factor) // group)) * group
     changes = {"heads": heads, "hidden": heads * model.head_size}
     changes["layers"] = max(1, round(model.layers * factor))
     if model.ffn_hidden != model.default_ffn():
-        changes["ffn_hidden"] = round(model.ffn_hidden * factor)
+        changes["ffn_hidden"] = round(model.ffn_hidden * factor / tp) * tp
     return replace(config, model=reshape(model, changes))
 
 
