@@ -64,9 +64,10 @@ class Text:
                 raise UserError(f"{flag} {prompt!r} has no token of {self.path}")
             return ids
         if not IDS.fullmatch(prompt):
+            file = "--tokenizer FILE, or " if flag == "--prompt" else ""  # of sample.py
             raise UserError(
-                f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus, "
-                "so a prompt is token ids such as '17 4 250'"
+                f"{flag} {prompt!r}: no tokenizer was found beside the checkpoint or the corpus: "
+                f"give {file}token ids such as '17 4 250'"
             )
         ids = [int(word) for word in re.findall(r"\d+", prompt)]
         if max(ids) >= self.vocab_size:

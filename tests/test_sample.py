@@ -253,7 +253,10 @@ def test_a_prompt_that_does_not_fit_is_a_sentence(runs, tmp_path):
     (tmp_path / "t.json").write_text(letters().to_str())
     long = ["--prompt", "1 " * 20 + "1", "--max-tokens", "30"]
     wrong = {
-        ("--prompt", "a text"): "no tokenizer was found beside the checkpoint or the corpus",
+        (
+            "--prompt",
+            "a text",
+        ): "the corpus: give --tokenizer FILE, or token ids such as '17 4 250'",
         ("--prompt", "1 131"): "--prompt: 131 is not below vocab-size(131)",
         (
             *long,
