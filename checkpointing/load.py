@@ -26,6 +26,7 @@ from checkpointing.index import Index
 from checkpointing.verification import check_files
 from config.command_line import make_model
 from config.messages import UserError
+from config.needs import ROTARY
 from config.schema import Config
 from corpora.usage import Usage
 from data import Samples
@@ -33,6 +34,8 @@ from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from zero import Optimizer, ParamShard
 
+# Options of a model on which no tensor depends if positions are not learned.
+LENGTHS = ("seq_length", "max_positions")
 # Options of data that a resumed run prints if they have changed, as it does those of training.
 DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
 
@@ -181,9 +184,9 @@ class Loader:
         """UserError if the checkpoint's model is another one; a line with --load-weights-only."""
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
-        if self.config.model.positions != "learned":
-            theirs["seq_length"] = ours["seq_length"]  # no tensor depends on it
-        different = [name for name in ours if ours[name] != theirs[name]]
+        positions = self.config.model.positions
+        unused = {"learned": ROTARY, "rotary": LENGTHS}.get(positions, (*LENGTHS, *ROTARY))
+        different = [name for name in ours if ours[name] != theirs[name] and name not in unused]
         if not different:
             return
         both = ", ".join(f"{name} {theirs[name]} against {ours[name]}" for name in different)

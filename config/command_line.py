@@ -19,6 +19,7 @@ from typing import Any
 
 from config import families, spelling
 from config.messages import Parser, UserError, nearest
+from config.needs import check_used, unused_rotary
 from config.run_options import Run
 from config.schema import GROUPS, Config, ModelShape
 from config.validation import check_shape
@@ -127,7 +128,11 @@ def parse_request(
     given = _with_shape(translated.finish((_options_of_file(file) if file else {}) | values))
     lacks: list[str] = []
     config = build(defaults(frozenset(given)) | given, lacks if plans else None)
+    check_used(config, given)
     notes = [*translated.notes, *(f"planned, but not trained here: {each}" for each in lacks)]
+    if unused := unused_rotary(config):
+        positions = f"--positions {config.model.positions}"
+        notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     return Request(config, frozenset(given), tuple(notes))
 
 

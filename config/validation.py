@@ -69,12 +69,6 @@ def check_shape(model: ModelShape) -> None:
     if model.heads % model.kv_heads:
         raise UserError(f"kv-heads({model.kv_heads}) does not divide heads({model.heads})")
     rotary_scaling(model.rotary_scaling)
-    if model.positions != "rotary" and (model.rotary_fraction, model.rotary_scaling) != (1, "none"):
-        raise UserError(
-            f"--rotary-fraction {model.rotary_fraction:g} and --rotary-scaling "
-            f"{model.rotary_scaling} need --positions rotary, not {model.positions}: "
-            "give 1 and none"
-        )
     if model.positions == "rotary" and (model.rotary_width % 2 or not model.rotary_width):
         part = f"head-size({model.head_size}) * rotary-fraction({model.rotary_fraction:g})"
         raise UserError(
@@ -362,27 +356,14 @@ def _check_length(config: Config) -> None:
         first = config.batches.batch(0)
         name = "global-batch-size" if first == training.global_batch_size else "first batch"
         raise UserError(f"train-samples({training.train_samples}) is less than one {name}({first})")
-    if training.min_lr > training.lr:
+    if training.lr_schedule != "constant" and training.min_lr > training.lr:
         raise UserError(f"min-lr({training.min_lr}) is above lr({training.lr})")
 
 
 def _check_run(run: Run, steps: int) -> None:
-    if run.keep_every and not run.keep_last:
-        raise UserError(f"--keep-every {run.keep_every} needs --keep-last: now all are kept")
-    if run.load_weights_only and not run.resume:
-        raise UserError("--load-weights-only needs --resume, to say which weights")
     begin, stop = run.begin_at_samples, run.stop_at_samples
-    if begin and not run.resume:
-        raise UserError(f"--begin-at-samples {begin} needs --resume: a new run begins with 0")
     if stop and stop <= begin:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
-    saves = run.save_every or run.save_every_minutes
-    for flag, given in (("keep-last", run.keep_last), ("save-weights-only", run.save_weights_only)):
-        if given and not saves:
-            needed = "--save-every or --save-every-minutes"
-            raise UserError(f"--{flag} needs {needed}: nothing is saved")
-    if run.hang_timeout is not None and not run.watchdog:
-        raise UserError(f"--hang-timeout {run.hang_timeout:g} needs the watchdog; now it is off")
     if (run.sample_every > 0) != (run.sample_prompt is not None):
         raise UserError("--sample-every N and --sample-prompt TEXT need each other")
     for flag, step in (("profile-step", run.profile_step), ("torch-profile", run.torch_profile)):

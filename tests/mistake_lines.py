@@ -110,7 +110,7 @@ OF_RUNS = {
 --save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
---keep-last 2 | --keep-last needs --save-every or --save-every-minutes: nothing is saved
+--keep-last 2 | --keep-last 2 needs --save-every or --save-every-minutes: nothing is saved
 --keep-every 5 | --keep-every 5 needs --keep-last: now all are kept
 --save-weights-only | --save-weights-only needs --save-every or --save-every-minutes: nothing is
 --save-every -1 | --save-every must be at least 0, not -1
@@ -165,8 +165,8 @@ OF_RUNS = {
 --head-size 15 --positions rotary | head-size(15) * rotary-fraction(1) is 15
 --head-size 0 | --head-size must be at least 1, not 0
 --rotary-fraction 1.5 --positions rotary | --rotary-fraction must be at most 1.0, not 1.5
---rotary-fraction 0.5 | --rotary-fraction 0.5 and --rotary-scaling none need --positions rotary, not
---rotary-scaling linear:2 | --rotary-scaling linear:2 need --positions rotary, not learned: give 1
+--rotary-fraction 0.5 | --rotary-fraction 0.5 needs --positions rotary
+--rotary-scaling linear:2 | --rotary-scaling linear:2 needs --positions rotary
 --rotary-scaling yarn:2 --positions rotary | --rotary-scaling is none, linear:FACTOR or llama3:
 --rotary-scaling llama3:8:1 --positions rotary | HIGH:POSITIONS with numbers above 0 like
 --qk-norm all | --qk-norm is one of none, head, full, not 'all'
@@ -185,6 +185,7 @@ OF_RUNS = {
 --attention-backend flash | --attention-backend flash: torch picks the kernel
 --dropout 0.1 | --dropout 0.1: there is no dropout here
 --tensor-paralel 2 | unknown argument '--tensor-paralel'; did you mean '--tp'?
+--context-parallel-size 2 | tp(1) * pp(1) * cp(2) * dp(?) does not divide 1 ranks
 --num-experts 8 | --num-experts 8: there are no experts here
 --hidden-dropout 0.1 | --hidden-dropout 0.1: there is no dropout here
 --num-layers-per-virtual-pipeline-stage 1 | give --schedule interleaved --virtual-stages N

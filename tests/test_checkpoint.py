@@ -292,6 +292,16 @@ def test_another_model_shows_both_shapes(tmp_path):
     check_refused(bad, "blocks.0.attention.out.bias is (32,) there and (64,) here")
 
 
+def test_options_that_the_positions_do_not_use_may_differ(tmp_path):
+    old = {"positions": "alibi", "rotary_scaling": "linear:2", "max_positions": 8}
+    save_some(tmp_path / "a", **old)
+    resume = str(tmp_path / "a")
+    config = make(tmp_path / "b", resume=resume, positions="alibi", seq_length=8)
+    assert build_run(config)[1].resume().iteration == 1
+    again = make(tmp_path / "b", resume=resume, **old | {"positions": "rotary"})
+    check_refused(again, "positions alibi against rotary")
+
+
 def test_missing_and_surplus_tensors_are_listed(tmp_path):
     save_some(tmp_path / "a", tied=False)
     config = make(tmp_path / "b", resume=str(tmp_path / "a"), load_weights_only=True, layers=3)

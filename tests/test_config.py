@@ -1,5 +1,6 @@
 """Options, presets, error messages, --help and --version."""
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from ranks import ROOT
 from config import spelling
 from config.command_line import PRESETS, parse, parse_request, preset
 from config.messages import VERSION, UserError, whole_number
+from config.needs import NEEDS
 from config.schema import GROUPS, Config, ModelShape
 from config.validation import check
 
@@ -112,6 +114,75 @@ def test_a_wrong_file_gets_its_sentence(tmp_path, text, sentence):
     with pytest.raises(UserError) as caught:
         parse(["--config", str(path)])
     assert sentence in str(caught.value)
+
+
+# What each option without an effect needs: a value of the option, what is said, and what helps.
+LEFT_OUT = [
+    ("--max-positions 9 --positions alibi", "--positions learned", "--positions learned"),
+    ("--rotary-base 500", "--positions rotary", "--positions rotary"),
+    ("--rotary-fraction 0.5", "--positions rotary", "--positions rotary"),
+    ("--rotary-scaling linear:2", "--positions rotary", "--positions rotary"),
+    ("--min-lr 1e-06 --lr-schedule constant", "--lr-schedule cosine, lin", "--lr-schedule linear"),
+    ("--lr-decay-samples 9 --lr-schedule constant", "--lr-schedule cosine", "--lr-schedule wsd"),
+    ("--lr-wsd-decay-samples 9", "--lr-schedule wsd", "--lr-schedule wsd"),
+    ("--adam-beta1 0.8 --optimizer sgd", "--optimizer adamw, apex", "--optimizer adamw"),
+    ("--adam-beta2 0.8 --optimizer adafactor", "--optimizer adamw, apex", "--optimizer muon"),
+    ("--adam-eps 1e-06 --optimizer sgd", "--optimizer adamw, apex", "--optimizer adamw8bit"),
+    ("--sgd-momentum 0.5", "--optimizer sgd", "--optimizer sgd"),
+    ("--loss-scale 8", "--precision fp16", "--precision fp16"),
+    ("--initial-loss-scale-power 8", "--precision fp16", "--precision fp16"),
+    ("--loss-scale-window 8", "--precision fp16", "--precision fp16"),
+    ("--loss-scale-hysteresis 8", "--precision fp16", "--precision fp16"),
+    ("--min-loss-scale 8", "--precision fp16", "--precision fp16"),
+    ("--max-overflows 8 --precision bf16", "--precision fp16", "--precision fp16"),
+    ("--min-loss-scale 8 --precision fp16 --loss-scale 8", "a dynamic scale", "--loss-scale 0"),
+    ("--loss-scale-window 8 --precision fp16 --loss-scale 8", "a dynamic", "--loss-scale 0"),
+    ("--eval-every 8", "--eval-samples or --eval-data: nothing is", "--eval-samples 8"),
+    ("--data-schedule 5:1,2 --order stable", "the files of --data", "--data 1 a 1 b"),
+    ("--eod-token 0", "--reset-attention, --reset-positions", "--mask-eod-loss"),
+    ("--fim-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
+    ("--fim-spm-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
+    ("--no-async-save", "--save-every or --save-every-minutes", "--save-every 5"),
+    ("--node-mtbf-hours 9", "--save-every or --save-every-minutes", "--save-every-minutes 5"),
+    ("--save-weights-only", "--save-every or --save-every-minutes", "--save-every 5"),
+    ("--keep-last 2", "--save-every or --save-every-minutes", "--save-every 5"),
+    ("--keep-every 2 --save-every 5", "--keep-last: now all are kept", "--keep-last 2"),
+    ("--load-weights-only", "--resume, to say which weights", "--resume auto"),
+    ("--begin-at-samples 8", "--resume: a new run begins with 0", "--resume auto"),
+    ("--hang-timeout 8 --no-watchdog", "the watchdog; now it is off", "--watchdog"),
+    ("--slow-rank-percent 9 --check-speed-every 0", "--check-speed", "--check-speed-every 9"),
+]
+
+
+@pytest.mark.parametrize(("words", "needed", "helps"), LEFT_OUT)
+def test_an_option_that_changes_nothing_is_refused_and_says_what_it_needs(words, needed, helps):
+    short = f"{BASE} --seq-length 8 --vocab-size 64"
+    flag, *value = words.split(" --")[0].split()
+    with pytest.raises(UserError) as caught:
+        parse(f"{short} {words}".split())
+    assert str(caught.value).startswith(" ".join([flag, *value, "needs", needed]))
+    configure(f"{short} {words} {helps}")
+
+
+def test_every_option_that_needs_another_is_tried_and_says_nothing_at_its_default():
+    named = [name for names, _, _ in NEEDS for name in names]
+    tried = {words.split()[0].removeprefix("--no-").lstrip("-") for words, _, _ in LEFT_OUT}
+    assert {name.replace("_", "-") for name in named} == tried
+    same = "--sgd-momentum 0.9 --max-positions 32 --positions alibi --async-save --loss-scale 0"
+    assert configure(f"{BASE} {same} --seq-length 32").model.max_positions == 32
+
+
+def test_what_a_file_has_beside_a_model_is_a_note_not_a_mistake(tmp_path):
+    old = {"config": {"model": {"layers": 2, "hidden": 32, "heads": 4, "positions": "alibi"}}}
+    old["config"]["model"] |= {"rotary_scaling": "linear:2", "max_positions": 9}
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    request = parse_request(["--resume", str(tmp_path), "--steps", "3"])
+    assert check(request.config, 1).model.rotary_scaling == "linear:2"
+    note = "--rotary-scaling linear:2 of the model changes nothing with --positions alibi"
+    assert request.notes == (note,)
+    assert parse_request(["--model", "llama-2-7b", "--steps", "3"]).notes == ()
+    (note,) = parse_request(["--model", "llama-3-8b", "--positions", "alibi"]).notes
+    assert note.startswith("--rotary-base 500000 of the model changes nothing")
 
 
 # Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh with smaller sizes: its 34 options.

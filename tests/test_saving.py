@@ -7,7 +7,6 @@ import os
 import threading
 import types
 
-import checkpoint_worker as worker
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,6 @@ from checkpoint_worker import build_run, make
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.load import Progress
-from config import validation
 from config.messages import UserError
 
 
@@ -114,19 +112,6 @@ def test_the_interval_that_loses_least():
     best = min(lost, key=lost.get)
     assert save.best_interval(pause, 1.0, mean) == pytest.approx(best, rel=0.02)
     assert save.best_interval(pause, 1e5, mean) == 1e5
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"keep_every": 5, "save_every": 1}, "--keep-every 5 needs --keep-last"),
-        ({"load_weights_only": True}, "--load-weights-only needs --resume"),
-        ({"keep_last": 2}, "--keep-last needs --save-every"),
-    ],
-)
-def test_options_that_do_not_go_together(values, message):
-    with pytest.raises(UserError, match=message):
-        validation.check(worker.options(values), 1)
 
 
 # ------------------------------------------------------------------------------------------------

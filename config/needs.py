@@ -1,0 +1,115 @@
+"""Options that change nothing unless the run has something else: given without it, a mistake.
+
+    check_used(config, {"sgd_momentum"})     UserError unless --optimizer is sgd
+
+Only what a flag or a --config file gives is looked at: what a preset, or the run.json of an earlier
+run, has beside it does no harm. An option at its default is none that was asked for.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+from config.messages import UserError
+from config.schema import Config
+
+ROTARY = ("rotary_base", "rotary_fraction", "rotary_scaling")
+DYNAMIC = (
+    "initial_loss_scale_power",
+    "loss_scale_window",
+    "loss_scale_hysteresis",
+    "min_loss_scale",
+)
+END = ("reset_attention", "reset_positions", "mask_eod_loss")  # what needs the end of a document
+
+
+def _has_adam(config: Config) -> bool:
+    return config.training.optimizer not in ("sgd", "adafactor")
+
+
+def _falls(config: Config) -> bool:
+    return config.training.lr_schedule != "constant"
+
+
+def _evaluates(config: Config) -> bool:
+    return bool(config.data.eval_samples or config.data.eval_data)
+
+
+def _saves(config: Config) -> bool:
+    return bool(config.run.save_every or config.run.save_every_minutes)
+
+
+def _ends_documents(config: Config) -> bool:
+    return config.data.objective == "fim" or any(getattr(config.data, name) for name in END)
+
+
+# Options, what they need as the end of a sentence, and whether a run has that.
+NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
+    (("max_positions",), "--positions learned", lambda c: c.model.positions == "learned"),
+    (ROTARY, "--positions rotary", lambda c: c.model.positions == "rotary"),
+    (("min_lr", "lr_decay_samples"), "--lr-schedule cosine, linear or wsd", _falls),
+    (("lr_wsd_decay_samples",), "--lr-schedule wsd", lambda c: c.training.lr_schedule == "wsd"),
+    (
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        "--optimizer adamw, apex, adamw8bit or muon",
+        _has_adam,
+    ),
+    (("sgd_momentum",), "--optimizer sgd", lambda c: c.training.optimizer == "sgd"),
+    (
+        (*DYNAMIC, "loss_scale", "max_overflows"),
+        "--precision fp16",
+        lambda c: c.training.precision == "fp16",
+    ),
+    (DYNAMIC, "a dynamic scale: --loss-scale 0", lambda c: not c.training.loss_scale),
+    (("eval_every",), "--eval-samples or --eval-data: nothing is evaluated", _evaluates),
+    (
+        ("data_schedule",),
+        "the files of --data: random tokens have no weights",
+        lambda c: c.data.data != ("synthetic",),
+    ),
+    (
+        ("eod_token",),
+        "--reset-attention, --reset-positions, --mask-eod-loss or --objective fim",
+        _ends_documents,
+    ),
+    (("fim_rate", "fim_spm_rate"), "--objective fim", lambda c: c.data.objective == "fim"),
+    (
+        ("keep_last", "save_weights_only", "async_save", "node_mtbf_hours"),
+        "--save-every or --save-every-minutes: nothing is saved",
+        _saves,
+    ),
+    (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
+    (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
+    (("begin_at_samples",), "--resume: a new run begins with 0", lambda c: c.run.resume),
+    (("hang_timeout",), "the watchdog; now it is off", lambda c: c.run.watchdog),
+    (("slow_rank_percent",), "--check-speed-every above 0", lambda c: c.run.check_speed_every),
+)
+
+
+def check_used(config: Config, given: Collection[str]) -> None:
+    """Raise UserError if one of the options that were given, by name, changes nothing."""
+    for names, needed, has_it in NEEDS:
+        useless = _as_typed(config, [name for name in names if name in given])
+        if useless and not has_it(config):
+            raise UserError(f"{useless[0]} needs {needed}")
+
+
+def unused_rotary(config: Config) -> list[str]:
+    """The rotary options, as flags, that a model without rotary positions has all the same."""
+    return [] if config.model.positions == "rotary" else _as_typed(config, ROTARY)
+
+
+def _as_typed(config: Config, names: Collection[str]) -> list[str]:
+    """Those of the options that are not at their defaults, as flags with their values."""
+    found = []
+    for group in (config.model, config.training, config.data, config.run):
+        for field in dataclasses.fields(group):
+            value, flag = getattr(group, field.name), field.name.replace("_", "-")
+            usual = config.model.seq_length if field.name == "max_positions" else field.default
+            if field.name not in names or value == usual:
+                continue
+            values = value if isinstance(value, tuple) else (value,)
+            words = [f"{each:g}" if isinstance(each, float) else str(each) for each in values]
+            sign = "" if value is True else " " + " ".join(words)
+            found.append(f"--no-{flag}" if value is False else f"--{flag}{sign}")
+    return found
