@@ -202,12 +202,12 @@ def attention_kernel(
     if masked:
         kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
         return f"torch {kernel}_attention, of masks{over}"
+    if alibi and takes_flex(model.head_size, **of):
+        return f"torch flex_attention, of ALiBi{over}"
     parts = mesh.tp.size * mesh.heads.size
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
     queries = model.heads // model.kv_heads
     q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
-    if alibi and takes_flex(model.head_size, **of):
-        return f"torch flex_attention, of ALiBi{over}"
     bias = torch.empty(1, model.heads // parts, s, s, **of) if alibi else None
     choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"

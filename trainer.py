@@ -196,7 +196,6 @@ def main(
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config, context)
-        preflight.check_compiler(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         end.callback(state.reader.close)
@@ -205,6 +204,7 @@ def main(
         predicted = predict_memory(config) if predict_memory else None
         peak = peak_of(context.describe()["device"], config.training.precision)
         kernels = _kernels(state, splits)
+        preflight.check_compiler(kernels, context)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:

@@ -225,7 +225,7 @@ def placement_warnings(
 
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
-    found = [*_uneven_nodes(places, job_nodes), *_split_tensor_group(places, layout)]
+    found = [*_uneven_nodes(places, job_nodes), *_split_group(places, layout)]
     return found + _cores_not_inherited(places) + _sharing(places)
 
 
@@ -242,15 +242,18 @@ def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
         yield f"the job holds {job_nodes} nodes, but its {used}"
 
 
-def _split_tensor_group(places: list[Place], layout: Layout) -> list[str]:
-    for ranks in rows_along(layout.axes, ("tp",)):
-        nodes = sorted({places[rank].node for rank in ranks})
-        if len(nodes) > 1:
-            return [
-                f"tensor-parallel ranks {ranks[0]} to {ranks[-1]} are on nodes "
-                f"{', '.join(nodes)}: every layer waits for the network; choose a tp that divides "
-                f"the ranks of a node, and place ranks node by node (srun --distribution=block)"
-            ]
+def _split_group(places: list[Place], layout: Layout) -> list[str]:
+    """Of tp, or else of cp, the first group on several nodes."""
+    for kind, axis, product in (("tensor", "tp", "tp"), ("context", "cp", "tp x cp")):
+        for ranks in rows_along(layout.axes, (axis,)):
+            nodes = sorted({places[rank].node for rank in ranks})
+            if len(nodes) > 1:
+                return [
+                    f"{kind}-parallel ranks {ranks[0]} to {ranks[-1]} are on nodes "
+                    f"{', '.join(nodes)}: every layer waits for the network; choose a {product} "
+                    f"that divides the ranks of a node, and place ranks node by node (srun "
+                    f"--distribution=block)"
+                ]
     return []
 
 

@@ -89,20 +89,23 @@ class Peers(StoreExchange):
         return sorted({self.context.nodes[rank] for rank in ranks})
 
 
-def check_compiler(config: Config, context: Context) -> None:
-    """UserError if --compile is given, and this node lacks what torch.compile calls."""
-    if not config.run.compile:
+def check_compiler(kernels: dict[str, str], context: Context) -> None:
+    """UserError if one of these kernels, by kind, is compiled when it is first called, and this
+    node lacks what torch.compile calls.
+    """
+    on_gpu, flex = context.device.type == "cuda", "flex_attention" in kernels["attention"]
+    if not flex and "compiled" not in kernels:
         return
-    on_gpu = context.device.type == "cuda"
+    what = "--compile" if "compiled" in kernels else kernels["attention"]
     variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
     name, node = os.environ.get(variable, usual), context.nodes[context.rank]
     if shutil.which(name) is None:
         raise UserError(
-            f"--compile needs a compiler, and {node} has no {name}: install g++ there, load the "
+            f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "
             f"cluster's module of gcc, or give another one in {variable}"
         )
     if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError(f"--compile needs triton on GPUs, and {node} has none: pip install triton")
+        raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
 
 
 def introduce(config: Config, context: Context) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,14 @@ from test_golden import POSITIONS, distance, reference
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attention import attention_kernel
+from config.messages import UserError
+from config.schema import ModelShape
 from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
+from distributed import preflight
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
-from parallel import ParamSpec
+from parallel import ParamFactory, ParamSpec
 
 LEARNED, ALIBI, ROTARY = POSITIONS["learned"], POSITIONS["alibi"], POSITIONS["rotary"]
 SMALL = {"layers": 4, "steps": 3, "precision": "fp64", "micro_batch_size": 1}
@@ -89,6 +94,28 @@ def test_a_missing_compiler_is_one_sentence(tmp_path):
     assert "--compile needs a compiler" in done.stderr
     assert "has no none-such-g++: install g++ there" in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(masked, monkeypatch):
+    """flex_attention, without --compile: by the kernel that the start prints, on a fake GPU."""
+    shape = {"layers": 1, "hidden": 32, "heads": 2, "seq_length": 16}
+    device, positions = torch.device("cuda"), "learned" if masked else "alibi"
+    factory = ParamFactory(Mesh(), torch.bfloat16, device, 1, 0.02, False, None)
+    kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
+    context = SimpleNamespace(device=device, nodes=["n1", "n2"], rank=1)
+    monkeypatch.delenv("CC", raising=False)
+    tools = {"gcc": "/usr/bin/gcc"}
+    monkeypatch.setattr(preflight.shutil, "which", tools.get)
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    of = "masks" if masked else "ALiBi"
+    sentence = f"torch flex_attention, of {of} needs triton on GPUs, and n2 has none: pip install"
+    with pytest.raises(UserError, match=sentence):
+        preflight.check_compiler({"attention": kernel}, context)
+    tools.clear()
+    with pytest.raises(UserError, match=f"of {of} needs a compiler, and n2 has no gcc: install"):
+        preflight.check_compiler({"attention": kernel}, context)
+    preflight.check_compiler({"attention": "torch scaled_dot_product_attention, math"}, context)
 
 
 def test_a_rehearsal_runs_uncompiled_and_says_so():

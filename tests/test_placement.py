@@ -1,6 +1,7 @@
 """Cores and GPUs of the ranks of a node, and warnings about how ranks were placed."""
 
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -121,19 +122,24 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_refused(capability, built, runs,
 
 
 @pytest.mark.parametrize(
-    ("given", "tp", "job_nodes", "sentence"),
+    ("given", "tp_cp", "job_nodes", "sentence"),
     [
-        (places("aaab"), 1, 2, "unequal numbers of ranks: 3 on a, 1 on b; --ntasks-per-node"),
-        (places("aabb"), 1, 3, "the job holds 3 nodes, but its 4 ranks are on 2 of them"),
-        (places("abab"), 2, 2, "tensor-parallel ranks 0 to 1 are on nodes a, b"),
-        (places("aabb"), 4, 2, "tensor-parallel ranks 0 to 3 are on nodes a, b"),
-        (places("aabb", 1, asked=8), 2, 2, "4 ranks, the first is 0 on a, have 1 cores, but"),
+        (places("aaab"), (1, 1), 2, "unequal numbers of ranks: 3 on a, 1 on b; --ntasks-per-node"),
+        (places("aabb"), (1, 1), 3, "the job holds 3 nodes, but its 4 ranks are on 2 of them"),
+        (places("abab"), (2, 1), 2, "tensor-parallel ranks 0 to 1 are on nodes a, b"),
+        (places("aabb"), (4, 1), 2, "tensor-parallel ranks 0 to 3 are on nodes a, b"),
+        (places("aabb"), (1, 4), 2, "context-parallel ranks 0 to 3 are on nodes a, b: every layer"),
+        (places("abab"), (1, 2), 2, "context-parallel ranks 0 to 1 are on nodes a, b"),
+        (places("aabb"), (2, 2), 2, "ranks 0 to 2 are on nodes a, b: .* a tp x cp that divides"),
+        (places("abab"), (2, 2), 2, "tensor-parallel ranks 0 to 1 are on nodes a, b: .* a tp that"),
+        (places("aabb", 1, asked=8), (2, 1), 2, "4 ranks, the first is 0 on a, have 1 cores, but"),
     ],
 )
-def test_each_warning(given, tp, job_nodes, sentence):
-    layout = Layout(tp=tp, dp=4 // tp)
+def test_each_warning(given, tp_cp, job_nodes, sentence):
+    tp, cp = tp_cp
+    layout = Layout(tp=tp, cp=cp, dp=4 // tp // cp)
     (found,) = placement.placement_warnings(given, layout, job_nodes)
-    assert sentence in found
+    assert re.search(sentence, found)
 
 
 def test_a_good_placement_has_no_warnings():
