@@ -271,16 +271,25 @@ class BatchReader:
         shape = self.layout.micro_batch_size, config.model.seq_length
         objective = Objective(config.data, config.training.seed)
         self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
+        self.kept: dict[int, Callable[[int], Batch]] = {}  # by the first sample
 
     def batches(
-        self, samples: Samples, first: int, config: Config, evaluated: int | None = None
+        self,
+        samples: Samples,
+        first: int,
+        config: Config,
+        evaluated: int | None = None,
+        keep: bool = False,
     ) -> Callable[[int], Batch]:
         """Micro-batches by index, of the global batch that starts at sample `first`.
 
         evaluated: of how many samples an evaluation is, which may end within a micro-batch: those
         after them do not count. None: training, which goes on after this batch. Where a rank has
-        several stages, which may all ask for it, a micro-batch is kept.
+        several stages, which may all ask for it, a micro-batch is kept; keep: and given again to
+        the next step, if that begins at `first` too.
         """
+        if evaluated is None and (kept := self.kept.pop(first, None)):
+            return kept
         size, begun = self.layout.micro_batch_size, False
         length = config.length(first) if evaluated is None else config.model.seq_length
         count = None if evaluated is None else -(-evaluated // (size * self.layout.dp))
@@ -299,7 +308,9 @@ class BatchReader:
             # torch gives pinned memory away again only when the copy from it has ended.
             return batch.to(self.device, length, self.cp)
 
-        return functools.cache(take) if self.layout.stages_per_rank > 1 else take
+        found = functools.cache(take) if keep or self.layout.stages_per_rank > 1 else take
+        self.kept |= {first: found} if keep else {}
+        return found
 
     def _upcoming(self, first: int, config: Config, count: int | None) -> Iterator[int]:
         """The first samples of this replica's micro-batches from the global batch at `first` on."""

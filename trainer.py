@@ -132,20 +132,22 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """The passes of the step that comes, whose gradients are forgotten: --compile compiles in them,
-    so that no step's time has it.
+    so that no step's time has it. That step takes the same micro-batches: nothing is read twice.
     """
     state.factory.mesh.recorder.enter("compile")
-    _passes(state, samples, consumed)
+    _passes(state, samples, consumed, keep=True)
     state.optimizer.discard()
 
 
-def _passes(state: TrainState, samples: data.Samples, consumed: int) -> tuple[Tensor, int]:
+def _passes(
+    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False
+) -> tuple[Tensor, int]:
     """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
     micro_batches, targets = config.micro_batches(size), size * length
     state.pipeline.set_length(length)
-    batches = state.reader.batches(samples, consumed, config)
+    batches = state.reader.batches(samples, consumed, config, keep=keep)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 

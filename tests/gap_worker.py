@@ -46,8 +46,8 @@ class Planted:
             time.sleep(self.in_forward(stage))
             return forward(stage, *arguments, **keywords)
 
-        def read_later(*arguments):
-            read = batches(*arguments)
+        def read_later(*arguments, **more):
+            read = batches(*arguments, **more)
             return lambda number: time.sleep(self.on * causes.get("data", 0.0)) or read(number)
 
         trainer.step, Stage.forward, data.BatchReader.batches = counted, slower, read_later

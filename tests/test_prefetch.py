@@ -11,7 +11,9 @@ import pytest
 import torch
 from test_data import VOCAB, config_of, write_corpus
 
+import trainer
 from config.messages import UserError
+from config.schema import Config, Layout, ModelShape, Training
 from config.validation import check
 from corpora import prefetch, token_files
 from corpora.prefetch import AHEAD, READERS, Prefetcher
@@ -104,6 +106,24 @@ def test_skipped_batches_growing_batches_and_the_end_are_followed():
     reader.batches(samples, 0, config)(0)
     samples.wait_for([*range(8), *range(16, 24)])  # 24 to 27 would be past the end
     reader.close()
+
+
+def test_the_warm_up_of_compile_and_its_step_read_a_sample_once():
+    """An evaluation of the same samples comes between; gradients show that nothing else is lost."""
+    words = {"hidden": 16, "heads": 2, "layers": 1, "seq_length": 8, "vocab_size": VOCAB}
+    shape, training = ModelShape(**words), Training(global_batch_size=8, steps=9)
+    config = check(Config(shape, Layout(micro_batch_size=2), training), 1)
+    losses = []
+    for warm in (False, True):
+        samples, state = Watched(), trainer.build(config)
+        if warm:
+            trainer.warm_up(state, samples, 0)
+            trainer.evaluate(state, Watched(), 8)
+        losses.append([trainer.step(state, samples, 8 * i, 1e-3).loss for i in range(3)])
+        state.reader.close()
+        assert sorted(samples.seen) == list(range(len(samples.seen)))
+        assert len(samples.seen) >= 24
+    assert losses[0] == losses[1]
 
 
 def test_an_evaluation_between_steps_costs_no_second_reading():
