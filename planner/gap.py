@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from config.command_line import build
 from config.messages import UserError
 from config.schema import Config, coordinates
 from planner import block_costs, compare, hardware, op_costs, remedies, replay, run_files
@@ -59,9 +58,7 @@ def read(run: str) -> Measured:
     Saves and evaluations are those of all steps until the last one measured.
     """
     facts, rows = run_files.facts_of(run), _rows(Path(run) / "times.jsonl")
-    config, ran = build(run_files.options_of(run) | {"schedule": "1f1b"}), facts["config"]["layout"]
-    ran = {name: ran[name] for name in ("schedule", "dp")}  # auto has become what cannot be given
-    config = replace(config, layout=replace(config.layout, **ran))
+    config = run_files.config_of(run)
     device = "cuda" if facts["cluster"]["backend"] == "nccl" else "cpu"
     layout, model, steps = config.layout, config.model, []
     try:

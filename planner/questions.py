@@ -267,6 +267,7 @@ def _notes(ranked: list[layouts.Ranked]) -> list[str]:
 def stages(question: Question) -> Answer:
     """Blocks, parameters, time and memory per stage, and the times as bars."""
     job = question.job()
+    job = job._replace(layout=settled_layout(job.model, job.layout, job.micro_batches)[0])
     rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
     names = (*memory.OF_RUN, "buffers", "context", "total")

@@ -14,7 +14,7 @@ from typing import Any
 from config import families
 from config.command_line import build
 from config.messages import UserError
-from config.schema import GROUPS, ModelShape
+from config.schema import GROUPS, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
 from planner.questions import FULL_BATCH
@@ -47,6 +47,7 @@ def is_source(path: str) -> bool:
 
 def options_of(path: str) -> dict[str, Any]:
     """Options of a run's folder, a run.json or a checkpoint, but for those that follow from others.
+    A schedule that was searched is --schedule auto again.
 
     Raises UserError if it is none of these, or has options that are not known here.
     """
@@ -57,9 +58,23 @@ def options_of(path: str) -> dict[str, Any]:
         if unknown := set(values) - names:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
         found |= {name: value for name, value in values.items() if value is not None}
+    if str(found.get("schedule")).startswith("searched"):
+        decided = ("partition", "recompute_blocks")
+        found = {name: value for name, value in found.items() if name not in decided}
+        found["schedule"] = "auto"
     shape = ModelShape(**groups["model"])
     derived = shape.derived() | {"max_positions": shape.seq_length}
     return {name: value for name, value in found.items() if derived.get(name) != value}
+
+
+def config_of(path: str) -> Config:
+    """The configuration of a run, with what --schedule auto had decided; UserError as above."""
+    config, ran = build(options_of(path)), facts_of(path)["config"].get("layout", {})
+    if config.layout.schedule != "auto":
+        return config
+    names = ("schedule", "partition", "recompute_blocks")
+    decided = {name: ran[name] for name in names if name in ran}
+    return replace(config, layout=replace(config.layout, **decided))
 
 
 def facts_of(path: str) -> dict[str, Any]:
@@ -76,7 +91,7 @@ def facts_of(path: str) -> dict[str, Any]:
 
 def read(path: str, machine: Machine) -> Run:
     """A run's job and the median of its steps of the commonest batch; UserError if it has none."""
-    facts, config = facts_of(path), build(options_of(path))
+    facts, config = facts_of(path), config_of(path)
     device = str(facts.get("cluster", {}).get("device", ""))
     if machine.device.lower() not in device.lower():
         there = f"{device or 'no stated device'!r}"

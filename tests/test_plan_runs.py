@@ -16,6 +16,7 @@ from config.validation import check_any_length
 from planner import calibration, compare, hardware, op_costs, questions, run_files
 from planner.job import Job
 from planner.step_time import predict
+from schedules.automatic import settled
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD = ROOT / "tests" / "data" / "run_189cc1d"
@@ -250,6 +251,24 @@ def test_one_run_determines_one_constant_and_says_so(tmp_path):
     assert found.data["determined"] == ["gemm_fraction"]
     assert found.data["constants"]["gemm_fraction"] == pytest.approx(0.4, rel=0.01)
     assert "nvlink.fraction = 0.7: as in h100; not determined by" in found.text
+
+
+def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
+    """run.json has what --schedule auto decided, which no flag can give."""
+    words = "--model gpt2-1.5b --pp 4 --schedule auto --steps 5 --global-batch-size 64"
+    config, choice = settled(check_any_length(parse(words.split()), 8), "cuda")
+    assert choice.name.startswith("searched")
+    path = write_run(tmp_path / "run", words, 8, "NVIDIA H100", [1.0, 1.01, 0.99, 1.0, 1.0])
+    facts = json.loads((Path(path) / "run.json").read_text())
+    facts["config"] = config.as_dict()
+    (Path(path) / "run.json").write_text(json.dumps(facts))
+    (run,) = [run_files.read(path, H100)]
+    assert run.job.layout.schedule == choice.name
+    assert run.job.layout.partition == ",".join(map(str, choice.blocks))
+    assert plan.ask(["calibrate", path, "--gpu", "h100"]).data["determined"]
+    given = words.replace("--steps 5", "--gpus 8 --gpu h100 --no-vocab-pp")
+    again = ask(f"stages --config {path} --gpus 8 --gpu h100").data
+    assert again == ask(f"stages {given} --precision fp32").data
 
 
 def test_what_is_worse_is_refused_with_both_errors(tmp_path, monkeypatch):
