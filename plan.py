@@ -114,7 +114,7 @@ def _question(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]
         rest = [*rest, "--model", options.model]
     defaults = partial(_defaults, options.question, machine, before)
     request = parse_request(rest, defaults=defaults, plans=True)
-    config = request.config
+    config, options.model = request.config, options.model or request.model
     if config.training.precision == "bf16" and not machine.bf16:
         raise UserError(f"--precision bf16: {machine.device} has no bf16 arithmetic; use fp16")
     if not machine.bf16:

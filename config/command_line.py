@@ -90,12 +90,13 @@ class Request:
     """A configuration, and the names of the options that were given.
 
     given: option names (`global_batch_size`, and `model` for a preset), by flag or by file.
-    notes: what was understood of names of other programs, to be printed.
+    notes: what was understood of names of other programs, to be printed. model: that of --model.
     """
 
     config: Config
     given: frozenset[str]
     notes: tuple[str, ...] = ()
+    model: str | None = None
 
 
 def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
@@ -133,7 +134,7 @@ def parse_request(
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
-    return Request(config, frozenset(given), tuple(notes))
+    return Request(config, frozenset(given), tuple(notes), given.get("model"))
 
 
 def _with_shape(given: dict[str, Any]) -> dict[str, Any]:
