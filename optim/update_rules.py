@@ -241,19 +241,16 @@ def _library(t: Training, group: str) -> _Library:
 
 
 def _apex() -> Callable[..., torch.optim.Optimizer]:
-    """apex's optimizer; UserError if it is absent, or another package is called apex."""
+    """apex's optimizer; UserError with the import's error if it cannot be imported."""
     try:
-        if importlib.util.find_spec("apex") and importlib.util.find_spec("apex.optimizers"):
-            from apex.optimizers import FusedAdam
-
-            return FusedAdam
-    except ImportError:  # of the other package, or of one without its extensions: as if absent
-        pass
-    raise UserError(
-        "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "
-        "github.com/NVIDIA/apex; the package that `pip install apex` brings is another "
-        "project's. --optimizer adamw runs torch's own fused kernel"
-    )
+        from apex.optimizers import FusedAdam
+    except ImportError as error:
+        raise UserError(
+            "--optimizer apex needs NVIDIA's apex with its CUDA extensions, built from "
+            "github.com/NVIDIA/apex; the package that `pip install apex` brings is another "
+            f"project's. --optimizer adamw runs torch's own fused kernel. Here: {error}"
+        ) from None
+    return FusedAdam
 
 
 # ---- 8-bit AdamW ---------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from config.schema import Config, Layout
 from planner.job import Job
 from planner.step_time import predict
 from schedules.partition import balanced_partition, part_costs, stage_specs
-from schedules.schedule import Schedule, ScheduleError, build
+from schedules.schedule import ORDERS, Schedule, ScheduleError, build
 from schedules.simulation import simulate
 
 Seconds = Mapping[tuple[str, int], float]  # of a pass, by kind and stage
@@ -63,18 +63,15 @@ def _orders(
     """Flags of other schedules and of half the micro-batch, each with the seconds of the passes."""
     layout, count = config.layout, len({action.micro_batch for action in order.ranks[0]})
     halves = (1, 2) if layout.micro_batch_size % 2 == 0 else (1,)
-    for name in dict.fromkeys((*SCHEDULES, layout.schedule)):
+    # A searched order is found anew for other micro-batches: none is built here.
+    for name in dict.fromkeys((*SCHEDULES, *{layout.schedule} & ORDERS.keys())):
         other = layout if name == layout.schedule else replace(layout, schedule=name)
         for parts in halves:
             new = replace(other, micro_batch_size=layout.micro_batch_size // parts)
             if new == layout or config.model.layers < new.stages:
                 continue
-            with suppress(ScheduleError, KeyError, ValueError):  # not in so many micro-batches
-                rows = build(name, layout.pp, count * parts, new.stages_per_rank)
-                yield (
-                    changes(layout, new),
-                    _makespan(rows, _fitted(passes, order, rows, parts), sent),
-                )
+            rows = build(name, layout.pp, count * parts, new.stages_per_rank)
+            yield changes(layout, new), _makespan(rows, _fitted(passes, order, rows, parts), sent)
 
 
 def _fitted(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Seconds:

@@ -18,7 +18,7 @@ from supervisor.fewer import Fewer, Options
 from supervisor.journal import Journal
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 128 --global-batch-size 24"
-TRAINED = "--steps 9 --precision fp32 --lr 1e-3 --positions rotary --rotary-base 500 --out OUT --resume auto"
+TRAINED = "--steps 9 --precision fp32 --lr 1e-3 --adam-beta2 0.9 --out OUT --resume auto"
 PROGRAM = ("srun", "python", "train.py")
 
 

@@ -1,0 +1,70 @@
+"""Files of hardware/: what each has, and what a calibration of a machine replaces."""
+
+import pytest
+
+from config.command_line import preset
+from config.messages import UserError
+from config.schema import Layout, Training
+from planner import hardware, step_time
+
+A100 = hardware.load("a100-80")
+TRAINING = Training(global_batch_size=64, precision="fp16")
+
+
+@pytest.mark.parametrize("name", hardware.names())
+def test_every_machine_loads_with_sources(name):
+    machine = hardware.load(name)
+    assert 0.3 < machine.gemm_fraction < 1
+    assert machine.sources
+    assert 0.3e9 < machine.context < machine.memory < 300e9
+
+
+def test_the_wanted_machines_are_there():
+    wanted = {"v100-16", "v100-32", "a100-40", "a100-80", "h100", "h200", "b200"}
+    assert wanted <= set(hardware.names())
+
+
+def test_constants_are_few_documented_and_used():
+    constants = hardware.constants()
+    text = "".join(p.read_text() for p in hardware.FOLDER.glob("*.toml") if p.stem != "fitted")
+    assert len(constants) <= 15
+    for constant in constants:
+        assert constant.fitted_on
+        assert f'"{constant.name}"' in text
+
+
+def test_unknown_machine_names_the_nearest():
+    with pytest.raises(UserError, match="no machine is called 'a100-8'; did you mean 'a100-80'"):
+        hardware.load("a100-8")
+
+
+def test_calibration_replaces_what_was_assumed(tmp_path):
+    file = tmp_path / "measured.toml"
+    device = 'device = "NVIDIA A100-SXM4-80GB"\n'
+    file.write_text(device + "gemm_fraction = 0.5\n[nvlink]\nalpha = 1e-6\nbeta = 1e11\n")
+    machine = hardware.load("a100-80", str(file))
+    assert machine.gemm_fraction == 0.5
+    assert machine.nvlink.speed == pytest.approx(1e11)
+    assert machine.nvlink.latency == 1e-6
+    assert machine.network == A100.network
+    model, layout = preset("gpt2-1.5b"), Layout(dp=8, tp=1)
+    slower = step_time.predict(model, layout, TRAINING, machine).seconds
+    assert slower > step_time.predict(model, layout, TRAINING, A100).seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('device = "NVIDIA H100"', "was measured on 'NVIDIA H100', but a100-80 has 'A100'"),
+        ("gemm_fraction = 0.5", "was measured on 'no stated device'"),
+        ('device = "A100"\nspeed = 3', "says speed = 3; it may have gemm_fraction"),
+        ('device = "A100"\n[nvlink]\nalpha = 1', "needs alpha and beta"),
+        ('device = "A100"\n[nvlink]\nalpha = 1\nbeta = 0', "beta = 0"),
+        ("device = ", "is not TOML"),
+    ],
+)
+def test_bad_calibrations_are_one_sentence(tmp_path, text, message):
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        hardware.load("a100-80", str(file))
