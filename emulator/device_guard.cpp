@@ -1,8 +1,9 @@
 // What torch asks of a CUDA driver when autograd runs on fake tensors of device cuda: which device
 // is current, which stream. There is no driver: devices are numbers, streams and events are empty.
 //
-// A build of torch for CUDA has hooks of its own, and registering others is an error: there this is
-// compiled with -DTORCH_HAS_CUDA, and loaded after torch, to replace the guard only.
+// A build of torch for CUDA has both of its own. Of hooks torch keeps the first that it makes, those
+// of the highest priority: so this is loaded before torch is imported. Of guards it keeps the last:
+// `replace_guard` is called afterwards.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -56,11 +57,12 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
 };
 
-c10::impl::DeviceGuardImplRegistrar registered(kCuda, new FakeGuard());
-
 }  // namespace
 
-#ifndef TORCH_HAS_CUDA
+extern "C" void replace_guard() {
+  c10::impl::DeviceGuardImplRegistrar(kCuda, new FakeGuard());
+}
+
 namespace at {
 
 // torch looks for a class of this name.
@@ -76,7 +78,6 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex current_device() const override { return device_of_thread; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 
 }  // namespace at
-#endif

@@ -25,8 +25,8 @@ COMPILERS = ("g++", "c++", "clang++")
 def load(cache: Path | None = None) -> None:
     """Load the guard, compiled if need be into `cache`, default ~/.cache/trine.
 
-    UserError if torch or a compiler is missing, or the compiler fails. On a build of torch for CUDA
-    it imports torch: there the guard replaces torch's own.
+    UserError if torch or a compiler is missing, or the compiler fails. It imports torch then: on a
+    build for CUDA the guard replaces torch's own.
     """
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
@@ -34,9 +34,11 @@ def load(cache: Path | None = None) -> None:
     torch_folder = Path(found.origin).parent
     about = runpy.run_path(str(torch_folder / "version.py"))
     library = _compiled(torch_folder, about, cache or Path.home() / ".cache" / "trine")
-    if about["cuda"]:
-        importlib.import_module("torch")
-    ctypes.CDLL(str(library))
+    if about["cuda"]:  # its hooks first: where they come second, torch prints that it skips them
+        ctypes.CDLL(str(torch_folder / "lib" / "libtorch_cuda.so"))
+    guard = ctypes.CDLL(str(library))
+    importlib.import_module("torch")
+    guard.replace_guard()
 
 
 def _compiled(torch_folder: Path, about: dict, cache: Path) -> Path:
@@ -55,7 +57,6 @@ def _compiled(torch_folder: Path, about: dict, cache: Path) -> Path:
     command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(SOURCE), "-o", str(part)]
     command += [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
     command += [f"-Wl,-rpath,{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu"]
-    command += ["-DTORCH_HAS_CUDA"] if about["cuda"] else []
     try:
         cache.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(command, capture_output=True, text=True)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
@@ -95,6 +96,8 @@ def _replacements(
         "Event": lambda *_, **__: stream,
     }
     yield from ((cuda, name, value) for name, value in cuda_parts.items())
+    # It would ask the driver for a real tensor, which torch 2.11 does not leave to _Mode.
+    yield fake_tensor, "init_gpu_context", lambda device: None
     yield Tensor, "numpy", _one_number
     yield FakeTensor, "tolist", lambda tensor: meter.values(tensor)
     yield Tensor, "record_stream", lambda tensor, stream: None
