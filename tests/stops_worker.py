@@ -43,7 +43,7 @@ CASES = {
     "fill": ("x.masked_fill(m, 0.0) + torch.full((4,), 2.0, device='cuda')", []),
     "number of the host": ("x * torch.tensor(2.0) + 3.0", []),
     "norm": ("torch.nn.utils.clip_grad_norm_([x], 1.0)", []),
-    # torch 2.11's fake tensors refuse the first, and its builds for CUDA ask the driver in the second.
+    # Of torch 2.11 fake tensors refuse the first, and builds for CUDA ask the driver in the second.
     "product in fp32": ("torch.addmm(x, *[x.bfloat16()] * 2, out_dtype=x.dtype, out=x)", []),
     "first tensor": ("torch._subclasses.fake_tensor.init_gpu_context(x.device)", []),
     "sort": ("x.sort(), x.topk(2), x.isfinite().all()", []),
