@@ -22,6 +22,7 @@ from config import validation
 from distributed.context import start as start_cluster
 from distributed.launch import Launch
 from parallel import draw_normal
+from watchdog import flight_recorder
 from watchdog.flight_recorder import FlightRecorder
 
 pytestmark = pytest.mark.cuda
@@ -132,8 +133,9 @@ def test_a_memory_snapshot_and_the_table_of_stages(cuda_device, tmp_path):
     assert "peak memory of a rank, MB (allocated); predicted by memory.py" in outcome.out
 
 
-def test_waits_of_a_stream_are_timed_and_seen(cuda_device):
+def test_waits_of_a_stream_are_timed_and_seen(cuda_device, monkeypatch):
     """The host continues while the stream waits; the recorder knows that the device still waits."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)  # the device, in each snapshot
     if cuda_device != "cuda":
         pytest.skip("a rehearsal on the CPU: it has no streams")
     recorder = FlightRecorder(functools.partial(torch.cuda.Event, enable_timing=True))
@@ -141,7 +143,7 @@ def test_waits_of_a_stream_are_timed_and_seen(cuda_device):
 
     class Work:
         def wait(self):
-            torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
+            torch.cuda._sleep(2_000_000_000)  # cycles: a second
 
     operation = recorder.group_log("dp", (0, 1)).enter("all_reduce", 4).under_way(Work())
     operation.wait()

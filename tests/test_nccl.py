@@ -8,6 +8,7 @@ Ranks are plain processes: no MPI is needed. Many layouts share a start of ranks
 """
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,7 @@ TOLERANCES = {
 WIDE = {"hidden": 128, "heads": 4, "seq_length": 64, "precision": "bf16"}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+RING = {"cp": 2, "kv_heads": 1}  # with several, heads are exchanged and nothing goes round
 # The last ones are those that a deadlock is most likely in.
 CASES = {
     2: [
@@ -51,6 +53,13 @@ CASES = {
         {"pp": 2} | WIDE,
         {"zero": 3},
         {"zero": 3} | WIDE,
+        {"cp": 2},
+        RING,
+        RING | WIDE,
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "layers": 4},
+        {"pp": 2, "schedule": "zb-v", "layers": 4},
+        {"pp": 2, "vocab_pp": True},
         {"pp": 2, "micro_batch_size": 4},  # one micro-batch: a receive is posted before any send
     ],
     4: [
@@ -60,13 +69,14 @@ CASES = {
         {"pp": 2, "zero": 1, "overlap_param_gather": True},
         SEQUENCE | {"pp": 2} | WIDE,
         {"tp": 2, "zero": 3},
+        RING | {"pp": 2},
     ],
 }
 
 
 def case(ranks: int, options: dict) -> dict:
     """All options of a case: fp64 unless it says otherwise; few steps of two micro-batches."""
-    replicas = ranks // (options.get("tp", 1) * options.get("pp", 1))
+    replicas = ranks // math.prod(options.get(axis, 1) for axis in ("tp", "cp", "pp"))
     length = {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2 // replicas}
     return {"precision": "fp64", "lr": 1e-2} | length | options
 
