@@ -1,10 +1,13 @@
 """All that a borrowed GPU should be used for, in order of worth; `scripts/gpu_day.sh` starts it.
 
-    python benchmarks/gpu_day.py --out DIR [--rehearse] [--seconds 540] [--parts facts,nccl]
+    python benchmarks/gpu_day.py --out DIR [--rehearse] [--seconds 540]
+                                 [--parts facts,nccl] [--tests 'cp or zb-v']
 
 Every part is a process with a time limit of its own; one that fails or is ended stops no other.
 DIR/gpu-day.md and gpu-day.json are written anew when a part begins and when it ends: a kill loses
-nothing. DIR/gpu-day.log has all output, DIR/calibration.toml the rates for plan.py and tune.py.
+nothing. With --parts the results of other parts that are in DIR stay. DIR/gpu-day.log has all
+output, DIR/calibration.toml the rates for plan.py and tune.py. What is printed last is what was
+asked beside what was seen, then why parts failed, and the command that runs these again.
 --rehearse does the same on a CPU with small shapes.
 """
 
@@ -16,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from config.messages import Parser, UserError, exit_with
 
 SECONDS = 540  # of all parts together
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
+MOST_PRINTED = 9000  # characters on the parts that failed, of all of them
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,13 @@ class Part:
     """One part: its time limit in seconds, and its command.
 
     A command that ends with None is given `--section FILE` there, for what it finds. Of pytest the
-    counts are shown, of another one the end of its output. why_not: a reason not to start it.
+    counts are shown, of another one the end of its output.
     """
 
     name: str
     title: str
     limit: float
     command: tuple
-    why_not: Callable[[], str | None] = lambda: None
 
 
 @dataclass
@@ -58,11 +60,15 @@ class Outcome:
     data: dict[str, Any] = field(default_factory=dict)
 
 
-def all_parts(out: Path, rehearse: bool) -> list[Part]:
-    """The parts in the order of their worth."""
+def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[Part]:
+    """The parts in the order of their worth; tests_with: pytest's -k, for those that are tests."""
     device = ("--device", "cpu" if rehearse else "cuda")
     tests = ("-m", "pytest", "-vv", "-rfEs", "-m", "cuda", "-p", "no:cacheprovider")
+    # What fails is printed at once, and the stacks of a test that hangs before its part is ended.
+    tests += ("-p", "benchmarks.gpu_day", "-o", "faulthandler_timeout=100")
     tests += ("--durations=5",) + ("--rehearse-cuda",) * rehearse
+    tests += ("-k", tests_with) if tests_with else ()
+    asked = "benchmarks/gpu_asked.py"
     calibration = ("--calibration", str(out / "calibration.toml"))
     return [
         Part("facts", "The machine", 30, ("benchmarks/gpu.py", "facts", *device, None)),
@@ -70,44 +76,35 @@ def all_parts(out: Path, rehearse: bool) -> list[Part]:
         Part("nccl", "NCCL tests on one GPU", 220, (*tests, "tests/test_nccl.py")),
         Part("models", "Models", 180, ("benchmarks/gpu_models.py", *device, None)),
         Part("ceilings", "Ceilings", 45, ("benchmarks/gpu.py", "ceilings", *device, None)),
-        Part("emulator", "Emulator and plan", 60, emulator_command(device[1]), no_emulator),
-        Part("profile", "Profile of a step", 50, ("benchmarks/gpu_profile.py", *device, None)),
         Part(
             "calibration",
             "Calibration",
             30,
             ("benchmarks/gpu.py", "calibration", *device, *calibration, None),
         ),
+        Part("asked", "Asked and seen", 60, (asked, "asked", *device, "--out", str(out), None)),
+        Part("profile", "Profile of a step", 60, ("benchmarks/gpu_profile.py", *device, None)),
+        Part("emulator", "Emulator and plan", 60, (asked, "emulator", *device, None)),
     ]
-
-
-def emulator_command(device: str) -> tuple:
-    """rehearse.py on the device: one rank of each kind of a world of eight."""
-    shape = ("--model", "1b3", "--precision", "bf16", "--global-batch-size", "32")
-    return ("rehearse.py", *shape, "--tp", "2", "--pp", "2", "--world", "8", "--on", device)
-
-
-def no_emulator() -> str | None:
-    """Why the emulator cannot be asked, or None."""
-    program = ROOT / "rehearse.py"
-    if not program.exists():
-        return "not there: this version has no rehearse.py"
-    command = [sys.executable, str(program), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
-    if re.search(r"--on\s", done.stdout):
-        return None
-    return "not there: this rehearse.py has no --on"
 
 
 # ---- Running -------------------------------------------------------------------------------------
 
 
-def run_all(parts: list[Part], out: Path, seconds: float, title: str) -> list[Outcome]:
-    """Run the parts one after the other within `seconds`; the files in `out` are always whole."""
+def run_all(
+    parts: list[Part], out: Path, seconds: float, title: str, chosen: list[str] | None = None
+) -> list[Outcome]:
+    """Run the parts of the chosen names, default all, one after the other within `seconds`. The
+    files in `out` are always whole, and keep what an earlier start found of the other parts.
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu-day.log").write_text("")
-    outcomes, until = [Outcome(part) for part in parts], time.monotonic() + seconds
-    for outcome in outcomes:
+    to_run = [Outcome(part) for part in parts if chosen is None or part.name in chosen]
+    kept = [] if chosen is None else earlier(out / "gpu-day.json", parts)
+    kept = [outcome for outcome in kept if outcome.part.name not in (chosen or ())]
+    outcomes = sorted(to_run + kept, key=lambda outcome: parts.index(outcome.part))
+    until = time.monotonic() + seconds
+    for outcome in to_run:
         left = until - time.monotonic()
         if left < LEAST_SECONDS:
             outcome.status = f"not reached: {max(left, 0):.0f} of {seconds:.0f} s left"
@@ -121,13 +118,16 @@ def run_all(parts: list[Part], out: Path, seconds: float, title: str) -> list[Ou
     return outcomes
 
 
+def earlier(path: Path, parts: list[Part]) -> list[Outcome]:
+    """What an earlier start found of these parts."""
+    rows = json.loads(path.read_text())["parts"] if path.exists() else []
+    found = {row.pop("name"): row for row in rows}
+    return [Outcome(part, **found[part.name]) for part in parts if part.name in found]
+
+
 def run(outcome: Outcome, out: Path, limit: float) -> None:
     """Run one part; its status, seconds, lines and data go into the outcome."""
     part, began = outcome.part, time.monotonic()
-    reason = part.why_not()
-    if reason:
-        outcome.status = reason
-        return
     with tempfile.TemporaryDirectory() as folder, open(out / "gpu-day.log", "a+") as log:
         section = Path(folder, "section.json")
         command = [sys.executable, *(word for word in part.command if word is not None)]
@@ -192,13 +192,24 @@ def told_by_log(text: str) -> tuple[list[str], dict[str, Any]]:
     bad = [name for name, found in ends if found in ("FAILED", "ERROR")]
     summary = re.findall(r"^((?:FAILED|ERROR|SKIPPED) .*)$", text, re.MULTILINE)
     slow = re.findall(r"^(\d+\.\d+s (?:call|setup) .*)$", text, re.MULTILINE)
+    whole = re.search(r"^=+ .*\bin \d+\.\d+s.* =+$", text, re.MULTILINE) is not None
     lines = [
-        f"{counts['PASSED']} passed, {len(bad)} failed, {counts['SKIPPED']} skipped.",
+        f"{counts['PASSED']} passed, {len(bad)} failed, {counts['SKIPPED']} skipped"
+        + ("." if whole else "; ended before the last test."),
         *(f"* FAILED {name}" for name in bad),
         *(f"* {line[:400]}" for line in summary if line.startswith(("SKIPPED", "ERROR"))),
         *(f"* {line}" for line in slow),
     ]
-    return lines, {"passed": counts["PASSED"], "failed": bad, "skipped": counts["SKIPPED"]}
+    data = {"passed": counts["PASSED"], "failed": bad, "skipped": counts["SKIPPED"]}
+    return lines, data | {"finished": whole}
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Of pytest, for which this file is a plugin too: print why a test failed as soon as it has,
+    which pytest does after the last test, and a run that is killed never.
+    """
+    if report.failed:
+        print(f"\n{report.longreprtext}\n{report.capstdout}{report.capstderr}", flush=True)
 
 
 # ---- The results ---------------------------------------------------------------------------------
@@ -216,11 +227,38 @@ def write(outcomes: list[Outcome], out: Path, title: str) -> None:
         if outcome.lines:
             lines += [f"## {outcome.part.title}", "", *outcome.lines, ""]
     parts = [
-        {"name": o.part.name, "status": o.status, "seconds": round(o.seconds, 1), "data": o.data}
+        {
+            "name": o.part.name,
+            "status": o.status,
+            "seconds": round(o.seconds, 1),
+            "lines": o.lines,
+            "data": o.data,
+        }
         for o in outcomes
     ]
     replace(out / "gpu-day.json", json.dumps({"title": title, "parts": parts}, indent=1) + "\n")
     replace(out / "gpu-day.md", "\n".join(lines))
+
+
+def red(outcomes: list[Outcome], log: str) -> list[str]:
+    """Why parts failed, in at most MOST_PRINTED characters: of pytest its lines of errors, each
+    once; of others the end of their output. log: of all parts.
+    """
+    failed = [o for o in outcomes if o.status != "done"]
+    outputs = dict(
+        re.findall(r"^==== (\w+): (.*?)(?=^==== \w+: |\Z)", log, re.DOTALL | re.MULTILINE)
+    )
+    lines = []
+    for outcome in failed:
+        output = outputs.get(outcome.part.name, "").splitlines()
+        errors = list(
+            dict.fromkeys(line for line in output if re.match("E  |error: |FAILED ", line))
+        )
+        shown = errors if "pytest" in outcome.part.command and errors else output[-30:]
+        most = MOST_PRINTED // len(failed)
+        text = "\n".join(line[:300] for line in shown)
+        lines += [f"---- {outcome.part.name}: {outcome.status}", text[:most]]
+    return lines
 
 
 def replace(path: Path, text: str) -> None:
@@ -247,22 +285,33 @@ def main() -> None:
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small shapes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     parser.add_argument("--parts", help="names of parts, with commas; default: all")
+    parser.add_argument("--tests", help="of the parts that are tests: pytest's -k")
     o = parser.parse_args()
     out = Path(o.out).resolve()
-    parts = all_parts(out, o.rehearse)
+    parts = all_parts(out, o.rehearse, o.tests)
     names = [part.name for part in parts]
-    chosen = o.parts.split(",") if o.parts else names
-    unknown = [name for name in chosen if name not in names]
+    chosen = o.parts.split(",") if o.parts else None
+    unknown = [name for name in chosen or () if name not in names]
     if unknown:
         raise UserError(f"there is no part {unknown[0]!r}: {', '.join(names)}")
     if o.rehearse:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and other programs share the cores
     kind = "Rehearsal of the GPU day on a CPU: no figure of it is a result" if o.rehearse else ""
     title = f"{kind or 'GPU day'}, {time.strftime('%Y-%m-%d %H:%M')}, {commit()}"
-    chosen_parts = [part for part in parts if part.name in chosen]
-    outcomes = run_all(chosen_parts, out, o.seconds, title)
-    print(f"written: {out}/gpu-day.md, gpu-day.json, gpu-day.log", flush=True)
+    outcomes = run_all(parts, out, o.seconds, title, chosen)
+    tell(outcomes, out)
     sys.exit(any(outcome.status.startswith("not reached") for outcome in outcomes))
+
+
+def tell(outcomes: list[Outcome], out: Path) -> None:
+    """Print what was asked and seen, why parts failed, and how these are run again."""
+    print(f"written: {out}/gpu-day.md, gpu-day.json, gpu-day.log")
+    print(*(line for o in outcomes if o.part.name == "asked" for line in o.lines), sep="\n")
+    print(*red(outcomes, (out / "gpu-day.log").read_text()), sep="\n")
+    names = ",".join(o.part.name for o in outcomes if o.status != "done")
+    if names:
+        print(f"again: bash scripts/gpu_day.sh --out {out} --parts {names}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_models.py --section FILE [--device cpu]
 
-Both hold their model and optimizer at the same time and take turns, so that a clock that sinks is
-shared. A figure is the median of ROUNDS turns, a turn the mean of its steps. Trine's step is
-trainer.step with its own data; the plain loop's tokens are on the GPU before. Peak memory is each
-one's own: the other's resident bytes are taken off. A part of scripts/gpu_day.sh.
+Trine with --compile and the plain loop hold model and optimizer at the same time and take turns,
+so that a clock that sinks is shared; then Trine without --compile, which rehearse.py and plan.py
+speak of, runs alone. A figure is the median of ROUNDS turns, a turn the mean of its steps. Trine's
+step is trainer.step with its own data; the plain loop's tokens are on the GPU before. Peak memory
+is each one's own: the other's resident bytes are taken off. A part of scripts/gpu_day.sh.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +36,11 @@ from config.schema import Config
 from distributed.context import start
 from distributed.launch import Launch
 
-MICRO_BATCHES = 4  # of a step
-ROUNDS, STEPS = {"cuda": 5, "cpu": 2}, {"cuda": 4, "cpu": 1}  # turns of each; steps of a turn
+# Of a step: with micro-batches of 4 x 2048 tokens on 8 GPUs, a batch of half a million tokens.
+MICRO_BATCHES = 8
+ROUNDS, STEPS = {"cuda": 5, "cpu": 2}, {"cuda": 2, "cpu": 1}  # turns of each; steps of a turn
 WARM_UP = 3
+PLAIN, COMPILED, AS_IT_IS = "plain PyTorch, compiled", "Trine --compile", "Trine"
 # The causal half of attention, Trine's own; and all of attention, as many publish.
 FORMULAS = ("megatron-2025", "megatron-2021")
 
@@ -50,11 +54,18 @@ class Side:
     resident: int  # bytes on the GPU between steps
 
 
-def configuration(words: str, micro_batch: int, device: str) -> Config:
-    """One rank in bf16, MICRO_BATCHES micro-batches a step."""
-    more = f"--precision bf16 --micro-batch-size {micro_batch} --device {device} --no-watchdog"
-    more += f" --global-batch-size {MICRO_BATCHES * micro_batch} --steps 1000"
-    return validation.check(parse_options([*words.split(), *more.split()]), 1)
+def training(words: str, micro_batch: int) -> str:
+    """Options of train.py: one rank in bf16, MICRO_BATCHES micro-batches a step."""
+    size = f"--micro-batch-size {micro_batch} --global-batch-size {MICRO_BATCHES * micro_batch}"
+    return f"{words} --precision bf16 {size}"
+
+
+def configuration(words: str, micro_batch: int, device: str, name: str = AS_IT_IS) -> Config:
+    """Of one of the sides that are Trine."""
+    more = f"--device {device} --no-watchdog --steps 1000" + " --compile" * (name == COMPILED)
+    return validation.check(
+        parse_options([*training(words, micro_batch).split(), *more.split()]), 1
+    )
 
 
 def allocated(device: str) -> int:
@@ -62,7 +73,7 @@ def allocated(device: str) -> int:
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 
-def ours(config: Config, device: str) -> tuple[Side, str]:
+def ours(config: Config, device: str, name: str) -> tuple[Side, str]:
     """Trine's run of one rank, warm; and which kernels it takes."""
     before = allocated(device)
     state = trainer.build(config, start(Launch("python"), config.run))
@@ -78,7 +89,7 @@ def ours(config: Config, device: str) -> tuple[Side, str]:
     for _ in range(WARM_UP):
         step()
     kernels = f"{attention_kernel(model, state.factory, micro_batch)}; {state.optimizer.kernel}"
-    return Side("Trine", step, allocated(device) - before), kernels
+    return Side(name, step, allocated(device) - before), kernels
 
 
 def plain(config: Config, device: str) -> Side:
@@ -91,7 +102,7 @@ def plain(config: Config, device: str) -> Side:
     run = PlainRun(model, model.padded_vocab(config.layout), device, backend)
     for _ in range(WARM_UP):
         run.step(x, y)
-    return Side("plain PyTorch, compiled", lambda: run.step(x, y), allocated(device) - before)
+    return Side(PLAIN, lambda: run.step(x, y), allocated(device) - before)
 
 
 def peak_bytes(side: Side, device: str) -> int | None:
@@ -122,28 +133,47 @@ def seconds_a_step(sides: list[Side], device: str) -> dict[str, list[float]]:
 def compare(words: str, micro_batch: int, device: str, section: Section) -> None:
     """Measure one model at one micro-batch, and add its table; torch.OutOfMemoryError passes."""
     config = configuration(words, micro_batch, device)
-    began = time.perf_counter()
-    own, kernels = ours(config, device)
-    sides, ready = [own, plain(config, device)], time.perf_counter() - began
-    peaks = [peak_bytes(side, device) for side in sides]
-    losses = [side.step() for side in sides]
-    turns = seconds_a_step(sides, device)
-    machine, samples = this_machine(device), config.training.global_batch_size
-    rows = [
-        f"{words}: {samples} sequences of {config.model.seq_length}, micro-batch {micro_batch}, "
-        f"{ROUNDS[device]} turns of {STEPS[device]} steps. {kernels}. Built, compiled and warm "
-        f"after {ready:.0f} s; losses then {losses[0]:.3f} and {losses[1]:.3f}.",
+    found: dict[str, Any] = {"micro_batch": micro_batch, "seconds": {}, "peaks": {}}
+    section.add(
+        f"{words}: {config.training.global_batch_size} sequences of {config.model.seq_length}, "
+        f"micro-batch {micro_batch}, {ROUNDS[device]} turns of {STEPS[device]} steps.",
         "",
         "| | tokens/s (slowest to fastest turn) | MFU, causal half | MFU, full attention | "
         "peak memory |",
         "| --- | --: | --: | --: | --: |",
-    ]
-    for side, peak in zip(sides, peaks):
-        rows.append(row(side.name, turns[side.name], peak, config, machine))
-    ratio = statistics.median(turns[sides[1].name]) / statistics.median(turns[own.name])
-    rows += ["", f"Trine's tokens/s are {ratio:.1%} of the plain loop's.", ""]
-    found = {"seconds": turns, "peaks": peaks, "micro_batch": micro_batch, "ratio": ratio}
-    section.add(*rows, **{words: found})
+    )
+    notes = []
+    for names in ((PLAIN, COMPILED), (AS_IT_IS,)):  # PlainRun forgets what is compiled
+        notes += turns(names, words, micro_batch, device, found, section)
+        gc.collect()  # the sides are gone, and torch.compile's cycles with them
+    seconds = {name: statistics.median(each) for name, each in found["seconds"].items()}
+    found["ratio"] = seconds[PLAIN] / seconds[COMPILED]
+    notes.append(f"Trine's tokens/s with --compile are {found['ratio']:.1%} of the plain loop's.")
+    section.add("", *notes, "", **{words: found})
+
+
+def turns(
+    names: tuple, words: str, micro_batch: int, device: str, found: dict, section: Section
+) -> list[str]:
+    """Measure the sides of these names turn by turn; add their rows, and return a note on each."""
+    config, sides, notes = configuration(words, micro_batch, device), [], []
+    for name in names:
+        began, kernels = time.perf_counter(), WHAT
+        if name == PLAIN:
+            sides.append(plain(config, device))
+        else:
+            own = configuration(words, micro_batch, device, name)
+            side, kernels = ours(own, device, name)
+            sides.append(side)
+        ready = time.perf_counter() - began
+        loss = sides[-1].step()
+        notes.append(f"* {name}: {kernels}; warm after {ready:.0f} s, loss then {loss:.3f}")
+    machine = this_machine(device)
+    found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
+    found["seconds"] |= seconds_a_step(sides, device)
+    for name in names:
+        section.add(row(name, found["seconds"][name], found["peaks"][name], config, machine))
+    return notes
 
 
 def row(name: str, seconds: list[float], peak: int | None, config: Config, machine) -> str:

@@ -4,7 +4,9 @@
 
 A kernel counts for the operation that launched it: `loss` and `optimizer` are what their code
 launches, whatever the kernel. Idle is the step's time in which the GPU runs no kernel and no copy.
-On a CPU the operations' own times stand in the place of kernels. A part of scripts/gpu_day.sh.
+A loss is what a kind of work takes longer than its share of the model's FLOPs at the device's peak.
+With --compile; on a CPU without, and the operations' own times stand in the place of kernels.
+A part of scripts/gpu_day.sh.
 """
 
 import argparse
@@ -20,11 +22,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-from gpu import MODELS, Section, synchronise
-from gpu_models import MICRO_BATCHES, WARM_UP, configuration
+from gpu import MODELS, Section, synchronise, this_machine
+from gpu_models import AS_IT_IS, COMPILED, FORMULAS, MICRO_BATCHES, WARM_UP, configuration
 
 import data
 import trainer
+from config import model_stats
 from config.schema import Config
 from distributed.context import start
 from distributed.launch import Launch
@@ -128,20 +131,37 @@ def busy_microseconds(events: list[Any]) -> float:
     return union(spans)
 
 
+def losses(config: Config, by_kind: dict[str, float], idle: float, peak: float) -> Counter:
+    """Seconds by kind, most first, beyond what the model's FLOPs take at that peak. by_kind, idle:
+    of a step, in microseconds and seconds.
+    """
+    samples = config.training.global_batch_size
+    causal, whole = (model_stats.model_flops(config.model, samples, each) for each in FORMULAS)
+    needed = {"attention": (whole - causal) / peak}  # causal attention is half of all
+    needed["GEMM"] = causal / peak - needed["attention"]
+    found = Counter({kind: us / 1e6 - needed.get(kind, 0.0) for kind, us in by_kind.items()})
+    found["idle"] = idle
+    return found
+
+
 def report(words: str, micro_batch: int, device: str, section: Section) -> None:
     """Profile one model's step, and add both tables."""
-    found, seconds, plain = profiled_step(configuration(words, micro_batch, device), device)
+    name = COMPILED if device == "cuda" else AS_IT_IS
+    config, machine = configuration(words, micro_batch, device, name), this_machine(device)
+    found, seconds, plain = profiled_step(config, device)
     events = list(found.events())
     by_kind, launches, by_kernel = shares(events, device)
     total = sum(by_kind.values())
     busy = 1e-6 * (busy_microseconds(events) if device == "cuda" else total)
     idle = max(0.0, 1.0 - busy / seconds)
+    lost = losses(config, by_kind, idle * seconds, machine.peak) if machine else Counter()
+    largest = [f"{kind} {1e3 * s:.1f} ms" for kind, s in lost.most_common(3)]
     section.add(
         f"{words}, micro-batch {micro_batch}, {MICRO_BATCHES} micro-batches: {1e3 * plain:.1f} ms "
         f"a step, {1e3 * seconds:.1f} ms with the profiler, of which {idle:.1%} idle; "
         f"{sum(launches.values()) // MICRO_BATCHES} "
         f"{'kernels' if device == 'cuda' else 'operations'} a micro-batch, the optimizer's "
-        f"included.",
+        f"included. The largest losses: {', '.join(largest) or 'the peak is not known'}.",
         "",
         "| kind | ms | share | launches |",
         "| --- | --: | --: | --: |",
@@ -157,7 +177,15 @@ def report(words: str, micro_batch: int, device: str, section: Section) -> None:
             for name, us in by_kernel.most_common(MOST_KERNELS)
         ),
         "",
-        **{words: {"seconds": plain, "profiled": seconds, "idle": idle, "us": dict(by_kind)}},
+        **{
+            words: {
+                "seconds": plain,
+                "profiled": seconds,
+                "idle": idle,
+                "us": dict(by_kind),
+                "losses": largest,
+            }
+        },
     )
 
 

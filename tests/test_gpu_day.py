@@ -1,6 +1,8 @@
 """scripts/gpu_day.sh: parts that fail or take too long stop no other, and nothing found is lost."""
 
+import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,9 +13,14 @@ from ranks import ROOT, none_left, start
 sys.path.append(str(ROOT / "benchmarks"))
 
 import gpu
+import gpu_asked
 import gpu_day
+import gpu_models
 import gpu_profile
 from gpu_day import Part
+
+from config import model_stats
+from planner import hardware, step_time
 
 SLEEP = "import time; time.sleep(600)"
 # Finds something, starts a process in a session of its own, and is not done in time.
@@ -37,7 +44,6 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     parts = [
         Part("bad", "Fails", 60, ("-c", "raise ValueError('planted')", None)),
         Part("slow", "Too slow", 6, ("-c", SLOW, word, None)),
-        Part("absent", "Absent", 60, ("-c", "", None), lambda: "not there: planted"),
         Part("looks", "Looks", 60, ("-c", look)),
     ]
     gpu_day.run_all(parts, tmp_path, 200, "planted parts")
@@ -46,16 +52,105 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(tmp_path):
     assert statuses == {
         "bad": "failed with status 1",
         "slow": "over its limit of 6 s, killed",
-        "absent": "not there: planted",
         "looks": "done",
     }
     assert found["slow"]["data"] == {"x": 1}
     assert "found before" in text
     assert "ValueError: planted" in text
-    assert "Not done: bad, slow, absent." in text
+    assert "Not done: bad, slow." in text
     assert '"status": "running"' in text  # what the last part read: a kill would leave that
     assert (tmp_path / "gpu-day.log").read_text().count("====") == 3
     assert none_left(word) == []
+
+
+def test_red_parts_run_again_beside_the_results_of_the_others(tmp_path, capsys):
+    """What is printed last is why a part failed, and the command that runs it again."""
+    good = Part("good", "Good", 60, ("-c", SLOW.replace("600", "0"), "x", None))
+    broken = ("-c", "print('x' * 50_000)\nraise ValueError('planted')", None)
+    parts = [good, Part("bad", "Fails", 60, broken), Part("late", "Later", 60, ("-c", ""))]
+    outcomes = gpu_day.run_all(parts, tmp_path, 200, "first", ["good", "bad"])
+    gpu_day.tell(outcomes, tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"again: bash scripts/gpu_day.sh --out {tmp_path} --parts bad\n")
+    assert "---- bad: failed with status 1\n" in printed
+    assert "ValueError: planted" in printed
+    assert len(printed) < 12_000
+    parts[1] = Part("bad", "Fails", 60, ("-c", "print('mended')"))
+    gpu_day.run_all(parts, tmp_path, 200, "second", ["bad"])
+    text, found = read(tmp_path)
+    assert {name: part["status"] for name, part in found.items()} == {"good": "done", "bad": "done"}
+    assert found["good"]["data"] == {"x": 1}
+    assert "mended" in text
+    assert "found before" in text
+
+
+def test_a_failed_test_is_printed_before_the_run_ends(tmp_path):
+    test = tmp_path / "test_planted.py"
+    test.write_text("import os\ndef test_x(): assert 1 == 2\ndef test_y(): os._exit(3)\n")
+    plugin = ["-p", "benchmarks.gpu_day", "-p", "no:cacheprovider"]
+    outcome = start([sys.executable, "-m", "pytest", "-vv", *plugin, str(test)])
+    assert outcome.status == 3
+    assert re.search("^E +assert 1 == 2", outcome.out, re.MULTILINE)
+
+
+def found_of_parts(seconds: float, peak: float) -> list[dict]:
+    """What the parts find of the first model, as gpu-day.json has it."""
+    tests = {"passed": 3, "failed": [], "skipped": 1, "finished": True}
+    sides = (gpu_models.COMPILED, gpu_models.AS_IT_IS)
+    model = {"micro_batch": 4, "seconds": {side: [seconds] * 3 for side in sides}, "ratio": 1.151}
+    model["peaks"] = {gpu_models.AS_IT_IS: peak}
+    data = {
+        "facts": {"device": "NVIDIA H100 80GB HBM3"},
+        "cuda": tests,
+        "nccl": tests | {"finished": False},
+        "models": {gpu.MODELS["cuda"][0][0]: model},
+        "ceilings": {"gemm": 800e12},
+        "calibration": {"machine": "h100"},
+    }
+    return [{"name": name, "data": found} for name, found in data.items()]
+
+
+def test_asked_and_seen(tmp_path, monkeypatch):
+    """Each figure against its limit, from what the parts found; nothing is seen of none."""
+    config = gpu_models.configuration(gpu.MODELS["cuda"][0][0], 4, "cuda")
+    machine = hardware.load("h100")
+    flops = model_stats.model_flops(config.model, config.training.global_batch_size)
+    rehearsed = '{"stages": [{"step_peak": 1e10}]}'
+    monkeypatch.setattr(gpu_asked, "rehearse", lambda *words: Path(words[-1]).write_text(rehearsed))
+    about = config.model, config.layout, config.training
+    planned = step_time.predict(*about, dataclasses.replace(machine, gemm_fraction=0.5)).seconds
+    (tmp_path / "calibration.toml").write_text('device = "H100"\ngemm_fraction = 0.5\n')
+
+    def reached(found: list[dict]) -> list[bool | None]:
+        (tmp_path / "gpu-day.json").write_text(json.dumps({"parts": found}))
+        section = gpu.Section(str(tmp_path / "section.json"))
+        gpu_asked.asked("cuda", section, tmp_path)
+        rows = section.data["rows"]
+        assert len(section.lines) == len(rows) + 3  # heads, and an empty line
+        return [row[3] for row in rows]
+
+    half = flops / machine.peak / 0.501
+    within = planned * 1.079 >= half >= planned * 0.921
+    seen = reached(found_of_parts(half, 1.019e10))
+    assert seen == [True, False, True, None, True, True, None, within]
+    assert reached(found_of_parts(planned * 1.079, 0.979e10))[-3:] == [False, None, True]
+    assert reached(found_of_parts(planned * 1.081, 0.981e10))[-3:] == [True, None, False]
+    assert reached(found_of_parts(flops / machine.peak / 0.499, 1e10))[2] is False
+    assert set(reached([])) == {None}
+
+
+def test_losses_are_what_the_peak_does_not_explain():
+    config = gpu_models.configuration(gpu.MODELS["cuda"][0][0], 4, "cuda")
+    flops = model_stats.model_flops(config.model, config.training.global_batch_size)
+    whole = model_stats.model_flops(
+        config.model, config.training.global_batch_size, "megatron-2021"
+    )
+    attention = whole - flops
+    by_kind = {"GEMM": 1.5e6 * (flops - attention) / 1e15, "attention": 3e6 * attention / 1e15}
+    lost = gpu_profile.losses(config, by_kind | {"norms": 7e3}, 0.002, 1e15)
+    assert lost["GEMM"] == pytest.approx(0.5 * (flops - attention) / 1e15)
+    assert lost["attention"] == pytest.approx(2 * attention / 1e15)
+    assert (lost["norms"], lost["idle"]) == (pytest.approx(0.007), 0.002)
 
 
 def test_what_the_time_does_not_reach_is_said(tmp_path):
@@ -88,7 +183,8 @@ def test_the_nccl_tests_run_on_the_cpu():
     outcome = start([sys.executable, *tests, "-vv", "-k", "two-ranks"], OMP_NUM_THREADS="1")
     assert outcome.status == 0, outcome.out[-4000:]
     _, data = gpu_day.told_by_log(outcome.out)
-    assert data == {"passed": len(test_nccl.CASES[2]), "failed": [], "skipped": 0}
+    expected = {"passed": len(test_nccl.CASES[2]), "failed": [], "skipped": 0, "finished": True}
+    assert data == expected
 
 
 def test_lines_of_pytest_are_counted_also_when_it_was_killed():
@@ -98,8 +194,11 @@ def test_lines_of_pytest_are_counted_also_when_it_was_killed():
         "tests/test_a.py::test_z SKIPPED (no GPU)    [ 75%]\ntests/test_a.py::test_w "
     )
     lines, data = gpu_day.told_by_log(text)
-    assert data == {"passed": 1, "failed": ["tests/test_a.py::test_y"], "skipped": 1}
-    assert lines[0] == "1 passed, 1 failed, 1 skipped."
+    expected = {"passed": 1, "failed": ["tests/test_a.py::test_y"], "skipped": 1}
+    assert data == expected | {"finished": False}
+    assert lines[0] == "1 passed, 1 failed, 1 skipped; ended before the last test."
+    _, data = gpu_day.told_by_log(text + "PASSED\n===== 2 passed, 1 failed in 3.20s =====\n")
+    assert data == expected | {"passed": 2, "finished": True}
 
 
 def test_time_that_kernels_cover_together():
