@@ -251,7 +251,8 @@ def test_a_package_that_is_missing_is_named(module, monkeypatch):
     found = importlib_find_spec_without(module)
     monkeypatch.setattr(update_rules.importlib.util, "find_spec", found)
     monkeypatch.setitem(sys.modules, "apex", None)
-    sentence = {"apex": r"apex.*\. Here: No module named .apex", "bitsandbytes": "bitsandbytes"}[module]
+    apex = r"apex.*\. Here: No module named .apex"
+    sentence = {"apex": apex, "bitsandbytes": "bitsandbytes"}[module]
     with pytest.raises(configuration.UserError, match=f"--optimizer {name} needs .*{sentence}"):
         rule_of(name, [torch.zeros(256)], "blocks")
 

@@ -335,7 +335,8 @@ def test_a_larger_model_has_heads_that_a_given_tp_divides(more):
     for step in range(1, 9):
         larger = sweeps.scaled(config, step)
         found = sweeps.least_memory(larger, hardware.load("cpu"), 4, {"tp": [4]})
-        assert found.config.layout.tp == 4 and larger.model.heads % larger.model.kv_heads == 0
+        assert found.config.layout.tp == 4
+        assert larger.model.heads % larger.model.kv_heads == 0
         assert larger.model.head_size == config.model.head_size
 
 
