@@ -283,6 +283,8 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         own = vocabulary_seconds(job)
         about = job.model, layout, count
         seconds = vocabulary.makespan(*about, action_seconds(passes) | own, sent)
+        # Of a micro-batch a rank's link carries two messages of its stage, and those of E, S, T, G.
+        seconds = max(seconds, count * 6 * sent)
         busy += count * sum(own.values()) / layout.pp
     if machine.ranks_per_core > 1:  # the core of an idle stage serves the others
         seconds = max(seconds / machine.ranks_per_core, busy)
