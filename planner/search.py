@@ -112,7 +112,7 @@ class Search:
         self.needed = functools.cache(lambda layout: memory.fullest(self._job(layout)).total)
         self.needed_least = functools.cache(self._needed_least)
         # Ways to run a layout but for 1F1B, and the seconds that none of them is faster than.
-        self.waiting: list[tuple[float, list[Layout]]] = []
+        self.waiting: list[tuple[float, Layout]] = []
         self.risky: list[Layout] = []
 
     def add(self, found: Sequence[Layout], leading: bool = False) -> str:
@@ -155,7 +155,7 @@ class Search:
         return min(self._least(self._fastest_case(cell), idle=False) for cell in cells)
 
     def _note(self, cell: Layout, others: list[Layout]) -> None:
-        """Keep the other ways of a layout with 1F1B for `finish`."""
+        """Keep the other ways of a layout with its plainest schedule for `finish`."""
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
         spread = [way for way in alike if way.vocab_pp]
         kinds, plain = self._kinds(cell), [way for way in alike if not way.vocab_pp]
@@ -164,10 +164,12 @@ class Search:
             (spread, (*spread, cell)[0], self.needed_least),
         ):
             least = self._first_that_fits(first, kinds, needed) if ways else None
+            if ways and first.schedule == "interleaved":  # more virtual stages may hold less
+                least = self._fastest_case(first)
             for way in ways if least else ():
                 names = ("recompute", "recompute_layers", "zero")
                 own = replace(way, **{name: getattr(least, name) for name in names})
-                self.waiting.append((self._least(own, idle=False), [way]))
+                self.waiting.append((self._least(own, idle=False), way))
 
     def never_fits(self, found: Sequence[Layout]) -> bool:
         """Whether the way that holds the least does not fit with one micro-batch in flight."""
@@ -179,9 +181,8 @@ class Search:
 
     def finish(self, watch: Watch = iter) -> None:
         """Price what may be faster than the fastest layout so far, the most promising first."""
-        waiting = [(least, way) for least, others in self.waiting for way in others]
         # By what a schedule takes to build: what is quick comes first, and excludes others.
-        for least, way in watch(sorted(waiting, key=lambda one: (_slow(one[1]), one[0]))):
+        for least, way in watch(sorted(self.waiting, key=lambda one: (_slow(one[1]), one[0]))):
             for kind in self._kinds(way) if least < self.best else ():
                 if self._least(self._fastest_case(way, kind)) >= self.best:
                     break  # what recomputes more is slower
