@@ -72,8 +72,8 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     calibration = ("--calibration", str(out / "calibration.toml"))
     return [
         Part("facts", "The machine", 30, ("benchmarks/gpu.py", "facts", *device, None)),
-        Part("cuda", "CUDA tests", 120, (*tests, "tests/test_cuda.py")),
-        Part("nccl", "NCCL tests on one GPU", 220, (*tests, "tests/test_nccl.py")),
+        Part("cuda", "CUDA tests", 150, (*tests, "tests/test_cuda.py")),
+        Part("nccl", "NCCL tests on one GPU", 200, (*tests, "tests/test_nccl.py")),
         Part("models", "Models", 180, ("benchmarks/gpu_models.py", *device, None)),
         Part("ceilings", "Ceilings", 45, ("benchmarks/gpu.py", "ceilings", *device, None)),
         Part(

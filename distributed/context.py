@@ -191,7 +191,8 @@ class Context(Meeting):
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            on_nccl = self.backend == "nccl"  # where torch would warn that it takes the current GPU
+            dist.barrier(device_ids=[self.device.index] if on_nccl else None)
             dist.destroy_process_group()
         if self.run_lock:
             self.run_lock.release()
