@@ -63,7 +63,7 @@ def asked(device: str, section: Section, out: Path) -> None:
     found = {part["name"]: part["data"] for part in parts}
     rows = [*tests(found), *speed(found, device), *memory(found, device)]
     rows += planned(found, device, out)
-    answers = {None: "not seen", True: "reached", False: "NOT REACHED"}
+    answers = {None: "", True: "reached", False: "NOT REACHED"}
     section.add(
         "| what | asked | seen | |",
         "| --- | --- | --- | --- |",
@@ -82,6 +82,7 @@ def tests(found: dict[str, Any]) -> Iterator[Row]:
             continue
         passed, failed = data["passed"], len(data["failed"])
         seen = f"{passed} passed, {failed} failed, {data['skipped']} skipped"
+        seen += "" if data["finished"] else ", ended before the last test"
         yield what, "all pass", seen, bool(passed) and not failed and data["finished"]
 
 
@@ -117,7 +118,7 @@ def memory(found: dict[str, Any], device: str) -> Iterator[Row]:
     """The most bytes of tensors in a step, beside the rehearsal's, which has no --compile."""
     words, data = model(found, device)
     what, wish = f"{words}: memory", f"within {MEMORY_WITHIN:.0%} of the rehearsal"
-    if data is None:
+    if data is None or AS_IT_IS not in data["peaks"]:
         yield what, wish, "not run", None
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +139,8 @@ def planned(found: dict[str, Any], device: str, out: Path) -> Iterator[Row]:
     words, data = model(found, device)
     machine, calibration = machine_for(found), out / "calibration.toml"
     what, wish = f"{words}: step", f"within {STEP_WITHIN:.0%} of the planner after calibration"
-    if data is None or machine is None or not calibration.exists():
+    there = data is not None and AS_IT_IS in data["seconds"] and calibration.exists()
+    if machine is None or not there:
         yield what, wish, "not run, or no calibration", None
         return
     config = configuration(words, data["micro_batch"], device)

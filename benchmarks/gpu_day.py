@@ -74,7 +74,7 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
         Part("facts", "The machine", 30, ("benchmarks/gpu.py", "facts", *device, None)),
         Part("cuda", "CUDA tests", 150, (*tests, "tests/test_cuda.py")),
         Part("nccl", "NCCL tests on one GPU", 200, (*tests, "tests/test_nccl.py")),
-        Part("models", "Models", 180, ("benchmarks/gpu_models.py", *device, None)),
+        Part("models", "Models", 240, ("benchmarks/gpu_models.py", *device, None)),
         Part("ceilings", "Ceilings", 45, ("benchmarks/gpu.py", "ceilings", *device, None)),
         Part(
             "calibration",
