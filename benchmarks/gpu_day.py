@@ -250,7 +250,7 @@ def red(outcomes: list[Outcome], log: str) -> list[str]:
     )
     lines = []
     for outcome in failed:
-        output = outputs.get(outcome.part.name, "").splitlines()
+        output = outputs.get(outcome.part.name, "\n".join(outcome.lines)).splitlines()
         errors = list(
             dict.fromkeys(line for line in output if re.match("E  |error: |FAILED ", line))
         )
