@@ -256,10 +256,9 @@ class Search:
                 reason = reason or does_not_fit(self._job(replace(cell, zero=zero)))
             elif why := self.refused(layout):
                 reason = reason or why
-            elif first and self._least(layout) >= self.best:
-                break
             else:
-                found.append((layout, predict(*self._job(layout))))
+                if not first or self._least(layout) < self.best:
+                    found.append((layout, predict(*self._job(layout))))
                 if layout.recompute == "none" or layout.recompute_layers == 1:
                     break  # no later stage is faster
         return min(found, key=lambda one: one[1].seconds) if found else reason
@@ -277,8 +276,9 @@ class Search:
                 layout = replace(cell, recompute=kind, zero=zero)
                 if fitting := self._least_recomputed(layout, needed, room or self.safe):
                     found.append(fitting)
-                    break
-            if found and found[-1].zero == stages[0]:
+                    if fitting.recompute == "none" or fitting.recompute_layers == 1:
+                        break  # no later stage is faster
+            if any(one.recompute == kind and one.zero == stages[0] for one in found):
                 break  # what recomputes more is slower
         return min(found, key=self._least) if len(found) > 1 else found[0] if found else None
 

@@ -237,15 +237,17 @@ def test_no_schedule_is_faster_than_its_bound(seed, batches):
 
 
 def test_more_virtual_stages_are_found_where_they_hold_less():
-    """So that more blocks of theirs are kept than with two."""
+    """So that more blocks of theirs are kept than with two, some at a higher ZeRO stage."""
     model = ModelShape(
         layers=40, hidden=1536, heads=12, seq_length=32768, vocab_size=100, bias=False
     )
     about = model, replace(TRAINING, global_batch_size=64), hardware.load("cpu"), 64
     fixed = {"tp": 2, "pp": 2, "cp": 16, "micro_batch_size": 1, "schedule": "interleaved"}
     searched, _ = layouts.rank(*about, fixed)
-    given, _ = layouts.rank(*about, fixed | {"virtual_stages": 20})
-    assert searched[0].prediction.seconds <= given[0].prediction.seconds
+    for count in (7, 20):
+        given, _ = layouts.rank(*about, fixed | {"virtual_stages": count})
+        safe = [one.prediction.seconds for one in given if one.prediction.risk <= risk.DEFAULT]
+        assert searched[-1].prediction.seconds <= min(safe)
 
 
 def test_a_bar_shows_how_far_a_large_search_is(monkeypatch):
