@@ -7,6 +7,7 @@ command_line    flags and TOML to a `Config`, with what was given; models by nam
 families        config.json of transformers in and out (families.toml), shapes of runs
 spelling        names of Megatron-LM's options (other_names.toml), and what others may mean
 validation      every check across options; an error shows both sides with their numbers
+needs           options that change nothing without another one
 batch_schedule  samples per step, ramp-ups, samples that are skipped
 model_stats     parameters and FLOPs of a model
 launcher        the commands of an installed Trine
