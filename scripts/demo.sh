@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a GPT on the sources of Python's library on 4 ranks, tp 2 x pp 2: sets up, makes the
-# corpus, trains, draws the loss. Two to four minutes on two cores, with set-up; results are in
+# corpus, trains, draws the loss. Three to seven minutes on two cores, with set-up; results are in
 # runs/demo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
