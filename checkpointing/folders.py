@@ -50,7 +50,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
         with open_regular(path) as file:
             text = file.read(MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+        why = f"it has no {MANIFEST}" if os.path.isdir(folder) else "there is no such folder"
+        raise UserError(f"{folder} is not a complete checkpoint: {why}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     try:

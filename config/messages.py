@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
-        raise UserError(message)
+        raise UserError(message + "; see --help" * ("are required" in message))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but an empty text, such as --resume "$UNSET", is a UserError."""

@@ -261,7 +261,7 @@ OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 
 """,
     "plan.py": """
 @/plan.py
-| the following arguments are required: QUESTION
+| the following arguments are required: QUESTION; see --help
 layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'

@@ -9,8 +9,8 @@ OF_FILES = {
 | the following arguments are required: RUN
 --prompt text | the following arguments are required: RUN
 nowhere | give one of --prompt and --eval-data; neither was given
-nowhere --prompt text | nowhere is not a complete checkpoint: it has no manifest.json
-a-file --prompt text | a-file is not a complete checkpoint: it has no manifest.json
+nowhere --prompt text | nowhere is not a complete checkpoint: there is no such folder
+a-file --prompt text | a-file is not a complete checkpoint: there is no such folder
 dir --prompt text | dir is not a complete checkpoint: it has no manifest.json
 '' --prompt text | no value, after '': is a variable not set?
 cut-manifest --prompt text | cut-manifest/manifest.json is damaged: its contents do not match its
@@ -62,14 +62,14 @@ dir dir --prompt text | unrecognized arguments: dir
 | the following arguments are required: COMMAND
 shwo dir | COMMAND: invalid choice: 'shwo'
 show | the following arguments are required: DIR
-show nowhere | nowhere is not a complete checkpoint: it has no manifest.json
+show nowhere | nowhere is not a complete checkpoint: there is no such folder
 show dir | dir is not a complete checkpoint: it has no manifest.json
-show a-file | a-file is not a complete checkpoint: it has no manifest.json
+show a-file | a-file is not a complete checkpoint: there is no such folder
 show '' | no value, after 'show': is a variable not set?
 verify cut-manifest | cut-manifest/manifest.json is damaged: its contents do not match its own
 export dir new | the following arguments are required: --to
 export --to onnx dir new | --to: invalid choice: 'onnx'
-export --to hf nowhere new | nowhere is not a complete checkpoint: it has no manifest.json
+export --to hf nowhere new | nowhere is not a complete checkpoint: there is no such folder
 export --to hf --dtype int8 dir new | --dtype: invalid choice: 'int8'
 export --to hf --family t5 dir new | --family: invalid choice: 't5'
 import --from hf nowhere new | nowhere/config.json: No such file or directory
