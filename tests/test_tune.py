@@ -348,6 +348,10 @@ def test_the_largest_model_and_the_fewest_ranks(tmp_path):
     assert {s for _, s in sizes} == {"ok", "oom"}
     assert max(n for n, s in sizes if s == "ok") < min(n for n, s in sizes if s == "oom")
     assert "trained; " in done.out
+    done, few = tuned(tmp_path / "c", "--max-params", "--budget", "2", ranks_=2, **limit)
+    assert done.status == 0, done.err
+    assert "the budget of 2 is spent" in done.out
+    assert len(few) == 2 < len(stored)
     limit = {"FAKE_PARAMETERS": str(4 * 64**2 // 3)}
     done, stored = tuned(tmp_path / "b", "--min-ranks", ranks_=8, **limit)
     assert done.status == 0, done.err

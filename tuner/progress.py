@@ -12,6 +12,10 @@ from tuner.trials import Trial
 TABLE_ROWS = 15  # the newest trials, in the live table
 
 
+class BudgetSpent(Exception):
+    """A trial is needed for which the budget has no room."""
+
+
 class Budget:
     """How much may be spent in this session: trials, or minutes."""
 

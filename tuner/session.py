@@ -25,7 +25,7 @@ from config.validation import check_folder
 from planner import hardware
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
-from tuner.progress import Budget, ProgressView
+from tuner.progress import Budget, BudgetSpent, ProgressView
 from tuner.rehearsals import Outcome, Rehearser
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, point
@@ -172,7 +172,10 @@ class Session:
             self.subject, find = "fewest ranks", sweeps.fewest_ranks
             if options.max_params:
                 self.subject, find = "the largest model", sweeps.largest_model
-            self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
+            try:
+                self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
+            except BudgetSpent:
+                self.ending = self.budget.ending
         else:
             named = [self._request("--model", name).config for name in options.models]
             for config in named or [self.config]:
@@ -253,9 +256,14 @@ class Session:
                 self._trial(ran[0], "reference")
 
     def _attempt(self, candidate: Candidate) -> bool:
-        """Whether a candidate of a bisection trains; a trial that is stored is not run again."""
-        self.wanted[candidate.key] = candidate
+        """Whether a candidate of a bisection trains; a trial that is stored is not run again.
+
+        BudgetSpent if one would have to be run, and the budget has no room for it.
+        """
         known = self.store.of(candidate.key)
+        if not known and self.budget.spent(self.store.trials):
+            raise BudgetSpent
+        self.wanted[candidate.key] = candidate
         return (known[-1] if known else self._trial(candidate)).status == "ok"
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
