@@ -127,9 +127,8 @@ def whole_number(text: str) -> int:
 
 
 def nearest(name: str, known: Iterable[str], at_least: float = 0.6) -> str:
-    """`; did you mean ...?` with at most three known names, or an empty string.
-
-    They are those with `name` between dashes, shortest first, or else the most similar one.
+    """`; did you mean ...?` with at most three known names that have `name` between dashes, or
+    the most similar one; or an empty string.
     """
     names = sorted((each for each in known if f"-{name}-" in f"-{each}-"), key=len)
     names = names[:3] or difflib.get_close_matches(name, [*known], 1, at_least)

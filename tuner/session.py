@@ -8,6 +8,7 @@ again.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import shlex
@@ -172,10 +173,9 @@ class Session:
             self.subject, find = "fewest ranks", sweeps.fewest_ranks
             if options.max_params:
                 self.subject, find = "the largest model", sweeps.largest_model
-            try:
+            self.ending = self.budget.ending
+            with contextlib.suppress(BudgetSpent):
                 self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
-            except BudgetSpent:
-                self.ending = self.budget.ending
         else:
             named = [self._request("--model", name).config for name in options.models]
             for config in named or [self.config]:
@@ -256,10 +256,7 @@ class Session:
                 self._trial(ran[0], "reference")
 
     def _attempt(self, candidate: Candidate) -> bool:
-        """Whether a candidate of a bisection trains; a trial that is stored is not run again.
-
-        BudgetSpent if one would have to be run, and the budget has no room for it.
-        """
+        """Whether a candidate of a bisection trains: as stored, or tried if the budget allows."""
         known = self.store.of(candidate.key)
         if not known and self.budget.spent(self.store.trials):
             raise BudgetSpent
