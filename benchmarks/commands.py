@@ -161,7 +161,8 @@ def report(outcomes: dict[str, dict]) -> list[str]:
         f"states, {skipped} cannot run here, {len(listed) - len(ran) - skipped} are not run yet; "
         f"{len(bad)} failed. Python {platform.python_version()},",
         f"{os.cpu_count()} cores of a machine that others used:",
-        "seconds say little. `...` of a command stands for the options that the table's way names.",
+        "seconds say little, and not all rows are of one commit, since what has run well is kept.",
+        "`...` of a command stands for the options that the table's way names.",
         "",
         "| command | how it was run | result, last line |",
         "| --- | --- | --- |",
