@@ -24,8 +24,8 @@ from schedules.costs import stage_costs
 from schedules.partition import StageSpec, stage_specs
 
 # Bytes per parameter that an optimizer's state is smaller by than AdamW's two moments: two bytes
-# and two scales for 256 weights, one moment (Muon's of the blocks' matrices: AdamW has the others),
-# or two factors of a matrix.
+# and two scales for 256 weights, one moment, or two factors of a matrix. Muon and 8-bit AdamW leave
+# some weights to AdamW: `_beside`.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
 # loss keeps them. Ours keeps the logits, whose memory their gradient takes, and has few in FP32.
@@ -121,8 +121,8 @@ def of_run(config: Config) -> list[dict[str, float]]:
 
     `config` must be checked. Of a ramp-up, the largest batch of this start counts.
     """
-    # Any machine will do: with this software and no overhead, its numbers are not in these parts.
-    machine = hardware.load("a100-80")
+    # Any will do: with this software and no overhead, its numbers are not in these parts.
+    machine = hardware.load("cpu" if config.run.device == "cpu" else "a100-80")
     machine = replace(machine, software=hardware.Software(), activation_overhead=1.0)
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.levels)
@@ -166,7 +166,7 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     each = [held_parameters(spec, job) for spec in here.specs]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, here.kept, strict=True))
-    optimizer = sharded_parameters(held, blocks, job) * state + _beside_muon(held, blocks, job)
+    optimizer = sharded_parameters(held, blocks, job) * state + _beside(held, here.specs, job)
     gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
     parts = {
         "weights": sum(_weights(own, spec, job) for spec, own, _ in of_stages),
@@ -243,12 +243,18 @@ def sharded_parameters(held: float, blocks: int, job: Job) -> float:
     return (held + blocks * job.experts_elsewhere / job.layout.tp) / job.shards
 
 
-def _beside_muon(held: float, blocks: int, job: Job) -> float:
-    """Bytes of the moment that AdamW has more than Muon, of what is not in so many blocks."""
-    if job.training.optimizer != "muon":
+def _beside(held: float, specs: list[StageSpec], job: Job) -> float:
+    """Bytes that the state of what Muon and 8-bit AdamW leave to AdamW has more than theirs: of the
+    embedding, and under Muon of the head too.
+    """
+    name, layout = job.training.optimizer, job.layout
+    if name not in ("muon", "adamw8bit"):
         return 0.0
-    others = max(0.0, held - blocks * job.block_parameters / job.layout.tp)
-    return SAVED_STATE["muon"] * others / (job.shards if job.layout.zero else 1)
+    others = held - sum(spec.blocks for spec in specs) * job.block_parameters / layout.tp
+    own_head = not job.model.tied and (layout.vocab_pp or any(spec.head for spec in specs))
+    if name == "adamw8bit" and own_head:
+        others -= job.vocab_columns * job.model.hidden
+    return SAVED_STATE[name] * max(0.0, others) / (job.shards if layout.zero else 1)
 
 
 def _gradients(held: float, blocks: int, job: Job) -> float:
@@ -271,10 +277,13 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
         # All that the block keeps whose backward runs.
         working = block_activations(job, True)
     matrix = float(job.vocab_columns * job.model.hidden)
-    # The embedding's gradient, and its output's, before and after the mask.
+    # The embedding's gradient, and its output's, before and after the mask. In fp32 a CPU adds
+    # rows to the sum, if that is kept.
+    rows = job.machine.device == "CPU" and job.number_bytes == 4 and layout.zero < 2
     if (spec.embedding or layout.vocab_pp) and flash:
         outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
-        working = max(working, matrix * job.number_bytes + outputs - kept)
+        dense = job.activation_bytes if rows else matrix * job.number_bytes
+        working = max(working, dense + outputs - kept)
     if spec.head or layout.vocab_pp:
         working = max(working, _logit_bytes(heads, job))
     if layout.zero != 2 or job.shards == 1:
