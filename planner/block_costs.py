@@ -36,19 +36,28 @@ def linear(job: Job, rows: int, outs: int, ins: int, alike: int) -> tuple[float,
 
 def attention(job: Job) -> tuple[float, float]:
     """Seconds of a block's attention core. With cp, all-to-alls before and after it give a rank
-    some heads of more tokens, and what remains of cp passes keys and values around: what products
-    do not hide of these, which backward takes twice, with their gradients.
+    some heads of more tokens, and what remains of cp is a ring: what products do not hide of it.
     """
     model, layout, machine, size = job.model, job.layout, job.machine, job.number_bytes
     shape = model.seq_length, model.head_size, model.heads // layout.tp, layout.micro_batch_size
     forward, backward = (one / job.cp for one in op_costs.attention(machine, *shape, size))
-    heads, width = layout.over_heads(model), 2 * model.kv_heads * model.head_size
-    ring, row = job.cp // heads, size * job.tokens / layout.tp
-    link = op_costs.ring(machine, ring, layout.tp * heads)
-    sent = (ring - 1) * (row * width / link.speed + link.latency)
-    turned = row * (model.qkv_width + model.attention_width)
-    exposed = op_costs.all_to_all(machine, heads, layout.tp, turned)
-    return max(forward, sent) + exposed, max(backward, 2 * sent) + exposed
+    turned = size * job.tokens / layout.tp * (model.qkv_width + model.attention_width)
+    exposed = op_costs.all_to_all(machine, layout.over_heads(model), layout.tp, turned)
+    there, back = ring(job)
+    return max(forward, there) + exposed, max(backward, back) + exposed
+
+
+def ring(job: Job) -> tuple[float, float]:
+    """Seconds in which a block's keys and values go round the ring of cp; in backward their
+    gradients follow, in fp32 and one step further.
+    """
+    model, layout, heads = job.model, job.layout, job.layout.over_heads(job.model)
+    ranks, elements = job.cp // heads, 2 * model.kv_heads * model.head_size * job.tokens / layout.tp
+    if ranks == 1:
+        return 0.0, 0.0
+    link = op_costs.ring(job.machine, ranks, layout.tp * heads)
+    there = (ranks - 1) * (job.number_bytes * elements / link.speed + link.latency)
+    return there, there + ranks * (4.0 * elements / link.speed + link.latency)
 
 
 def dispatched(job: Job) -> float:

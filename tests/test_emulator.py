@@ -8,12 +8,15 @@ import pytest
 import torch
 from ranks import ROOT
 
+from config.command_line import parse
 from config.messages import UserError
 from config.schema import Layout
+from config.validation import check
 from emulator.emulation import AFTER, StageMeasured, StageSeconds, composed, priced
 from emulator.links import MachineLinks, MeasuredLinks, interpolated
 from emulator.stand_ins import Ledger, Operation, StandInGroup, emulated_context
-from planner import hardware, op_costs
+from planner import block_costs, hardware, op_costs
+from planner.job import Job
 from schedules.schedule import build
 
 # ---- Stand-ins -----------------------------------------------------------------------------------
@@ -183,6 +186,20 @@ def test_a_step_is_emulated_and_its_calibration_taken(tmp_path):
     machine = hardware.load("cpu", str(rates))
     assert (machine.nvlink.latency, machine.nvlink.speed) == (1e-4, pytest.approx(1e9))
     assert machine.gemm_fraction != hardware.load("cpu").gemm_fraction
+
+
+def test_a_ring_of_cp_sends_what_the_planner_prices(tmp_path):
+    """Keys and values once, and their gradients in fp32 once more than that."""
+    out, words = tmp_path / "out.json", f"{SHAPE} --kv-heads 1 --cp 2 --steps 1 --precision bf16"
+    done = run("rehearse.py", "--on", "cpu", "--world", "2", *words.split(), "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    (stage,) = json.loads(out.read_text())["stages"]
+    config = check(parse(words.split()), 2)
+    job = Job(config.model, config.layout, config.training, hardware.load("cpu"))
+    planned = dict(zip("FB", block_costs.ring(job), strict=True))
+    for kind, seconds in planned.items():
+        assert stage["crossing"][kind] == pytest.approx(4 * seconds)
+    assert planned["B"] > 3 * planned["F"]
 
 
 @pytest.mark.parametrize(

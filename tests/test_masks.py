@@ -351,6 +351,8 @@ def golden_cases(folder) -> list[dict]:
         apart | learned | inner | {"reset_positions": True, "recompute": "full"},
         apart | alibi | {"pp": 4, "layers": 4, "precision": "fp32", "tied": False},
         fim | learned | both | {"mask_eod_loss": True, "precision": "fp64"},
+        fim | rotary | {"cp": 4, "kv_heads": 2, "precision": "fp64", "reset_attention": True},
+        fim | alibi | {"cp": 2, "tp": 2, "kv_heads": 2, "fim_rate": 1.0, "precision": "fp64"},
         answers | learned | {"pp": 2, "zero": 2, "micro_batch_size": 2},
     ]
 
