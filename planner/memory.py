@@ -163,7 +163,7 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    each = [held_parameters(spec, job) for spec in here.specs]
+    each = [_laid_out(spec, job) for spec in here.specs]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, here.kept, strict=True))
     optimizer = sharded_parameters(held, blocks, job) * state + _beside(held, here.specs, job)
@@ -177,7 +177,8 @@ def _rank(here: _Held, job: Job) -> StageMemory:
         "buffers": software.buffers + gathered,
         "context": job.machine.context,
     }
-    return StageMemory(rank, blocks, held, **parts, total=sum(parts.values()))
+    own = sum(held_parameters(spec, job) for spec in here.specs)
+    return StageMemory(rank, blocks, own, **parts, total=sum(parts.values()))
 
 
 def _kept(spec: StageSpec, job: Job, each: tuple[float, float]) -> float:
@@ -207,6 +208,20 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     elif spec.head and (spec.tied or not model.tied):
         held += matrix
     return held
+
+
+def _laid_out(spec: StageSpec, job: Job) -> float:
+    """Elements of the buffers of a stage's parameters: what Adafactor and Muon update has whole
+    matrices in sections of one length, which the largest matrix may determine.
+    """
+    held, name, model = held_parameters(spec, job), job.training.optimizer, job.model
+    if name not in ("adafactor", "muon") or not job.layout.zero:
+        return held
+    largest = model.hidden * model.up_width * (spec.blocks > 0)
+    if name == "adafactor" and (spec.embedding or spec.head):
+        largest = max(largest, model.hidden * job.vocab_columns)
+    matrices = held if name == "adafactor" else spec.blocks * job.block_parameters
+    return held - matrices + max(matrices, job.shards * largest)
 
 
 def most_parameters(job: Job) -> float:
