@@ -12,7 +12,7 @@ from compare import assert_close
 from golden_worker import options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_golden import POSITIONS, distance, reference, run_cases
+from test_golden import FEW_STEPS, POSITIONS, distance, reference, run_cases
 from torch.nn.attention.flex_attention import flex_attention
 
 import data
@@ -342,7 +342,7 @@ def golden_cases(folder) -> list[dict]:
     answers |= ALL | {"vocab_size": 61, "precision": "fp64"}
     both = {"tp": 2, "pp": 2}
     inner = {"layers": 4, "tp": 2, "pp": 2, "schedule": "interleaved"}
-    return [
+    every = [
         resets | learned | both | {"sequence_parallel": True, "micro_batch_size": 2},
         resets | rotary | {"zero": 3, "recompute": "selective"},
         resets | rotary | inner | {"reset_attention": False, "sequence_parallel": True},
@@ -355,6 +355,7 @@ def golden_cases(folder) -> list[dict]:
         fim | alibi | {"cp": 2, "tp": 2, "kv_heads": 2, "fim_rate": 1.0, "precision": "fp64"},
         answers | learned | {"pp": 2, "zero": 2, "micro_batch_size": 2},
     ]
+    return [case | {"steps": FEW_STEPS} for case in every]
 
 
 def write_chats(folder) -> None:

@@ -12,7 +12,7 @@ import random
 import pytest
 from golden_worker import options
 from test_checkpoint import check_chain
-from test_golden import TOLERANCE, covering, distance, reference, run_cases
+from test_golden import FEW_STEPS, TOLERANCE, covering, distance, reference, run_cases
 
 from config import validation
 from config.messages import UserError
@@ -71,6 +71,7 @@ def asked(case: dict) -> dict:
     name, _, virtual = case["schedule"].partition(" ")
     stages = mesh["pp"] * (int(virtual) if virtual else 1 + (name == "zb-v"))
     found = case | mesh | {"layers": LAYERS, "global_batch_size": 4, "schedule": name}
+    found |= {"steps": FEW_STEPS}
     found |= {"virtual_stages": int(virtual)} if virtual else {}
     del found["mesh"]
     return found | {"partition": blocks(case["partition"], stages)}

@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import fork_ranks
 from test_checkpoint import check_chain
-from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_cases
+from test_golden import (
+    FEW_STEPS,
+    POSITIONS,
+    TOLERANCE,
+    covering,
+    distance,
+    reference,
+    run_cases,
+)
 
 from config import validation
 from config.command_line import preset
@@ -281,7 +289,8 @@ def asked(case: dict) -> dict:
     """A combination as options of the command line."""
     found = case | json.loads(case["mesh"]) | POSITIONS[case["positions"]]
     del found["mesh"]
-    return found | {"layers": LAYERS, "global_batch_size": 4, "vocab_pp": True}
+    few = {"layers": LAYERS, "global_batch_size": 4, "steps": FEW_STEPS}
+    return found | few | {"vocab_pp": True}
 
 
 @pytest.mark.slow
