@@ -1,4 +1,5 @@
-"""Runs programs as forks of one process that has imported torch, for tests that start many ranks.
+"""Runs programs as forks of one process that has imported torch, for tests that start many ranks,
+or of one that has imported what all programs need before torch.
 
     process = Forked(["train.py", "--tp", "2"], environment, out, err)
     process.wait(timeout)     # as of subprocess.Popen; also poll() and pid
@@ -12,8 +13,10 @@ The server is single-threaded until it forks, never computes, and has OMP_NUM_TH
 reads when it is imported. It ends with the process that started it, and its forks with it.
 """
 
+import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -30,20 +33,33 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MESSAGE = 1 << 20  # bytes of a request, at most
 THREADS = {"OMP_NUM_THREADS": "1"}
+# What a server imports before it forks. torch._dynamo: torch's optimizers, but AdamW, import it.
+TORCH = ("torch._dynamo", "trainer")
+NO_TORCH = ("plan", "tune", "config.validation", "distributed.context", "h5py")
+IMPORTS_ASKED = "PYTHONPROFILEIMPORTTIME"  # in a fork: print all modules, in the form of its lines
 
 
 class Forked:
     """A program that the server has forked; its interface is a part of subprocess.Popen's."""
 
-    def __init__(self, words: list[str], environment: dict[str, str], out: int, err: int):
+    def __init__(
+        self,
+        words: list[str],
+        environment: dict[str, str],
+        out: int,
+        err: int,
+        imports: tuple[str, ...] = TORCH,
+        cwd: Path = ROOT,
+    ):
         """`words`: the program's file and its arguments; `out`, `err`: open files."""
         self.returncode: int | None = None
+        self.processor = 0.0  # seconds, when it has ended
         own, theirs = os.pipe()
         self._status = os.fdopen(own)
-        request = json.dumps([words, environment]).encode()
+        request = json.dumps([words, environment, str(cwd)]).encode()
         try:
             with _lock:
-                socket.send_fds(_server()[0], [request], [out, err, theirs])
+                socket.send_fds(_server(imports)[0], [request], [out, err, theirs])
         finally:
             os.close(theirs)
         self.pid = int(self._line())
@@ -59,7 +75,8 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
-            self.returncode = int(self._line())
+            status, processor = self._line().split()
+            self.returncode, self.processor = int(status), float(processor)
             self._status.close()
         return self.returncode
 
@@ -74,13 +91,15 @@ _lock = threading.Lock()
 
 
 @cache
-def _server() -> tuple[socket.socket, subprocess.Popen]:
-    """This process's server, which the first call starts, and the connection to it."""
+def _server(imports: tuple[str, ...]) -> tuple[socket.socket, subprocess.Popen]:
+    """This process's server of forks with these imports, which the first call starts, and the
+    connection to it.
+    """
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())],
+            [sys.executable, __file__, str(theirs.fileno()), *imports],
             cwd=ROOT,
             env={**os.environ, **THREADS, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
@@ -131,19 +150,20 @@ def serve(connection: socket.socket) -> list[str]:
 
 
 def report(alive: dict[int, int]) -> None:
-    """Write the status of every child that has ended, and forget it."""
+    """Write status and processor time of every child that has ended, and forget it."""
     for child in list(alive):
-        ended, state = os.waitpid(child, os.WNOHANG)
+        ended, state, usage = os.wait4(child, os.WNOHANG)
         if ended:
-            status = alive.pop(child)
+            status, seconds = alive.pop(child), usage.ru_utime + usage.ru_stime
             with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-                os.write(status, f"{os.waitstatus_to_exitcode(state)}\n".encode())
+                os.write(status, f"{os.waitstatus_to_exitcode(state)} {seconds}\n".encode())
             os.close(status)
 
 
 def become(request: bytes, descriptors: list[int]) -> list[str]:
     """Make this process what the interpreter would be before the program's first line."""
-    words, environment = json.loads(request)
+    words, environment, cwd = json.loads(request)
+    os.chdir(cwd)
     os.dup2(descriptors[0], 1)
     os.dup2(descriptors[1], 2)
     for descriptor in descriptors:
@@ -155,15 +175,22 @@ def become(request: bytes, descriptors: list[int]) -> list[str]:
     random.seed()
     sys.argv = words
     sys.path[0] = str(Path(ROOT, words[0]).resolve().parent)
+    if IMPORTS_ASKED in environment:
+        atexit.register(print_modules)
     return words
+
+
+def print_modules() -> None:
+    """Print what is imported as Python does it for PYTHONPROFILEIMPORTTIME."""
+    for name in sys.modules:
+        print(f"import time: 0 | 0 | {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":
     server = socket.socket(fileno=int(sys.argv[1]))
-    import torch._dynamo  # noqa: F401  torch's optimizers, but AdamW, import it
-
-    import trainer  # noqa: F401
-
+    sys.path[0] = str(ROOT)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("a module has started threads, which a fork would lose")
     gc.freeze()  # a fork's collections would copy what it shares with the server

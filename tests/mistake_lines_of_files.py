@@ -94,7 +94,7 @@ a.txt | the following arguments are required: --out
 --out c --tokenizer-mb -1 a.txt | --tokenizer-mb(-1.0) must be above 0 and below 1e9
 --out c --shuffle-seed -1 a.txt | --shuffle-seed(-1) must be in 0..4294967295
 --out c --json-key body bad.jsonl | bad.jsonl:1 has no key 'body'
---out c latin.txt | none of the 1 documents has text in UTF-8
+--out d latin.txt | none of the 1 documents has text in UTF-8
 """,
     "plot_loss.py": """
 @/scripts/plot_loss.py
