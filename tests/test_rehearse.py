@@ -30,7 +30,10 @@ def rehearsals(tmp_path_factory):
     """The ten configurations of the suite, rehearsed by one process and its children."""
     folder = tmp_path_factory.mktemp("rehearsals")
     cases, out = folder / "cases.json", folder / "out.pickle"
-    cases.write_text(json.dumps({name: CASES[name] for name in IN_SUITE}))
+    # Half of the layers, which others would repeat, but where buffers would outweigh them.
+    many = ("384 ranks", "ZeRO 2, pp 2")
+    lines = {name: CASES[name][1] + " --layers 4" * (name not in many) for name in IN_SUITE}
+    cases.write_text(json.dumps({name: (CASES[name][0], lines[name]) for name in IN_SUITE}))
     command = [sys.executable, "tests/rehearsal_worker.py", str(cases), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
@@ -181,6 +184,9 @@ def test_ranks_are_simulated_once_where_they_and_their_neighbours_are_alike():
 # ---- The command ---------------------------------------------------------------------------------
 
 
+FEW = ("--layers", "2")
+
+
 def run(*words: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "rehearse.py", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -189,7 +195,7 @@ def run(*words: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_the_command_answers_in_words_and_as_data(tmp_path):
     out = tmp_path / "answers.json"
-    done = run("--world", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks")
+    done = run("--world", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
     assert done.returncode == 0, done.stderr
     for question in ("Will every collective meet? Yes", "Will it fit? Yes", "What stops the host?"):
         assert question in done.stdout
@@ -229,7 +235,7 @@ def test_mistakes_are_one_sentence(words, sentence):
 SRUN = "#!/bin/sh\ntouch $CALLED\n"
 SCONTROL = "#!/bin/sh\necho n1\n"  # the hostnames of the job
 FP16 = SHAPE.replace("bf16", "fp16")  # of a V100
-TOO_LARGE = "--hidden 8192 --heads 64 --layers 24 --precision bf16 --global-batch-size 1"
+TOO_LARGE = "--hidden 8192 --heads 64 --layers 2 --precision bf16 --global-batch-size 1"
 
 
 @pytest.mark.parametrize(

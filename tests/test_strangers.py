@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch.distributed as dist
-from ranks import Job, mpi_command
+from ranks import Job, fork_ranks, mpi_command
 from strangers import HOST, Strangers
 
 from config.messages import UserError
@@ -61,10 +61,13 @@ def wait_at(job: Job, place: str) -> None:
 @pytest.mark.slow
 def test_200_strangers_change_nothing(tmp_path):
     """Before the ranks have met, before they have found the monitor, and while they train."""
-    with run(tmp_path / "alone", 2, "--tp", "2") as alone:
-        for place in ("store", "monitor", "step"):
-            go(alone, place)
-        assert alone.status() == 0, alone.text[-4000:]
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    for place in ("store", "monitor", "step"):
+        (alone / f"{place}.go").touch()
+    words = ("tests/strangers_worker.py", str(alone), *WORDS, "--tp", "2", "--out", str(alone))
+    done = fork_ranks(2, *words)
+    assert done.status == 0, done.err[-4000:]
 
     with run(tmp_path / "visited", 2, "--tp", "2") as job:
         wait_at(job, "store")
@@ -95,7 +98,8 @@ def test_200_strangers_change_nothing(tmp_path):
         assert job.status() == 0, job.text[-4000:]
         for strangers in (before, meanwhile, during):
             strangers.close()
-    losses = [[row["loss"] for row in one.rows] for one in (alone, job)]
+    straight = [json.loads(line) for line in (alone / "metrics.jsonl").read_text().splitlines()]
+    losses = [[row["loss"] for row in rows] for rows in (straight, job.rows)]
     assert len(losses[0]) == 30
     assert losses[0] == losses[1]
     assert not (job.out / "hang").exists()

@@ -87,7 +87,7 @@ def test_the_real_rehearsal_decides_what_is_queued(tmp_path):
     """Adafactor's checkpoint has AdamW's moments in full, which the planner does not count: of the
     layouts that it lists, those that hold all parameters do not fit.
     """
-    words = "--layers 8 --hidden 1024 --heads 4 --seq-length 128 --vocab-size 500 --zero 0"
+    words = "--layers 4 --hidden 1448 --heads 4 --seq-length 128 --vocab-size 500 --zero 0"
     words += " --precision bf16 --global-batch-size 8 --recompute full --optimizer adafactor"
     words += " --micro-batch-size 1 --schedule 1f1b --partition balanced --no-sequence-parallel"
     rates = tmp_path / "rates.toml"
