@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close
-from ranks import ROOT, mpirun
+from ranks import ROOT, fork_ranks
 from test_golden import POSITIONS, distance, reference
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +50,7 @@ def compiled(tmp_path_factory) -> list[dict]:
     source, target = folder / "cases.json", folder / "results.json"
     source.write_text(json.dumps(CASES))
     worker = ("tests/compile_worker.py", str(source), str(target))
-    outcome = mpirun(4, *worker, timeout=1800, OMP_NUM_THREADS="1")
+    outcome = fork_ranks(4, *worker, timeout=1800)
     assert outcome.status == 0, outcome.err[-4000:]
     return json.loads(target.read_text())
 
