@@ -44,6 +44,10 @@ READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts"
 READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
 READ_BY |= dict.fromkeys(("price_per_gpu_hour", "watts_per_gpu"), ("layouts", "days"))
 READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
+READ_BY |= {"risk": ("layouts", "days", "rampup")}
+ON_GPUS = ("layouts", "stages", "days", "largest", "rampup", "timeline", "compare")
+READ_BY |= dict.fromkeys(("nodes", "gpus"), ON_GPUS)
+LEANEST = ("largest", "smallest")  # questions that try layouts of their own
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
 LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
 LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
@@ -69,7 +73,7 @@ def ask(arguments: list[str]) -> Answer:
         raise UserError("rows are checked by `python benchmarks/check_rows.py FILE [--json]`")
     if arguments[:1] == ["compare"] and not {"-h", "--help"} & set(arguments):
         return _compared(arguments[1:])
-    options, rest = _parser().parse_known_args(arguments)
+    options, rest = parser().parse_known_args(arguments)
     if options.question in ("constants", "calibrate", "gap") and rest:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {options.question} --help")
     if options.question == "constants":
@@ -78,7 +82,7 @@ def ask(arguments: list[str]) -> Answer:
         return _calibrated(options)
     if options.question == "gap":
         return _gap(options)
-    question, rest = _question(options, rest)
+    question, rest = question_of(options, rest)
     answer, _ = QUESTIONS[options.question]
     found = answer(question)
     if options.submit:
@@ -86,7 +90,7 @@ def ask(arguments: list[str]) -> Answer:
     return _rehearsed(question, found, rest) if options.rehearse else found
 
 
-def _question(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
+def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
     """The question that the options ask, and the words that are train.py's; raises UserError."""
     _check(options)
     machine = hardware.load(options.gpu or "a100-80", options.calibration)
@@ -115,6 +119,10 @@ def _question(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]
     defaults = partial(_defaults, options.question, machine, before)
     request = parse_request(rest, defaults=defaults, plans=True)
     config, options.model = request.config, options.model or request.model
+    held = [field.name for field in fields(Layout) if field.name in request.given]
+    if held and options.question in LEANEST:
+        own = f"{options.question} tries every tp and pp at micro-batch 1, full recomputation"
+        raise UserError(f"--{held[0].replace('_', '-')}: {own}")
     if config.training.precision == "bf16" and not machine.bf16:
         raise UserError(f"--precision bf16: {machine.device} has no bf16 arithmetic; use fp16")
     if not machine.bf16:
@@ -149,15 +157,17 @@ def _check(options: Namespace) -> None:
         if number is not None and not 0 < number < most:
             limit = f"below {most:g}" if number > 0 else "above 0"
             raise UserError(f"--{flag} must be {limit}, not {number:g}")
-    if not 0 < options.risk <= 1:
+    if options.risk is not None and not 0 < options.risk <= 1:
         raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
     if options.nodes and options.gpus:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name, readers in READ_BY.items():
         if getattr(options, name) is not None and options.question not in readers:
-            others, flag = " and ".join(readers), name.replace("_", "-")
+            others = " and ".join([", ".join(readers[:-1]), readers[-1]][len(readers) == 1 :])
+            flag = name.replace("_", "-")
             raise UserError(f"--{flag} goes with {others}, not {options.question}")
     options.top = 20 if options.top is None else options.top
+    options.risk = risk.DEFAULT if options.risk is None else options.risk
 
 
 def _compared(arguments: list[str]) -> Answer:
@@ -169,12 +179,12 @@ def _compared(arguments: list[str]) -> Answer:
     for side in sides:
         flags = side.lstrip().startswith("-")
         own = shlex.split(side) if flags else ["--config", side]
-        options, rest = _parser().parse_known_args(["compare", "A", "B", *shared, *own])
+        options, rest = parser().parse_known_args(["compare", "A", "B", *shared, *own])
         if not flags and not run_files.is_source(side):
             raise UserError(f"compare: {side!r} is neither flags nor a run's folder")
         if not flags and not options.gpu:
             raise UserError(f"compare: which machine is {side} to be priced on? give --gpu NAME")
-        asked.append(_question(options, rest)[0])
+        asked.append(question_of(options, rest)[0])
     return compare.compare(asked[0], asked[1], sides)
 
 
@@ -245,14 +255,15 @@ def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: in
     return f"{name}: every operation meets, fits with {most:.1f} GB"
 
 
-def _parser() -> ArgumentParser:
-    parser = Parser(
+def parser() -> ArgumentParser:
+    """The planner's own flags, by question; all others are train.py's."""
+    found = Parser(
         prog="plan.py",
         description="What fits, how fast, and why not the others.",
         epilog="`plan.py QUESTION --help` lists the flags that a question takes.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    commands = found.add_subparsers(dest="question", required=True, metavar="QUESTION")
     shared = Parser(add_help=False, allow_abbrev=False)
     form: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
     form["epilog"] = options_help("model", "layout", "training")
@@ -276,7 +287,7 @@ def _parser() -> ArgumentParser:
     one.add_argument("--picture", help="draw a waterfall of it", metavar="FILE.svg")
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
-    return parser
+    return found
 
 
 def _add_flags(question: str, parser: ArgumentParser) -> None:
@@ -300,7 +311,7 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     add("tokens", "tokens to train on", type=float)
     add("size", "parameters wanted", type=float)
     about_risk = "of running out of memory, accepted (0.05)"
-    add("risk", about_risk, type=float, default=risk.DEFAULT)
+    add("risk", about_risk, type=float)
     add("rehearse", "rehearse the first N layouts", type=int, metavar="N")
     add("deadline", "days: fewest GPU-hours within them", type=float, metavar="DAYS")
     add("restart", "minutes that a change of nodes takes (10)", type=float, metavar="MINUTES")

@@ -190,8 +190,10 @@ def _merged(name: str) -> dict[str, Any]:
     elif name in names():
         own = read_toml(FOLDER / f"{name}.toml", name)
     else:
-        others = f"; there are {', '.join(names())}, and files that end in .toml"
-        raise UserError(f"no machine is called {name!r}{nearest(name, names()) or others}")
+        longer = [one for one in names() if one.startswith(name.lower())]
+        hint = "" if longer[1:] else nearest(name, longer or names())
+        others = f"; there are {', '.join(longer or names())}, and files that end in .toml"
+        raise UserError(f"no machine is called {name!r}{hint or others}")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables

@@ -146,17 +146,33 @@ def ranked_layouts(question: Question) -> Answer:
         f"{len(fitting)} layouts fit on {question.gpus} GPUs of {machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     )
-    lines = [head, *_ranked_lines(ranked[:top], question)]
+    lines = [head, *(_ranked_lines(ranked[:top], question) if ranked else [])]
     lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
     lines += [FIRST] if len(ranked) > 1 else []
     lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
-    lines += _notes(ranked[:1])
+    lines += [*_notes(ranked[:1]), *([] if fitting else where_it_fits(question, rejected))]
     trained = not (isinstance(question.config.model, PlanOnly) or machine.software.fp8)
     if ranked and trained:
         words = _command(question, ranked[0].layout)
         lines, data = [*lines, f"the first: {shlex.join(words)}"], data | {"command": words}
     return Answer("\n".join(lines), data)
+
+
+def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[str]:
+    """A sentence on what would hold the model, if memory is why no layout is ranked."""
+    run, machine = question.config, question.machine
+    if not any(one.reason.startswith("out of memory") for one in rejected):
+        return []
+    allowed = min(risk.safe_bytes(machine, question.options.risk), machine.memory)
+    about = run.model, run.training, replace(machine, memory=allowed)
+    if found := layouts.leanest(*about, question.gpus):
+        return [f"not as it was given, but {' '.join(flags(found))} fits"]
+    try:
+        nodes, found = layouts.smallest(*about)
+    except UserError as error:
+        return [str(error)]
+    return [f"{nodes} nodes of {machine.node} hold it, with {' '.join(flags(found))}"]
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
@@ -256,7 +272,8 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for reason in (r.reason for r in rejected):
         kinds.setdefault(re.sub(r"[\d.]+", "", reason), []).append(reason)
-    lines = [f"  {len(reasons):4}  {reasons[0]}" for reasons in kinds.values()]
+    needed = lambda reason: [float(n) for n in re.findall(r"needs ([\d.]+) GB", reason)]  # noqa: E731
+    lines = [f"  {len(reasons):4}  {min(reasons, key=needed)}" for reasons in kinds.values()]
     return [*lines, "  (one example of each kind; --rejected shows all)"]
 
 
@@ -298,8 +315,11 @@ def days(question: Question) -> Answer:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
     ranked, rejected = question.rank()
     if not ranked:
-        reason = f": {rejected[0].reason}" if len(rejected) == 1 else ""
-        raise UserError(f"no layout fits on {where}{reason}")
+        reasons = [one.reason for one in rejected[: len(rejected) == 1]]
+        raise UserError(
+            ": ".join([f"no layout fits on {where}", *reasons])
+            + "".join(f"; {one}" for one in where_it_fits(question, rejected))
+        )
     safe = [r for r in ranked if r.prediction.risk <= question.options.risk]
     best = (safe or ranked)[0]
     seconds = tokens / best.prediction.tokens_per_second

@@ -74,10 +74,12 @@ def recomputations(machine: Machine) -> tuple[str, ...]:
 
 def does_not_fit(job: Job) -> str:
     """Which stage is out of memory, needs what and has what, as a sentence; empty if all fit."""
-    fullest, machine = memory.fullest(job), job.machine
+    fullest, machine, layout = memory.fullest(job), job.machine, job.layout
     if fullest.total <= machine.memory:
         return ""
     needs = f"stage {fullest.stage} needs {fullest.total / 1e9:.1f} GB"
+    needs += f" with --recompute {layout.recompute}" * (layout.recompute != "none")
+    needs += f" --zero {layout.zero}" * (job.shards > 1)
     return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
@@ -159,8 +161,10 @@ class Search:
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
         spread = [way for way in alike if way.vocab_pp]
         kinds, plain = self._kinds(cell), [way for way in alike if not way.vocab_pp]
+        no_chunks: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": None}
+        leanest = replace(cell, **no_chunks)  # no schedule holds less
         for ways, first, needed in (
-            (plain, cell, self.needed),  # no schedule holds less than 1F1B
+            (plain, leanest, self.needed),
             (spread, (*spread, cell)[0], self.needed_least),
         ):
             least = self._first_that_fits(first, kinds, needed) if ways else None
@@ -226,7 +230,7 @@ class Search:
         for kind in kinds:
             found = self._fastest(replace(cell, recompute=kind), first)
             if isinstance(found, str):
-                reason = reason or found
+                reason = found or reason  # of what recomputes most
                 continue
             self._keep(*found)
             kept = True
@@ -249,11 +253,11 @@ class Search:
         first: leave out what cannot be the first of all.
         """
         found: list[Found] = []
-        reason = ""
+        reason, full = "", []
         for zero in self.zero_stages(cell):
             layout = self._least_recomputed(replace(cell, zero=zero), self.needed, self.safe)
             if layout is None:
-                reason = reason or does_not_fit(self._job(replace(cell, zero=zero)))
+                full.append(replace(cell, zero=zero))
             elif why := self.refused(layout):
                 reason = reason or why
             else:
@@ -261,7 +265,9 @@ class Search:
                     found.append((layout, predict(*self._job(layout))))
                 if layout.recompute == "none" or layout.recompute_layers == 1:
                     break  # no later stage is faster
-        return min(found, key=lambda one: one[1].seconds) if found else reason
+        if found:
+            return min(found, key=lambda one: one[1].seconds)
+        return reason or (does_not_fit(self._job(min(full, key=self.needed))) if full else "")
 
     def _first_that_fits(
         self, cell: Layout, kinds: Sequence[str], needed: Needed, room: float = 0.0

@@ -265,7 +265,7 @@ OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 
 layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'
-layouts --model 176b --gpu a100 | no machine is called 'a100'
+layouts --model 176b --gpu a100 | no machine is called 'a100'; there are a100-40, a100-80, a100-fms,
 layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
@@ -280,7 +280,10 @@ days --model 176b | how many tokens? give --tokens, such as --tokens 450e9
 days --model 176b --tokens 450Q | --tokens: invalid float value: '450Q'
 days --model 176b --tokens nan | --tokens must be above 0, not nan
 days --model 176b --tokens -1 | --tokens must be above 0, not -1
-days --model 176b --tokens 1e9 --gpus 1 | no layout fits on 1 GPUs of a100-80
+days --model 176b --tokens 1e9 --gpus 1 | a100-80: out of memory: stage 0 needs 3183.4 GB with
+smallest --model 176b --gpus 8 | --gpus goes with layouts, stages, days, largest, rampup,
+largest --gpus 8 --tp 2 | --tp: largest tries every tp and pp at micro-batch 1, full recomputation
+largest --gpus 8 --risk 0.2 | --risk goes with layouts, days and rampup, not largest
 shapes --size 200BB | --size: invalid float value: '200BB'
 model --model 176b --tokens 1e9 | --tokens goes with days, not model
 model --model 176b --trace t.json | --trace goes with timeline, not model

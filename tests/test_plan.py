@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -239,6 +240,20 @@ def test_a_ramp_up_verdict_names_the_batch():
     verdicts = {r["micro_batch_size"]: r["rampup"] for r in data["ranked"]}
     assert verdicts[2] == "fits"
     assert verdicts[4] == "batch 208 does not divide by 32"
+
+
+def test_where_nothing_fits_the_answer_says_what_would_hold_the_model():
+    line = "layouts --model llama-2-70b --gpu h100 --global-batch-size 512"
+    found = ask(f"{line} --nodes 1")
+    needed = [r["reason"] for r in found.data["rejected"]]
+    assert all("with --recompute full" in reason for reason in needed)  # the least of its memory
+    last = found.text.splitlines()[-1]
+    nodes, flags = re.fullmatch(r"(\d+) nodes of 8 hold it, with (.*)", last).groups()
+    assert ask(f"{line} --nodes {nodes} {flags}").data["ranked"]
+    assert not ask(f"{line} --nodes {int(nodes) - 1}").data["ranked"]
+    held = ask("layouts --model llama-2-7b --gpus 8 --tp 1 --pp 1 --zero 0").text.splitlines()[-1]
+    flags = re.fullmatch("not as it was given, but (.*) fits", held).group(1)
+    assert ask(f"layouts --model llama-2-7b --gpus 8 {flags}").data["ranked"]
 
 
 def test_largest_and_smallest_fit_and_are_tight():
