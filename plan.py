@@ -178,7 +178,10 @@ def _compared(arguments: list[str]) -> Answer:
     asked: list[Question] = []
     for side in sides:
         flags = side.lstrip().startswith("-")
-        own = shlex.split(side) if flags else ["--config", side]
+        try:
+            own = shlex.split(side) if flags else ["--config", side]
+        except ValueError as error:
+            raise UserError(f"compare: {side!r}: {error}") from None
         options, rest = parser().parse_known_args(["compare", "A", "B", *shared, *own])
         if not flags and not run_files.is_source(side):
             raise UserError(f"compare: {side!r} is neither flags nor a run's folder")

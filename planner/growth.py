@@ -203,7 +203,12 @@ def rampup(question: Question) -> Answer:
                 "--stages and --restart need --deadline DAYS, within which the run ends"
             )
         return found
-    levels, most = levels_of_run(question.config), max(1, question.gpus // question.machine.node)
+    most, rest = divmod(question.gpus, question.machine.node)
+    if rest:
+        raise UserError(
+            f"--deadline plans full nodes of {question.machine.node}, not --gpus {question.gpus}"
+        )
+    levels = levels_of_run(question.config)
     minutes = RESTART_MINUTES if options.restart is None else options.restart
     if not 0 <= minutes < math.inf:
         raise UserError(f"--restart must be at least 0, not {minutes:g}")

@@ -190,10 +190,8 @@ def _merged(name: str) -> dict[str, Any]:
     elif name in names():
         own = read_toml(FOLDER / f"{name}.toml", name)
     else:
-        longer = [one for one in names() if one.startswith(name.lower())]
-        hint = "" if longer[1:] else nearest(name, longer or names())
-        others = f"; there are {', '.join(longer or names())}, and files that end in .toml"
-        raise UserError(f"no machine is called {name!r}{hint or others}")
+        others = f"; there are {', '.join(names())}, and files that end in .toml"
+        raise UserError(f"no machine is called {name!r}{nearest(name, names()) or others}")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables
@@ -209,7 +207,7 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
         for key, value in (entries.get(part, {}) if part else entries).items():
             wanted = known.get(key)
             if wanted in (int, float):
-                right = _is_rate(value, zero=True)
+                right = _is_rate(value, zero=key not in ("node", "memory", "peak", "bandwidth"))
             else:
                 right = isinstance(value, wanted if wanted in (str, bool) else dict | list)
             if wanted is None or not right:

@@ -265,7 +265,7 @@ OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 
 layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'
-layouts --model 176b --gpu a100 | no machine is called 'a100'; there are a100-40, a100-80, a100-fms,
+layouts --model 176b --gpu a100 | no machine is called 'a100'
 layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
@@ -292,6 +292,7 @@ shapes --size 1e15 | no shape of 1e+15 parameters with hidden a multiple of 128
 rampup | which ramp-up? give --rampup-batch-size START INCREMENT SAMPLES, such as 192 16 9765625
 rampup --rampup-batch-size 16 16 1600 --submit x | --submit needs --stages FILE
 rampup --rampup-batch-size 16 16 1600 --stages x | --stages and --restart need --deadline DAYS
+rampup --rampup-batch-size 16 16 1600 --deadline 9 --gpus 12 | plans full nodes of 8, not --gpus 12
 rampup --rampup-batch-size 16 16 1600 --deadline nan | --deadline must be above 0, not nan
 rampup --rampup-batch-size 16 16 1600 --deadline 9 | how long is the run? give --train-samples or
 layouts --model 176b --deadline 3 | --deadline goes with rampup, not layouts

@@ -144,13 +144,13 @@ def test_of_384_gpus_few_layouts_are_priced_and_few_schedules_built(monkeypatch)
 
     simulation.named.cache_clear()
     counted(search, "predict")
-    counted(simulation, "build")
+    counted(simulation, "unchecked")
     answer = ask("layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048")
     assert "93 layouts fit on 384 GPUs" in answer.text
     assert "the first line is the fastest; a later one may have a faster" in answer.text
     assert answer.data["ranked"][0]["schedule"] == "zb-h1"
     assert counts["predict"] < 250
-    assert counts["build"] < 40
+    assert 0 < counts["unchecked"] < 40  # schedules that are built
 
 
 def test_a_layout_that_needs_no_flags_is_not_an_empty_cell():

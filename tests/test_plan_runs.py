@@ -154,6 +154,8 @@ def test_a_run_is_a_side(a_run):
         plan.ask(["compare", a_run, a_run])
     with pytest.raises(UserError, match="'nowhere' is neither flags nor a run's folder"):
         plan.ask(["compare", "nowhere", "--tp 1 --pp 1", *SHARED])
+    with pytest.raises(UserError, match='compare: "--tp \'4": No closing quotation'):
+        plan.ask(["compare", "--tp '4", "--tp 1 --pp 1", *SHARED])
     with pytest.raises(UserError, match="compare takes two layouts"):
         plan.ask(["compare", "--tp 1"])
 
@@ -314,6 +316,7 @@ def test_a_run_of_few_steps_is_refused(tmp_path):
         ('like = "h100"\npeek = 1.0', "has peek = 1.0, which no machine has"),
         ('like = "h100"\npeak = "fast"', "has peak = 'fast'"),
         ('like = "h100"\n[nvlink]\nwidth = 2', r"has in \[nvlink\] width = 2"),
+        ('like = "h100"\nnode = 0', "has node = 0, which no machine has"),
         ('like = "h1000"', "no machine is called 'h1000'"),
         ('like = "h100"\nkernel = "flash9"', "has kernel = 'flash9'; known are flash, flash1"),
         ('like = "h100"\nkernel = "math"', "has kernel = 'math'; known are"),
