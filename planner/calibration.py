@@ -56,9 +56,9 @@ def value_of(machine: Machine, name: str) -> float:
 
 
 def changed(machine: Machine, name: str, value: float) -> Machine:
-    """The machine with another value of that constant."""
+    """The machine with another value of that constant; a share of a peak is at most all of it."""
     part, _, field = name.rpartition(".")
-    own: dict[str, Any] = {field: value}
+    own: dict[str, Any] = {field: min(value, 1.0) if field.endswith("fraction") else value}
     if part:
         own = {part: replace(getattr(machine, part), **own)}
     return replace(machine, **own)
@@ -203,11 +203,12 @@ def _solved(matrix: list[Vector], right: Vector) -> Vector:
 
 def origins(found: Fit, names: str) -> dict[str, str]:
     """Where each constant of the new machine is from, in a sentence; names: what the runs are."""
-    told = {
-        name: f"fitted on {names}: {_sure(spread)}; was {value_of(found.old, name):.4g} in "
-        f"{found.old.name}"
-        for name, spread in found.spread.items()
-    }
+    told = {}
+    for name, spread in found.spread.items():
+        most = name.endswith("fraction") and value_of(found.machine, name) == 1.0
+        how = "its limit, at which the runs are as fast or faster" if most else _sure(spread)
+        was = f"was {value_of(found.old, name):.4g} in {found.old.name}"
+        told[name] = f"fitted on {names}: {how}; {was}"
     kept = {
         name: f"as in {found.old.name}; not determined by {names}: {reason}"
         for name, reason in found.left.items()
@@ -233,6 +234,8 @@ def answer(found: Fit, path: str | None) -> Answer:
     told = origins(found, "these runs")
     for name in CONSTANTS:
         lines.append(f"{name} = {value_of(found.machine, name):.4g}: {told[name]}")
+    if found.after > SURE:
+        lines.append("note: no constants explain these runs together")
     if path:
         write(found, path)
         lines.append(f"written: {path}; use it as --gpu {path}")

@@ -273,6 +273,24 @@ def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
     assert again == ask(f"stages {given} --precision fp32").data
 
 
+def test_runs_that_no_machine_explains_are_said_and_no_rate_exceeds_its_peak(tmp_path):
+    factors = {"faster": [0.1] * 5, "contradict": [0.3, 3.0, 0.3, 3.0, 0.3]}
+    for name, each in factors.items():
+        paths = simulated(tmp_path / name, H100)
+        for path, factor in zip(paths, each, strict=True):
+            file = Path(path) / "metrics.jsonl"
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            rows = [r | {"seconds": r["seconds"] * factor} for r in rows if "seconds" in r]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        answer = plan.ask(["calibrate", *paths, "--gpu", "h100"])
+        assert answer.data["after"] <= answer.data["before"]
+        assert answer.text.endswith("no constants explain these runs together")
+        values = answer.data["constants"]
+        assert all(values[n] <= 1 for n in values if n.endswith("fraction"))
+        assert values["gemm_fraction"] == 1.0
+        assert "fitted on these runs: its limit" in answer.data["origins"]["gemm_fraction"]
+
+
 def test_what_is_worse_is_refused_with_both_errors(tmp_path, monkeypatch):
     paths = simulated(tmp_path, H100, noise=0.0)
     runs = [run_files.read(path, H100) for path in paths]
