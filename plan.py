@@ -313,8 +313,7 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     add("rejected", "print every rejected layout", action="store_true", default=None)
     add("tokens", "tokens to train on", type=float)
     add("size", "parameters wanted", type=float)
-    about_risk = "of running out of memory, accepted (0.05)"
-    add("risk", about_risk, type=float)
+    add("risk", "of running out of memory, accepted (0.05)", type=float)
     add("rehearse", "rehearse the first N layouts", type=int, metavar="N")
     add("deadline", "days: fewest GPU-hours within them", type=float, metavar="DAYS")
     add("restart", "minutes that a change of nodes takes (10)", type=float, metavar="MINUTES")

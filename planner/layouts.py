@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -88,7 +89,7 @@ def rank(
             elif reason := search.add(found):
                 largest_micro = search.never_fits(found)
                 reason += "; larger micro-batches need more" * largest_micro
-                pending[_axes(found[0])] = _rejected(found[0], reason)
+                pending[place(found[0])] = _rejected(found[0], reason)
                 if largest_micro:
                     break
     shared = [_sized(placed, training, fixed) for placed in _sharing_samples(*about, fixed)]
@@ -96,11 +97,12 @@ def rank(
     search.add_leading(sized, watch)
     search.finish(watch)
     ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
-    ran = {_axes(one.layout) for one in ranked}
+    ran = {place(one.layout) for one in ranked}
     return ranked, rejected + [one for axes, one in pending.items() if axes not in ran]
 
 
-def _axes(layout: Layout) -> tuple[int, ...]:
+def place(layout: Layout) -> tuple[int, ...]:
+    """By which layouts are alike: of each place the fastest is ranked."""
     return layout.tp, layout.pp, layout.micro_batch_size
 
 
@@ -225,15 +227,11 @@ def _deepest(
     machine: Machine, gpus: int, training: Training, like: ModelShape, hidden: int
 ) -> tuple[ModelShape, Layout] | None:
     """Bisection for the most blocks of that width that fit on some layout."""
-    low, high, found = 1, hidden // 60, None
-    while low <= high:
-        layers = (low + high) // 2
-        model = _resized(like, layers, hidden, hidden // 128)
-        if layout := leanest(model, training, machine, gpus):
-            found, low = (model, layout), layers + 1
-        else:
-            high = layers - 1
-    return found
+    sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
+    fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
+    most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
+    found = fitting(most) if most else None
+    return (sized(most), found) if found else None
 
 
 def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
@@ -324,18 +322,15 @@ def shapes(
             continue
         one = _resized(like, 1, hidden, heads)
         layers = 1 + round((size - parameters(one)) / block_parameters(one))
-        if layers < 1 or not 80 <= hidden / layers <= 250:
+        odd = one.kv_heads % layout.tp or one.ffn_hidden % layout.tp
+        if odd or layers < 1 or not 80 <= hidden / layers <= 250:
             continue
         model = replace(one, layers=layers)
-        if one.kv_heads % layout.tp or one.ffn_hidden % layout.tp:
-            continue
         if abs(parameters(model) / size - 1) < 0.03:
             found.append((model, _efficiency(Job(model, layout, training, machine))))
     if not found:
-        raise UserError(
-            f"no shape of {size:g} parameters with hidden a multiple of {step} and 80 to 250 times "
-            "its layers"
-        )
+        wanted = f"hidden a multiple of {step} and 80 to 250 times its layers"
+        raise UserError(f"no shape of {size:g} parameters with {wanted}")
     return sorted(found, key=lambda entry: -entry[1])
 
 

@@ -213,7 +213,7 @@ def _risky_lines(
     for one in faster[:SHOWN_RISKY]:
         at, p = one.layout, one.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
-        alike = [r for r in safe if _axes(r) == _axes(one)]
+        alike = [r for r in safe if layouts.place(r.layout) == layouts.place(at)]
         way = f"; safe with {_words(alike[0].layout)}" if alike else ""
         lines.append(
             f"  {_words(at)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
@@ -224,11 +224,6 @@ def _risky_lines(
 
 def _words(at: schema.Layout) -> str:
     return " ".join(flags(at)) or "(train.py's defaults)"
-
-
-def _axes(found: layouts.Ranked) -> tuple[int, int, int]:
-    at = found.layout
-    return at.tp, at.pp, at.micro_batch_size
 
 
 def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
@@ -315,11 +310,9 @@ def days(question: Question) -> Answer:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
     ranked, rejected = question.rank()
     if not ranked:
-        reasons = [one.reason for one in rejected[: len(rejected) == 1]]
-        raise UserError(
-            ": ".join([f"no layout fits on {where}", *reasons])
-            + "".join(f"; {one}" for one in where_it_fits(question, rejected))
-        )
+        why = [one.reason for one in rejected[: len(rejected) == 1]]
+        why = ["; ".join([*why, *where_it_fits(question, rejected)])]
+        raise UserError(": ".join([f"no layout fits on {where}", *filter(None, why)]))
     safe = [r for r in ranked if r.prediction.risk <= question.options.risk]
     best = (safe or ranked)[0]
     seconds = tokens / best.prediction.tokens_per_second
