@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = ("train", "trainer", "data", "pipeline", "model", "attention", "loss", "parallel", "zero")
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
-ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 29_200
+ENGINE_LIMIT, TOTAL_LIMIT = 2_800, 29_400
 
 
 def lines_of(paths: list[Path]) -> int:

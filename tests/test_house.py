@@ -55,7 +55,7 @@ APART = {"test_all"}  # a file of the root that is no room
 LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
 MOST_ROOT_FILES = 15
-MOST_LINES = 29_200  # outside of OUTSIDE
+MOST_LINES = 29_400  # outside of OUTSIDE
 MOST_ENGINE_LINES = 2_800
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
