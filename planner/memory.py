@@ -92,7 +92,13 @@ def _held(job: Job, in_flight: float | None) -> list[_Held]:
     """Of every pipeline rank, by the schedule unless `in_flight` is given."""
     layout, specs = job.layout, stage_specs(job.model, job.layout)
     each, ends = _kept_of_block(job), [float(spec.head) for spec in specs]
-    kept = [_kept(spec, job, each) for spec in specs]
+    again, of_kind = layout.recomputed_of_stage, dict[tuple, float]()  # most stages are alike
+    kept = []
+    for spec in specs:
+        kind = spec.last - spec.first, again and again[spec.index]
+        if kind not in of_kind:
+            of_kind[kind] = _kept(spec, job, each)
+        kept.append(of_kind[kind])
     of_rank: list[tuple[list[StageSpec], list[float]]] = [([], []) for _ in range(layout.pp)]
     for spec, size in zip(specs, kept, strict=True):
         of_rank[spec.rank][0].append(spec)

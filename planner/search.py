@@ -25,7 +25,7 @@ from config.validation import check_sharding, check_split
 from planner import memory, risk
 from planner.hardware import Machine
 from planner.job import Job
-from planner.step_time import Prediction, least_seconds, predict, step_parts
+from planner.step_time import Prediction, least_busy, least_seconds, predict, step_parts
 from schedules.partition import blocks_per_stage
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
@@ -114,7 +114,7 @@ class Search:
         self.needed = functools.cache(lambda layout: memory.fullest(self._job(layout)).total)
         self.needed_least = functools.cache(self._needed_least)
         # Ways to run a layout but for 1F1B, and the seconds that none of them is faster than.
-        self.waiting: list[tuple[float, Layout]] = []
+        self.waiting: list[tuple[float, Layout, Layout]] = []
         self.risky: list[Layout] = []
 
     def add(self, found: Sequence[Layout], leading: bool = False) -> str:
@@ -137,24 +137,26 @@ class Search:
 
     def add_leading(self, sized: Sequence[Sequence[Layout]], watch: Watch = iter) -> None:
         """`add` those `ways` that may lead, in any schedule, the most promising first."""
-        bounds = [(self._soonest(found), place) for place, found in enumerate(sized)]
+        bounds = [(min(map(self._busy, self._cells(found))), i) for i, found in enumerate(sized)]
         too_large: dict[tuple[int, int, int], int] = {}  # micro-batches that never fit
-        for least, place in watch(sorted(bounds)):
-            first = sized[place][0]
+        for busy, place in watch(sorted(bounds)):
+            found, first = sized[place], sized[place][0]
             axes, micro = (first.tp, first.pp, first.cp), first.micro_batch_size
-            if least >= self.best or micro >= too_large.get(axes, micro + 1):
+            if busy >= self.best or micro >= too_large.get(axes, micro + 1):
                 continue
-            if self.never_fits(sized[place]):
+            fastest = map(self._fastest_case, self._cells(found))
+            if min(self._least(case, idle=False) for case in fastest) >= self.best:
+                continue
+            if self.never_fits(found):
                 too_large[axes] = micro
             else:
-                self.add(sized[place], leading=True)
+                self.add(found, leading=True)
 
-    def _soonest(self, found: Sequence[Layout]) -> float:
-        """Seconds that none of these `ways` is faster than."""
+    def _cells(self, found: Sequence[Layout]) -> list[Layout]:
+        """Of some `ways` those of which none other is faster if no rank waits."""
         # zb-v has both ends of the model on one rank, which do not exchange a tied matrix.
         plainest = [way for way in found if way.schedule in (found[0].schedule, "zb-v")]
-        cells = [cell for way in plainest for cell in sequences(self.model, way, self.given)]
-        return min(self._least(self._fastest_case(cell), idle=False) for cell in cells)
+        return [cell for way in plainest for cell in sequences(self.model, way, self.given)]
 
     def _note(self, cell: Layout, others: list[Layout]) -> None:
         """Keep the other ways of a layout with its plainest schedule for `finish`."""
@@ -170,10 +172,9 @@ class Search:
             least = self._first_that_fits(first, kinds, needed) if ways else None
             if ways and first.schedule == "interleaved":  # more virtual stages may hold less
                 least = self._fastest_case(first)
-            for way in ways if least else ():
-                names = ("recompute", "recompute_layers", "zero")
-                own = replace(way, **{name: getattr(least, name) for name in names})
-                self.waiting.append((self._least(own, idle=False), way))
+            if least:
+                busy = least_busy(self._job(least))
+                self.waiting += [(busy, way, least) for way in ways]
 
     def never_fits(self, found: Sequence[Layout]) -> bool:
         """Whether the way that holds the least does not fit with one micro-batch in flight."""
@@ -186,8 +187,15 @@ class Search:
     def finish(self, watch: Watch = iter) -> None:
         """Price what may be faster than the fastest layout so far, the most promising first."""
         # By what a schedule takes to build: what is quick comes first, and excludes others.
-        for least, way in watch(sorted(self.waiting, key=lambda one: (_slow(one[1]), one[0]))):
-            for kind in self._kinds(way) if least < self.best else ():
+        waiting = sorted(self.waiting, key=lambda one: (_slow(one[1]), one[0]))
+        for busy, way, least in watch(waiting):
+            if busy >= self.best:
+                continue
+            names = ("recompute", "recompute_layers", "zero")
+            own = replace(way, **{name: getattr(least, name) for name in names})
+            if self._least(own, idle=False) >= self.best:
+                continue
+            for kind in self._kinds(way):
                 if self._least(self._fastest_case(way, kind)) >= self.best:
                     break  # what recomputes more is slower
                 fitting = self._first_that_fits(way, [kind], self.needed_least)
@@ -335,10 +343,17 @@ class Search:
 
     def _fastest_case(self, cell: Layout, kind: str = "") -> Layout:
         """With what is fastest if memory allows it: of a kind of recomputation, or of any."""
-        kind, zero = kind or self._kinds(cell)[0], self.zero_stages(cell)[0]
-        case = replace(cell, recompute=kind, zero=zero)
+        return replace(self._least_redone(cell, kind), zero=self.zero_stages(cell)[0])
+
+    def _least_redone(self, cell: Layout, kind: str = "") -> Layout:
+        """With no more blocks recomputed than one, or none, if it is free."""
+        kind = kind or self._kinds(cell)[0]
         free = kind != "none" and "recompute_layers" not in self.given
-        return replace(case, recompute_layers=1) if free else case
+        return replace(cell, recompute=kind, recompute_layers=1 if free else cell.recompute_layers)
+
+    def _busy(self, cell: Layout) -> float:
+        """Seconds that it takes no less than with any ZeRO stage."""
+        return least_busy(self._job(self._least_redone(cell)))
 
     def _least(self, layout: Layout, idle: bool = True) -> float:
         return least_seconds(self._job(layout), idle)

@@ -94,21 +94,39 @@ def least_seconds(job: Job, idle: bool = True) -> float:
 
     idle: whether the ranks wait; without it of every schedule with the same passes.
     """
-    layout, count, own = job.layout, job.micro_batches, 0.0
+    least = _least_waiting(job) if idle else least_busy(job)
+    return least + job.machine.slowdown * sum(step_parts(job).values())
+
+
+def least_busy(job: Job) -> float:
+    """Seconds of all passes of a step if every rank had as many and never waited."""
+    if job.machine.software.virtual_stages > 1:
+        return job.machine.slowdown * pipeline_time(job)[0]
+    each = sum(map(sum, stage_passes(job))) / job.layout.pp
+    return job.machine.slowdown * job.micro_batches * (each + _beside(job))
+
+
+def _least_waiting(job: Job) -> float:
+    """As `least_busy`, and no less than any rank's own passes and its waiting for the others."""
+    layout, machine, least = job.layout, job.machine, least_busy(job)
+    if machine.software.virtual_stages > 1 or machine.ranks_per_core > 1:
+        return least  # on shared cores other ranks use the time
     passes, busy = stage_passes(job), [0.0] * layout.pp
     for rank, one in zip(placement(layout), passes, strict=True):
         busy[rank] += sum(one)
-    if layout.vocab_pp:
-        own = sum(vocabulary_seconds(job)[kind, 0] for kind in "ST")
-    least, way, sent = count * (sum(busy) / layout.pp + own), 0.0, message_seconds(job)
-    if job.machine.software.virtual_stages > 1:
-        least = pipeline_time(job)[0]
-    elif idle and job.machine.ranks_per_core == 1:  # on shared cores other ranks use the time
-        for rank in range(layout.pp):
-            least = max(least, way + count * (busy[rank] + own))
-            way += passes[rank].forward + sent
-            way += 0.0 if layout.splits_backward else passes[rank].backward + sent
-    return job.machine.slowdown * (least + sum(step_parts(job).values()))
+    way, sent, own = 0.0, message_seconds(job), _beside(job)
+    for rank in range(layout.pp):
+        least = max(least, machine.slowdown * (way + job.micro_batches * (busy[rank] + own)))
+        way += passes[rank].forward + sent
+        way += 0.0 if layout.splits_backward else passes[rank].backward + sent
+    return least
+
+
+def _beside(job: Job) -> float:
+    """Seconds of a rank for S and T of one micro-batch, where the ranks share the vocabulary."""
+    if not job.layout.vocab_pp:
+        return 0.0
+    return sum(vocabulary_seconds(job)[kind, 0] for kind in "ST")
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------
@@ -239,13 +257,14 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     block = plain
     if job.layout.recompute != "none":
         block = _parts(job._replace(layout=replace(alike, recompute=job.layout.recompute)))[0]
-    found: dict[tuple[int, int, bool, bool], Pass] = {}  # most stages are alike
-    passes = []
+    found: dict[tuple, Pass] = {}  # most stages are alike
+    passes, ends, again = [], not job.layout.vocab_pp, job.layout.recomputed_of_stage
     for s in stage_specs(job.model, job.layout):
-        again, ends = job.layout.recomputed_blocks(s.blocks, s.index), not job.layout.vocab_pp
-        key = again, s.blocks - again, s.embedding and ends, s.head and ends
+        key = s.last - s.first, s.embedding, s.head, again and again[s.index]
         if key not in found:
-            parts = list(zip(key, (block, plain, front, back), strict=True))
+            redone = job.layout.recomputed_blocks(s.blocks, s.index)
+            counts = redone, s.blocks - redone, s.embedding and ends, s.head and ends
+            parts = list(zip(counts, (block, plain, front, back), strict=True))
             forward = sum(count * part.forward for count, part in parts)
             found[key] = Pass(forward, sum(count * part.backward for count, part in parts))
         passes.append(found[key])
