@@ -35,10 +35,11 @@ from config.messages import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory
+from planner.bounds import least_seconds
 from planner.job import Job
 from planner.questions import Question
 from planner.search import SCHEDULES, recomputations
-from planner.step_time import least_seconds, predict
+from planner.step_time import predict
 
 NEAR = 1 + 1e-9
 MACHINES = ("a100-80", "a100-40", "h100", "h100-megatron", "v100-32", "v100-16", "b200", "cpu")

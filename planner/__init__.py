@@ -3,7 +3,7 @@
 hardware        machines: rates, links, software, from hardware/*.toml
 job, plan_only  what every formula takes; experts and fp8, which are only planned
 op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
-step_time       seconds of a step, from the simulated schedule
+step_time       seconds of a step, from the simulated schedule; bounds: before it is built
 memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit
 search          the fastest ways to run a tp, pp and micro-batch, found with bounds
 layouts         layouts ranked or rejected with a reason

@@ -23,9 +23,10 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_sharding, check_split
 from planner import memory, risk
+from planner.bounds import least_busy, least_seconds
 from planner.hardware import Machine
 from planner.job import Job
-from planner.step_time import Prediction, least_busy, least_seconds, predict, step_parts
+from planner.step_time import Prediction, predict, step_parts
 from schedules.partition import blocks_per_stage
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
@@ -170,8 +171,6 @@ class Search:
             (spread, (*spread, cell)[0], self.needed_least),
         ):
             least = self._first_that_fits(first, kinds, needed) if ways else None
-            if ways and first.schedule == "interleaved":  # more virtual stages may hold less
-                least = self._fastest_case(first)
             if least:
                 busy = least_busy(self._job(least))
                 self.waiting += [(busy, way, least) for way in ways]
@@ -191,8 +190,9 @@ class Search:
         for busy, way, least in watch(waiting):
             if busy >= self.best:
                 continue
-            names = ("recompute", "recompute_layers", "zero")
-            own = replace(way, **{name: getattr(least, name) for name in names})
+            own = self._fastest_case(way, least.recompute)  # a block of each stage, if any
+            if way.stages_per_rank == 1:
+                own = replace(own, recompute_layers=least.recompute_layers, zero=least.zero)
             if self._least(own, idle=False) >= self.best:
                 continue
             for kind in self._kinds(way):

@@ -20,7 +20,7 @@ from planner.job import Job
 from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
-from schedules.partition import executed_flops, placement, stage_specs
+from schedules.partition import executed_flops, stage_specs
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
@@ -86,47 +86,6 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         mfu=flops / (per_gpu * machine.peak),
         warnings=job.warnings,
     )
-
-
-def least_seconds(job: Job, idle: bool = True) -> float:
-    """Seconds that no order of the layout's passes is faster than: a rank waits until the first
-    micro-batch comes, does its own passes, and the last backward goes on to the first rank.
-
-    idle: whether the ranks wait; without it of every schedule with the same passes.
-    """
-    least = _least_waiting(job) if idle else least_busy(job)
-    return least + job.machine.slowdown * sum(step_parts(job).values())
-
-
-def least_busy(job: Job) -> float:
-    """Seconds of all passes of a step if every rank had as many and never waited."""
-    if job.machine.software.virtual_stages > 1:
-        return job.machine.slowdown * pipeline_time(job)[0]
-    each = sum(map(sum, stage_passes(job))) / job.layout.pp
-    return job.machine.slowdown * job.micro_batches * (each + _beside(job))
-
-
-def _least_waiting(job: Job) -> float:
-    """As `least_busy`, and no less than any rank's own passes and its waiting for the others."""
-    layout, machine, least = job.layout, job.machine, least_busy(job)
-    if machine.software.virtual_stages > 1 or machine.ranks_per_core > 1:
-        return least  # on shared cores other ranks use the time
-    passes, busy = stage_passes(job), [0.0] * layout.pp
-    for rank, one in zip(placement(layout), passes, strict=True):
-        busy[rank] += sum(one)
-    way, sent, own = 0.0, message_seconds(job), _beside(job)
-    for rank in range(layout.pp):
-        least = max(least, machine.slowdown * (way + job.micro_batches * (busy[rank] + own)))
-        way += passes[rank].forward + sent
-        way += 0.0 if layout.splits_backward else passes[rank].backward + sent
-    return least
-
-
-def _beside(job: Job) -> float:
-    """Seconds of a rank for S and T of one micro-batch, where the ranks share the vocabulary."""
-    if not job.layout.vocab_pp:
-        return 0.0
-    return sum(vocabulary_seconds(job)[kind, 0] for kind in "ST")
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------

@@ -15,9 +15,10 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
 from planner import block_costs, hardware, layouts, memory, op_costs, questions, risk
+from planner.bounds import least_seconds
 from planner.job import Job
 from planner.search import SCHEDULES
-from planner.step_time import least_seconds, predict
+from planner.step_time import predict
 
 MODEL = ModelShape(layers=12, hidden=4096, heads=32, seq_length=2048, vocab_size=250_000)
 SHAPE = "--layers 12 --hidden 4096 --heads 32 --seq-length 2048 --vocab-size 250000"
