@@ -165,9 +165,10 @@ def _check(options: Namespace) -> None:
         raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
     for name, readers in READ_BY.items():
         if getattr(options, name) is not None and options.question not in readers:
-            others = " and ".join([", ".join(readers[:-1]), readers[-1]][len(readers) == 1 :])
+            *others, last = readers
+            those = " and ".join(filter(None, [", ".join(others), last]))
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} goes with {others}, not {options.question}")
+            raise UserError(f"--{flag} goes with {those}, not {options.question}")
     options.top = 20 if options.top is None else options.top
     options.risk = risk.DEFAULT if options.risk is None else options.risk
 

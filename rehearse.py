@@ -62,6 +62,9 @@ def _rehearse(arguments: list[str]) -> int:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
     if options.links or options.write:
         raise UserError("--links and --write are about seconds: give --on cpu|cuda")
+    if config.training.optimizer == "adamw8bit":
+        why = "bitsandbytes' kernels write to memory, and fake GPUs have none"
+        raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
     device_guard.load()
     from emulator import answers, rehearsal
 

@@ -20,7 +20,6 @@ DYNAMIC = (
     "loss_scale_hysteresis",
     "min_loss_scale",
 )
-END = ("reset_attention", "reset_positions", "mask_eod_loss")  # what needs the end of a document
 
 
 def _has_adam(config: Config) -> bool:
@@ -37,10 +36,6 @@ def _evaluates(config: Config) -> bool:
 
 def _saves(config: Config) -> bool:
     return bool(config.run.save_every or config.run.save_every_minutes)
-
-
-def _ends_documents(config: Config) -> bool:
-    return config.data.objective == "fim" or any(getattr(config.data, name) for name in END)
 
 
 # Options, what they need as the end of a sentence, and whether a run has that.
@@ -66,11 +61,6 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
         ("data_schedule",),
         "the files of --data: random tokens have no weights",
         lambda c: c.data.data != ("synthetic",),
-    ),
-    (
-        ("eod_token",),
-        "--reset-attention, --reset-positions, --mask-eod-loss or --objective fim",
-        _ends_documents,
     ),
     (("fim_rate", "fim_spm_rate"), "--objective fim", lambda c: c.data.objective == "fim"),
     (

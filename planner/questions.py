@@ -310,9 +310,11 @@ def days(question: Question) -> Answer:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
     ranked, rejected = question.rank()
     if not ranked:
-        why = [one.reason for one in rejected[: len(rejected) == 1]]
-        why = ["; ".join([*why, *where_it_fits(question, rejected)])]
-        raise UserError(": ".join([f"no layout fits on {where}", *filter(None, why)]))
+        only = [rejected[0].reason] if len(rejected) == 1 else []
+        why = "; ".join([*only, *where_it_fits(question, rejected)])
+        raise UserError(
+            f"no layout fits on {where}: {why}" if why else f"no layout fits on {where}"
+        )
     safe = [r for r in ranked if r.prediction.risk <= question.options.risk]
     best = (safe or ranked)[0]
     seconds = tokens / best.prediction.tokens_per_second

@@ -139,7 +139,6 @@ LEFT_OUT = [
     ("--loss-scale-window 8 --precision fp16 --loss-scale 8", "a dynamic", "--loss-scale 0"),
     ("--eval-every 8", "--eval-samples or --eval-data: nothing is", "--eval-samples 8"),
     ("--data-schedule 5:1,2 --order stable", "the files of --data", "--data 1 a 1 b"),
-    ("--eod-token 0", "--reset-attention, --reset-positions", "--mask-eod-loss"),
     ("--fim-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--fim-spm-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--no-async-save", "--save-every or --save-every-minutes", "--save-every 5"),

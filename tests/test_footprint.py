@@ -66,6 +66,7 @@ def test_states_take_what_is_predicted(optimizer, precision, tied):
     config = configure(f"--optimizer {optimizer} --precision {precision} {tied}", 1)
     pieces = trainer.build(config)
     trainer.step(pieces, data.Synthetic(512, 32, 1), 0, 1e-3)
+    pieces.reader.close()
     (parts,) = memory.of_run(config)
     buckets = pieces.optimizer.buckets
     assert size([b.weights for b in buckets]) == pytest.approx(parts["weights"], rel=0.01)

@@ -61,13 +61,19 @@ def readers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "reader"]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    yield
+def check_that_all_ended() -> None:
     gc.collect()
     for thread in readers():
         thread.join(60)
     assert readers() == []
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    """Nor is one there before: other files' tests in this process may have left theirs to gc."""
+    check_that_all_ended()
+    yield
+    check_that_all_ended()
 
 
 def reader_of(dp=1, rank=0, device=CPU, **options) -> tuple[BatchReader, object]:

@@ -222,6 +222,10 @@ def test_what_does_not_fit_is_a_finding():
         (["--world", "8", "--nodes", "3"], "nodes(3) does not divide world(8)"),
         (["--world", "0"], "--world must be at least 1, not 0"),
         (["--gpu", "h10"], "no machine is called 'h10'"),
+        (
+            ["--optimizer", "adamw8bit"],
+            "--optimizer adamw8bit is not rehearsed: bitsandbytes' kernels",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(words, sentence):
