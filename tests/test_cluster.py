@@ -142,7 +142,11 @@ def test_srun_with_the_wrong_pmi(slurm, openmpi):
 
 
 def test_mpi4py_without_an_mpi_library():
-    outcome = start([*mpi_command(2), *START], timeout=60, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    for _ in range(3):
+        outcome = start([*mpi_command(2), *START], timeout=60, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+        # MPICH's mpirun was once seen to end with 0 and no word of a rank: it had started none.
+        if outcome.status or outcome.out or outcome.err:
+            break
     check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
 
 
