@@ -24,7 +24,7 @@ from config.validation import refusal_of_vocab_pp as refused
 from planner import memory, risk
 from planner.hardware import Machine
 from planner.job import Job
-from planner.search import Search, Watch, does_not_fit, ways
+from planner.search import Search, Watch, does_not_fit, place, ways
 from planner.step_time import Prediction, block_pass, predict
 from schedules.automatic import settled_layout
 
@@ -99,11 +99,6 @@ def rank(
     ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
     ran = {place(one.layout) for one in ranked}
     return ranked, rejected + [one for axes, one in pending.items() if axes not in ran]
-
-
-def place(layout: Layout) -> tuple[int, ...]:
-    """By which layouts are alike: of each place the fastest is ranked."""
-    return layout.tp, layout.pp, layout.micro_batch_size
 
 
 def _searched(

@@ -169,13 +169,14 @@ def _rank(here: _Held, job: Job) -> StageMemory:
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    each = [_laid_out(spec, job) for spec in here.specs]
+    own = [held_parameters(spec, job) for spec in here.specs]
+    each = [_laid_out(count, spec, job) for count, spec in zip(own, here.specs, strict=True)]
     rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
     held, of_stages = sum(each), list(zip(here.specs, each, here.kept, strict=True))
     optimizer = sharded_parameters(held, blocks, job) * state + _beside(held, here.specs, job)
     gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
     parts = {
-        "weights": sum(_weights(own, spec, job) for spec, own, _ in of_stages),
+        "weights": sum(_weights(count, spec, job) for spec, count, _ in of_stages),
         "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
         "optimizer": optimizer,
         "activations": here.activations,
@@ -183,8 +184,7 @@ def _rank(here: _Held, job: Job) -> StageMemory:
         "buffers": software.buffers + gathered,
         "context": job.machine.context,
     }
-    own = sum(held_parameters(spec, job) for spec in here.specs)
-    return StageMemory(rank, blocks, own, **parts, total=sum(parts.values()))
+    return StageMemory(rank, blocks, sum(own), **parts, total=sum(parts.values()))
 
 
 def _kept(spec: StageSpec, job: Job, each: tuple[float, float]) -> float:
@@ -216,11 +216,11 @@ def held_parameters(spec: StageSpec, job: Job) -> float:
     return held
 
 
-def _laid_out(spec: StageSpec, job: Job) -> float:
-    """Elements of the buffers of a stage's parameters: what Adafactor and Muon update has whole
-    matrices in sections of one length, which the largest matrix may determine.
+def _laid_out(held: float, spec: StageSpec, job: Job) -> float:
+    """Elements of the buffers of so many parameters of a stage: what Adafactor and Muon update has
+    whole matrices in sections of one length, which the largest matrix may determine.
     """
-    held, name, model = held_parameters(spec, job), job.training.optimizer, job.model
+    name, model = job.training.optimizer, job.model
     if name not in ("adafactor", "muon") or not job.layout.zero:
         return held
     largest = model.hidden * model.up_width * (spec.blocks > 0)

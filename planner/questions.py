@@ -213,7 +213,7 @@ def _risky_lines(
     for one in faster[:SHOWN_RISKY]:
         at, p = one.layout, one.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
-        alike = [r for r in safe if layouts.place(r.layout) == layouts.place(at)]
+        alike = [r for r in safe if search.place(r.layout) == search.place(at)]
         way = f"; safe with {_words(alike[0].layout)}" if alike else ""
         lines.append(
             f"  {_words(at)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "

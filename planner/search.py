@@ -84,6 +84,11 @@ def does_not_fit(job: Job) -> str:
     return f"out of memory: {needs}, {machine.name} has {machine.memory / 1e9:.1f}"
 
 
+def place(layout: Layout) -> tuple[int, int, int]:
+    """By which layouts are alike: of each place the fastest is ranked."""
+    return layout.tp, layout.pp, layout.micro_batch_size
+
+
 def _slow(way: Layout) -> int:
     """How long its schedule takes to build, as an order."""
     return 2 * bool(way.vocab_pp) + (way.schedule in ("interleaved", "zb-v"))
@@ -114,7 +119,8 @@ class Search:
         self.zero_stages = functools.cache(self._zero_stages)
         self.needed = functools.cache(lambda layout: memory.fullest(self._job(layout)).total)
         self.needed_least = functools.cache(self._needed_least)
-        # Ways to run a layout but for 1F1B, and the seconds that none of them is faster than.
+        # Ways to run a layout but for its plainest: seconds that none is faster than, the way, and
+        # the plainest with as much recomputed, at such a ZeRO stage, as its memory asks for.
         self.waiting: list[tuple[float, Layout, Layout]] = []
         self.risky: list[Layout] = []
 
@@ -126,11 +132,11 @@ class Search:
         tp, pp and micro-batch.
         """
         plainest, *others = found
-        place = plainest.tp, plainest.pp, plainest.micro_batch_size, False
+        row = *place(plainest), False
         cells, reasons = sequences(self.model, plainest, self.given), []
         bounds = {cell: self._least(self._fastest_case(cell)) for cell in cells}
         for cell in sorted(cells, key=bounds.__getitem__):
-            slowest = self.rows[place][1].seconds if place in self.rows else math.inf
+            slowest = self.rows[row][1].seconds if row in self.rows else math.inf
             if bounds[cell] < (self.best if leading else slowest):
                 reasons.append(self.price(cell))
             self._note(cell, others)
@@ -140,8 +146,8 @@ class Search:
         """`add` those `ways` that may lead, in any schedule, the most promising first."""
         bounds = [(min(map(self._busy, self._cells(found))), i) for i, found in enumerate(sized)]
         too_large: dict[tuple[int, int, int], int] = {}  # micro-batches that never fit
-        for busy, place in watch(sorted(bounds)):
-            found, first = sized[place], sized[place][0]
+        for busy, i in watch(sorted(bounds)):
+            found, first = sized[i], sized[i][0]
             axes, micro = (first.tp, first.pp, first.cp), first.micro_batch_size
             if busy >= self.best or micro >= too_large.get(axes, micro + 1):
                 continue
@@ -249,9 +255,9 @@ class Search:
     def _keep(self, layout: Layout, prediction: Prediction) -> None:
         """Note a layout that fits, if it is the fastest of its place."""
         risky = prediction.risk > self.accepted
-        place = layout.tp, layout.pp, layout.micro_batch_size, risky
-        if place not in self.rows or prediction.seconds < self.rows[place][1].seconds:
-            self.rows[place] = layout, prediction
+        row = *place(layout), risky
+        if row not in self.rows or prediction.seconds < self.rows[row][1].seconds:
+            self.rows[row] = layout, prediction
         if not risky:
             self.best = min(self.best, prediction.seconds)
 
