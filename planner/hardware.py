@@ -57,7 +57,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """What differs between training programs. The defaults are Trine's."""
+    """What differs between training programs. The defaults are Trine's on GPUs, as its code has
+    it: tensor collectives behind 4 of a block's 10, reductions as those of other programs that do
+    the same (benchmarks/data/engines.toml), launches as theirs.
+    """
 
     # flash: the machine's `kernel`; or a name of op_costs.KERNELS; fused: GEMMs and one kernel for
     # the softmax; math: a kernel for each of scale, mask, softmax, dropout
@@ -76,18 +79,18 @@ class Software:
     loss_bytes: float = 0.0  # held per logit of a micro-batch's loss; 0: as Trine's or Megatron's
     # Share of the last backward, and of the first forward, behind which that traffic can hide; at
     # --zero 3 of every pass.
-    overlap_passes: float = 0.0
+    overlap_passes: float = 0.9
     shard_in_node: bool = False  # --zero shards over a node's ranks, and nodes are replicas
-    overlap_tensor: float = 0.0  # share of tensor collectives hidden behind GEMMs
+    overlap_tensor: float = 0.4  # share of tensor collectives hidden behind GEMMs
     all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
     wire_bytes: int = 4  # of one gradient on the wire
-    fused_accumulation: bool = False  # the weight-gradient GEMM adds to the gradient by itself
+    fused_accumulation: bool = True  # the weight-gradient GEMM adds to the gradient, below --zero 2
     gradient_bytes: float = 4.0  # of one gradient at rest, on every replica
     sharded_bytes: float = 12.0  # of master weight and Adam's moments of one parameter, over dp
     workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
     buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
     host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
-    host_per_operation: float = 0.0  # seconds to launch one: a pass takes no less than all of its
+    host_per_operation: float = 8e-6  # seconds to launch one: a pass takes no less than all of its
     host_per_message: float = 0.0  # seconds to agree on a message between stages
     recompute_share: float = 0.0  # of a forward, that selective recomputation does again
     # Selective recomputation keeps attention's result and those of q, v, w1 and w2 of a Llama's

@@ -27,6 +27,7 @@ OPERATIONS = 20  # that a block's forward launches with fused norms, biases and 
 # in FP32 as five kernels of torch, forward and backward; rotary positions as eight.
 UNFUSED_NORM = (16.0, 37.0)
 ROTARY, UNFUSED_ROTARY = 2.0, 9.0
+COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
 
 
 class Pass(NamedTuple):
@@ -99,7 +100,8 @@ def block_pass(job: Job) -> Pass:
     core, other = block_costs.attention(job), _elementwise(job)
     sent = block_costs.dispatched(job)
     sums = 1 + (model.mlps[1] if model.mlps[0] > 1 else 1)  # of each expert's outputs
-    exposed = sums * _tensor_all_reduce(job) * (1 - software.overlap_tensor)
+    hidden = 0.0 if layout.splits_backward else software.overlap_tensor
+    exposed = sums * _tensor_all_reduce(job) * (1 - hidden)
     host = software.host_per_block
     forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + sent + host / 4
     backward = (
@@ -209,9 +211,11 @@ def _accumulated(machine: Machine) -> float:
 @lru_cache(maxsize=256)
 def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Seconds of one micro-batch through each stage of the layout."""
-    # Layouts that differ in the rest, as in the schedule or in ZeRO, have the same parts.
+    # Layouts that differ in the rest, as in ZeRO, have the same parts; so have most schedules.
     same = ("tp", "pp", "cp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
     alike = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
+    if job.layout.splits_backward:
+        alike = replace(alike, schedule="zb-h1")
     plain, front, back = _parts(job._replace(layout=alike))
     block = plain
     if job.layout.recompute != "none":
@@ -343,6 +347,8 @@ def step_parts(job: Job) -> dict[str, float]:
     volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
     blocks = -(-model.layers // layout.pp)
     reduced = _exposed(job, _Held(held, blocks * job.expert_parameters / t), volume)
+    if layout.zero >= 2 and job.shards > 1 and software.fused_accumulation:
+        reduced += job.micro_batches * op_costs.moved(machine, COLLECTED * held)
     tied = 0.0
     if specs[0].tied:
         sharing = min(machine.node, t * dp)
@@ -371,7 +377,8 @@ def _exposed(job: Job, held: _Held, wire: float) -> float:
     forward = backward = 0.0
     if software.overlap_passes:
         passes = stage_passes(job)
-        forward = software.overlap_passes * max(one.forward for one in passes)
+        if layout.overlap_param_gather is not False:
+            forward = software.overlap_passes * max(one.forward for one in passes)
         backward = software.overlap_passes * max(one.backward for one in passes)
     count = job.micro_batches
     rounds = count if layout.zero >= 2 else 1

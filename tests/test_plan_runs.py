@@ -135,7 +135,8 @@ def test_the_causes_are_all_of_the_step():
 def test_the_difference_is_in_its_cause():
     answer = plan.ask(["compare", "--tp 4 --pp 12", "--tp 4 --pp 12 --recompute full", *SHARED])
     moved = {cause for cause, much in answer.data["difference"].items() if abs(much) > 1e-9}
-    assert {"recompute"} <= moved <= {"recompute", "bubble", "tp"}  # collectives are repeated too
+    # Collectives are repeated too, and more of a reduction hides behind longer passes.
+    assert {"recompute"} <= moved <= {"recompute", "bubble", "tp", "dp"}
     assert answer.data["a"]["memory"]["total"] > answer.data["b"]["memory"]["total"]
     assert "most of the difference: recompute" in answer.text
     none = plan.ask(["compare", "--tp 4 --pp 12", "--pp 12 --tp 4", *SHARED]).data

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.command_line import preset
+from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, op_costs, risk, step_time
 from planner.job import Job
@@ -330,20 +331,58 @@ def test_separate_norms_and_positions_cost_traffic():
     assert all(sum(step_time.block_pass(job._replace(machine=m))) > fused for m in apart)
 
 
+def small(machine: hardware.Machine = A100, **layout) -> Job:
+    layout = {"dp": 64} | layout
+    return Job(preset("1b3"), Layout(**layout), training(256), machine)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_traffic_hides_behind_passes_and_no_further(zero):
-    model, options = preset("1b3"), Training(global_batch_size=256, precision="bf16")
-    job = Job(model, Layout(dp=64, zero=zero, micro_batch_size=2), options, A100)
-    shown = step_time.step_parts(job)["reduce"]
-    hidden = step_time.step_parts(job._replace(machine=software(A100, overlap_passes=0.9)))
-    assert 0 < hidden["reduce"] < shown
     slow = dataclasses.replace(A100, network=dataclasses.replace(A100.network, bandwidth=1e9))
-    far = [
-        step_time.step_parts(job._replace(machine=m))["reduce"]
-        for m in (slow, software(slow, overlap_passes=0.9))
-    ]
+    near, far = (
+        [
+            step_time.step_parts(
+                small(software(m, overlap_passes=p), zero=zero, micro_batch_size=2)
+            )["reduce"]
+            for p in (0.0, 0.9)
+        ]
+        for m in (A100, slow)
+    )
+    assert 0 < near[1] < near[0]
+    job = small(zero=zero, micro_batch_size=2)
     passes = sum(map(sum, step_time.stage_passes(job))) * job.micro_batches
     assert 0 < far[0] - far[1] <= passes
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_what_is_gathered_after_the_step_is_not_hidden(zero):
+    default, on, off = (
+        step_time.step_parts(small(zero=zero, overlap_param_gather=given))["reduce"]
+        for given in (None, True, False)
+    )
+    assert default == on < off
+
+
+def test_only_below_zero_2_products_add_up_the_gradients():
+    """Over ranks that exchange nothing, so that nothing else takes time."""
+    free = dataclasses.replace(A100.nvlink, latency=0.0, bandwidth=1e30)
+    machine = dataclasses.replace(A100, nvlink=free)
+    seconds = {
+        (zero, dp): step_time.step_parts(small(machine, zero=zero, dp=dp))["reduce"]
+        for zero, dp in [(1, 8), (2, 8), (2, 1)]
+    }
+    assert seconds[1, 8] == pytest.approx(0.0, abs=1e-9)
+    assert seconds[2, 1] == 0.0
+    each = op_costs.moved(machine, step_time.COLLECTED * parameters(preset("1b3")))
+    assert seconds[2, 8] == pytest.approx(256 / 8 * each, rel=0.01)
+
+
+def test_a_split_backward_hides_no_collective():
+    """Its passes for inputs and for weights each wait for their own."""
+    names = ("1f1b", "zb-h1")
+    plain, split = (step_time.block_pass(small(tp=8, pp=2, dp=1, schedule=n)) for n in names)
+    assert split.forward > plain.forward
+    assert split.backward > plain.backward
 
 
 def test_a_network_by_nodes_is_interpolated():
