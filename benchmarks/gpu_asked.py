@@ -3,9 +3,9 @@
     python benchmarks/gpu_asked.py emulator --section FILE
     python benchmarks/gpu_asked.py asked --section FILE --out DIR    DIR: of scripts/gpu_day.sh
 
-`asked` takes the findings of the other parts from DIR/gpu-day.json and DIR/calibration.toml, and
-what rehearse.py says of the memory: it needs no GPU, and can be run again anywhere. Parts of
-scripts/gpu_day.sh.
+`asked` takes the findings of the other parts from DIR/gpu-day.json, DIR/calibration.toml and
+DIR/machine.toml, and what rehearse.py says of the memory: it needs no GPU, and can be run again
+anywhere. Parts of scripts/gpu_day.sh.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+import gpu_runs
 from gpu import MODELS, Section, machine_of, this_machine
 from gpu_models import AS_IT_IS, COMPILED, FORMULAS, configuration, training
 
@@ -135,25 +136,38 @@ def memory(found: dict[str, Any], device: str) -> Iterator[Row]:
 
 
 def planned(found: dict[str, Any], device: str, out: Path) -> Iterator[Row]:
-    """Seconds a step, beside the planner's: as it comes, and after calibration."""
+    """Seconds a step, beside the planner's: as it comes, with measured rates, and with constants
+    refitted on runs of other shapes, which is what is asked.
+    """
     words, data = model(found, device)
-    machine, calibration = machine_for(found), out / "calibration.toml"
-    what, wish = f"{words}: step", f"within {STEP_WITHIN:.0%} of the planner after calibration"
-    there = data is not None and AS_IT_IS in data["seconds"] and calibration.exists()
-    if machine is None or not there:
-        yield what, wish, "not run, or no calibration", None
+    machine, rates = machine_for(found), out / "calibration.toml"
+    what, wish = (
+        f"{words}: step",
+        f"within {STEP_WITHIN:.0%} of the planner after plan.py calibrate",
+    )
+    if machine is None or data is None or AS_IT_IS not in data["seconds"]:
+        yield what, wish, "not run", None
         return
     config = configuration(words, data["micro_batch"], device)
-    about, seen = (config.model, config.layout, config.training), data["seconds"][AS_IT_IS]
-    seconds = statistics.median(seen)
-    for each in (machine, hardware.load(machine.name, str(calibration))):
+    about = config.model, config.layout, config.training
+    seconds = statistics.median(data["seconds"][AS_IT_IS])
+
+    def beside(each: hardware.Machine) -> tuple[str, bool]:
         expected = step_time.predict(*about, each).seconds
-        off, last = seconds / expected - 1, each is not machine
-        words = f"{1e3 * seconds:.1f} ms, {off:+.1%} of {1e3 * expected:.1f} ms"
-        if last:
-            yield what, wish, words, abs(off) <= STEP_WITHIN
-        else:
-            yield what, "(before calibration)", words, None
+        off = seconds / expected - 1
+        seen = f"{1e3 * seconds:.1f} ms, {off:+.1%} of {1e3 * expected:.1f} ms"
+        return seen, abs(off) <= STEP_WITHIN
+
+    yield what, "(before calibration)", beside(machine)[0], None
+    if rates.exists():
+        yield (
+            what,
+            "(with measured rates)",
+            beside(hardware.load(machine.name, str(rates)))[0],
+            None,
+        )
+    refitted = gpu_runs.fitted(out)
+    yield what, wish, *(beside(refitted) if refitted else ("not run", None))
 
 
 def machine_for(found: dict[str, Any]) -> hardware.Machine | None:

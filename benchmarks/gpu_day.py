@@ -6,8 +6,9 @@
 Every part is a process with a time limit of its own; one that fails or is ended stops no other.
 DIR/gpu-day.md and gpu-day.json are written anew when a part begins and when it ends: a kill loses
 nothing. With --parts the results of other parts that are in DIR stay. DIR/gpu-day.log has all
-output, DIR/calibration.toml the rates for plan.py and tune.py. What is printed last is what was
-asked beside what was seen, then why parts failed, and the command that runs these again.
+output, DIR/calibration.toml the rates for plan.py and tune.py, DIR/machine.toml the planner's
+constants by runs. What is printed last is what was asked beside what was seen, then why parts
+failed, and the command that runs these again.
 --rehearse does the same on a CPU with small shapes.
 """
 
@@ -81,6 +82,12 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
             "Calibration",
             30,
             ("benchmarks/gpu.py", "calibration", *device, *calibration, None),
+        ),
+        Part(
+            "runs",
+            "Runs for the planner",
+            110,
+            ("benchmarks/gpu_runs.py", *device, "--out", str(out), None),
         ),
         Part("asked", "Asked and seen", 60, (asked, "asked", *device, "--out", str(out), None)),
         Part("profile", "Profile of a step", 60, ("benchmarks/gpu_profile.py", *device, None)),
