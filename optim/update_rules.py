@@ -156,7 +156,7 @@ class _TorchOptimizerRule:
         """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
         tensor, master = self._state(kind, index), self.masters[index]
         if tensor is None:
-            return torch.zeros(stop - start, device=master.device)
+            return master.new_zeros(stop - start)
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from checkpoint_worker import build_run, make
+from checkpoint_worker import build_run, make, run
 
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
@@ -67,6 +67,20 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(UserError, match="cannot write in"):
         build_run(make(tmp_path))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_state_that_a_rule_lacks_is_saved_in_the_precision_of_the_rest(
+    tmp_path, optimizer, asynchronous
+):
+    """Muon's matrices have no exp_avg_sq and Adafactor's vectors no col_var: zeros, also of fp64."""
+    options = {"optimizer": optimizer, "precision": "fp64", "async_save": asynchronous}
+    first = run(make(tmp_path, **options), before=2, after=2)
+    with Index(str(tmp_path / "checkpoints/step_00000002")) as index:
+        assert set(map(str, index.dtypes.values())) == {"float64"}
+    second = run(make(tmp_path, resume="auto", **options), before=0, after=2)
+    assert second["numbers"] == first["numbers"]
 
 
 def test_training_does_not_wait_for_the_disk(tmp_path, monkeypatch):
