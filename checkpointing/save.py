@@ -203,18 +203,18 @@ class Checkpointer:
         """A copy of the state in host memory by kind, in buffers that every save uses again."""
         if not save.shards:
             return {kind: [] for kind in save.kinds}
-        count, on_gpu = count_elements(save.shards), False
-        for kind in save.kinds:
-            runs = [shard.read(kind, shard.start, shard.stop) for shard in save.shards]
-            on_gpu = runs[0].is_cuda
+        count, on_gpu = count_elements(save.shards), self.optimizer.device.type == "cuda"
+        for kind, dtype in saved_types(save.shards[0], save.kinds).items():
+            # One after the other: a rule may have to make what is read, in memory of the GPU.
+            runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             if kind not in self._buffers:
-                sizes, dtype = _pinned_sizes(count) if on_gpu else [count], runs[0].dtype
+                sizes = _pinned_sizes(count) if on_gpu else [count]
                 buffers = [torch.empty(n, dtype=dtype, pin_memory=on_gpu) for n in sizes]
                 self._buffers[kind] = buffers
             if on_gpu:
                 _copy_to_pinned(runs, self._buffers[kind])
             else:  # half the time of copies one by one
-                torch.cat(runs, out=self._buffers[kind][0])
+                torch.cat(list(runs), out=self._buffers[kind][0])
         if on_gpu:
             torch.cuda.synchronize(self.optimizer.device)
         return {kind: [b.numpy() for b in self._buffers[kind]] for kind in save.kinds}
@@ -364,7 +364,7 @@ def _pinned_sizes(count: int) -> list[int]:
     return [*sizes, count] if count else sizes
 
 
-def _copy_to_pinned(runs: list[Tensor], buffers: list[Tensor]) -> None:
+def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
     """Begin to copy runs of elements, one behind the other, into buffers of as many."""
     rest = iter(buffers)
     room = next(rest)

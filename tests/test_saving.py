@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -428,9 +429,9 @@ def test_pinned_memory_takes_no_more_than_it_must(count, monkeypatch):
     ]
     assert sum(map(len, runs)) == count
     monkeypatch.setattr(save.torch, "empty", pinned)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    saver = types.SimpleNamespace(_buffers={}, optimizer=types.SimpleNamespace(device="cuda"))
+    optimizer = types.SimpleNamespace(device=torch.device("cuda"))
+    saver = types.SimpleNamespace(_buffers={}, optimizer=optimizer)
     saved = types.SimpleNamespace(shards=shards, kinds=("weights",))
     for _ in range(2):  # the second save uses the first one's buffers
         arrays = save.Checkpointer._copy_to_host(saver, saved)["weights"]
@@ -439,3 +440,25 @@ def test_pinned_memory_takes_no_more_than_it_must(count, monkeypatch):
     taken = sum(2 ** (size - 1).bit_length() for size in asked)
     assert sum(asked) == 4 * count
     assert taken <= 4 * count + 2**20
+
+
+def test_a_save_of_a_gpu_makes_one_run_after_the_other(monkeypatch):
+    """What Adafactor and 8-bit AdamW read is made for it, in memory that the GPU may not have."""
+    made, most, empty = [], [], torch.empty
+
+    def read(kind: str, a: int, b: int) -> torch.Tensor:
+        run = torch.arange(a, b, dtype=torch.float32)
+        most.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(save.torch, "empty", lambda n, dtype, pin_memory: empty(n, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    shards = [types.SimpleNamespace(start=10 * i, stop=10 * i + 10, read=read) for i in range(9)]
+    optimizer = types.SimpleNamespace(device=torch.device("cuda"))
+    saver = types.SimpleNamespace(_buffers={}, optimizer=optimizer)
+    saved = types.SimpleNamespace(shards=shards, kinds=("row_var", "col_var"))
+    arrays = save.Checkpointer._copy_to_host(saver, saved)
+    for kind in saved.kinds:
+        assert np.array_equal(np.concatenate(arrays[kind]), np.arange(90, dtype=np.float32))
+    assert max(most) <= 1
