@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens; flex_attention's own
+MOST_SHAPES = 2**20  # for which flex_attention may be compiled
 
 
 class Mask(NamedTuple):
@@ -162,12 +163,14 @@ def alibi_score(slopes: Tensor) -> Callable:
 @functools.cache
 def _compiled() -> Callable:
     """flex_attention as one kernel; as it is, it would write all scores."""
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool) -> Tensor:
     """`masked_attention` on a GPU."""
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
+    limits = torch._dynamo.config  # of this thread; a curriculum has more shapes than torch's 8
+    limits.recompile_limit = limits.accumulated_recompile_limit = MOST_SHAPES
     return _compiled()(q, k, v, **options)
 
 

@@ -1,5 +1,6 @@
 """Masks and objectives: their rules, Megatron's masks, a dense reference, and every layout."""
 
+import functools
 import math
 import warnings
 from dataclasses import replace
@@ -13,6 +14,7 @@ from golden_worker import options
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_golden import FEW_STEPS, POSITIONS, distance, reference, run_cases
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import flex_attention
 
 import data
@@ -326,6 +328,26 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi):
         warnings.simplefilter("ignore")  # that it is not compiled
         ours = flex_attention(q, k, v, score, visible_blocks(*bounds), enable_gqa=True)
     assert_close(ours, expected, 1e-5, scale=1.0)
+
+
+def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch):
+    """torch runs the ninth shape of a function as it is: here that would write all scores."""
+    counter = CompileCounter()  # a backend that runs what dynamo has captured
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    monkeypatch.setattr(attention_masks, "_compiled", attention_masks._compiled.__wrapped__)
+    torch.compiler.reset()
+    lengths, slopes = range(16, 16 * 13, 16), alibi_slopes(2)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=8):  # as it was, in the end
+        for length in lengths:
+            q, k, v = torch.randn(3, 1, 2, length, 16)
+            stops = torch.arange(1, length + 1)[None]
+            blocks = visible_blocks(torch.zeros_like(stops), stops)
+            mask = attention_masks.Mask(None, blocks, alibi_score(slopes.float()))
+            ours = attention_masks.flex(q, k, v, mask, False)
+            bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32)
+            expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            assert_close(ours, expected, 1e-5, scale=1.0)
+    assert counter.frame_count == len(lengths)
 
 
 # ---- Every layout --------------------------------------------------------------------------------

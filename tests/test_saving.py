@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 def test_state_that_a_rule_lacks_is_saved_in_the_precision_of_the_rest(
     tmp_path, optimizer, asynchronous
 ):
-    """Muon's matrices have no exp_avg_sq and Adafactor's vectors no col_var: zeros, also of fp64."""
+    """Muon's matrices have no exp_avg_sq, Adafactor's vectors no col_var: zeros, also in fp64."""
     options = {"optimizer": optimizer, "precision": "fp64", "async_save": asynchronous}
     first = run(make(tmp_path, **options), before=2, after=2)
     with Index(str(tmp_path / "checkpoints/step_00000002")) as index:
