@@ -90,6 +90,8 @@ def ring_kernel(q: Tensor, seen: bool) -> str:
     """What computes a ring's attention of such queries: `flash`, torch's kernel, or `math`."""
     width = q.shape[-1]
     fits = q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256
+    if q.is_cuda:  # flash attention is written for GPUs from Ampere on
+        fits = fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
     return "math" if seen or (q.is_cuda and not fits) else "flash"
 
 

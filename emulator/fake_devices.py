@@ -83,6 +83,7 @@ def _replacements(
         "current_device": lambda: device.index,
         "set_device": lambda _: None,
         "get_device_name": lambda *_: gpu,
+        "get_device_capability": lambda *_: (7, 0) if "V100" in gpu else (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
         "max_memory_allocated": peak,
         "memory_reserved": peak,

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from config.messages import UserError
 from config.schema import Layout
 from corpora.attention_masks import alibi_slopes
 from distributed.collectives import Group
-from distributed.context_parallel import Seen, ring_attention, to_heads, to_tokens
+from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
 from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
@@ -222,6 +223,27 @@ def test_a_ring_makes_no_matrix_of_scores(alibi):
     on_threads(cp, work)
     assert made == [True] * cp
     assert 0 < Largest.most <= 2 * 256 * length // cp  # heads, rows at a time, keys of a rank
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "width", "seen", "kernel"),
+    [
+        ((9, 0), torch.bfloat16, 64, False, "flash"),
+        ((8, 0), torch.float16, 256, False, "flash"),
+        ((7, 5), torch.float16, 64, False, "math"),
+        ((7, 0), torch.float16, 64, False, "math"),
+        ((9, 0), torch.bfloat16, 64, True, "math"),
+        ((9, 0), torch.bfloat16, 12, False, "math"),
+        ((9, 0), torch.float32, 64, False, "math"),
+    ],
+)
+def test_a_ring_of_gpus_takes_flash_where_it_runs(
+    monkeypatch, capability, dtype, width, seen, kernel
+):
+    """Before Ampere torch refuses it, in the first step."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(2, 4, 32, width))
+    assert ring_kernel(q, seen) == kernel
 
 
 def test_chunks_are_balanced():

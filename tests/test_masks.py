@@ -3,7 +3,9 @@
 import functools
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -348,6 +350,19 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
             expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
             assert_close(ours, expected, 1e-5, scale=1.0)
     assert counter.frame_count == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"head_size": 8}, r"head-size\(8\)"), ({"precision": "fp64"}, "--precision fp64"), ({}, "")],
+)
+def test_what_flex_attention_does_not_take_is_one_sentence(given, named):
+    """Of a GPU; else the first step would end with an error of its compiler."""
+    case = {"hidden": 64, "heads": 4, "objective": "prefix", "precision": "fp16"} | given
+    config = validation.check(options(case), 1)
+    trainer.check_precision(config, SimpleNamespace(device=torch.device("cpu")))
+    with pytest.raises(UserError, match=named) if named else nullcontext():
+        trainer.check_precision(config, SimpleNamespace(device=torch.device("cuda")))
 
 
 # ---- Every layout --------------------------------------------------------------------------------
