@@ -17,7 +17,6 @@ files, and for the same documents both write the same bytes.
 
 import array
 import contextlib
-import itertools
 import os
 import stat
 import struct
@@ -316,19 +315,6 @@ class IndexedDatasetWriter:
             self._lengths.append(len(ids))
             self.tokens += len(ids)
         self._documents.append(len(self._lengths))
-
-    def add_documents(self, ids: np.ndarray, lengths: list[int]) -> None:
-        """Append documents of one sequence each: their tokens one after the other, and how many
-        each has. UserError as of `add_document`, but once for all.
-        """
-        starts = np.cumsum([0, *lengths]).tolist()
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            for begin, end in itertools.pairwise(starts):  # one of them raises it
-                self.add_document(ids[begin:end])
-        self._file.write(ids.astype(self.token_type).tobytes())
-        self._documents.extend(range(len(self._lengths) + 1, len(self._lengths) + len(starts)))
-        self._lengths.extend(lengths)
-        self.tokens += len(ids)
 
     def _finish(self) -> None:
         """Write the index, then rename both files."""
