@@ -268,6 +268,7 @@ class Trainer:
         self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
         self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
+        self.cold = config.run.compile
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.
@@ -282,11 +283,6 @@ class Trainer:
         if action == SAVE_AND_STOP:
             return self._stop_early()
         save_requested = action == SAVE
-        if self.config.run.compile and self.done.iteration < self.total:
-            began = time.perf_counter()
-            warm_up(self.state, self.splits.train, self.done.consumed_samples)
-            seconds = step_stats.seconds_since(began, self.device, self.recorder)
-            self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
         for iteration in range(self.done.iteration + 1, self.total + 1):
             last, due = iteration == self.total, self._evaluations_due(iteration)
             action = self._advance(iteration, evaluates=bool(due))
@@ -335,6 +331,8 @@ class Trainer:
             self._count(iteration, batch, trained=False)
             self.log.pass_over(iteration, begin + batch, batch)
             return GO_ON  # it took no time: nothing is asked before the next step
+        if self.cold:
+            self._warm_up(begin)
         began = time.perf_counter()
         self.recorder.begin_step(iteration)
         self.trace.before(iteration)
@@ -353,6 +351,13 @@ class Trainer:
         self.log.step(self.done, batch, lr, result, everyone)
         self.losses.step(self.done, batch, result)
         return max(rank.requested_action for rank in everyone)
+
+    def _warm_up(self, begin: int) -> None:
+        """Compile, by the passes of the first step that is not passed over."""
+        self.cold, began = False, time.perf_counter()
+        warm_up(self.state, self.splits.train, begin)
+        seconds = step_stats.seconds_since(began, self.device, self.recorder)
+        self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
 
     def _count(self, iteration: int, batch: int, trained: bool) -> None:
         """Make progress by a step on `batch` samples; trained: whether it changed the weights."""

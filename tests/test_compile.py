@@ -18,11 +18,18 @@ from test_golden import POSITIONS, distance, reference
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import data
+import loss
+import parallel
+import trainer
 from attention import attention_kernel
+from config import validation
+from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
 from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
 from distributed import preflight
+from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
 from parallel import ParamFactory, ParamSpec
@@ -86,6 +93,29 @@ def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
     assert len(steps) == 2
     kernels = json.loads((tmp_path / "run.json").read_text())["kernels"]
     assert "torch.compile" in kernels["compiled"]
+
+
+def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, monkeypatch):
+    """Those that are passed over may be what ended the run before: they are not even read."""
+    read, sample = [], data.Synthetic.sample
+    monkeypatch.setattr(
+        data.Synthetic, "sample", lambda self, k: [read.append(k), sample(self, k)][1]
+    )
+    for module in (parallel, loss):
+        monkeypatch.setattr(module, "compiled", lambda function: function)
+    monkeypatch.setattr(preflight, "check_compiler", lambda *_: None)
+    words = (
+        "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "
+    )
+    words += f"--global-batch-size 2 --compile --skip-samples 0:3 6:8 --out {tmp_path}"
+    trainer.main(validation.check(parse(words.split()), 1), Launch("python"))
+    lines = (tmp_path / "log.txt").read_text().splitlines()
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
+    assert ["passed over" in lines[i] for i in steps] == [True, True, False, True, False]
+    assert steps[1] < warm < steps[2]
+    assert {4, 5, 8, 9} <= set(read)  # and some that were read ahead
+    assert not {0, 1, 2, 3, 6, 7} & set(read)
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path):
