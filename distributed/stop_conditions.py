@@ -119,16 +119,17 @@ class StopConditions:
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._saving = False
 
-    def requested_action(self, ahead: float = 0.0) -> RequestedAction:
+    def requested_action(self, ahead: float | None = None) -> RequestedAction:
         """What this rank requests at this step boundary.
 
         ahead: seconds to expect until the next boundary besides the step: evaluation and a save.
+        None: no step has ended, but an evaluation, or nothing yet.
         """
         now = time.monotonic()
-        if self._boundary is not None:
+        if self._boundary is not None and ahead is not None:
             self._steps.append(now - self._boundary)
         self._boundary = now
-        self.reason = self.reason or self._reason_to_stop(ahead)
+        self.reason = self.reason or self._reason_to_stop(ahead or 0.0)
         if self.reason:
             return RequestedAction.SAVE_AND_STOP
         if self._saving or not self._save_switch:

@@ -315,11 +315,14 @@ def test_the_time_limit_includes_the_next_step(monkeypatch):
         Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False
     )
     actions = []
-    for moment in (0, 5, 15, 20, 39, 40):  # the slowest step takes 19 s
+    moments = {0: None, 5: 0.0, 15: 0.0, 17: 0.0, 38: None, 39: 0.0, 40: 0.0}
+    for moment, ahead in moments.items():  # an evaluation of 21 s; of the steps one of 10 s
         now[0] = float(moment)
-        actions.append(conditions.requested_action(ahead=0.0))
-    assert actions == [GO_ON] * 6
-    now[0] = 41.5
+        actions.append(conditions.requested_action(ahead))
+    assert actions == [GO_ON] * 7
+    now[0] = 49.5
+    assert conditions.requested_action(ahead=0.0) == GO_ON
+    now[0] = 50.5
     assert conditions.requested_action(ahead=0.0) == SAVE_AND_STOP
     assert conditions.reason == "--exit-after-minutes 1"
     again = StopConditions(Run(exit_after_minutes=1.0), SimpleNamespace(first=None), first=False)
