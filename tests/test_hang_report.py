@@ -113,6 +113,22 @@ def test_waits_of_a_stream_are_seen_by_events(monkeypatch):
     assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
 
 
+def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch):
+    """The main thread reports it through the watchdog's, which must go on until then."""
+    monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
+    recorder = FlightRecorder(Event)
+    Event.passed = 0
+    operation = recorder.group_log("tp", (0, 1)).enter("all_reduce", 4)
+    operation.under_way(Work()).wait()
+    assert recorder.snapshot(0)["device"]["number"] == 1
+
+    def failed(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Event, "query", failed)
+    assert recorder.snapshot(0)["device"] is None
+
+
 def test_the_driver_is_asked_only_when_progress_stands(monkeypatch):
     """It may wait for a lock of the driver, and the rank would look silent to the monitor."""
     clock = SimpleNamespace(monotonic=lambda: Work.now)

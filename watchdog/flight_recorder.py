@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,10 +249,13 @@ class FlightRecorder:
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet.
 
-        Asks the driver, which may wait for a lock that another thread holds.
+        Asks the driver, which may wait for a lock that another thread holds. None too after an
+        error of the device, which every query raises again: the main thread reports it.
         """
         waits = list(self._on_stream)  # passed: when the second event has been
-        return next((operation for operation, _, last in waits if not last.query()), None)
+        with suppress(RuntimeError):
+            return next((operation for operation, _, last in waits if not last.query()), None)
+        return None
 
     # -- for the watchdog's thread ----------------------------------------------------------
 
