@@ -185,13 +185,11 @@ def _share_out(count: int, pp: int) -> list[int]:
     return [share + (extra > middle), *_spread(share * (pp - 2) + middle, pp - 2), share]
 
 
-def executed_flops(
-    model: ModelShape, layout: Layout, samples: int, formula: str = "megatron-2025"
-) -> float:
+def executed_flops(model: ModelShape, layout: Layout, samples: int) -> float:
     """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
     specs = stage_specs(model, layout)
     again = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
-    return model_stats.hardware_flops(model, samples, layout.recompute, formula, again)
+    return model_stats.hardware_flops(model, samples, layout.recompute, blocks=again)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:

@@ -52,15 +52,8 @@ def _earlier(config: Config) -> str | None:
         with open(os.path.join(config.run.out, "run.json")) as file:
             earlier = json.load(file)["config"]
         own, before = json.loads(json.dumps(asdict(config))), {"cp": 1} | earlier["layout"]
-        same = (
-            "tp",
-            "cp",
-            "pp",
-            "micro_batch_size",
-            "sequence_parallel",
-            "recompute",
-            "activation_memory",
-        )
+        same = ["tp", "cp", "pp", "micro_batch_size"]
+        same += ["sequence_parallel", "recompute", "activation_memory"]
         equal = all(before.get(key) == own["layout"][key] for key in same)
         if equal and earlier["model"] == own["model"] and before["schedule_costs"][0].isdigit():
             return before["schedule_costs"]
