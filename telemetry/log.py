@@ -100,14 +100,14 @@ class Log:
 
         everyone: every rank's statistics; rank 0's seconds are the step's.
         """
+        if not self.is_writer:
+            return
         self.latest, seconds = everyone, everyone[0].seconds
         length = self.config.length(done.consumed_samples - batch)
         self.steps.append((batch, seconds, result.loss))
         self.rates.append(batch * length / seconds)
         self.skipped += result.skipped
         self.nan += not math.isfinite(result.loss)
-        if not self.is_writer:
-            return
         iteration = done.iteration
         model, share = replace(self.config.model, seq_length=length), batch / self.context.size
         recompute = self.config.layout.recompute
