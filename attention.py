@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from config.messages import UserError
 from config.schema import ModelShape
 from config.validation import rotary_scaling
 from corpora.attention_masks import (
@@ -192,17 +193,24 @@ class QueryKeyNorm(nn.Module):
 def attention_kernel(
     model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
 ) -> str:
-    """Which of torch's attention kernels runs in training, for micro-batches of that size."""
+    """Which of torch's attention kernels runs in training, for micro-batches of that size.
+
+    UserError if masks need a kernel that a GPU does not have.
+    """
     mesh, alibi, s = factory.mesh, model.positions == "alibi", model.seq_length
     over = f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
     of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
     if mesh.ring.size > 1:
         kernel = ring_kernel(torch.empty(model.head_size, **of), masked or alibi)
         return f"{kernel} in a ring of {mesh.ring.size} ranks{over}"
+    flex, on_gpu = takes_flex(model.head_size, **of), factory.device.type == "cuda"
+    if masked and on_gpu and not flex:
+        takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
+        need = "masks need flex_attention on GPUs, which takes"
+        raise UserError(f"{need} {takes}: head-size({model.head_size})")
     if masked:
-        kernel = "flex" if factory.device.type == "cuda" else "scaled_dot_product"
-        return f"torch {kernel}_attention, of masks{over}"
-    if alibi and takes_flex(model.head_size, **of):
+        return f"torch {'flex' if flex else 'scaled_dot_product'}_attention, of masks{over}"
+    if alibi and flex:
         return f"torch flex_attention, of ALiBi{over}"
     parts = mesh.tp.size * mesh.heads.size
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)

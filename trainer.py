@@ -22,7 +22,6 @@ from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
 from config.messages import UserError
 from config.schema import Config
-from corpora.attention_masks import takes_flex
 from distributed import preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
@@ -422,17 +421,10 @@ def check_begin(config: Config, done: Progress) -> None:
 
 
 def check_precision(config: Config, context: Context) -> None:
-    """Raise UserError if the GPU has no arithmetic, or no kernel, of that precision. torch emulates
-    it on a CPU, slowly: run.json and the start-up lines say which precision runs.
+    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
+    slowly: run.json and the start-up lines say which precision runs.
     """
-    precision, on_gpu = config.training.precision, context.device.type == "cuda"
-    size, masked = config.model.head_size, config.data.masks_attention
-    if on_gpu and masked and not takes_flex(size, DTYPES[precision], context.device):
-        takes = f"no fp64 (--precision {precision}), and heads of 16 columns or more"
-        raise UserError(
-            f"masks need flex_attention on GPUs, which takes {takes}: head-size({size})"
-        )
-    if not on_gpu or precision != "bf16":
+    if context.device.type != "cuda" or config.training.precision != "bf16":
         return
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(context.device)

@@ -3,9 +3,7 @@
 import functools
 import math
 import warnings
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,14 +19,17 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import data
 import trainer
-from attention import rotary_tables, rotate
+from attention import attention_kernel, rotary_tables, rotate
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
+from config.schema import ModelShape
 from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective, fill_in_the_middle
 from corpora.token_files import IndexedDatasetWriter
+from distributed.mesh import Mesh
+from parallel import ParamFactory
 
 EOD, S = 3, 16
 
@@ -352,17 +353,18 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
     assert counter.frame_count == len(lengths)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [({"head_size": 8}, r"head-size\(8\)"), ({"precision": "fp64"}, "--precision fp64"), ({}, "")],
-)
-def test_what_flex_attention_does_not_take_is_one_sentence(given, named):
+@pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float16), (16, torch.float64)])
+def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dtype):
     """Of a GPU; else the first step would end with an error of its compiler."""
-    case = {"hidden": 64, "heads": 4, "objective": "prefix", "precision": "fp16"} | given
-    config = validation.check(options(case), 1)
-    trainer.check_precision(config, SimpleNamespace(device=torch.device("cpu")))
-    with pytest.raises(UserError, match=named) if named else nullcontext():
-        trainer.check_precision(config, SimpleNamespace(device=torch.device("cuda")))
+    model = ModelShape(layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16)
+    on_cpu, on_gpu = (
+        ParamFactory(Mesh(), dtype, torch.device(device), 1, 0.02, False, None)
+        for device in ("cpu", "cuda")
+    )
+    kernel = attention_kernel(model, on_cpu, 1, masked=True)
+    assert kernel == "torch scaled_dot_product_attention, of masks"
+    with pytest.raises(UserError, match=rf"no fp64 .here: {dtype}.* head-size.{head_size}."):
+        attention_kernel(model, on_gpu, 1, masked=True)
 
 
 # ---- Every layout --------------------------------------------------------------------------------
