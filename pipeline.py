@@ -315,7 +315,7 @@ class VocabularyPasses:
         self.losses: dict[int, tuple] = {}
         # Under way, by kind of pass and micro-batch: a tensor that is received, sent or summed.
         self.moving: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
-        self.taken = _gradients_taken(schedule)
+        self.taken = schedule.gradients_taken
 
     def run(self, action: Action) -> None:
         """Do one pass."""
@@ -384,7 +384,7 @@ class VocabularyPasses:
         sent = self.execution.leaving.pop(Action("F", self.rank, m), None)
         if sent is not None:
             sent.wait()
-        for done in self.taken.get(m, ()):
+        for done in self.taken[m]:
             self._release("G", done)
         losses, gradient = local.finish(every, self.execution.loss_weight)
         if self.rank == self.stage:
@@ -406,14 +406,3 @@ class VocabularyPasses:
     def finish(self) -> list[Handle]:
         """What is still being sent."""
         return [handle for _, handle in self.moving.values()]
-
-
-def _gradients_taken(schedule: Schedule) -> dict[int, list[int]]:
-    """For each T, the micro-batches whose G all ranks have done before the S that it needs."""
-    known, result = 0, dict[int, list[int]]()
-    for m in range(sum(action.kind == "S" for action in schedule.ranks[0])):
-        before = [row[: row.index(Action("S", rank, m))] for rank, row in enumerate(schedule.ranks)]
-        least = min(sum(action.kind == "G" for action in row) for row in before)
-        result[m] = list(range(known, least))
-        known = least
-    return result

@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
 from schedules.list_scheduling import list_rows
@@ -88,6 +88,15 @@ class Schedule:
             return [Action("F", last, m) if kind == "S" else Action("B", 0, m)]
         before = {("F", 0): "E", ("B", last): "T", ("T", stage): "S"}.get((kind, stage))
         return [Action(before, other, m) for other in range(self.stages)] if before else []
+
+    @cached_property
+    def gradients_taken(self) -> list[range]:
+        """For each T, the micro-batches whose G all ranks have done before the S that it needs."""
+        done = []  # of each rank, how many G before each S
+        for row in self.ranks:
+            counts = accumulate(action.kind == "G" for action in row)
+            done.append([count for count, action in zip(counts, row) if action.kind == "S"])
+        return [range(*pair) for pair in pairwise([0, *map(min, zip(*done))])]
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
