@@ -6,6 +6,7 @@ with tensor parallelism the local ones. What each token sees is in corpora/atten
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ from corpora.attention_masks import (
 from distributed.collectives import sum_both_ways
 from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
 from parallel import ColumnLinear, ParamFactory, RowLinear
+
+# In the backward pass, as far as it needs it. Nothing is drawn: no generator's state is kept.
+recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+
 
 # ---- Positions -----------------------------------------------------------------------------------
 
@@ -131,7 +136,7 @@ class Attention(nn.Module):
         if self.mesh.ring.size > 1:  # which keeps no scores: there is nothing to recompute
             return ring_attention(q, k, v, bias, self.mesh.ring)
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(_attend, q, k, v, bias, use_reentrant=False)
+            return recomputed(_attend, q, k, v, bias)
         return _attend(q, k, v, bias)
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from attention import Attention, alibi_bias, local_slopes, rotary_tables
+from attention import Attention, alibi_bias, local_slopes, recomputed, rotary_tables
 from config.schema import Layout, ModelShape
 from corpora.attention_masks import Mask, Past, visible
 from data import Batch
@@ -116,7 +115,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._run, x, bias, rotary, use_reentrant=False)
+            return recomputed(self._run, x, bias, rotary)
         return self._run(x, bias, rotary)
 
     def _run(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:

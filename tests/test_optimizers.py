@@ -168,6 +168,19 @@ def test_recomputation_changes_no_bit(positions):
             assert again == plain, case
 
 
+def test_recomputation_keeps_no_state_of_a_generator(monkeypatch):
+    """A block draws nothing; on a GPU the state of each tensor's device would be kept and set."""
+
+    def refuse(*_):
+        raise AssertionError("a block needs no generator")
+
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch, name, refuse)
+    for recompute in ("selective", "full"):
+        options = {"layers": 1, "steps": 1, "recompute": recompute}
+        golden_worker.run(validation.check(golden_worker.options(options), 1))
+
+
 # ------------------------------------------------------------------------------------------------
 # One rule, by itself
 # ------------------------------------------------------------------------------------------------
