@@ -47,6 +47,15 @@ def build_run(config, lines=None):
     return state, Checkpointer(config, state.factory.mesh, state.optimizer, print_line=print_line)
 
 
+def save_some(out: Path, steps: int = 1, **extra) -> Path:
+    """A checkpoint of every one of the first steps of a run that trains nothing."""
+    checkpoints = build_run(make(out, **extra))[1]
+    for step in range(1, steps + 1):
+        checkpoints.after_step(Progress(step, 8 * step))
+    checkpoints.close()
+    return out / "checkpoints"
+
+
 def save_random(out: Path, std: float, **extra) -> trainer.TrainState:
     """A run of random weights, biases and norms in `out`, with a checkpoint of its weights."""
     state, checkpoints = build_run(make(out, save_weights_only=True, **extra))

@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from checkpoint_worker import build_run, make
+from checkpoint_worker import build_run, make, save_some
 from compare import assert_close
-from ranks import fork_one, fork_ranks
+from ranks import fork_ranks
 
 import trainer
 from checkpointing import file_format, folders, save, verification
@@ -209,15 +209,6 @@ def test_every_element_is_written_once_and_without_padding(saved):
 # ------------------------------------------------------------------------------------------------
 
 
-def save_some(out: Path, steps: int = 1, **extra) -> Path:
-    """A checkpoint of every one of the first steps of a run that trains nothing."""
-    checkpoints = build_run(make(out, **extra))[1]
-    for step in range(1, steps + 1):
-        checkpoints.after_step(Progress(step, 8 * step))
-    checkpoints.close()
-    return out / "checkpoints"
-
-
 def check_refused(config, *parts: str) -> None:
     """Resume must fail with one sentence that contains these parts."""
     with pytest.raises(UserError) as caught:
@@ -241,29 +232,6 @@ def test_attributes_of_the_index(tmp_path):
         assert json.loads(index["run"].attrs["config"])["layout"]["tp"] == 1
         assert json.loads(index["run"].attrs["versions"])["torch"] == torch.__version__
         assert index["data"].attrs["seed"] == 1234
-
-
-def test_which_steps_are_kept():
-    assert folders.surplus([1, 2, 3, 4, 5], 0, 0) == []
-    assert folders.surplus([5, 1, 3, 2, 4], 2, 0) == [1, 2, 3]
-    assert folders.surplus([5, 10, 15, 20, 25], 1, 10) == [5, 15]
-
-
-def test_keep_last_and_keep_every(tmp_path):
-    folder = save_some(tmp_path, 7, keep_last=2, keep_every=3)
-    names = sorted(os.listdir(folder))
-    assert names == [f"step_{step:08d}" for step in (3, 6, 7)]
-
-
-def test_a_run_from_the_beginning_moves_an_earlier_ones_checkpoints_aside(tmp_path):
-    options = ["--layers", "1", "--hidden", "16", "--heads", "2", "--seq-length", "8"]
-    options += ["--vocab-size", "50", "--save-every", "2", "--out", str(tmp_path)]
-    for extra in (["--steps", "2"], ["--steps", "4", "--resume", "auto"], ["--steps", "2"]):
-        done = fork_one("train.py", *options, *extra)
-        assert done.status == 0, done.err
-    assert os.listdir(tmp_path / "checkpoints") == ["step_00000002"]
-    moved = next(tmp_path.glob("checkpoints.*"))
-    assert sorted(os.listdir(moved)) == ["step_00000002", "step_00000004"]
 
 
 def test_weights_only(tmp_path):
@@ -385,16 +353,6 @@ def test_changed_options_and_data_are_printed(tmp_path):
     save.Checkpointer(other, mesh, optimizer, None, samples, lines.append).resume()
     assert "samples before 8 are not those" in lines[-2]
     assert "lr 0.001 before, 0.0005 now" in lines[-1]
-
-
-def test_an_earlier_checkpoint_of_the_same_step_is_replaced(tmp_path):
-    folder = save_some(tmp_path)
-    (folder / "step_00000001/rank_00000.h5").write_bytes(b"")
-    checkpoints = build_run(make(tmp_path))[1]
-    checkpoints.after_step(Progress(1, 8))
-    checkpoints.close()
-    assert os.listdir(folder) == ["step_00000001"]
-    assert build_run(make(tmp_path, resume="auto"))[1].resume().iteration == 1
 
 
 @pytest.mark.parametrize(("before", "after"), [("adamw8bit", "adamw"), ("adamw", "adamw8bit")])

@@ -12,11 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
-import check_rows
-import published_rows
-
 import plan
 from config.command_line import parse_request, preset
 from config.messages import UserError
@@ -26,7 +21,6 @@ from planner import hardware, layouts, questions, risk, search
 from planner.job import Job
 from schedules import simulation
 
-ROWS = str(ROOT / "benchmarks" / "data" / "measured_rows.csv")
 A100 = hardware.load("a100-80")
 
 
@@ -34,9 +28,9 @@ def ask(line: str) -> questions.Answer:
     return plan.ask(line.split())
 
 
-def command(line: str, program: str = "plan.py") -> subprocess.CompletedProcess:
+def command(line: str) -> subprocess.CompletedProcess:
     """The command as a user types it, from another folder."""
-    arguments = [sys.executable, str(ROOT / program), *line.split()]
+    arguments = [sys.executable, str(ROOT / "plan.py"), *line.split()]
     return subprocess.run(arguments, capture_output=True, text=True, cwd="/", check=False)
 
 
@@ -102,26 +96,6 @@ def test_a_mistake_is_one_sentence_and_status_2(line, message):
     assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
-
-
-def test_check_rows_prints_findings_as_text_and_as_data(capsys):
-    check_rows.main([ROWS])
-    lines = capsys.readouterr().out.splitlines()
-    check_rows.main([ROWS, "--json"])
-    found = json.loads(capsys.readouterr().out)
-    assert len(lines) == len(found) + 1 > 20
-    assert set(found[0]) == {"row_id", "kind", "text"}
-    assert lines[-1].startswith(f"{len(found)} findings in ")
-    done = command("nowhere.csv", "benchmarks/check_rows.py")
-    assert done.returncode == 2
-    assert done.stderr == "error: cannot read nowhere.csv: No such file or directory\n"
-
-
-def test_check_refuses_what_is_not_a_table(tmp_path):
-    file = tmp_path / "odd.csv"
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match=r"odd.csv has 1 rows and lacks the columns row_id"):
-        published_rows.read(str(file))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -347,70 +321,6 @@ def test_the_trace_is_the_schedule(tmp_path):
     assert {event["tid"] for event in events} == {0, 1, 2}
     with pytest.raises(UserError, match="cannot write /nowhere/trace"):
         ask(line.replace(str(file), "/nowhere/trace"))
-
-
-# ------------------------------------------------------------------------------------------------
-# Rows that cannot be: planners.md part 3
-# ------------------------------------------------------------------------------------------------
-
-ANOMALIES = [
-    ("001-L340", "swapped"),  # 1
-    ("001-L341", "formula"),  # 2
-    ("001-L475", "disagree"),  # 3
-    ("001-L319", "dp"),  # 4
-    ("001-L329", "rate"),  # 5
-    ("001-L331", "rate"),
-    ("001-L330", "disagree"),
-    ("001-L305", "memory"),  # 6
-    ("001-L447", "outlier"),  # 7
-    ("001-L149", "label"),  # 8
-    ("001-L150", "label"),
-    ("001-L448", "disagree"),  # 9
-    ("001-L125", "disagree"),  # 10
-    ("001-L153", "disagree"),
-    ("001-L168", "repeat"),  # 11
-    ("001-L179", "repeat"),
-    ("001-L188", "repeat"),
-    ("001-L197", "repeat"),
-    ("001-L206", "repeat"),
-    ("001-L253", "repeat"),
-    ("001-L410", "repeat"),
-    ("001-L422", "repeat"),
-    ("001-L431", "repeat"),
-    ("000-L018", "pp"),  # 12
-    ("000-L033", "rate"),
-    ("000-L017", "size"),
-    ("000-L017", "outlier"),
-    ("001-L011", "topology"),  # 15
-    ("001-L018", "topology"),
-]
-
-
-@pytest.fixture(scope="module")
-def findings() -> set[tuple[str, str]]:
-    return {(f.row_id, f.kind) for f in published_rows.check(published_rows.read(ROWS))}
-
-
-@pytest.mark.parametrize(("row", "kind"), ANOMALIES)
-def test_check_finds_the_published_anomalies(findings, row, kind):
-    assert (row, kind) in findings
-
-
-def test_check_leaves_sound_rows_alone(findings):
-    flagged = {row for row, _ in findings}
-    sound = {row["row_id"] for row in published_rows.read(ROWS)} - flagged
-    assert len(sound) > 120
-    assert {"001-L060", "001-L278", "001-L474", "002-L022", "003-L075"} <= sound
-
-
-def test_check_sees_a_fresh_mistake():
-    rows = published_rows.read(ROWS)
-    good = next(row for row in rows if row["row_id"] == "001-L278")
-    swapped = good | {"sec_per_it": good["tflops"], "tflops": good["sec_per_it"], "row_id": "x"}
-    wrong = good | {"sec_per_it": "99.9", "row_id": "y", "dp": "5"}
-    found = {(f.row_id, f.kind) for f in published_rows.check([good, swapped, wrong])}
-    assert {("x", "swapped"), ("y", "rate"), ("y", "dp")} <= found
-    assert not any(row == good["row_id"] for row, _ in found)
 
 
 def test_layouts_above_the_risk_are_listed_apart():
