@@ -174,7 +174,7 @@ class Search:
         leanest = replace(cell, **no_chunks)  # no schedule holds less
         for ways, first, needed in (
             (plain, leanest, self.needed),
-            (spread, (*spread, cell)[0], self.needed_least),
+            (spread, spread[0] if spread else cell, self.needed_least),
         ):
             least = self._first_that_fits(first, kinds, needed) if ways else None
             if least:
