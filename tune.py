@@ -21,7 +21,7 @@ from config import messages  # first: it ends a Python that is too old
 
 with messages.installed():
     from config.messages import Parser, UserError, exit_with
-    from planner import hardware, risk
+    from planner import hardware
     from tuner.session import Session, StoppedBySignal, raise_on_signals
     from tuner.sweeps import SWEEPS
 
@@ -42,7 +42,8 @@ def main(arguments: list[str]) -> None:
     except StoppedBySignal as stopped:
         sys.exit(128 + stopped.number)
     trials = session.result().trials
-    if trials and not any(trial.status == "ok" for trial in trials):
+    began = trials or session.ending == session.budget.ending  # which may end the first one
+    if began and not any(trial.status == "ok" for trial in trials):
         sys.exit(1)
 
 
@@ -60,19 +61,19 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, help="ranks to use, all of them in every layout")
     add("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
     add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
-    add("--models", nargs="+", metavar="PRESET", default=[], help="several shapes to choose from")
+    add("--models", nargs="+", metavar="PRESET", help="several shapes to choose from")
     add("--tokens", type=float, help="tokens to train on, to report how many days that takes")
     add("--try", action="append", default=[], dest="tried", metavar="AXIS=V,V",
         help="values of tp, pp, an axis of the layout, or of what is swept")  # fmt: skip
     add("--budget", metavar="N|Nm", help="stop after N trials or N minutes (default: when decided)")
     add("--timed", type=int, default=3, help="timed steps of a trial, after 2 warm-up steps")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one trial")
-    add("--gain", type=float, default=1.0,
-        help="measure a layout only if it may be faster by this many per cent")  # fmt: skip
-    add("--risk", type=float, default=risk.DEFAULT, metavar="P",
+    text = "measure a layout only if it may be faster by this many per cent (default 1)"
+    add("--gain", type=float, help=text)
+    add("--risk", type=float, metavar="P",
         help="largest risk of running out of memory that is run (default 0.05)")  # fmt: skip
-    add("--reference-every", type=int, default=8, metavar="N",
-        help="measure the first layout again every N trials, 0: never")  # fmt: skip
+    add("--reference-every", type=int, metavar="N",
+        help="measure the first layout again every N trials, 0: never (default 8)")  # fmt: skip
     add("--no-rehearse", action="store_true",
         help="run layouts of GPUs without rehearsing them first (rehearse.py)")  # fmt: skip
     add = found.add_mutually_exclusive_group().add_argument

@@ -34,6 +34,10 @@ def _evaluates(config: Config) -> bool:
     return bool(config.data.eval_samples or config.data.eval_data)
 
 
+def _reads(config: Config) -> bool:
+    return config.data.data != ("synthetic",)
+
+
 def _saves(config: Config) -> bool:
     return bool(config.run.save_every or config.run.save_every_minutes)
 
@@ -57,11 +61,8 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     ),
     (DYNAMIC, "a dynamic scale: --loss-scale 0", lambda c: not c.training.loss_scale),
     (("eval_every",), "--eval-samples or --eval-data: nothing is evaluated", _evaluates),
-    (
-        ("data_schedule",),
-        "the files of --data: random tokens have no weights",
-        lambda c: c.data.data != ("synthetic",),
-    ),
+    (("data_schedule", "split", "order"), "the files of --data; now tokens are random", _reads),
+    (("cache",), "the files of --data or --eval-data", lambda c: _reads(c) or c.data.eval_data),
     (("fim_rate", "fim_spm_rate"), "--objective fim", lambda c: c.data.objective == "fim"),
     (
         ("keep_last", "save_weights_only", "async_save", "node_mtbf_hours"),

@@ -84,9 +84,12 @@ OF_RUNS = {
 --data only.bin | only.bin.idx does not exist; --data takes the PREFIX of a pair PREFIX.bin
 --data 0.5 only 0.5 | --data 0.5 only 0.5: give a weight before every prefix, or before none
 --data synthetic only | --data synthetic must be alone: random tokens do not mix with files
---split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
---split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
---split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
+--data only --split 95,5,x | --split takes up to three shares such as 95,5,0, not '95,5,x'
+--data only --split 0,0,0 | --split takes up to three shares such as 95,5,0, not '0,0,0'
+--data only --split 1,2,3,4 | --split takes up to three shares such as 95,5,0, not '1,2,3,4'
+--split 90,10,0 | --split 90,10,0 needs the files of --data; now tokens are random
+--order stable | --order stable needs the files of --data; now tokens are random
+--cache none | --cache none needs the files of --data or --eval-data
 --skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
@@ -354,7 +357,10 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out trials | trials/trials.jsonl, line 1, is no trial
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
---models 1b3 --min-ranks | --models are searched: leave out --sweep, --max-params, --min-ranks
+--models 1b3 --min-ranks | --models is of a search: leave it out, or --min-ranks
+--gain 5 --all | --gain is of a search: leave it out, or --all
+--reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
+--risk 0.2 --max-params | --risk is of a search: leave it out, or --max-params
 --calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
 --ranks 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'

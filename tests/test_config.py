@@ -139,6 +139,10 @@ LEFT_OUT = [
     ("--loss-scale-window 8 --precision fp16 --loss-scale 8", "a dynamic", "--loss-scale 0"),
     ("--eval-every 8", "--eval-samples or --eval-data: nothing is", "--eval-samples 8"),
     ("--data-schedule 5:1,2 --order stable", "the files of --data", "--data 1 a 1 b"),
+    ("--split 9,1", "the files of --data; now", "--data a"),
+    ("--order stable", "the files of --data; now", "--data a"),
+    ("--cache none", "the files of --data or --eval-data", "--eval-data e=a"),
+    ("--cache c", "the files of --data or --eval-data", "--data a"),
     ("--fim-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--fim-spm-rate 0.1", "--objective fim", "--objective fim --eod-token 0 --fim-tokens 1 2 3"),
     ("--no-async-save", "--save-every or --save-every-minutes", "--save-every 5"),
@@ -191,7 +195,7 @@ GPT3_175B = """
 --train-iters 50 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006
 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .1
 --lr-decay-iters 43 --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
---data-path synthetic --vocab-file v.json --merge-file m.txt --split 949,50,1 --log-interval 100
+--data-path corpus --vocab-file v.json --merge-file m.txt --split 949,50,1 --log-interval 100
 --save-interval 10 --eval-interval 10 --save OUT --load OUT --eval-iters 2 --tensorboard-dir tb
 """
 
@@ -206,6 +210,7 @@ def test_megatrons_example_is_understood_with_a_note_of_our_names():
         " --global-batch-size 8 --rampup-batch-size 4 4 16 --steps 50 --precision fp16 --lr 6e-5"
     )
     ours += " --min-lr 6e-6 --lr-warmup-samples 34 --lr-decay-samples 344 --split 949,50,1"
+    ours += " --data corpus"
     ours += " --log-every 100 --save-every 10 --eval-every 10 --out OUT --resume auto --tensorboard"
     assert config == configure(f"{ours} --eval-samples 16")
     assert request.given >= {"lr_warmup_samples", "eval_samples", "resume"}

@@ -143,4 +143,10 @@ def test_trials_neither_save_nor_evaluate(candidate, tmp_path):
     for flag in ("--save", "--keep", "--eval", "--resume", "--tensorboard"):
         assert flag not in command
     assert "--steps 5" in command
+    data = command_line.parse([*SHAPE.split(), "--eval-data", "e=a:8", "--cache", "none"]).data
+    asked = dataclasses.replace(candidate, config=dataclasses.replace(candidate.config, data=data))
+    every = Runner("mpirun -n {ranks}", tmp_path).command(asked, tmp_path / "x")
+    words = every[every.index(trials.PROGRAM) + 1 :]
+    taken = command_line.parse(words)  # UserError if train.py does not take it
+    assert (taken.data.eval_data, taken.data.cache) == (None, None)
     assert f"--out {tmp_path}/x" in command

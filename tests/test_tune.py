@@ -230,6 +230,17 @@ def test_a_budget_stops_it_and_a_larger_one_goes_on(tmp_path):
     assert len({t["key"] for t in stored}) == 5
 
 
+def test_a_hanging_trial_ends_with_the_budget_and_is_run_again_later(tmp_path):
+    words = [*SMALL.split(), "--recompute", "none", "--time-limit", "60"]
+    failures = json.dumps({"hang": {}})
+    done, stored = tuned(tmp_path, *words, "--budget", "0.1m", FAKE_FAILURES=failures)
+    assert (done.status, stored) == (1, []), done.err
+    assert "the budget of 0.1m is spent; run again with a larger one" in done.out
+    assert processes_of(tmp_path) == []
+    done, stored = tuned(tmp_path, *words, "--budget", "1")
+    assert (done.status, [trial["status"] for trial in stored]) == (0, ["ok"]), done.err
+
+
 @pytest.mark.parametrize("numbers", [("SIGINT", "SIGINT"), ("SIGTERM", "SIGHUP"), ("SIGHUP",)])
 def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, tmp_path):
     """A second signal while the trial is being ended changes nothing."""

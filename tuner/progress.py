@@ -48,10 +48,14 @@ class Budget:
         """Seconds since the session began."""
         return time.monotonic() - self.start
 
+    def seconds_left(self) -> float:
+        """Until its minutes have passed; infinite without."""
+        return 60 * self.minutes - self.elapsed()
+
     def left(self, done: int) -> str:
         """What is left after `done` trials, for the progress line."""
         if self.minutes < math.inf:
-            return f"{max(0.0, self.minutes - self.elapsed() / 60):.0f} minutes left"
+            return f"{max(0.0, self.seconds_left() / 60):.0f} minutes left"
         if self.trials < math.inf:
             rest = max(0, self.trials - done)
             minutes = f", {rest * self.elapsed() / done / 60:.0f} minutes" if done else ""

@@ -8,7 +8,6 @@ again.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import shlex
@@ -23,7 +22,7 @@ from config import command_line
 from config.messages import UserError
 from config.schema import Config
 from config.validation import check_folder
-from planner import hardware
+from planner import hardware, risk
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
 from tuner.progress import Budget, BudgetSpent, ProgressView
@@ -36,6 +35,8 @@ from tuner.trials import Runner, Trial, TrialStore
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
+# What only a search reads, with its defaults; --all reads all but the gain.
+OF_SEARCH = {"models": (), "gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -63,6 +64,17 @@ def raise_on_signals() -> None:
             signal.signal(each, stop)
 
 
+def _settle(options: argparse.Namespace) -> None:
+    """Fill in the defaults of OF_SEARCH; UserError for one that what is asked does not read."""
+    asked = [each for each in ("all", "sweep", "max_params", "min_ranks") if getattr(options, each)]
+    for name, usual in OF_SEARCH.items():
+        if getattr(options, name) is None:
+            setattr(options, name, usual)
+        elif asked and (asked != ["all"] or name == "gain"):
+            flags = [f"--{each.replace('_', '-')}" for each in (name, *asked)]
+            raise UserError(f"{flags[0]} is of a search: leave it out, or {flags[1]}")
+
+
 class Session:
     """What is asked, what is measured, and where the report is written."""
 
@@ -71,6 +83,7 @@ class Session:
         for name in ("launch", "ranks"):
             if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
+        _settle(options)
         for name in ("ranks", "timed", "time_limit", "tokens", "gain", "reference_every"):
             value, least = getattr(options, name), name in ("gain", "reference_every")
             if value is not None and not (0 < value < MOST or (least and value == 0)):
@@ -78,8 +91,6 @@ class Session:
                 raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
         if not 0 < options.risk <= 1:
             raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
-        if options.models and (options.sweep or options.max_params or options.min_ranks):
-            raise UserError("--models are searched: leave out --sweep, --max-params, --min-ranks")
         self.options, self.train_arguments = options, train_arguments
         request = self._request()
         for note in request.notes:
@@ -122,6 +133,8 @@ class Session:
         try:
             with self.view:
                 self._measure()
+        except BudgetSpent:
+            self.ending = self.budget.ending
         except StoppedBySignal as error:
             stopped, name = error, signal.Signals(error.number).name
             name = "Ctrl-C" if error.number == signal.SIGINT else name
@@ -173,13 +186,14 @@ class Session:
             self.subject, find = "fewest ranks", sweeps.fewest_ranks
             if options.max_params:
                 self.subject, find = "the largest model", sweeps.largest_model
-            self.ending = self.budget.ending
-            with contextlib.suppress(BudgetSpent):
-                self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
+            self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
         else:
             named = [self._request("--model", name).config for name in options.models]
             for config in named or [self.config]:
-                self._search(config)
+                try:
+                    self._search(config)
+                except BudgetSpent:
+                    self.ending = self.budget.ending
 
     def _search(self, config: Config) -> None:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
@@ -203,11 +217,11 @@ class Session:
             for trial in self.store.of(candidate.key):
                 self._add(search, found, index, trial)
         for index, tag in self._order(search):
-            if not self.budget.spent(self.store.trials):
+            try:
                 self._add(search, found, index, self._trial(found[index], tag))
-            elif not tag:
-                self.ending = self.budget.ending
-                return
+            except BudgetSpent:
+                if not tag:
+                    raise
         self.ending = (
             f"no other layout is likely to be {self.options.gain:g} % faster "
             f"(chance of each at most {MAX_CHANCE:.0%})"
@@ -247,9 +261,6 @@ class Session:
         for number, candidate in enumerate(runs, start=1):
             if self.store.of(candidate.key):
                 continue
-            if self.budget.spent(self.store.trials):
-                self.ending = self.budget.ending
-                return
             self._trial(candidate, tag)
             ran = [c for c in runs if any(trial.command for trial in self.store.of(c.key))]
             if ran and every and number % every == 0:
@@ -258,29 +269,39 @@ class Session:
     def _attempt(self, candidate: Candidate) -> bool:
         """Whether a candidate of a bisection trains: as stored, or tried if the budget allows."""
         known = self.store.of(candidate.key)
-        if not known and self.budget.spent(self.store.trials):
-            raise BudgetSpent
+        trial = known[-1] if known else self._trial(candidate)
         self.wanted[candidate.key] = candidate
-        return (known[-1] if known else self._trial(candidate)).status == "ok"
+        return trial.status == "ok"
 
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
-        if that rejects it.
+        if that rejects it. BudgetSpent if the budget has no room for it, or ends before it does.
         """
         number, rehearsed = len(self.store.trials), Outcome()
         if self.rehearser and not self.store.of(candidate.key):
             self.view.rehearsing(candidate.label)
-            rehearsed = self.rehearser.rehearse(candidate, self.runner, number)
+            rehearsed = self.rehearser.rehearse(candidate, self._runner(), number)
             self.view.print(f"rehearsed {candidate.label} in {rehearsed.text}")
         if rehearsed.finding:
             trial = trials.rejected(candidate, rehearsed.finding, rehearsed.seconds, tag)
         else:
+            runner = self._runner()
             self.view.running, self.view.since = f"running {candidate.label}", time.monotonic()
-            trial = trials.run(candidate, self.runner, number, tag)
+            trial = trials.run(candidate, runner, number, tag)
+            if trial.status == "hang" and runner != self.runner:
+                self.view.print(f"{candidate.label}: stopped, the budget is spent; not stored")
+                raise BudgetSpent
             trial = dataclasses.replace(trial, rehearsal=rehearsed.seconds)
         self.store.add(trial)
         self.view.trial_finished(trial)
         return trial
+
+    def _runner(self) -> Runner:
+        """How a trial is run that ends with the budget at the latest; BudgetSpent."""
+        if self.budget.spent(self.store.trials):
+            raise BudgetSpent
+        limit = min(self.runner.time_limit, self.budget.seconds_left())
+        return dataclasses.replace(self.runner, time_limit=limit)
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:

@@ -117,6 +117,7 @@ class Runner:
         training = replace(config.training, **search_space.FULL_BATCH)
         training = replace(training, steps=WARM_UP + self.timed)
         full: dict[str, Any] = {"eval_data": None, "curriculum": None}
+        full |= {"cache": None} if config.data.data == ("synthetic",) else {}  # nothing is read
         data = replace(config.data, eval_every=0, eval_samples=0, **full)
         quiet: dict[str, Any] = {"resume": None, "save_every": 0, "save_every_minutes": 0.0}
         quiet |= {"keep_last": 0, "keep_every": 0, "check_replicas_every": 0, "tensorboard": False}
