@@ -48,6 +48,9 @@ READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",
 READ_BY |= {"risk": ("layouts", "days", "rampup")}
 ON_GPUS = ("layouts", "stages", "days", "largest", "rampup", "timeline", "compare")
 READ_BY |= dict.fromkeys(("nodes", "gpus"), ON_GPUS)
+# Of questions that neither try layouts nor take one whole: what they read of it.
+READ_OF_LAYOUT = {"model": (), "rampup": ("tp", "pp", "cp")}  # a ramp-up without --deadline
+READ_OF_LAYOUT["shapes"] = ("tp", "cp", "micro_batch_size", "recompute")
 LEANEST = ("largest", "smallest")  # questions that try layouts of their own
 LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
 LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
@@ -125,13 +128,15 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
     if held and options.question in LEANEST:
         own = f"{options.question} tries every tp and pp at micro-batch 1, full recomputation"
         raise UserError(f"--{held[0].replace('_', '-')}: {own}")
+    read = READ_OF_LAYOUT.get(options.question if options.deadline is None else "", held)
+    unread = [f"--{name.replace('_', '-')}" for name in held if name not in read]
+    notes += [f"{flag} changes nothing of {options.question}" for flag in unread]
     if config.training.precision == "bf16" and not machine.bf16:
         raise UserError(f"--precision bf16: {machine.device} has no bf16 arithmetic; use fp16")
     if not machine.bf16:
         asked = machine.software.attention
-        how = (
-            f"{config.training.precision}, {machine.kernel if asked == 'flash' else asked} kernels"
-        )
+        kernels = machine.kernel if asked == "flash" else asked
+        how = f"{config.training.precision}, {kernels} kernels"
         notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
     model, machine, more = plan_only.applied(options, config.model, machine)
     for note in (*request.notes, *notes, *more):
@@ -208,11 +213,7 @@ def _gap(options: Namespace) -> Answer:
     found = gap.gap(options.run, options.gpu)
     if options.picture:
         gap.draw(cast(dict[str, Any], found.data), options.picture)
-    if options.json:
-        try:
-            Path(options.json).write_text(json.dumps(found.data, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {options.json}: {error.strerror}") from None
+    messages.write_file(options.json, json.dumps(found.data, indent=1) + "\n")
     return found
 
 

@@ -27,7 +27,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from config.command_line import parse_request
-from config.messages import Parser, UserError, exit_with
+from config.messages import Parser, UserError, exit_with, write_file
 from config.schema import Config
 from config.validation import check_any_length
 from emulator import device_guard
@@ -50,13 +50,15 @@ def _rehearse(arguments: list[str]) -> int:
     nodes = _nodes(options, machine.node)
     request = parse_request(rest, __doc__)
     config = check_any_length(request.config, options.world)
-    plain = ["--compile: what it fuses is rehearsed as it is"] if config.run.compile else []
-    for note in [*request.notes, *plain]:
-        print(f"note: {note}", file=sys.stderr)
+    fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
+    if config.run.device not in ("auto", device):
+        where = f"with --on {options.on}" if options.on else "with fake GPUs"
+        raise UserError(f"--device {config.run.device}: {where} it is {device}, leave it out")
     config, choice = settled(replace(config, layout=layout), device)
-    for note in choice.notes(config.layout.schedule_costs) if choice else []:
+    found = choice.notes(config.layout.schedule_costs) if choice else []
+    for note in [*request.notes, *fused, *found]:
         print(f"note: {note}", file=sys.stderr)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))
@@ -72,12 +74,14 @@ def _rehearse(arguments: list[str]) -> int:
     (run,) = rehearsal.rehearse([case])
     answer = answers.of(run, machine)
     print(answer.text)
-    _write("--json", options.json, json.dumps(answer.data, indent=1))
+    write_file(options.json, json.dumps(answer.data, indent=1))
     return 1 if answer.data["finding"] else 0
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
     """Measure each stage on the device, and print and write the step of the world."""
+    if options.all_ranks:
+        raise UserError("--all-ranks is about operations: --on runs one rank of each stage")
     if config.layout.zero == 3 and options.world > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
     if config.layout.vocab_pp:
@@ -93,42 +97,31 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError("--on cuda: torch sees no CUDA device here")
     here = "CPU" if options.on == "cpu" else torch.cuda.get_device_name()
     if machine.device.lower() not in here.lower():
-        raise UserError(f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}")
+        every = [name for name in hardware.names() if hardware.load(name).device in here]
+        both = f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}"
+        raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
     link = links.MachineLinks(machine, config.layout)
     price = links.MeasuredLinks(options.world, options.links) if options.links else link
     stages = emulation.measured(config, options.world, machine.node, options.on)
     answer = emulation_report.report(config, options.world, machine, stages, price.seconds)
     print(answer.text)
-    _write("--json", options.json, json.dumps(answer.data, indent=1))
+    write_file(options.json, json.dumps(answer.data, indent=1))
     rates = [f"{name} = {json.dumps(value)}" for name, value in answer.rates.items()]
     for name in ("nvlink", "network") if options.calibration else ():
         of = getattr(machine, name)
         rates += ["", f"[{name}]", f"alpha = {of.latency}", f"beta = {of.speed}"]
-    _write("--write", options.write, "\n".join(rates) + "\n")
+    write_file(options.write, "\n".join(rates) + "\n")
     return 0
-
-
-def _write(option: str, path: str | None, text: str) -> None:
-    """Write a file that was asked for; UserError if it cannot be written."""
-    if path is None:
-        return
-    try:
-        with open(path, "w") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"cannot write {option} {path}: {error.strerror}") from None
 
 
 def _parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--nodes", type=int)
-    parser.add_argument("--gpu")
     parser.add_argument("--all-ranks", action="store_true")
-    parser.add_argument("--json")
     parser.add_argument("--on", choices=("cpu", "cuda"))
-    for name in ("--calibration", "--links", "--write"):
-        parser.add_argument(name, metavar="FILE")
+    for name in ("--gpu", "--json", "--calibration", "--links", "--write"):
+        parser.add_argument(name)
     return parser
 
 

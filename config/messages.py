@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "0.3.0"  # as in pyproject.toml
@@ -105,6 +106,15 @@ def sentences() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
         read = error.errno != errno.EPIPE
         exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
+
+
+def write_file(path: str | None, text: str) -> None:
+    """Write a file if a path was given for it; UserError if it cannot be written."""
+    try:
+        if path is not None:
+            Path(path).write_text(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def number(text: str) -> float:

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from config.messages import UserError
+from config.messages import UserError, write_file
 from planner.hardware import Machine
 from planner.questions import Answer
 from planner.run_files import Run
@@ -269,7 +269,4 @@ def write(found: Fit, path: str) -> None:
     lines += [
         f"{json.dumps(name)} = {json.dumps(text)}" for name, text in origins(found, names).items()
     ]
-    try:
-        Path(path).write_text("\n".join(lines) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    write_file(path, "\n".join(lines) + "\n")

@@ -6,7 +6,6 @@
 Energy is that of the GPUs alone at a stated power; hosts, network and cooling are not in it.
 """
 
-import math
 from argparse import Namespace
 from dataclasses import dataclass
 
@@ -36,14 +35,10 @@ class Rates:
         found = self.of(gpus, BILLION / tokens_per_second)
         return {f"{name}_per_billion_tokens": value for name, value in found.items()}
 
-    def columns(self, gpus: int, tokens_per_second: float | None = None) -> str:
-        """Energy and cost of a billion tokens, if the table has them; the head without a rate."""
-        found = self.of(gpus, BILLION / (tokens_per_second or math.inf))
-        cells = {name: value for name, value in found.items() if name in HEADS and self.shown}
-        known = {name: value for name, value in cells.items() if value is not None}
-        if tokens_per_second is None:
-            return "".join(f"{HEADS[name]:>11}" for name in known)
-        return "".join(f"{value:11,.1f}" for value in known.values())
+    def cells(self, gpus: int, tokens_per_second: float) -> dict[str, str]:
+        """Energy and cost of a billion tokens by the heads of a table's columns, if it has them."""
+        found = self.of(gpus, BILLION / tokens_per_second) if self.shown else {}
+        return {HEADS[k]: f"{v:,.1f}" for k, v in found.items() if k in HEADS and v is not None}
 
     def sentence(self, gpus: int, seconds: float) -> str:
         """The same as `of`, for people."""

@@ -8,7 +8,6 @@ divided into products, attention and the rest as the planner has it for that mac
 `planned` is all that the planner has.
 """
 
-import json
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -57,7 +56,10 @@ def read(run: str) -> Measured:
 
     Saves and evaluations are those of all steps until the last one measured.
     """
-    facts, rows = run_files.facts_of(run), _rows(Path(run) / "times.jsonl")
+    facts, file = run_files.facts_of(run), Path(run) / "times.jsonl"
+    rows = run_files.rows_of(file)
+    if not rows:
+        raise UserError(f"{file} has no measured step yet: the first one is step 4")
     config = run_files.config_of(run)
     device = "cuda" if facts["cluster"]["backend"] == "nccl" else "cpu"
     layout, model, steps = config.layout, config.model, []
@@ -84,20 +86,6 @@ def read(run: str) -> Measured:
     causes = replay.causes(steps, excess) | {"saving": spent.pop("save")}
     causes["evaluation"] = sum(spent.values())
     return Measured(config, seconds, len(steps), causes, order, passes, sent, notes, device)
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of times.jsonl: a run may be writing the last one."""
-    try:
-        lines = file.read_text().splitlines(keepends=True)
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{file} is not lines of JSON: {error}") from None
-    if not rows:
-        raise UserError(f"{file} has no measured step yet: the first one is step 4")
-    return rows
 
 
 def _facts(

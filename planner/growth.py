@@ -14,11 +14,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from config.batch_schedule import Level
-from config.messages import UserError
+from config.messages import UserError, write_file
 from config.schema import Config, Layout
 from planner import questions
 from planner.questions import FULL_BATCH, Answer, Question
@@ -229,11 +228,7 @@ def rampup(question: Question) -> Answer:
         "batches": question.config.batches.starts,
         "sbatch": (options.submit or "").split(),
     }
-    if options.stages:
-        try:
-            Path(options.stages).write_text(json.dumps(data, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"cannot write {options.stages}: {error.strerror}") from None
+    write_file(options.stages, json.dumps(data, indent=1) + "\n")
     return Answer("\n".join(_lines(data)), data)
 
 

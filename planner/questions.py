@@ -12,12 +12,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from config import schema, validation
 from config.command_line import to_words
-from config.messages import UserError
+from config.messages import UserError, write_file
 from config.schema import Config
 from planner import cost, hardware, layouts, memory, risk, search, step_time
 from planner.job import Job
@@ -34,10 +33,11 @@ SHOWN_RISKY = 5
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
 SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
 LARGE = 1024  # GPUs from which on the search shows how far it is
-# Head of what a table has of a layout beside its axes: blocks of a stage that are recomputed,
-# virtual stages, whether vocabulary and sequence are spread, the ZeRO stage.
-OPTIONS = "recompute schedule      sp zero"
+WIDTH = 120  # of a table, in columns of a terminal
+TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
+LEFT_OUT = {"cp": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
 FIRST = "the first line is the fastest; a later one may have a faster schedule than it shows"
+FIRST += "; --json has the flags of each"
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -227,37 +227,40 @@ def _words(at: schema.Layout) -> str:
 
 
 def _ranked_lines(ranked: list[layouts.Ranked], question: Question) -> list[str]:
-    rates, gpus = cost.rates_of(question.options, question.machine), question.gpus
-    several = any(r.layout.cp > 1 for r in ranked)
-    head = f"   tp   pp{'   cp' * several}    dp  mbs {OPTIONS}"
-    head += "   s/step  90 %   tokens/s    MFU  bubble  "
-    head += f"GB first/max/last  free GB  risk{rates.columns(gpus)}  ramp-up  train.py"
-    lines = [head]
-    for r in ranked:
-        at, p = r.layout, r.prediction
-        held = [stage.total / BILLION for stage in p.memory]
-        lines.append(
-            f"{at.tp:5}{at.pp:5}{f'{at.cp:5}' * several}{at.dp:6}{at.micro_batch_size:5} "
-            f"{_options(at)}{p.seconds:9.2f}"
-            f"{_plus_minus(p):>6}{p.tokens_per_second:11,.0f}{p.mfu:7.1%}{p.bubble:8.1%}"
-            f"{held[0]:7.1f}{max(held):6.1f}{held[-1]:6.1f}{p.margin / BILLION:9.1f}"
-            f"{p.risk:6.1%}{rates.columns(gpus, p.tokens_per_second)}"
-            f"  {r.rampup}  {_words(at)}"
-        )
+    """The table of some layouts, its columns as wide as what they hold."""
+    rows = [_cells(one, question) for one in ranked]
+    heads = [name for name in rows[0] if {row[name] for row in rows} != {LEFT_OUT.get(name)}]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in heads}
+    gap = " " * (2 if sum(widths.values()) + 2 * len(widths) <= WIDTH else 1)
+    lines = []
+    for row in [{name: name for name in heads}, *rows]:
+        cells = [f"{row[name]:{'<' if name in TEXTS else '>'}{widths[name]}}" for name in heads]
+        lines.append("".join(gap + cell for cell in cells).rstrip())
     return lines
 
 
-def _options(at: schema.Layout) -> str:
-    """What the table shows of a layout beside its axes, under OPTIONS."""
-    recompute = f"{at.recompute} {at.recompute_layers or ''}"
+def _cells(found: layouts.Ranked, question: Question) -> dict[str, str]:
+    """A line of the table, by the heads of its columns."""
+    at, p = found.layout, found.prediction
+    rates = cost.rates_of(question.options, question.machine)
+    axes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "dp": at.dp, "mbs": at.micro_batch_size}
     several = f" {at.stages_per_rank}" if at.schedule == "interleaved" else ""
-    schedule = f"{at.schedule}{several}{' vocab' if at.vocab_pp else ''}" if at.pp > 1 else "-"
-    return f"{recompute:9} {schedule:13} {'sp' if at.sequence_parallel else '-':2}{at.zero:5}"
-
-
-def _plus_minus(p: step_time.Prediction) -> str:
-    """How far the upper end of the interval is above the prediction."""
-    return f"+{p.interval[1] / p.seconds - 1:.0%}"
+    schedule = f"{at.schedule}{several}{' vocab' * bool(at.vocab_pp)}"
+    return {name: str(size) for name, size in axes.items()} | {
+        "recompute": f"{at.recompute} {at.recompute_layers or ''}".rstrip(),
+        "schedule": schedule if at.pp > 1 else "-",
+        "sp": "sp" if at.sequence_parallel else "-",
+        "zero": str(at.zero),
+        "s/step": f"{p.seconds:.2f}",
+        "90 %": f"+{p.interval[1] / p.seconds - 1:.0%}",  # how far its upper end is above
+        "tokens/s": f"{p.tokens_per_second:,.0f}",
+        "MFU": f"{p.mfu:.1%}",
+        "bubble": f"{p.bubble:.1%}",
+        "GB": f"{max(stage.total for stage in p.memory) / BILLION:.1f}",
+        "risk": f"{p.risk:.1%}",
+        **rates.cells(question.gpus, p.tokens_per_second),
+        "ramp-up": found.rampup.partition(" does")[0],  # or the first batch that does not divide
+    }
 
 
 def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
@@ -386,10 +389,7 @@ def timeline(question: Question) -> Answer:
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
     lines += choice.notes(layout.schedule_costs) if choice else []
     if path:
-        try:
-            Path(path).write_text(json.dumps(trace))
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+        write_file(path, json.dumps(trace))
         lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")
     return Answer("\n".join(lines), trace | {"bubble": bubble})
 

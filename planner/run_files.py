@@ -21,6 +21,7 @@ from planner.questions import FULL_BATCH
 from schedules.automatic import settled_layout
 
 OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
+OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
 WARM_UP_STEPS = 2  # that are not measured
 FEWEST_STEPS = 3
 
@@ -96,7 +97,8 @@ def read(path: str, machine: Machine) -> Run:
     if machine.device.lower() not in device.lower():
         there = f"{device or 'no stated device'!r}"
         raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
-    rows = _rows(Path(path) if Path(path).is_dir() else Path(path).parent)[WARM_UP_STEPS:]
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    rows = [r for r in rows_of(folder / "metrics.jsonl") if r.keys() >= OF_STEP][WARM_UP_STEPS:]
     rows = [r for r in rows if r.get("sample_length") in (None, config.model.seq_length)]
     batch = Counter(r["global_batch_size"] for r in rows).most_common(1)[0][0] if rows else 0
     seconds = [r["seconds"] for r in rows if r["global_batch_size"] == batch]
@@ -113,13 +115,12 @@ def read(path: str, machine: Machine) -> Run:
     return Run(path, job, middle, len(seconds), spread)
 
 
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    """The steps in metrics.jsonl."""
-    file = folder / "metrics.jsonl"
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl or times.jsonl: a run may be writing the last; UserError."""
     try:
-        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = file.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not lines of JSON: {error}") from None
-    return [row for row in rows if "seconds" in row and "global_batch_size" in row]

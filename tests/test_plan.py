@@ -127,10 +127,36 @@ def test_of_384_gpus_few_layouts_are_priced_and_few_schedules_built(monkeypatch)
     assert 0 < counts["unchecked"] < 40  # schedules that are built
 
 
-def test_a_layout_that_needs_no_flags_is_not_an_empty_cell():
-    lines = ask("layouts --model gpt2-124m --gpu h100 --gpus 1 --global-batch-size 2").text
-    assert "  --micro-batch-size 2\n" in lines
-    assert "  (train.py's defaults)\n" in lines
+@pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
+@pytest.mark.parametrize("cp", ["", " --seq-length 65536 --max-positions 65536 --cp 4"])
+def test_the_table_fits_a_terminal(cp, more):
+    """Of 120 columns; a layout's flags, and each stage's memory, are in the data."""
+    line = "layouts --model 1b3 --gpu a100-80 --gpus 16 --global-batch-size 192"
+    found = ask(line + " --schedule 1f1b --no-vocab-pp" + cp + more)
+    (at,) = (i for i, text in enumerate(found.text.splitlines()) if "tokens/s" in text)
+    head, *rows = found.text.splitlines()[at : at + 5]
+    assert {len(row) for row in (head, *rows)} <= set(range(80, 121))
+    ranked = found.data["ranked"]
+    assert [row.split()[0] for row in rows] == [str(one["tp"]) for one in ranked[:4]]
+    assert head.split()[: 4 + bool(cp)] == ["tp", "pp", *["cp"] * bool(cp), "dp", "mbs"]
+    assert ("cost/Gtok" in head) == ("ramp-up" in head) == bool(more)
+    most = max(stage["total"] for stage in ranked[0]["memory"]) / 1e9
+    assert f" {most:.1f} " in rows[0]
+    assert [words for one in ranked for words in one["flags"] if words == "--cp"] == (
+        ["--cp"] * len(ranked) if cp else []
+    )
+
+
+def test_what_a_question_does_not_read_of_a_layout_is_said(capsys):
+    plain = ask("model --model 1b3").text
+    assert capsys.readouterr().err == ""
+    assert ask("model --model 1b3 --tp 4 --zero 2").text == plain
+    notes = ["--tp changes nothing of model", "--zero changes nothing of model"]
+    assert capsys.readouterr().err == "".join(f"note: {each}\n" for each in notes)
+    ask("shapes --size 2e9 --tp 2 --pp 4")
+    assert capsys.readouterr().err == "note: --pp changes nothing of shapes\n"
+    ask("rampup --rampup-batch-size 192 16 9765625 --tp 4 --pp 12 --nodes 48 --zero 1")
+    assert capsys.readouterr().err == "note: --zero changes nothing of rampup\n"
 
 
 def test_384_gpus_are_ranked_with_a_reason_for_the_rest():
