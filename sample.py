@@ -36,6 +36,8 @@ with messages.installed():
     from generation.text import Text, find_tokenizer
 
 MAX_TOKENS = 100
+# What --prompt alone reads, with its defaults.
+OF_PROMPT = {"max_tokens": None, "temperature": 0.8, "top_p": 0.95, "seed": 1234, "tokenizer": None}
 EVAL_BATCH = 4  # samples in a pass of --eval-data
 
 
@@ -56,6 +58,10 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
     if (given.prompt is None) == (given.eval_data is None):
         both = "neither was" if given.prompt is None else "both were"
         raise UserError(f"give one of --prompt and --eval-data; {both} given")
+    unread = [name for name in OF_PROMPT if given.eval_data and name in given]
+    if unread:
+        raise UserError(f"--{unread[0].replace('_', '-')} goes with --prompt, not --eval-data")
+    given = argparse.Namespace(**(OF_PROMPT | vars(given)))
     _check_numbers(given)
     folder = folders.find_checkpoints(given.run)[0]
     check_files(folder, contents=False)
@@ -150,16 +156,18 @@ def run(task: Task, context: Context) -> Iterator[str]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line; UserError."""
     parser = Parser.described(__doc__)
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
     add("run", metavar="RUN", help="a run's folder, or a checkpoint's")
-    add("--prompt", action="append", metavar="TEXT", help="what is continued")
+    add("--prompt", action="append", default=None, metavar="TEXT", help="what is continued")
     text = f"new ones ({MAX_TOKENS}, or fewer: prompt and these are one training sample at most)"
     add("--max-tokens", type=int, metavar="N", help=text)
-    add("--temperature", type=float, default=0.8, metavar="T", help="0: the most likely (0.8)")
-    add("--top-p", type=float, default=0.95, metavar="P", help="of this probability (0.95)")
-    add("--seed", type=int, default=1234, metavar="N", help="of what is drawn (1234)")
+    add("--temperature", type=float, metavar="T", help="0: the most likely (0.8)")
+    add("--top-p", type=float, metavar="P", help="of this probability (0.95)")
+    add("--seed", type=int, metavar="N", help="of what is drawn (1234)")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json")
-    add("--eval-data", nargs="+", metavar="NAME=PREFIX[:SAMPLES]", help="print the loss on these")
+    text = "print the loss on these"
+    add("--eval-data", nargs="+", default=None, metavar="NAME=PREFIX[:SAMPLES]", help=text)
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks (1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel ranks (1)")
     add("--precision", default="fp32", metavar="fp64|fp32|bf16|fp16", help="arithmetic (fp32)")

@@ -72,10 +72,8 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 def block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
     attention, mlp = model.qkv_width + model.attention_width, model.up_width + model.ffn_hidden
-    (mlps, active), scores = (
-        model.mlps,
-        model.seq_length * model.attention_width,
-    )  # half of q k^T, p v
+    mlps, active = model.mlps
+    scores = model.seq_length * model.attention_width  # half of q k^T, p v
     router = mlps if mlps > 1 else 0
     return 2.0 * (model.hidden * (attention + active * mlp + router) + scores)
 

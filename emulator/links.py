@@ -20,10 +20,8 @@ from planner.hardware import Machine
 MEASURED_AS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
 MEASURED_AS |= {"all_gather": "all-gather", "send": "p2p", "receive": "p2p"}
 MEASURED_AS |= {"all_to_all": "all-gather"}  # which brings a rank as much
-RINGS = (
-    "ring",
-    "cp",
-)  # roles of groups in which each rank sends to the next one, while it receives
+# Roles of groups in which each rank sends to the next one, while it receives.
+RINGS = ("ring", "cp")
 
 
 @dataclass(frozen=True)

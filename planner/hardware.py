@@ -19,15 +19,8 @@ from config.command_line import read_toml
 from config.messages import UserError, nearest
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
-KERNEL_NAMES = (
-    "flash",
-    "flash1",
-    "flash2",
-    "triton",
-    "efficient",
-    "flash3",
-    "cudnn",
-)  # in op_costs.KERNELS
+# Those of op_costs.KERNELS.
+KERNEL_NAMES = ("flash", "flash1", "flash2", "triton", "efficient", "flash3", "cudnn")
 FITTED = "fitted"  # the one file of the folder that is not a machine
 
 

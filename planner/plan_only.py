@@ -85,9 +85,7 @@ def of_config(name: str) -> tuple[dict[str, Any], dict[str, int], list[str]]:
     file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if file.suffix != ".json" or not file.is_file():
         return {}, {}, []
-    with contextlib.suppress(
-        ValueError, RecursionError
-    ):  # of what is no JSON, families.py says more
+    with contextlib.suppress(ValueError, RecursionError):  # of no JSON, families.py says more
         facts = json.loads(file.read_text())
         if isinstance(facts, dict) and any(facts.get(key) for key in EXPERTS):
             return _of_experts(facts, name)

@@ -24,6 +24,8 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt '1, 61' | --prompt: 61 is not below vocab-size(61)
 --prompt '1 -2' | --prompt '1 -2': no tokenizer was found beside the checkpoint or the corpus
 --prompt 1 --eval-data a=b | give one of --prompt and --eval-data; both were given
+--eval-data a=b --seed 5 | --seed goes with --prompt, not --eval-data
+--eval-data a=b --top-p 0.5 --max-tokens 3 | --max-tokens goes with --prompt, not --eval-data
 --prompt '0 1 2 3 4 5 6 7 8 9 0 1 2 3 4 5' | the longest prompt has 16 tokens and --max-tokens
 --prompt 1 --max-tokens 16 | the longest prompt has 1 tokens and --max-tokens is 16: together 17
 --prompt 1 --max-tokens 0 | --max-tokens must be from 1 to 1048576, not 0
