@@ -357,6 +357,7 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out trials | trials/trials.jsonl, line 1, is no trial
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
+--models 1b3 --model gpt2-124m | give --model or --models, not both
 --models 1b3 --min-ranks | --models is of a search: leave it out, or --min-ranks
 --gain 5 --all | --gain is of a search: leave it out, or --all
 --reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep

@@ -291,6 +291,16 @@ def test_a_killed_search_leaves_no_launcher(tmp_path):
         time.sleep(0.05)
 
 
+def test_several_models_are_searched_one_after_the_other(tmp_path):
+    words = ["--models", "gpt2-124m", "gpt2-355m", "--seq-length", "64", "--gpu", "cpu"]
+    words += ["--ranks", "2", "--launch", FAKE, "--out", str(tmp_path)]
+    asked, searched = session.Session(*tune.parser().parse_known_args(words)), []
+    asked._search = searched.append
+    asked._measure()
+    shapes = [(each.model.layers, each.model.hidden, each.model.seq_length) for each in searched]
+    assert shapes == [(12, 768, 64), (24, 1024, 64)]
+
+
 # -- sweeps and bounds -----------------------------------------------------------------------
 
 

@@ -92,7 +92,9 @@ class Session:
         if not 0 < options.risk <= 1:
             raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
         self.options, self.train_arguments = options, train_arguments
-        request = self._request()
+        if options.models and "--model" in (word.partition("=")[0] for word in train_arguments):
+            raise UserError("give --model or --models, not both")
+        request = self._request(*options.models[:1])
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
@@ -122,9 +124,9 @@ class Session:
         self.subject, self.ending = "the fastest layout", "every layout has been measured"
         self.view = ProgressView(options.ranks, self.budget)
 
-    def _request(self, *more: str) -> command_line.Request:
-        """The run asked for, by flag and by file, with its own folder if none is given."""
-        arguments = [*more, *self.train_arguments]
+    def _request(self, model: str = "") -> command_line.Request:
+        """The run asked for, of one of --models, with its own folder if none is given."""
+        arguments = [*self.train_arguments, *(["--model", model] if model else [])]
         return command_line.parse_request(arguments, defaults=lambda given: {"out": "runs/tune"})
 
     def run(self) -> None:
@@ -188,7 +190,7 @@ class Session:
                 self.subject, find = "the largest model", sweeps.largest_model
             self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
         else:
-            named = [self._request("--model", name).config for name in options.models]
+            named = [self._request(name).config for name in options.models]
             for config in named or [self.config]:
                 try:
                     self._search(config)
