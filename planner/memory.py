@@ -306,7 +306,11 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
         dense = job.activation_bytes if rows else matrix * job.number_bytes
         working = max(working, dense + outputs - kept)
     if spec.head or layout.vocab_pp:
-        working = max(working, _logit_bytes(heads, job))
+        # In the head's backward, the gradients of its input, and of its matrix where that is not
+        # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum.
+        apart = (layout.zero == 2 and job.shards > 1) or (spec.embedding and job.model.tied)
+        dense = matrix * job.number_bytes + job.activation_bytes
+        working = max(working, _logit_bytes(heads, dense * (apart and not layout.vocab_pp), job))
     if layout.zero != 2 or job.shards == 1:
         return working
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
@@ -317,8 +321,10 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     return working + (matrix * reduced if spec.tied else 0.0)
 
 
-def _logit_bytes(in_flight: float, job: Job) -> float:
-    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight."""
+def _logit_bytes(in_flight: float, dense: float, job: Job) -> float:
+    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight. dense: of
+    gradients beside the logits' in the head's backward.
+    """
     logits = float(job.tokens) * job.vocab_columns
     logits *= job.layout.tp if job.machine.software.gathered_logits else 1
     if job.machine.software.loss_bytes:
@@ -326,7 +332,7 @@ def _logit_bytes(in_flight: float, job: Job) -> float:
     if job.machine.software.keeps_scores:
         return LOGIT_BYTES * logits
     exact = 4.0 * min(logits, LOGITS_AT_ONCE["cuda"])
-    return in_flight * job.number_bytes * logits + exact
+    return in_flight * job.number_bytes * logits + max(exact, dense)
 
 
 def _gradient_bytes(job: Job) -> float:

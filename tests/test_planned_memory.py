@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.command_line import preset
+from config.command_line import parse, preset
 from config.messages import UserError
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
+from config.validation import check
 from planner import hardware, layouts, memory, step_time
 from planner.job import Job
 from schedules import schedule
@@ -57,6 +58,27 @@ def test_sections_of_whole_matrices_are_as_long_as_the_largest():
     even = dataclasses.replace(model, layers=8)
     muon = training(64, precision="bf16", optimizer="muon")
     assert memory.stages(Job(even, layout, muon, A100))[0].weights < 2.01 * 153e6
+
+
+def test_the_gradient_of_a_tied_matrix_is_beside_the_logits():
+    """As rehearse.py had the fullest moment, in GB: that of the head's backward."""
+    logits, matrix, output = 2048 * 50304, 50304 * 1024, 2048 * 1024
+    for words, world, peaks in (
+        ("--layers 4", 1, [2.444]),
+        ("--layers 4 --precision fp32", 1, [2.828]),
+        ("--layers 8 --precision fp32", 1, [4.172]),
+        ("--layers 4 --pp 2 --zero 2", 4, [1.910, 1.150]),
+        ("--layers 8 --pp 2 --zero 2", 4, [2.431, 1.537]),
+        ("--layers 8 --zero 2 --no-tied", 8, [1.680]),
+    ):
+        shape = "--hidden 1024 --heads 16 --seq-length 1024 --precision bf16 --steps 1"
+        batch = "--micro-batch-size 2 --global-batch-size 64 --no-sequence-parallel"
+        config = check(parse(f"{shape} {batch} {words}".split()), world)
+        table = memory.of_run(config)
+        assert [sum(row.values()) / 1e9 for row in table] == pytest.approx(peaks, rel=0.018)
+        if "--pp" not in words:
+            size = 4 if "fp32" in words else 2
+            assert table[0]["working"] == pytest.approx(size * (logits + matrix + output), rel=1e-3)
 
 
 def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
