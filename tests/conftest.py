@@ -2,9 +2,14 @@
 
 import collections
 import itertools
+import os
 
 import pytest
 import ranks
+
+# Before torch is imported. The threads of OpenMP that wait for each other keep their cores busy:
+# where other processes want these cores, a step of a small model then takes seconds.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 from compare import assert_close
-from ranks import Job, fork_one, fork_ranks, mpirun, start
+from ranks import Job, fork_one, fork_ranks, mpi_command, mpirun, start
 
 import data
 import trainer
@@ -23,6 +23,7 @@ from config import schema as configuration
 from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
+from distributed import placement
 from telemetry import row_file
 from telemetry.log import Log
 
@@ -76,9 +77,9 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     words += "--rampup-batch-size 4 2 16 --log-format megatron"
     one = fork_one("train.py", *words.split(), "--out", str(tmp_path / "one"))
     assert one.status == 0, one.err
-    four = mpirun(
-        4, "train.py", *words.split(), *f"--tp 2 --pp 2 --out {tmp_path / 'four'}".split()
-    )
+    layout = f"--tp 2 --pp 2 --out {tmp_path / 'four'}"
+    ranks = ["env", "-u", "OMP_NUM_THREADS", *mpi_command(4), sys.executable]
+    four = start([*ranks, "train.py", *words.split(), *layout.split()])
     assert four.status == 0, four.err
     ours, theirs = rows(tmp_path / "one"), rows(tmp_path / "four")
     assert [set(r) for r in ours] == [set(r) for r in theirs]
@@ -110,6 +111,8 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     assert four.out.count("elapsed time per iteration") == 12
     facts = json.loads((tmp_path / "four" / "run.json").read_text())
     assert facts["cluster"]["launcher"] == "mpirun"
+    cores = placement.physical_cores(placement.allowed_cores())
+    assert facts["cluster"]["threads_per_rank"] == max(1, len(cores) // 4)
     assert facts["config"]["layout"]["dp"] == 1
     layout = facts["config"]["layout"]  # what was left to the machine is decided
     assert (layout["sequence_parallel"], layout["overlap_param_gather"]) == (False, False)
