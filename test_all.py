@@ -19,7 +19,7 @@ def in_processes(arguments: list[str]) -> list[str]:
         return []
     if any(each.startswith(("-n", "--pdb", "--collect-only")) for each in arguments):
         return []
-    number = min(len(os.sched_getaffinity(0)) // 2, MOST_PROCESSES)
+    number = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     if number < 2:
         return []
     return ["-n", str(number), "--dist", "loadfile", "--no-loadscope-reorder"]
