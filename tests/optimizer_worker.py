@@ -59,6 +59,7 @@ def check_overflow(
         zero=zero,
         precision=precision,
         sequence_parallel=True,
+        global_batch_size=4,
         initial_loss_scale_power=10,
         loss_scale_hysteresis=1,
     )
