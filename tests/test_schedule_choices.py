@@ -11,7 +11,7 @@ import pytest
 from golden_worker import options
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import TOLERANCE, distance, reference, run_cases
+from test_golden import FEW_STEPS, TOLERANCE, distance, reference, run_cases
 
 from config import validation
 from config.command_line import preset
@@ -198,7 +198,8 @@ CASES = [
 
 
 def asked(case: dict) -> dict:
-    return {"layers": 8, "global_batch_size": 8, "precision": "fp32"} | case
+    common = {"layers": 8, "global_batch_size": 8, "precision": "fp32", "steps": FEW_STEPS}
+    return common | case
 
 
 def test_the_cases_are_what_they_are_meant_to_be():

@@ -333,6 +333,7 @@ def test_it_equals_the_single_rank_run(tmp_path):
 def test_six_stages_equal_the_single_rank_run(tmp_path):
     """From five stages on, 1F1B runs two micro-batches further ahead."""
     common = {"layers": 6, "global_batch_size": 12, "vocab_pp": True, "precision": "fp64"}
+    common |= {"steps": FEW_STEPS}
     cases = [common | {"pp": 6, "tied": tied, "recompute": "full"} for tied in (False, True)]
     for case, result in zip(cases, run_cases(6, cases, tmp_path), strict=True):
         assert distance(result, reference(case)) <= TOLERANCE["fp64"], case
