@@ -5,6 +5,7 @@ OUT/metrics.jsonl          the step that was reached, and its loss
 OUT/checkpoints            the newest complete one, and the room that another one takes
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -152,12 +153,14 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
         (int(match[1]), folder)
         for folder in Path(out, "checkpoints").glob("step_*")
         if (match := re.fullmatch(r"step_(\d+)", folder.name))
-        and (folder / "manifest.json").exists()
     ]
-    if not found:
-        return None, LEAST_ROOM
-    step, folder = max(found)
-    return step, max(LEAST_ROOM, sum(file.stat().st_size for file in folder.iterdir()))
+    for step, folder in sorted(found, reverse=True):
+        # One without a manifest is not complete, one that vanishes has been surplus.
+        with contextlib.suppress(OSError):
+            (folder / "manifest.json").stat()
+            needed = sum(file.stat().st_size for file in folder.iterdir())
+            return step, max(LEAST_ROOM, needed)
+    return None, LEAST_ROOM
 
 
 def free_bytes(out: str) -> int:

@@ -168,6 +168,20 @@ def test_the_evidence_is_of_this_start(tmp_path, monkeypatch):
     assert full.describe().endswith("; 0.0 MB free of 2.1 needed")
 
 
+def test_a_checkpoint_that_vanishes_does_not_end_the_supervisor(tmp_path):
+    """Ranks of other nodes may still delete surplus ones when the launcher has ended."""
+    assert evidence.newest_checkpoint(str(tmp_path)) == (None, LEAST_ROOM)
+    for step in (4, 8, 12):
+        folder = tmp_path / f"checkpoints/step_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "index.h5").write_bytes(bytes(LEAST_ROOM + step))
+        if step < 12:  # else it is not complete
+            (folder / "manifest.json").write_bytes(b"")
+    assert evidence.newest_checkpoint(str(tmp_path)) == (8, LEAST_ROOM + 8)
+    (tmp_path / "checkpoints/step_00000008/rank_00000.h5").symlink_to("gone")  # listed, not there
+    assert evidence.newest_checkpoint(str(tmp_path)) == (4, LEAST_ROOM + 4)
+
+
 def test_what_is_damaged_is_no_evidence(tmp_path):
     """Cut short, of other types: never an exception."""
     chance = random.Random(1)
