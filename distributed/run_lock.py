@@ -6,6 +6,7 @@ ends when it finds that out.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -85,18 +86,22 @@ class RunLock:
                 self.path.unlink()
 
     def _take(self) -> bool:
-        """Write this process's name into the file if that is free or stale."""
+        """Write this process's name into the file if that is free or stale; False if it is gone."""
         # A link would lead the writing elsewhere, and a pipe would not end the reading.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
-            # Two runs that start at once take turns. Without flock, which some file systems do not
-            # have, the one that writes first finds the other's name when it renews.
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
-            self._check_free(file.read())
-            os.pwrite(file.fileno(), self._text(), 0)
-            there = self.path.exists()
-            return there and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        try:
+            with open(os.open(self.path, flags, 0o666), "r+b", buffering=0) as file:
+                # Two runs that start at once take turns. Without flock, which some file systems do
+                # not have, the one that writes first finds the other's name when it renews.
+                with contextlib.suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                self._check_free(file.read())
+                os.pwrite(file.fileno(), self._text(), 0)
+                return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except OSError as error:  # on NFS a removed file may seem to be there until it is used
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or not os.path.isdir(self.out):
+                raise
+            return False
 
     def _check_free(self, found: bytes) -> None:
         """UserError if the owner of a lock runs."""

@@ -1,5 +1,6 @@
 """One run at a time in an --out folder: the lock, when it is stale, and what a second run does."""
 
+import errno
 import json
 import os
 import signal
@@ -116,6 +117,35 @@ def test_released_while_it_is_watched(tmp_path, monkeypatch):
     write(tmp_path, **FAR)
     monkeypatch.setattr(run_lock.time, "sleep", lambda seconds: (tmp_path / ".lock").unlink())
     take_and_release(tmp_path)
+
+
+def test_released_between_two_looks(tmp_path, monkeypatch):
+    """NFS tells of a file that another node has removed as late as it is read, or written."""
+    reads, read, writes, write_at = [], Path.read_bytes, [], os.pwrite
+
+    def vanish(path):
+        reads.append(path)
+        if len(reads) == 2:
+            path.unlink()
+        return read(path)
+
+    def stale(*arguments):
+        writes.append(arguments)
+        if len(writes) == 1:
+            (tmp_path / ".lock").unlink()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return write_at(*arguments)
+
+    write(tmp_path, **FAR)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_bytes", vanish)
+    monkeypatch.setattr(run_lock.os, "pwrite", stale)
+    lock = RunLock(str(tmp_path), pytest.fail)
+    monkeypatch.undo()
+    assert len(reads) >= 2
+    assert len(writes) >= 2
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    lock.release()
 
 
 def test_an_owner_whose_lock_was_taken_over_ends(tmp_path, capfd):
