@@ -19,6 +19,7 @@ import hmac
 import json
 import os
 import re
+import resource
 import socket
 import stat
 import struct
@@ -32,9 +33,10 @@ from typing import Any
 import psutil
 
 from config.messages import UserError
-from distributed.launch import Launch, Local
+from distributed.launch import Launch, Local, node_name
 
 TIMEOUT = timedelta(minutes=30)  # of the store's own calls
+CONNECTIONS, OTHER_FILES = 2, 256  # of each rank to the store; that a rank has open beside
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks
 SECONDS_FOR_FILE = 60.0  # until a file of rank 0 is seen on the other nodes
 KEY = "trine rendezvous"  # in torchrun's store: the name of the file
@@ -71,10 +73,19 @@ def open_store(launch: Launch, local: Local, out: str) -> JobStore:
     """Meet the other ranks in a store of this job alone; collective over all ranks.
 
     out: the run's --out, for the file under torchrun. Raises UserError if torchrun's port is in
-    use, the file cannot be written or seen, or the store cannot be kept to the ranks.
+    use, the file cannot be written or seen, the store cannot be kept to the ranks, or rank 0 may
+    not open as many files as it has connections.
     """
     if launch.size == 1:
         return JobStore(os.urandom(32))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often it begins as 1,024
+    needed = CONNECTIONS * launch.size + OTHER_FILES
+    if launch.rank == 0 and most != resource.RLIM_INFINITY and most < needed:
+        raise UserError(
+            f"the store of {launch.size:,} ranks needs {needed:,} open files on {node_name()}, and "
+            f"the limit there is {most:,} (ulimit -Hn): have it raised"
+        )
     server = _Server(host_address(local), launch.size) if launch.rank == 0 else None
     return _meet_over_mpi(server) if launch.mpi else _meet_over_torchrun(server, launch, Path(out))
 
@@ -99,7 +110,7 @@ def _connect(address: Address, server: "_Server | None") -> tuple[JobStore, list
     import torch.distributed as dist
 
     host, port, secret = address
-    needed = 1 if server else 2  # the server's own is the first
+    needed = CONNECTIONS - 1 if server else CONNECTIONS  # the server's own is the first
     stores = [server.store] if server else []
     for _ in range(needed):
         stores.append(dist.TCPStore(host, port, wait_for_workers=False, timeout=TIMEOUT))

@@ -1,12 +1,19 @@
 """Values through torch's store: each rank is a thread with a connection of its own."""
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from ranks import ROOT
 
+from config.messages import UserError
+from distributed import job_store
+from distributed.launch import Launch, Local
 from distributed.store import NoAnswer, StoreExchange
 
 ENOUGH, SHORT = 60.0, 2.0  # seconds until a rank is considered lost
@@ -124,3 +131,45 @@ def test_a_world_of_one_needs_no_store():
     assert exchange.agree((1, 2), lambda values: values) == [[1, 2]]  # as JSON everywhere
     exchange.tell("trace", 5)
     assert exchange.collect("trace") == [5]
+
+
+ONE_NODE = Local(0, 1, True, 1, 0)
+# Rank 0 of a hundred, in a process that may open 64 files; its store's address, then it waits.
+RANK_0 = """
+import resource, sys
+from distributed import job_store
+from distributed.launch import Launch, Local
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+job_store._meet_over_mpi = lambda server: server
+server = job_store.open_store(Launch("mpirun", 0, 100, True), Local(0, 1, True, 1, 0), "")
+print(server.address[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_store_takes_all_ranks_where_few_open_files_are_the_default():
+    """Every rank has two connections to it, and login shells often begin with 1,024."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", RANK_0],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        port = int(job.stdout.readline())
+        wait = {"wait_for_workers": False, "timeout": timedelta(seconds=60)}
+        stores = [dist.TCPStore("127.0.0.1", port, **wait) for _ in range(200)]
+        assert [store.add("met", 1) for store in stores] == list(range(1, 201))
+        job.stdin.close()
+
+
+def test_too_few_open_files_for_the_store_are_one_sentence(monkeypatch):
+    monkeypatch.setattr(job_store.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(job_store.resource, "setrlimit", lambda kind, limits: None)
+    monkeypatch.setattr(job_store, "_meet_over_mpi", lambda server: server)
+    sentence = "the store of 4,000 ranks needs 8,256 open files on .*, and the limit there is 4,096"
+    with pytest.raises(UserError, match=sentence):
+        job_store.open_store(Launch("mpirun", 0, 4000, True), ONE_NODE, "")
+    assert job_store.open_store(Launch("mpirun", 1, 4000, True), ONE_NODE, "") is None
+    assert job_store.open_store(Launch("mpirun", 0, 1900, True), ONE_NODE, "") is not None

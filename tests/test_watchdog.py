@@ -1,8 +1,10 @@
 """Which rank is named when ranks hang, die or fail, by the monitor and in real runs."""
 
+import contextlib
 import faulthandler
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -117,6 +119,31 @@ def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
     assert process.wait(10) == 0
     assert ends == []
     assert not (tmp_path / "hang").exists()
+
+
+def test_a_rank_with_a_thousand_connections_hears_the_monitor(tmp_path):
+    """Rank 0 has two of each rank to its store: the numbers of later files are above select's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1200:
+        pytest.skip(f"this process may open {hard} files")
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+        address, process = heartbeat.start_monitor("127.0.0.1", "n", 1, str(tmp_path), 60.0, KEY)
+        for _ in range(1030):
+            files.enter_context(open(os.devnull))
+        ends = []
+        watchdog = heartbeat.Watchdog(FlightRecorder(), address, 0, "n", ends.append, process)
+        files.callback(watchdog.end_monitor, 30.0)
+        files.callback(watchdog.close)
+        assert watchdog._socket.fileno() > 1023
+        limit = time.monotonic() + 60
+        while watchdog.clock_error == 3600.0 and watchdog._thread.is_alive():
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        assert watchdog.clock_error < 3600.0
+        assert watchdog._thread.is_alive()
+    assert ends == []
 
 
 def test_a_rank_that_ends_the_job_on_purpose_ends_the_others_without_a_report(tmp_path):

@@ -191,10 +191,13 @@ class Watchdog:
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+        until, poll = time.monotonic() + seconds, select.poll()
+        poll.register(
+            self._socket, select.POLLIN
+        )  # of many ranks its number is above select's 1023
         while not self._closing:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([self._socket], [], [], left)[0]:
+            if left <= 0 or not poll.poll(1e3 * left):
                 return
             data = self._socket.recv(1 << 16)
             if not data:
