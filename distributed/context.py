@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from config.messages import NodeError, UserError, exit_with
+from config.messages import NodeError, UserError
 from config.run_options import Run
 from distributed.job_store import host_address
 from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
@@ -308,18 +308,12 @@ def _start_process_groups(context: Context) -> None:
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
-    address, mistake, monitor = None, None, None
+    address, monitor = None, None
     if context.rank == 0:
         job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key
-        try:
-            (*address, _), monitor = start_monitor(host, *job)
-        except UserError as error:
-            mistake = str(error)
+        (*address, _), monitor = start_monitor(host, *job)
     exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
-    address, mistake = exchange.agree([address, mistake], lambda values: values[0])
-    if mistake:
-        exchange.leave()
-        exit_with(UserError(mistake), context.rank == 0, context.launch.exit_delay)
+    address = exchange.agree(address, lambda values: values[0])
     own = context.rank, context.node, context.end_all_ranks, monitor
     try:
         context.watchdog = Watchdog(context.recorder, (*address, context.monitor_key), *own)

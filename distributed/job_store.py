@@ -73,19 +73,18 @@ def open_store(launch: Launch, local: Local, out: str) -> JobStore:
     """Meet the other ranks in a store of this job alone; collective over all ranks.
 
     out: the run's --out, for the file under torchrun. Raises UserError if torchrun's port is in
-    use, the file cannot be written or seen, the store cannot be kept to the ranks, or rank 0 may
-    not open as many files as it has connections.
+    use, the file cannot be written or seen, the store cannot be kept to the ranks, or ranks may not
+    open as many files as rank 0 has connections.
     """
     if launch.size == 1:
         return JobStore(os.urandom(32))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often it begins as 1,024
     needed = CONNECTIONS * launch.size + OTHER_FILES
-    if launch.rank == 0 and most != resource.RLIM_INFINITY and most < needed:
-        raise UserError(
-            f"the store of {launch.size:,} ranks needs {needed:,} open files on {node_name()}, and "
-            f"the limit there is {most:,} (ulimit -Hn): have it raised"
-        )
+    if most != resource.RLIM_INFINITY and most < needed:
+        where = f"{needed:,} open files on {node_name()}, and the limit there is {most:,}"
+        text = f"the store of {launch.size:,} ranks needs {where} (ulimit -Hn): have it raised"
+        raise UserError(text)
     server = _Server(host_address(local), launch.size) if launch.rank == 0 else None
     return _meet_over_mpi(server) if launch.mpi else _meet_over_torchrun(server, launch, Path(out))
 

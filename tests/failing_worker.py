@@ -10,21 +10,10 @@ import torch
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import Layout
+from distributed import job_store
 from distributed.context import start
 from distributed.launch import discover
 from distributed.mesh import Mesh
-from watchdog import heartbeat
-
-
-def read_late() -> None:
-    """Let this rank pause between its waits for values in the store and its reads of them."""
-    wait = torch.distributed.PrefixStore.wait
-
-    def wait_longer(*arguments) -> None:
-        wait(*arguments)
-        time.sleep(1.0)
-
-    torch.distributed.PrefixStore.wait = wait_longer
 
 
 def main() -> None:
@@ -34,9 +23,7 @@ def main() -> None:
         time.sleep(60)
     if kind == "files":
         resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000))
-        heartbeat.OTHER_FILES = 997
-        if launch.rank != culprit:
-            read_late()
+        job_store.OTHER_FILES = 997
     limit = timedelta(seconds=8 if kind == "absent" else 600)
     context = start(launch, Run(), meet_within=limit)
     with context.failing_loudly():

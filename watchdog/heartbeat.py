@@ -11,7 +11,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -24,9 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
-from config.messages import UserError
 from watchdog.flight_recorder import RING, FlightRecorder, describe_place
-from watchdog.handshake import MAX_STRANGERS, Address, Process, connect
+from watchdog.handshake import Address, Process, connect
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
 # Not `-m watchdog.monitor`: that does not look into the current folder under PYTHONSAFEPATH.
@@ -36,7 +34,6 @@ BEAT_RECORDS = 4  # of the recorder, in a heartbeat
 # Heartbeats; then the monitor or its node is considered lost. The rank that started the monitor
 # kills it then, before the other ranks end the job and it with them.
 MAX_UNANSWERED, MAX_UNANSWERED_BY_OWN = 30, 25
-FILES_PER_RANK, OTHER_FILES = 2, 32 + MAX_STRANGERS  # that the monitor has open
 EXIT_WAIT_SECONDS = 10.0  # for a rank that failed after another to be ended: the first prints
 ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
@@ -51,16 +48,9 @@ def start_monitor(
     """Start the monitor of a job on this node; returns its address and the process.
 
     limit: --hang-timeout in seconds; key: by which it recognises the ranks. The process gets a
-    session of its own, so that it survives this rank. Raises UserError if it may not open as many
-    files as it has connections.
+    session of its own, so that it survives this rank. It opens fewer files than rank 0, which the
+    job's store has checked.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = FILES_PER_RANK * size + OTHER_FILES
-    if most != resource.RLIM_INFINITY and most < needed:
-        raise UserError(
-            f"the watchdog needs {needed:,} open files on {node} for {size:,} ranks, and the limit "
-            f"there is {most:,} (ulimit -Hn): have it raised, or train with --no-watchdog"
-        )
     listener = socket.create_server((host, 0), backlog=max(128, size))
     number = listener.fileno()
     job = {"size": size, "out": os.path.abspath(out), "limit": limit, "node": node}
