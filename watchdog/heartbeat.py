@@ -181,10 +181,8 @@ class Watchdog:
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        until, poll = time.monotonic() + seconds, select.poll()
-        poll.register(
-            self._socket, select.POLLIN
-        )  # of many ranks its number is above select's 1023
+        until, poll = time.monotonic() + seconds, select.poll()  # select takes numbers up to 1,023
+        poll.register(self._socket, select.POLLIN)
         while not self._closing:
             left = until - time.monotonic()
             if left <= 0 or not poll.poll(1e3 * left):
