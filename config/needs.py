@@ -14,6 +14,8 @@ from config.messages import UserError
 from config.schema import Config
 
 ROTARY = ("rotary_base", "rotary_fraction", "rotary_scaling")
+ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
+OF_SAVES = ("keep_last", "save_weights_only", "async_save", "node_mtbf_hours")
 DYNAMIC = (
     "initial_loss_scale_power",
     "loss_scale_window",
@@ -48,11 +50,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (ROTARY, "--positions rotary", lambda c: c.model.positions == "rotary"),
     (("min_lr", "lr_decay_samples"), "--lr-schedule cosine, linear or wsd", _falls),
     (("lr_wsd_decay_samples",), "--lr-schedule wsd", lambda c: c.training.lr_schedule == "wsd"),
-    (
-        ("adam_beta1", "adam_beta2", "adam_eps"),
-        "--optimizer adamw, apex, adamw8bit or muon",
-        _has_adam,
-    ),
+    (ADAM, "--optimizer adamw, apex, adamw8bit or muon", _has_adam),
     (("sgd_momentum",), "--optimizer sgd", lambda c: c.training.optimizer == "sgd"),
     (
         (*DYNAMIC, "loss_scale", "max_overflows"),
@@ -64,11 +62,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("data_schedule", "split", "order"), "the files of --data; now tokens are random", _reads),
     (("cache",), "the files of --data or --eval-data", lambda c: _reads(c) or c.data.eval_data),
     (("fim_rate", "fim_spm_rate"), "--objective fim", lambda c: c.data.objective == "fim"),
-    (
-        ("keep_last", "save_weights_only", "async_save", "node_mtbf_hours"),
-        "--save-every or --save-every-minutes: nothing is saved",
-        _saves,
-    ),
+    (OF_SAVES, "--save-every or --save-every-minutes: nothing is saved", _saves),
     (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
     (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
     (("begin_at_samples",), "--resume: a new run begins with 0", lambda c: c.run.resume),

@@ -36,8 +36,7 @@ LARGE = 1024  # GPUs from which on the search shows how far it is
 WIDTH = 120  # of a table, in columns of a terminal
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
 LEFT_OUT = {"cp": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
-FIRST = "the first line is the fastest; a later one may have a faster schedule than it shows"
-FIRST += "; --json has the flags of each"
+FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
