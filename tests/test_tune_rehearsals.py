@@ -8,40 +8,45 @@ from test_tune import FAKE, ROOT, SHAPE, SMALL, new_session, tuned
 
 from tuner import rehearsals, session
 
-# Rejects four stages, has no answer for two, and notes each call.
+# Rejects so many stages as REJECTED says, has no answer for two, and notes each call.
 FAKE_REHEARSAL = """
-import json, sys
+import json, os, sys
 words = dict(zip(sys.argv[1:], sys.argv[2:]))
 open(__file__ + ".calls", "a").write(" ".join(sys.argv[1:]) + chr(10))
-if words.get("--pp") == "2":
+stages = words.get("--pp", "1")
+if stages == "2":
     sys.exit("error: no compiler here")
-finding = "operation 1 of tp: rank 0 does this; rank 1 does that" * (words.get("--pp") == "4")
+rejected = stages == os.environ["REJECTED"]
+finding = "operation 1 of tp: rank 0 does this; rank 1 does that" * rejected
 json.dump({"finding": finding}, open(words["--json"], "w"))
 sys.exit(bool(finding))
 """
 
 
-def on_gpus(tmp_path, monkeypatch, *words: str) -> tuple[session.Session, Path]:
+def on_gpus(
+    tmp_path, monkeypatch, *words: str, rejected: str = "4"
+) -> tuple[session.Session, Path]:
     """A session for GPUs, whose rehearsals are faked, and the file of the rehearsals' calls."""
     program = tmp_path / "rehearsal.py"
     program.write_text(FAKE_REHEARSAL)
     monkeypatch.setattr(rehearsals, "PROGRAM", str(program))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
+    monkeypatch.setenv("REJECTED", rejected)
     command = [*SHAPE.split(), *SMALL.split(), "--recompute", "none", "--micro-batch-size", "1"]
     command += ["--ranks", "8", "--launch", FAKE, "--gpu", "v100-32", "--out", str(tmp_path)]
     return new_session(tmp_path, *command, "--all", *words), Path(f"{program}.calls")
 
 
 def test_a_layout_that_the_rehearsal_rejects_is_never_queued(tmp_path, monkeypatch, capsys):
-    tuner, calls = on_gpus(tmp_path, monkeypatch, "--reference-every", "2")
+    tuner, calls = on_gpus(tmp_path, monkeypatch, "--reference-every", "2", rejected="1")
     tuner.run()
     stored = tuner.store.trials
-    assert stored[0].config["layout"]["pp"] == 4, "the first one is rejected"
+    assert stored[0].config["layout"]["pp"] == 1, "the first one is rejected"
     assert {t.config["layout"]["pp"] for t in stored} == {1, 2, 4}
     assert sum(t.tag == "reference" for t in stored) > 1
     for number, trial in enumerate(stored):
         (folder,) = (tmp_path / "trials").glob(f"{number:04d}-*")
-        queued = trial.config["layout"]["pp"] != 4
+        queued = trial.config["layout"]["pp"] != 1
         assert (folder / "output.txt").exists() == bool(trial.command) == queued
         assert trial.status == ("ok" if queued else "rejected")
         assert (trial.rehearsal > 0) == (trial.tag != "reference")

@@ -196,6 +196,9 @@ class Session:
                     self._search(config)
                 except BudgetSpent:
                     self.ending = self.budget.ending
+            if not self.wanted:
+                ranks = f"{options.ranks} ranks"
+                raise UserError(f"no layout can run on {ranks}: see the reasons above")
 
     def _search(self, config: Config) -> None:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
@@ -206,9 +209,9 @@ class Session:
         self.rejected += rejected
         for entry in rejected:
             self.view.print("rejected " + result_tables.rejection_line(entry))
-        if not found:
-            raise UserError(f"no layout can run on {ranks} ranks: see the reasons above")
         self.view.print(f"{len(found)} layouts can run, {len(rejected)} cannot")
+        if not found:
+            return
         if self.options.all:
             self._measure_all(found, "all")
             return
