@@ -307,8 +307,10 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
         working = max(working, dense + outputs - kept)
     if spec.head or layout.vocab_pp:
         # In the head's backward, the gradients of its input, and of its matrix where that is not
-        # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum.
-        apart = (layout.zero == 2 and job.shards > 1) or (spec.embedding and job.model.tied)
+        # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum. At
+        # --zero 3 no block's weights are there then, which are more.
+        shared = spec.embedding and job.model.tied and layout.zero < 3
+        apart = shared or (layout.zero == 2 and job.shards > 1)
         dense = matrix * job.number_bytes + job.activation_bytes
         working = max(working, _logit_bytes(heads, dense * (apart and not layout.vocab_pp), job))
     if layout.zero != 2 or job.shards == 1:
