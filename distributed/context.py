@@ -149,7 +149,10 @@ class Context(Meeting):
                 self._groups[row, role] = group
         log = self.recorder.group_log(role, own) if own in rows else None
         handle = self._groups.get((own, role))
-        return Group(own, own.index(self.rank), handle, log, self.blocking)
+        # The vocabulary's passes are messages of a schedule: a rank that waited for one where it
+        # starts would not do what others need to join it.
+        blocking = self.blocking and not role.startswith("vocabulary")
+        return Group(own, own.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
         """Seconds to add to time.monotonic() for a clock common to all ranks, and their error."""
