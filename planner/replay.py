@@ -189,13 +189,13 @@ def slow_ranks(steps: Sequence[Step], shares: Sequence[float]) -> Excess:
     """What slow ranks compute longer than others, on average.
 
     A rank is compared with the others of its stages; one that is alone there with what all ranks
-    need for their stages' shares of the model's time.
+    need for their stages' shares of the model's time. Stages that have none are left out.
     """
     values = defaultdict(list)
     for (kind, stage, _), one in (each for step in steps for each in step.every()):
         for rank, seconds in zip(one.members, one.own, strict=True):
             values[rank, kind, stage].append(seconds)
-    own = {key: statistics.fmean(each) for key, each in values.items()}
+    own = {key: statistics.fmean(each) for key, each in values.items() if shares[key[2]]}
     stages: dict[int, set[int]] = defaultdict(set)
     rates: dict[int, float] = defaultdict(float)
     for rank, _, stage in own:
