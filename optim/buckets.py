@@ -147,7 +147,8 @@ class ParamGroup(ABC):
 
         By now each owner has only its share of the elements to send.
         """
-        for name in self.key.reduce_over[1:]:
+        # A rank that owns no matrix of a bucket has peers here that own none either.
+        for name in self.key.reduce_over[1:] if self.masters else ():
             tensors = self.own_gradients()  # in one collective, however many there are
             joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
             self.mesh.group(name).all_reduce(joined).wait()

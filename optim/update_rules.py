@@ -167,9 +167,7 @@ class _TorchOptimizerRule:
         if tensor.shape == master.shape:
             tensor.view(-1)[start : start + len(values)] = values
             return
-        rows = values.view(-1, master.shape[1])[:, : tensor.shape[1]]  # padding is left out
-        count = min(len(rows), len(tensor))
-        tensor[:count] = rows[:count]
+        tensor.copy_(values.view(master.shape)[: len(tensor), : tensor.shape[1]])
 
     def _state(self, kind: str, index: int) -> Tensor | None:
         """torch's state tensor of that kind; as before the first step if there is none yet."""
