@@ -232,10 +232,13 @@ class Bucket(ParamGroup):
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
         """Parameters that overlap this rank's section: where each starts in the bucket, and the
-        overlap's borders there.
+        overlap's borders there. Whole matrices are without padding, which Adafactor's means of a
+        matrix would count.
         """
-        stop = self.start + self.section
-        cuts = [(p, at, max(at, self.start), min(at + p.numel(), stop)) for p, at in self.places]
+        start, stop, cuts = self.start, self.start + self.section, []
+        for p, at in self.places:
+            size = math.prod(p.spec.shape) if self.whole_matrices else p.numel()
+            cuts.append((p, at, max(at, start), min(at + size, stop)))
         return [cut for cut in cuts if cut[2] < cut[3]]
 
     def own_gradients(self) -> list[Tensor]:
@@ -428,6 +431,6 @@ def _check_blocks(p: nn.Parameter) -> None:
 
 
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
-    """The shape in which a rule sees a whole parameter: a matrix, or a vector."""
-    rows = math.prod(shard.shape[:-1])
-    return (rows, shard.shape[-1]) if shard.spec.decay else (rows * shard.shape[-1],)
+    """The shape in which a rule sees a whole parameter, without padding: a matrix, or a vector."""
+    size, width = shard.stop - shard.start, shard.shape[-1]
+    return (size // width, width) if shard.spec.decay else (size,)
