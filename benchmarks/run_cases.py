@@ -1,0 +1,339 @@
+"""Random runs of train.py on random layouts, each compared with the single-rank run.
+
+    python benchmarks/run_cases.py --seconds 300 --seed 1       # prints findings; status 1 if any
+    python benchmarks/run_cases.py --seed 1 --case 17           # one case of them
+
+A case is drawn: a model, its training, data and run, and two layouts of 1 to 4 ranks. It is trained
+on one rank, and on the first layout until a step at which it stops, saves, and goes on under the
+second. Of this it is checked that
+  * either both end with status 0, or the one that is refused is so in one sentence, which is about
+    the layout if one rank is not refused;
+  * every row of metrics.jsonl is there and has the single-rank run's numbers, and so has every
+    tensor of the last checkpoint, weights and state, within `bounds`; none is not finite;
+  * replicas are equal, run.json is whole, and nothing else is printed as an error.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from compare import relative_difference
+from fork_server import Forked
+from ranks import free_port
+
+from config import command_line, validation
+from config.messages import UserError
+from corpora.token_files import IndexedDatasetWriter
+
+Options = dict[str, Any]  # of a command line, by name: text, or True and False of a switch
+Table = dict[str, list[Any]]  # of run_cases.toml: by option how often it is given, and its values
+
+LIMIT = 90.0  # seconds of a start: more is a hang
+TIMES = ("seconds", "tokens_per_second", "tflops", "memory", "time", "elapsed", "mfu")
+OF_LAYOUT = r"[tpcd]p\b|micro-batch|--(zero|sched|virtual|partition|recompute|vocab-pp|seq|overlap)"
+VOCAB, EOD = 61, 3  # of the corpora
+
+# Of losses and norms, relative; of tensors, from their largest element. fp64 and fp32: as
+# tests/test_golden.py. 16 bits round to 2^-8 and 2^-11, at other places in each layout; Muon
+# orthogonalises in bf16, and 8-bit codes flip. Adafactor divides a gradient by its own size: where
+# that is rounding alone, as of biases of keys, weights go anywhere, and the loss does not.
+BOUNDS = {"fp64": (1e-10, 1e-8), "fp32": (1e-5, 1e-3), "fp16": (5e-3, 0.5), "bf16": (2e-2, 1.0)}
+OF_RULE = {"muon": (2e-3, 0.2), "adamw8bit": (1e-3, 0.2), "adafactor": (0.0, 10.0)}
+ADAFACTOR_FP32 = 5e-3
+
+# ---- Drawing -------------------------------------------------------------------------------------
+
+TABLES: dict[str, Table] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+
+
+class Chance(random.Random):
+    """Draws options."""
+
+    def some(self, table: Table) -> Options:
+        """Some options of a table, and of those that they allow."""
+        found = {n: self.choice(v) for n, (often, *v) in table.items() if self.random() < often}
+        for name, value in list(found.items()):
+            found |= self.some(TABLES.get(f"{name} {value}", {}))
+        return found
+
+    def accepted(self, table: Table, ranks: int, others: Options) -> Options:
+        """Some options of a table that go with the others; now and then some that do not."""
+        for _ in range(2000):
+            found = self.some(table)
+            if ranks % math.prod(found.get(axis, 1) for axis in ("tp", "pp", "cp")):
+                continue
+            try:
+                config = command_line.parse(to_words(others | found))
+                for name in ("partition", "recompute-blocks"):
+                    if found.get(name) == "list":
+                        found[name] = self.numbers(name, config.layout.stages, others["layers"])
+                validation.check(command_line.parse(to_words(others | found)), ranks)
+                return found
+            except UserError:
+                if self.random() < 0.002:
+                    return found
+        return {}
+
+    def numbers(self, option: str, stages: int, layers: int) -> str:
+        """A number for each stage: blocks to recompute, or all that it has, which may be none."""
+        if option != "partition":
+            return ",".join(str(self.randint(0, 2)) for _ in range(stages))
+        cuts = sorted(self.randint(0, layers) for _ in range(stages - 1))
+        return ",".join(str(b - a) for a, b in zip([0, *cuts], [*cuts, layers]))
+
+
+@dataclass
+class Case:
+    """A run and the layouts that train it, each with its ranks; all but the last one stop, save
+    and leave the rest to the next, the first after `stop` samples.
+    """
+
+    common: Options
+    layouts: list[tuple[int, Options]]
+    stop: int = 0
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The largest difference of a row's numbers, and of a tensor from its largest element."""
+        precision, rule = self.common.get("precision", "fp32"), self.common.get("optimizer")
+        rows, tensors = map(max, BOUNDS[precision], OF_RULE.get(rule, (0.0, 0.0)))
+        is_noisy = rule == "adafactor" and precision != "fp64"
+        return max(rows, ADAFACTOR_FP32 if is_noisy else 0.0), tensors
+
+
+def drawn(name: str, folder: Path) -> Case:
+    """The case of that name; its corpora are in the folder."""
+    chance = Chance(name)
+    common = chance.accepted(TABLES["common"], 1, {})
+    common = {n: v.format(*[folder] * 2) if isinstance(v, str) else v for n, v in common.items()}
+    counts = [chance.choice([1, 2, 2, 3, 4, 4, 4]) for _ in range(chance.choice([1, 2, 2, 2]))]
+    layouts = [(count, chance.accepted(TABLES["layout"], count, common)) for count in counts]
+    return Case(common, layouts, chance.randint(1, 40) if len(layouts) > 1 else 0)
+
+
+def to_words(options: Options) -> list[str]:
+    """The words of a command line."""
+    words: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{name}")
+        else:
+            words += [f"--{name}", *str(value).split()]
+    return words
+
+
+# ---- Running -------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Trains cases, each in a folder of its own; what came of them is in `counts`, and in `largest`
+    the largest differences by precision.
+    """
+
+    def __init__(self, folder: Path, limit: float = LIMIT):
+        """limit: seconds that a start may take."""
+        self.folder, self.limit = folder, limit
+        self.counts, self.largest = Counter[str](), dict[str, list[float]]()
+
+    def findings(self, case: Case) -> list[str]:
+        """What is wrong with a case, after the commands that show it; empty if nothing is."""
+        commands: list[str] = []
+        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+            found = list(self._check(case, Path(name), commands))
+        return commands + found if found else []
+
+    def _check(self, case: Case, folder: Path, commands: list[str]) -> Iterator[str]:
+        one, many = folder / "one", folder / "many"
+        expected, words = self._start(case.common, 1, one, commands)
+        yield from complaints(expected, words, 0)
+        status, text, more = 75, "", {"stop-at-samples": case.stop} if case.stop else {}
+        for count, layout in case.layouts:
+            if status == 75:
+                status, text = self._start(case.common | layout | more, count, many, commands)
+                yield from complaints(
+                    status, text, 75 if status and "stop-at-samples" in more else 0
+                )
+                more = {"resume": "auto"}
+        if 2 not in (status, expected):
+            self.counts["trained"] += 1
+            yield from self._differences(case, one, many) if status == expected == 0 else ()
+            return
+        self.counts[re.sub(r"\d+|/\S+", "N", (text if status == 2 else words).strip())] += 1
+        if expected != 2 and not re.search(OF_LAYOUT, text):
+            yield "one rank is not refused"
+        if status != 2:
+            yield "one rank is refused"
+
+    def _start(self, options: Options, count: int, out: Path, commands: list[str]):
+        """Status and stderr of train.py."""
+        options = options | {"check-replicas-every": 1, "out": out, "bind-cores": False}
+        words = ["train.py", *to_words(options)]
+        commands.append(f"{count} ranks: {shlex.join(words)}")
+        return run_ranks(count, words, out.with_suffix(f".{len(commands)}"), self.limit)
+
+    def _differences(self, case: Case, one: Path, many: Path) -> Iterator[str]:
+        """Rows and tensors that are not those of one rank."""
+        expected, rows = rows_of(one), rows_of(many)
+        if list(expected) != list(rows):
+            yield f"rows are {list(rows)} for {list(expected)}"
+            return
+        skipped = [[row.get("skipped") for row in each.values()] for each in (expected, rows)]
+        if skipped[0] != skipped[1] and case.common["precision"] == "fp16":
+            self.counts["fp16: a gradient near the largest number overflows on one side only"] += 1
+            return
+        largest = self.largest.setdefault(case.common["precision"], [0.0, 0.0])
+        for key, row in rows.items():
+            for name, value in expected[key].items():
+                overflows = row.get("skipped") and "grad_norm" in name
+                off = 0.0 if overflows else difference(row.get(name), value)
+                largest[0] = max(largest[0], off)
+                if not off <= case.bounds[0]:
+                    yield f"{name} of {key}: {row.get(name)} for {value}"
+        for name, value, other in tensors(one, many):
+            off = relative_difference(other, value, float(np.abs(value).max()))
+            largest[1] = max(largest[1], off)
+            if not off <= case.bounds[1]:
+                yield f"{name} differs by {off} of its largest element"
+        if (
+            not {"config", "cluster", "command"}
+            <= json.loads((many / "run.json").read_text()).keys()
+        ):
+            yield "run.json is not whole"
+
+
+def difference(value: Any, other: Any) -> float:
+    """The relative difference of two values of a row; 0 if they are equal, as texts may be."""
+    return 0.0 if value == other else relative_difference(value, other)
+
+
+def run_ranks(count: int, words: list[str], log: Path, limit: float) -> tuple[int, str]:
+    """Status and stderr of a program on so many ranks; one that fails ends all, as in torchrun."""
+    common: dict[str, Any] = {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+    if count > 1:
+        common |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1"}
+        common |= {"MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "none"}
+        common |= {"GLOO_SOCKET_IFNAME": "lo"}
+    started, until = [], time.monotonic() + limit
+    with open(log, "w+") as err, open(os.devnull, "w") as out:
+        for rank in range(count):
+            own = common | ({"RANK": rank, "LOCAL_RANK": rank} if count > 1 else {})
+            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            started.append(Forked(words, environment, out.fileno(), err.fileno()))
+        statuses: list[int | None] = [None]
+        while None in statuses and not {*statuses} - {None, 0, 75} and time.monotonic() < until:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started[statuses.index(None)].wait(0.02)
+            statuses = [process.poll() for process in started]
+        for process in started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+        err.seek(0)
+        text = err.read()
+    failed = [status for status in statuses if status not in (None, 0, 75)]
+    if None in statuses and not failed:
+        return 124, f"not done in {limit:.0f} s\n{text}"
+    return failed[0] if failed else statuses[0] or 0, text
+
+
+def complaints(status: int, text: str, wanted: int) -> Iterator[str]:
+    """What is wrong with how a run ended: neither as wanted, nor refused in one sentence."""
+    lines = [line for line in text.splitlines() if not line.startswith("note: ")]
+    if status not in (2, wanted):
+        yield f"status {status} for {wanted}: {text[-3000:]}"
+    elif status == 2 and (len(lines) != 1 or not lines[0].startswith("error: ")):
+        yield f"not one sentence: {text[-3000:]}"
+    elif status != 2 and lines:
+        yield f"says {text[-3000:]}"
+
+
+def rows_of(out: Path) -> dict[tuple, dict[str, Any]]:
+    """The rows of a run and of those that it continues, by iteration and kind, without times."""
+    found = {}
+    for path in (*sorted(out.glob("metrics.jsonl.*")), out / "metrics.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            kept = {n: v for n, v in row.items() if not any(word in n for word in TIMES)}
+            found[row["iteration"], *(n for n in row if n.endswith("loss"))] = kept
+    return found
+
+
+def tensors(one: Path, many: Path) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Every tensor of the last checkpoints of two runs, with its name."""
+    paths = [max(out.glob("checkpoints/step_*")) / "index.h5" for out in (one, many)]
+    with h5py.File(paths[0]) as expected, h5py.File(paths[1]) as found:
+        for kind in expected:
+            if expected[kind].keys() != found[kind].keys():
+                raise AssertionError(f"{paths} hold different tensors of {kind}")
+            for name in expected[kind]:
+                yield f"{kind}/{name}", expected[kind][name][...], found[kind][name][...]
+
+
+def write_corpora(folder: Path) -> None:
+    """Corpora a and b of random documents, and chats, all with which tokens are answers."""
+    random = np.random.default_rng(1)
+    for name, count, longest in (("a", 120, 40), ("b", 60, 20), ("chats", 120, 30)):
+        answers = IndexedDatasetWriter(f"{folder}/{name}.targets", 2)
+        with IndexedDatasetWriter(f"{folder}/{name}", VOCAB) as tokens, answers as targets:
+            for size in random.integers(1, longest, size=count):
+                tokens.add_document([*random.integers(7, VOCAB, size=size), EOD])
+                targets.add_document(random.integers(2, size=size + 1))
+
+
+def main() -> int:
+    """Draw and check until the time is over; the number of findings decides the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--case", type=int, help="only this one")
+    options = parser.parse_args()
+    until = time.monotonic() + options.seconds
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(options.jobs) as pool:
+        runner = Runner(Path(name))
+        write_corpora(runner.folder)
+
+        def check(number: int) -> bool:
+            if options.case is None and time.monotonic() > until:
+                return False
+            found = runner.findings(drawn(f"{options.seed}/{number}", runner.folder))
+            if found:
+                print(f"case {options.seed}/{number}", *found, "", sep="\n  ", flush=True)
+            return bool(found)
+
+        numbers = range(10_000) if options.case is None else [options.case]
+        wrong = sum(pool.map(check, numbers))
+    total, trained = sum(runner.counts.values()), runner.counts.pop("trained", 0)
+    print(f"{total} cases, {trained} trained, {wrong} with findings; largest differences of rows")
+    print(f"and tensors: {runner.largest}; the others:")
+    for text, count in runner.counts.most_common():
+        print(f"{count:6d}  {text}")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
