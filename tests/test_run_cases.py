@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.run_cases import Case, Runner, complaints, drawn, to_words
+from benchmarks.drawn_runs import Case, drawn, to_words
+from benchmarks.run_cases import Runner, complaints
 from config import command_line, validation
 from config.messages import UserError
 
