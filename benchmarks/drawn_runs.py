@@ -34,11 +34,11 @@ class Chance(random.Random):
         return found
 
     def accepted(self, table: Table, ranks: int, others: Options) -> Options:
-        """Some options of a table that go with the others; now and then some that do not."""
-        for _ in range(2000):
+        """Some options of a table that go with the others, now and then some that do not; {} if
+        none were found.
+        """
+        for _ in range(100):
             found = self.some(table)
-            if ranks % math.prod(found.get(axis, 1) for axis in ("tp", "pp", "cp")):
-                continue
             try:
                 config = command_line.parse(to_words(others | found))
                 for name in ("partition", "recompute-blocks"):
@@ -47,9 +47,18 @@ class Chance(random.Random):
                 validation.check(command_line.parse(to_words(others | found)), ranks)
                 return found
             except UserError:
-                if self.random() < 0.002:
+                if self.random() < 0.001:
                     return found
         return {}
+
+    def layout(self, ranks: int, common: Options) -> Options:
+        """A layout of so many ranks: how many are along each axis is as likely as another."""
+        while True:
+            axes = {axis: self.choice([1, 2, 3, 4]) for axis in ("tp", "pp", "cp")}
+            if ranks % math.prod(axes.values()) == 0:
+                found = self.accepted(TABLES["layout"], ranks, common | axes)
+                if found:
+                    return axes | found
 
     def numbers(self, option: str, stages: int, layers: int) -> str:
         """A number for each stage: blocks to recompute, or all that it has, which may be none."""
@@ -73,10 +82,12 @@ class Case:
 def drawn(name: str, folder: Path) -> Case:
     """The case of that name; its corpora are in the folder."""
     chance = Chance(name)
-    common = chance.accepted(TABLES["common"], 1, {})
+    common: Options = {}
+    while not common:
+        common = chance.accepted(TABLES["common"], 1, {})
     common = {n: v.format(*[folder] * 2) if isinstance(v, str) else v for n, v in common.items()}
     counts = [chance.choice([1, 2, 2, 3, 4, 4, 4]) for _ in range(chance.choice([1, 2, 2, 2]))]
-    layouts = [(count, chance.accepted(TABLES["layout"], count, common)) for count in counts]
+    layouts = [(count, chance.layout(count, common)) for count in counts]
     return Case(common, layouts, chance.randint(1, 40) if len(layouts) > 1 else 0)
 
 
