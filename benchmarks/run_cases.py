@@ -48,10 +48,10 @@ OF_LAYOUT = r"[tpcd]p\b|micro-batch|--(zero|sched|virtual|partition|recompute|vo
 
 # Of losses and norms, relative; of tensors, from their largest element. fp64: as test_golden.py;
 # fp32: ten times that, for in six steps large rates multiply rounding by hundreds. 16 bits round to
-# 2^-8 and 2^-11, at other places in each layout; Muon orthogonalises in bf16, and 8-bit codes flip.
-# Adafactor divides a gradient by its own size: where that is rounding alone, as of biases of keys,
-# weights go anywhere, and the loss does not.
-BOUNDS = {"fp64": (1e-10, 1e-8), "fp32": (1e-4, 1e-2), "fp16": (5e-3, 0.5), "bf16": (2e-2, 1.0)}
+# 2^-8 and 2^-11, at other places in each layout: of their tensors little more is asked than to be
+# finite. Muon orthogonalises in bf16, and 8-bit codes flip. Adafactor divides a gradient by its own
+# size: where that is rounding alone, as of biases of keys, weights go anywhere, the loss does not.
+BOUNDS = {"fp64": (1e-10, 1e-8), "fp32": (1e-4, 1e-2), "fp16": (2e-2, 100), "bf16": (2e-2, 100)}
 OF_RULE = {"muon": (2e-3, 0.2), "adamw8bit": (1e-3, 0.2), "adafactor": (0.0, 10.0)}
 ADAFACTOR_FP32 = 5e-3
 
@@ -171,8 +171,9 @@ def bounds_of(case: Case) -> tuple[float, float]:
 
 def complaints(status: int, text: str, wanted: int) -> Iterator[str]:
     """What is wrong with how a run ended: neither as wanted, nor refused in one sentence."""
-    # Without the watchdog every rank prints what all have found.
-    lines = [line for line in dict.fromkeys(text.splitlines()) if not line.startswith("note: ")]
+    # Without the watchdog every rank prints what all have found; USDT is of torch's profiler.
+    found = dict.fromkeys(text.splitlines())
+    lines = [line for line in found if not line.startswith(("note: ", "USDT:"))]
     if status not in (2, wanted):
         yield f"status {status} for {wanted}: {text[-3000:]}"
     elif status == 2 and (len(lines) != 1 or not lines[0].startswith("error: ")):
