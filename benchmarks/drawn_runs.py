@@ -85,6 +85,8 @@ def drawn(name: str, folder: Path) -> Case:
     common: Options = {}
     while not common:
         common = chance.accepted(TABLES["common"], 1, {})
+    if not common.keys().isdisjoint({"data", "eval-data"}):
+        common["cache"] = "none"
     common = {n: v.format(*[folder] * 2) if isinstance(v, str) else v for n, v in common.items()}
     counts = [chance.choice([1, 2, 2, 3, 4, 4, 4]) for _ in range(chance.choice([1, 2, 2, 2]))]
     layouts = [(count, chance.layout(count, common)) for count in counts]

@@ -10,7 +10,7 @@ from config import command_line, validation
 from config.messages import UserError
 
 SMALL = {"layers": 4, "hidden": 16, "heads": 4, "seq-length": 8, "vocab-size": 61, "steps": 4}
-SMALL |= {"global-batch-size": 4, "precision": "fp64", "cache": "none", "save-every": 2}
+SMALL |= {"global-batch-size": 4, "precision": "fp64", "save-every": 2}
 ADAFACTOR = SMALL | {"optimizer": "adafactor", "lr": 1e-2}
 # Each is small and showed a defect.
 FOUND = {
