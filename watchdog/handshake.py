@@ -132,10 +132,10 @@ class Entrance:
         newcomer.received += data
         if b"\n" in data and (found := self._recognise(newcomer)):
             del self.newcomers[number]
+            if not self.expected:  # before the last one goes on
+                self.close()
             with contextlib.suppress(OSError):  # as above
                 newcomer.sock.send(WELCOME)
-            if not self.expected:
-                self.close()
             return newcomer.sock, *found
         if not data or b"\n" in data or len(newcomer.received) == MAX_BYTES:
             self._close(number)
