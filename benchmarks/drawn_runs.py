@@ -1,6 +1,8 @@
 """Draws runs of train.py and layouts of 1 to 4 ranks, from the tables of drawn_runs.toml.
 
-case = drawn("1/17", folder)     # the same for the same name; corpora are in the folder
+    case = drawn("1/17", folder)     # the same for the same name
+
+The folder has what `write_corpora` writes.
 """
 
 import math
