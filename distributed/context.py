@@ -62,7 +62,7 @@ def prepare(run: Run, pp: int = 1) -> None:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     if run.blocking and pp == 1:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    # Each group's messages have a stream of their own, and of streams that share one of the device's
+    # Each group's messages have a stream of their own, and of those that share one of the device's
     # queues (8 by default) one may have to wait for another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Segments that grow leave no gaps between tensors of many sizes.
