@@ -53,12 +53,11 @@ def _rehearse(arguments: list[str]) -> int:
     fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
-    if config.run.device not in ("auto", device):
-        where = f"with --on {options.on}" if options.on else "with fake GPUs"
-        raise UserError(f"--device {config.run.device}: {where} it is {device}, leave it out")
+    other = [f"--device {config.run.device}: rehearsed on {options.on or 'fake GPUs'}"]
+    other *= config.run.device not in ("auto", device)
     config, choice = settled(replace(config, layout=layout), device)
     found = choice.notes(config.layout.schedule_costs) if choice else []
-    for note in [*request.notes, *fused, *found]:
+    for note in [*request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.world // nodes))

@@ -142,11 +142,10 @@ def test_srun_with_the_wrong_pmi(slurm, openmpi):
 
 
 def test_mpi4py_without_an_mpi_library():
-    for _ in range(3):
-        outcome = start([*mpi_command(2), *START], timeout=60, MPI4PY_LIBMPI="/nowhere/libmpi.so")
-        # MPICH's mpirun was once seen to end with 0 and no word of a rank: it had started none.
-        if outcome.status or outcome.out or outcome.err:
-            break
+    absent = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    if start([sys.executable, "-c", "from mpi4py import MPI"], **absent).status == 0:
+        pytest.skip("mpi4py was built here, with the library of this machine's own MPI")
+    outcome = start([*mpi_command(2), *START], timeout=60, **absent)
     check_refused(outcome, "mpirun started 2 tasks, but mpi4py cannot be used (cannot load MPI")
 
 

@@ -208,8 +208,6 @@ def test_a_ring_of_cp_sends_what_the_planner_prices(tmp_path):
         (["--on", "cpu", "--zero", "3", "--world", "2"], "does not emulate --zero 3"),
         (["--on", "cpu", "--gpu", "a100-80"], "has 'A100', and here is 'CPU': give --gpu cpu"),
         (["--on", "cpu", "--all-ranks"], "--all-ranks is about operations: --on runs one rank"),
-        (["--on", "cpu", "--device", "cuda"], "--device cuda: with --on cpu it is cpu, leave it"),
-        (["--device", "cpu"], "--device cpu: with fake GPUs it is cuda, leave it out"),
         (["--write", "x.toml"], "--links and --write are about seconds"),
     ],
 )
