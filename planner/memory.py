@@ -290,6 +290,7 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
     layout, flash = job.layout, not job.machine.software.keeps_scores
+    zero = layout.zero if job.shards > 1 else 0
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
@@ -300,7 +301,7 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     matrix = float(job.vocab_columns * job.model.hidden)
     # The embedding's gradient, and its output's, before and after the mask. In fp32 a CPU adds
     # rows to the sum, if that is kept.
-    rows = job.machine.device == "CPU" and job.number_bytes == 4 and layout.zero < 2
+    rows = job.machine.device == "CPU" and job.number_bytes == 4 and zero < 2
     if (spec.embedding or layout.vocab_pp) and flash:
         outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
         dense = job.activation_bytes if rows else matrix * job.number_bytes
@@ -309,11 +310,10 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
         # In the head's backward, the gradients of its input, and of its matrix where that is not
         # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum. At
         # --zero 3 no block's weights are there then, which are more.
-        shared = spec.embedding and job.model.tied and layout.zero < 3
-        apart = shared or (layout.zero == 2 and job.shards > 1)
+        apart = zero == 2 or (spec.embedding and job.model.tied and zero < 3)
         dense = matrix * job.number_bytes + job.activation_bytes
         working = max(working, _logit_bytes(heads, dense * (apart and not layout.vocab_pp), job))
-    if layout.zero != 2 or job.shards == 1:
+    if zero != 2:
         return working
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
     # is a small one, but where a stage has a tied copy of the vocabulary's matrix.

@@ -169,21 +169,21 @@ class Search:
         """Keep the other ways of a layout with its plainest schedule for `finish`."""
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
         spread = [way for way in alike if way.vocab_pp]
-        kinds, plain = self._kinds(cell), [way for way in alike if not way.vocab_pp]
+        # No other schedule holds less than 1F1B; zb-v may, with one copy of a tied matrix.
+        folded = [way for way in alike if not way.vocab_pp and way.schedule == "zb-v"]
+        plain = [way for way in alike if way not in spread + folded]
         no_chunks: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": None}
-        leanest = replace(cell, **no_chunks)  # no schedule holds less
-        for ways, first, needed in (
-            (plain, leanest, self.needed),
-            (spread, spread[0] if spread else cell, self.needed_least),
-        ):
-            least = self._first_that_fits(first, kinds, needed) if ways else None
+        groups = [(plain, replace(cell, **no_chunks), self.needed)]
+        groups += [(ways, ways[0], self.needed_least) for ways in (folded, spread) if ways]
+        for ways, first, needed in groups:
+            least = self._first_that_fits(first, self._kinds(cell), needed) if ways else None
             if least:
                 busy = least_busy(self._job(least))
                 self.waiting += [(busy, way, least) for way in ways]
 
     def never_fits(self, found: Sequence[Layout]) -> bool:
         """Whether the way that holds the least does not fit with one micro-batch in flight."""
-        plain = [way for way in found if way.schedule == found[0].schedule]
+        plain = [way for way in found if way.schedule in (found[0].schedule, "zb-v")]
         least = [sequences(self.model, way, self.given)[0] for way in plain]
         less: dict[str, Any] = {"recompute": "full", "recompute_layers": None}
         jobs = [self._job(replace(way, zero=n, **less)) for way in least for n in (1, 2, 3)]

@@ -25,6 +25,14 @@ ONCE_WRONG = {
         "--layers 3 --hidden 800 --heads 25 --vocab-size 100 --seq-length 8192 --positions alibi "
         "--gpu b200 --gpus 4 --global-batch-size 32 --recompute full"
     ),
+    "one copy of a tied matrix": (
+        "--layers 12 --hidden 8192 --heads 32 --vocab-size 50257 --seq-length 1024 --kv-heads 4 "
+        "--ffn-hidden 8192 --gpu v100-16 --gpus 8 --global-batch-size 1 --zero 2"
+    ),
+    "a sharding over one rank": (
+        "--layers 3 --hidden 512 --heads 16 --vocab-size 50257 --seq-length 32768 --positions "
+        "rotary --no-bias --gpu v100-16 --gpus 1 --global-batch-size 32"
+    ),
 }
 
 
