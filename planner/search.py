@@ -169,9 +169,10 @@ class Search:
         """Keep the other ways of a layout with its plainest schedule for `finish`."""
         alike = [replace(way, sequence_parallel=cell.sequence_parallel) for way in others]
         spread = [way for way in alike if way.vocab_pp]
+        rest = [way for way in alike if not way.vocab_pp]
         # No other schedule holds less than 1F1B; zb-v may, with one copy of a tied matrix.
-        folded = [way for way in alike if not way.vocab_pp and way.schedule == "zb-v"]
-        plain = [way for way in alike if way not in spread + folded]
+        folded = [way for way in rest if way.schedule == "zb-v" and self.model.tied]
+        plain = [way for way in rest if way not in folded]
         no_chunks: dict[str, Any] = {"schedule": "1f1b", "virtual_stages": None}
         groups = [(plain, replace(cell, **no_chunks), self.needed)]
         groups += [(ways, ways[0], self.needed_least) for ways in (folded, spread) if ways]
