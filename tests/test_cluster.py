@@ -330,6 +330,28 @@ def test_other_threads_are_awaited():
     thread.join()
 
 
+def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
+    names = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "CUBLAS_WORKSPACE_CONFIG")
+    names += ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+    code = (
+        "import os, sys; from config.run_options import Run; "
+        "from distributed.context import prepare; "
+        "prepare(Run(blocking=True, deterministic=True), {}); assert 'torch' not in sys.modules; "
+        f"print(*(os.environ.get(name) for name in {names}))"
+    )
+
+    def set_for(pp: int, **environment: str) -> list[str]:
+        return start([sys.executable, "-c", code.format(pp)], **environment).out.split()
+
+    assert set_for(1) == ["1", "1", ":4096:8", "expandable_segments:True", "None", "32"]
+    # With several stages a blocking launch of a message would wait for the other stage's.
+    assert set_for(2)[:2] == ["None", "1"]
+    given = "max_split_size_mb:64"
+    assert set_for(1, PYTORCH_ALLOC_CONF=given)[3:5] == [given, "None"]
+    assert set_for(1, PYTORCH_CUDA_ALLOC_CONF=given)[3:5] == ["None", given]
+    assert set_for(1, CUDA_DEVICE_MAX_CONNECTIONS="1")[5] == "1"
+
+
 def test_process_groups_start_under_the_watchdog():
     """With the algorithms for --deterministic chosen, and no group split from the world's."""
     outcome = mpirun(2, "tests/startup_worker.py")

@@ -1,0 +1,66 @@
+"""A save of a GPU: its state is copied into pinned memory of the host, as little as it takes."""
+
+import itertools
+import types
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from checkpointing import save
+
+
+@pytest.mark.parametrize("count", [1, 700, 2**20, 2**20 + 1, 3 * 2**19 - 5])
+def test_pinned_memory_takes_no_more_than_it_must(count, monkeypatch):
+    """torch rounds pinned memory up to a power of two: one buffer could take twice its size."""
+    asked: list[int] = []
+    empty = torch.empty
+
+    def pinned(size, dtype, pin_memory):
+        assert pin_memory
+        asked.append(size * dtype.itemsize)
+        return empty(size, dtype=dtype)
+
+    values = torch.randn(count)
+    cuts = [0, count // 3, count // 3, count - count // 5, count]
+    runs = [values[a:b] for a, b in itertools.pairwise(cuts)]
+    shards = [
+        types.SimpleNamespace(start=a, stop=b, read=lambda kind, a, b: values[a:b])
+        for a, b in itertools.pairwise(cuts)
+    ]
+    assert sum(map(len, runs)) == count
+    monkeypatch.setattr(save.torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    optimizer = types.SimpleNamespace(device=torch.device("cuda"))
+    saver = types.SimpleNamespace(_buffers={}, optimizer=optimizer)
+    saved = types.SimpleNamespace(shards=shards, kinds=("weights",))
+    for _ in range(2):  # the second save uses the first one's buffers
+        arrays = save.Checkpointer._copy_to_host(saver, saved)["weights"]
+    monkeypatch.undo()
+    assert np.array_equal(np.concatenate(arrays), values.numpy())
+    taken = sum(2 ** (size - 1).bit_length() for size in asked)
+    assert sum(asked) == 4 * count
+    assert taken <= 4 * count + 2**20
+
+
+def test_a_save_of_a_gpu_makes_one_run_after_the_other(monkeypatch):
+    """What Adafactor and 8-bit AdamW read is made for it, in memory that the GPU may not have."""
+    made, most, empty = [], [], torch.empty
+
+    def read(kind: str, a: int, b: int) -> torch.Tensor:
+        run = torch.arange(a, b, dtype=torch.float32)
+        most.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(save.torch, "empty", lambda n, dtype, pin_memory: empty(n, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    shards = [types.SimpleNamespace(start=10 * i, stop=10 * i + 10, read=read) for i in range(9)]
+    optimizer = types.SimpleNamespace(device=torch.device("cuda"))
+    saver = types.SimpleNamespace(_buffers={}, optimizer=optimizer)
+    saved = types.SimpleNamespace(shards=shards, kinds=("row_var", "col_var"))
+    arrays = save.Checkpointer._copy_to_host(saver, saved)
+    for kind in saved.kinds:
+        assert np.array_equal(np.concatenate(arrays[kind]), np.arange(90, dtype=np.float32))
+    assert max(most) <= 1
