@@ -140,34 +140,26 @@ def planned(found: dict[str, Any], device: str, out: Path) -> Iterator[Row]:
     refitted on runs of other shapes, which is what is asked.
     """
     words, data = model(found, device)
-    machine, rates = machine_for(found), out / "calibration.toml"
-    what, wish = (
-        f"{words}: step",
-        f"within {STEP_WITHIN:.0%} of the planner after plan.py calibrate",
-    )
+    machine, what = machine_for(found), f"{words}: step"
+    wish = f"within {STEP_WITHIN:.0%} of the planner after plan.py calibrate"
     if machine is None or data is None or AS_IT_IS not in data["seconds"]:
         yield what, wish, "not run", None
         return
     config = configuration(words, data["micro_batch"], device)
-    about = config.model, config.layout, config.training
     seconds = statistics.median(data["seconds"][AS_IT_IS])
-
-    def beside(each: hardware.Machine) -> tuple[str, bool]:
-        expected = step_time.predict(*about, each).seconds
+    rates, fitted = out / "calibration.toml", out / gpu_runs.MACHINE
+    machines = {"(before calibration)": machine}
+    if rates.exists():
+        machines["(with measured rates)"] = hardware.load(machine.name, str(rates))
+    if fitted.exists():
+        machines[wish] = hardware.load(str(fitted))
+    for name, each in machines.items():
+        expected = step_time.predict(config.model, config.layout, config.training, each).seconds
         off = seconds / expected - 1
         seen = f"{1e3 * seconds:.1f} ms, {off:+.1%} of {1e3 * expected:.1f} ms"
-        return seen, abs(off) <= STEP_WITHIN
-
-    yield what, "(before calibration)", beside(machine)[0], None
-    if rates.exists():
-        yield (
-            what,
-            "(with measured rates)",
-            beside(hardware.load(machine.name, str(rates)))[0],
-            None,
-        )
-    refitted = gpu_runs.fitted(out)
-    yield what, wish, *(beside(refitted) if refitted else ("not run", None))
+        yield what, name, seen, abs(off) <= STEP_WITHIN if name == wish else None
+    if wish not in machines:
+        yield what, wish, "not run", None
 
 
 def machine_for(found: dict[str, Any]) -> hardware.Machine | None:

@@ -19,8 +19,7 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 
 from gpu import Section, this_machine
 
-from config.messages import UserError
-from planner import hardware, run_files
+from planner import run_files
 
 MACHINE = "machine.toml"
 # What tells constants apart: one micro-batch and eight (the step's fixed seconds), wide matrices,
@@ -81,14 +80,6 @@ def fit(device: str, section: Section, out: Path) -> None:
         command += ["--gpu", machine.name, "--write", str(out.resolve() / MACHINE)]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     section.add("", "```", f"{done.stdout}{done.stderr}".strip(), "```", machine=machine.name)
-
-
-def fitted(out: Path) -> hardware.Machine | None:
-    """The machine that `fit` wrote; None if it is not there."""
-    try:
-        return hardware.load(str(out / MACHINE))
-    except UserError:
-        return None
 
 
 def main() -> None:

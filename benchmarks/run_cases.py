@@ -14,13 +14,10 @@ second. Of this it is checked that
 """
 
 import argparse
-import contextlib
 import json
 import math
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -38,8 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from compare import relative_difference
-from fork_server import Forked
-from ranks import free_port
+from ranks import fork_ranks
 
 from benchmarks.drawn_runs import Case, Options, drawn, to_words, write_corpora
 
@@ -99,7 +95,11 @@ class Runner:
         options = options | {"check-replicas-every": 1, "out": out, "bind-cores": False}
         words = ["train.py", *to_words(options)]
         commands.append(f"{count} ranks: {shlex.join(words)}")
-        return run_ranks(count, words, out.with_suffix(f".{len(commands)}"), self.limit)
+        try:
+            outcome = fork_ranks(count, *words, timeout=self.limit)
+        except subprocess.TimeoutExpired as expired:
+            return 124, f"not done in {self.limit:.0f} s\n{expired.stderr}"
+        return outcome.status, outcome.err
 
     def _differences(self, case: Case, one: Path, many: Path) -> Iterator[str]:
         """Rows and tensors that are not those of one rank."""
@@ -129,36 +129,6 @@ class Runner:
         facts = json.loads((many / "run.json").read_text())
         if not {"version", "config", "cluster", "kernels", "command", "versions"} <= facts.keys():
             yield f"run.json has {list(facts)}"
-
-
-def run_ranks(count: int, words: list[str], log: Path, limit: float) -> tuple[int, str]:
-    """Status and stderr of a program on so many ranks; one that fails ends all, as in torchrun."""
-    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_RUN_ID": "none"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
-    common |= {"OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
-    started, until = [], time.monotonic() + limit
-    with open(log, "w+") as err, open(os.devnull, "w") as out:
-        for rank in range(count):
-            own = {
-                name: str(v) for name, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()
-            }
-            started.append(Forked(words, {**os.environ, **own}, out.fileno(), err.fileno()))
-        statuses: list[int | None] = [None]
-        while None in statuses and not {*statuses} - {None, 0, 75} and time.monotonic() < until:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                started[statuses.index(None)].wait(0.02)
-            statuses = [process.poll() for process in started]
-        for process in started:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-        err.seek(0)
-        text = err.read()
-    failed = [status for status in statuses if status not in (None, 0, 75)]
-    if None in statuses and not failed:
-        return 124, f"not done in {limit:.0f} s\n{text}"
-    return failed[0] if failed else statuses[0] or 0, text
 
 
 def bounds_of(case: Case) -> tuple[float, float]:

@@ -38,6 +38,11 @@ class Job(NamedTuple):
         return self.layout.dp * self.cp
 
     @property
+    def zero(self) -> int:
+        """The ZeRO stage; 0 where there is nothing to shard over."""
+        return self.layout.zero if self.shards > 1 else 0
+
+    @property
     def ep(self) -> int:
         """Of these ranks, those over which a block's experts are spread."""
         if not isinstance(self.model, PlanOnly):

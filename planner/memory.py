@@ -248,7 +248,7 @@ def _most_parameters(job: Job) -> float:
 def _weights(held: float, spec: StageSpec, job: Job) -> float:
     """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
     size, layout = job.number_bytes, job.layout
-    if layout.zero < 3 or job.shards == 1:
+    if job.zero < 3:
         return held * size
     block = job.block_parameters / layout.tp  # the one that runs, and the next one
     shared = held - spec.blocks * block
@@ -280,7 +280,7 @@ def _beside(held: float, specs: list[StageSpec], job: Job) -> float:
 
 def _gradients(held: float, blocks: int, job: Job) -> float:
     """Bytes of the gradients; from --zero 2 on a sum of 1/dp."""
-    if job.layout.zero < 2 or job.shards == 1:
+    if job.zero < 2:
         return held * _gradient_bytes(job)
     return sharded_parameters(held, blocks, job) * 4.0
 
@@ -290,7 +290,6 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     of gradients at the end of a backward, when what was kept of its micro-batch is free.
     """
     layout, flash = job.layout, not job.machine.software.keeps_scores
-    zero = layout.zero if job.shards > 1 else 0
     working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
     working *= job.model.mlps[1]
     if flash:  # the gradients of a block's output and input; others take the place of what is freed
@@ -301,7 +300,7 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
     matrix = float(job.vocab_columns * job.model.hidden)
     # The embedding's gradient, and its output's, before and after the mask. In fp32 a CPU adds
     # rows to the sum, if that is kept.
-    rows = job.machine.device == "CPU" and job.number_bytes == 4 and zero < 2
+    rows = job.machine.device == "CPU" and job.number_bytes == 4 and job.zero < 2
     if (spec.embedding or layout.vocab_pp) and flash:
         outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
         dense = job.activation_bytes if rows else matrix * job.number_bytes
@@ -310,10 +309,10 @@ def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) 
         # In the head's backward, the gradients of its input, and of its matrix where that is not
         # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum. At
         # --zero 3 no block's weights are there then, which are more.
-        apart = zero == 2 or (spec.embedding and job.model.tied and zero < 3)
+        apart = job.zero == 2 or (spec.embedding and job.model.tied and job.zero < 3)
         dense = matrix * job.number_bytes + job.activation_bytes
         working = max(working, _logit_bytes(heads, dense * (apart and not layout.vocab_pp), job))
-    if zero != 2:
+    if job.zero != 2:
         return working
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
     # is a small one, but where a stage has a tied copy of the vocabulary's matrix.

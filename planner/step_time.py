@@ -347,7 +347,7 @@ def step_parts(job: Job) -> dict[str, float]:
     volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
     blocks = -(-model.layers // layout.pp)
     reduced = _exposed(job, _Held(held, blocks * job.expert_parameters / t), volume)
-    if layout.zero >= 2 and job.shards > 1 and software.fused_accumulation:
+    if job.zero >= 2 and software.fused_accumulation:
         reduced += job.micro_batches * op_costs.moved(machine, COLLECTED * held)
     tied = 0.0
     if specs[0].tied:

@@ -19,17 +19,14 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import data
 import trainer
-from attention import attention_kernel, rotary_tables, rotate
+from attention import rotary_tables, rotate
 from config import validation
 from config.messages import UserError
 from config.run_options import Data
-from config.schema import ModelShape
 from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective, fill_in_the_middle
 from corpora.token_files import IndexedDatasetWriter
-from distributed.mesh import Mesh
-from parallel import ParamFactory
 
 EOD, S = 3, 16
 
@@ -351,20 +348,6 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
             expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
             assert_close(ours, expected, 1e-5, scale=1.0)
     assert counter.frame_count == len(lengths)
-
-
-@pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float16), (16, torch.float64)])
-def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dtype):
-    """Of a GPU; else the first step would end with an error of its compiler."""
-    model = ModelShape(layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16)
-    on_cpu, on_gpu = (
-        ParamFactory(Mesh(), dtype, torch.device(device), 1, 0.02, False, None)
-        for device in ("cpu", "cuda")
-    )
-    kernel = attention_kernel(model, on_cpu, 1, masked=True)
-    assert kernel == "torch scaled_dot_product_attention, of masks"
-    with pytest.raises(UserError, match=rf"no fp64 .here: {dtype}.* head-size.{head_size}."):
-        attention_kernel(model, on_gpu, 1, masked=True)
 
 
 # ---- Every layout --------------------------------------------------------------------------------

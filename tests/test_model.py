@@ -10,6 +10,7 @@ from checkpointing.hf_mappings import hf_config
 from config import model_stats
 from config import schema as configuration
 from config.command_line import PRESETS, preset
+from config.messages import UserError
 from corpora.attention_masks import alibi_slopes
 from data import Batch
 from distributed.mesh import Mesh
@@ -85,3 +86,19 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
     assert asked[0] == asked[1]
     assert asked[0][0][0][3], "a gradient is asked for"
     assert kernel == f"torch scaled_dot_product_attention, {kernel.split()[-1]}"
+
+
+@pytest.mark.parametrize(("head_size", "dtype"), [(8, torch.float16), (16, torch.float64)])
+def test_masks_that_flex_attention_does_not_take_are_one_sentence(head_size, dtype):
+    """Of a GPU; else the first step would end with an error of its compiler."""
+    model = configuration.ModelShape(
+        layers=1, hidden=64, heads=4, head_size=head_size, seq_length=16
+    )
+    on_cpu, on_gpu = (
+        ParamFactory(Mesh(), dtype, torch.device(device), 1, 0.02, False, None)
+        for device in ("cpu", "cuda")
+    )
+    kernel = attention_kernel(model, on_cpu, 1, masked=True)
+    assert kernel == "torch scaled_dot_product_attention, of masks"
+    with pytest.raises(UserError, match=rf"no fp64 .here: {dtype}.* head-size.{head_size}."):
+        attention_kernel(model, on_gpu, 1, masked=True)
