@@ -4,10 +4,7 @@ import re
 import sys
 
 import pytest
-import test_house
 from ranks import ROOT
-
-from scripts import line_counts
 
 sys.path.append(str(ROOT / "benchmarks"))
 import commands
@@ -101,14 +98,3 @@ def test_names_are_in_their_files(page):
         if not re.search(rf"\b(def|class) {last}\b|^{last}\b", (ROOT / path).read_text(), re.M):
             missing.append((path, wanted))
     assert missing == []
-
-
-def test_line_counts_are_those_of_the_house():
-    found = line_counts.count()
-    engine = [ROOT / f"{name}.py" for name in test_house.ENGINE]
-    wings = [path for wing in test_house.wings() for path in (ROOT / wing).glob("*.py")]
-    assert found["engine"] == sum(map(test_house.lines_of, engine))
-    assert line_counts.total(found) == sum(map(test_house.lines_of, [*ROOT.glob("*.py"), *wings]))
-    limits = (test_house.MOST_ENGINE_LINES, test_house.MOST_LINES)
-    assert limits == (line_counts.ENGINE_LIMIT, line_counts.TOTAL_LIMIT)
-    assert set(line_counts.OUTSIDE) == set(test_house.OUTSIDE)

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from ranks import ROOT
 
+from scripts import size
+
 # From the top to the bottom: a room imports only from rows below its own.
 ROWS = (
     ("train",),
@@ -47,7 +49,6 @@ ROWS = (
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
 ENTRIES = {"train", "tune", "rehearse", "plan", "supervise", "checkpoint", "sample"}
-ENGINE = ("train", "trainer", "model", "attention", "loss", "parallel", "pipeline", "zero", "data")
 WITHOUT_TORCH = ("config", "schedules", "planner", "supervisor", "watchdog", "tuner")
 READ_THE_ENVIRONMENT = {"distributed", "config"}
 OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room imports them
@@ -55,8 +56,6 @@ APART = {"test_all"}  # a file of the root that is no room
 LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
 MOST_ROOT_FILES = 15
-MOST_LINES = 29_400  # outside of OUTSIDE
-MOST_ENGINE_LINES = 2_800
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 MOST_ROOMS_OF_TRAINER = 13
@@ -265,14 +264,30 @@ def test_functions_are_short():
     assert long == LONG_FUNCTIONS
 
 
-def test_the_engine_reads_in_an_afternoon():
-    sizes = {room: lines_of(files()[room]) for room in ENGINE}
-    assert sum(sizes.values()) <= MOST_ENGINE_LINES, sizes
+def test_the_engine_stays_within_its_nodes():
+    engine = sum((size.measure(files()[room]) for room in size.ENGINE), size.Size())
+    assert engine == size.measure_all()["engine"]
+    assert engine.nodes <= size.MOST_ENGINE_NODES
 
 
-def test_the_whole_stays_within_its_lines():
+def test_the_whole_stays_within_its_nodes_and_is_no_more_tightly_packed():
     paths = [*ROOT.glob("*.py"), *(path for wing in wings() for path in (ROOT / wing).glob("*.py"))]
-    assert sum(map(lines_of, paths)) <= MOST_LINES
+    paths.remove(ROOT / "test_all.py")
+    whole = sum(map(size.measure, paths), size.Size())
+    listed = size.total(size.measure_all())
+    assert listed == whole + size.measure(ROOT / "test_all.py")
+    assert listed.nodes <= size.MOST_NODES
+    assert listed.per_line <= size.MOST_NODES_PER_LINE
+    assert listed.per_statement <= size.MOST_NODES_PER_STATEMENT
+
+
+def test_room_to_read_does_not_change_the_nodes(tmp_path):
+    packed, spread = tmp_path / "packed.py", tmp_path / "spread.py"
+    packed.write_text("a, b = f(1), [c for c in d if c]\n")
+    spread.write_text('"""Docstring."""\n\na, b = (\n    f(1),\n    [c for c in d if c],\n)\n')
+    assert size.measure(packed).nodes == size.measure(spread).nodes
+    assert size.measure(packed).per_line > size.measure(spread).per_line
+    assert size.measure(packed).per_statement == size.measure(spread).per_statement
 
 
 # ------------------------------------------------------------------------------------------------
