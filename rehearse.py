@@ -95,8 +95,8 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     if options.on == "cuda" and not torch.cuda.is_available():
         raise UserError("--on cuda: torch sees no CUDA device here")
     here = "CPU" if options.on == "cpu" else torch.cuda.get_device_name()
-    if machine.device.lower() not in here.lower():
-        every = [name for name in hardware.names() if hardware.load(name).device in here]
+    if not machine.has_device(here):
+        every = [name for name in hardware.names() if hardware.load(name).has_device(here)]
         both = f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}"
         raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
     link = links.MachineLinks(machine, config.layout)

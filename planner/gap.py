@@ -125,9 +125,9 @@ def _facts(
 
 def _job(run: str, name: str | None, measured: Measured) -> Job | None:
     """The measured steps on the machine of that name, or the first that has the run's device."""
-    device = run_files.facts_of(run)["cluster"]["device"].lower()
+    device = run_files.facts_of(run)["cluster"]["device"]
     machines = [hardware.load(name) for name in ([name] if name else hardware.names())]
-    found = next((each for each in machines if name or each.device.lower() in device), None)
+    found = next((each for each in machines if name or each.has_device(device)), None)
     if found is None:
         return None
     layout, first = measured.config.layout, measured.order.ranks[0]

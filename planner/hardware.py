@@ -10,6 +10,7 @@ numbers have their source there. A name in place of a number is a constant fitte
 """
 
 import math
+import re
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,14 @@ class Machine:
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
+    def has_device(self, device: str) -> bool:
+        """Whether the driver's name `device` is that of this machine's GPU, as a whole word.
+
+        "A10" is not a part of "NVIDIA A100-SXM4-80GB", nor "H200" of "NVIDIA GH200 480GB".
+        """
+        word = rf"(?<![a-z0-9]){re.escape(self.device.lower())}(?![a-z0-9])"
+        return re.search(word, device.lower()) is not None
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -165,7 +174,8 @@ def peak_of(device: str, precision: str) -> float | None:
     if precision not in ("fp16", "bf16") or "PCIe" in device or "NVL" in device:
         return None
     machines = [load(name) for name in names()]
-    return next((m.peak for m in machines if m.device != "CPU" and m.device in device), None)
+    on_gpus = [machine for machine in machines if machine.device != "CPU"]
+    return next((machine.peak for machine in on_gpus if machine.has_device(device)), None)
 
 
 def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
@@ -257,7 +267,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
     """
     entries, file = read_toml(path, path), f"the calibration {path}"
     device = str(entries.pop("device", ""))
-    if machine.device.lower() not in device.lower():
+    if not machine.has_device(device):
         where = f"{device or 'no stated device'!r}, but {machine.name} has {machine.device!r}"
         raise UserError(f"{file} was measured on {where}")
     changes: dict[str, Any] = {}

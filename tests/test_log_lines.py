@@ -110,7 +110,8 @@ def test_the_peak_of_a_device_is_that_of_its_name_or_unknown():
         ("NVIDIA H100 PCIe", "bf16"),
         ("NVIDIA A100-SXM4-80GB", "fp32"),
         ("4 CPU cores", "bf16"),
-        ("NVIDIA GeForce RTX 4090", "bf16"),
+        ("NVIDIA GeForce RTX 3090", "bf16"),
+        ("NVIDIA GH200 480GB", "bf16"),
     ):
         assert hardware.peak_of(device, precision) is None
 

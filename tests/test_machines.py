@@ -21,7 +21,27 @@ def test_every_machine_loads_with_sources(name):
 
 def test_the_wanted_machines_are_there():
     wanted = {"v100-16", "v100-32", "a100-40", "a100-80", "h100", "h200", "b200"}
+    wanted |= {"a10", "b300", "gb200", "h20", "l4", "l40s", "mi250x", "mi300x", "rtx-4090"}
     assert wanted <= set(hardware.names())
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("AMD Instinct MI250X", 191.5e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ],
+)
+def test_the_name_of_a_device_that_is_a_part_of_another_ones_is_not_taken_for_it(device, peak):
+    assert hardware.peak_of(device, "bf16") == peak
 
 
 def test_constants_are_few_documented_and_used():
