@@ -2,7 +2,7 @@
 
     python sample.py runs/demo --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
     mpirun -n 4 python sample.py runs/big/checkpoints/step_00001000 --tp 2 --pp 2 --prompt "The"
-    python sample.py runs/demo --eval-data code=data/stdlib:256 wiki=data/wiki
+    python sample.py runs/demo --eval-data stories=data/stories:256 wiki=data/wiki
 
 RUN is a run's folder, whose newest checkpoint is taken, or a checkpoint's. The tokenizer is the
 tokenizer.json beside the checkpoint, or PREFIX.tokenizer.json of the corpus that it was trained on;

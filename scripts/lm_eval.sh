@@ -2,7 +2,7 @@
 # Runs tasks of lm-evaluation-harness on a checkpoint, by exporting it to transformers.
 #
 #     bash scripts/lm_eval.sh CHECKPOINT TOKENIZER TASKS [OPTIONS of lm_eval]
-#     bash scripts/lm_eval.sh runs/demo/checkpoints/step_00000110 data/stdlib.tokenizer.json arc_easy
+#     bash scripts/lm_eval.sh runs/demo/checkpoints/step_00000180 data/stories.tokenizer.json arc_easy
 #
 # TASKS: names with commas between them, whose data that program downloads; or FILE.jsonl, whose
 # lines have a "text": perplexity by word and by byte, without a network. The Python is the one on
