@@ -2,13 +2,19 @@
 
     assert_close(result["losses"], expected["losses"], 1e-5, case)     loss by loss
     assert_close(p, other, 1e-5, name, scale=largest)                  tensors
+    assert_within(distance(result, expected), 1e-5, case)              a difference that is known
 
 `max()` keeps its first argument beside a NaN, zip() stops at the shorter list, and a loop over
 nothing is content: here a number that is not finite, another length and no numbers at all are an
 infinite difference.
+
+Where TEST_DIFFERENCES names a file, each comparison adds a line to it: the test, the difference and
+the tolerance. benchmarks/fp32_bounds.py makes a table of these for several kinds of kernels.
 """
 
+import json
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,7 +41,16 @@ def assert_close(
     about: what the failure's message begins with.
     """
     difference = relative_difference(values, others, scale)
-    assert difference <= tolerance, f"{about}: {difference} > {tolerance}: {values} for {others}"
+    return assert_within(difference, tolerance, f"{about}: {values} for {others}")
+
+
+def assert_within(difference: float, tolerance: float, about: Any = "") -> float:
+    """Fail unless the difference is at most the tolerance; the difference."""
+    if file_name := os.environ.get("TEST_DIFFERENCES"):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
+        with open(file_name, "a") as file:
+            file.write(json.dumps([test, float(difference), float(tolerance)]) + "\n")
+    assert difference <= tolerance, f"{difference} > {tolerance}: {about}"
     return difference
 
 

@@ -96,7 +96,8 @@ def check_adamw(context: Context, steps: int = 100) -> None:
     decayed = [p for p, own in zip(theirs, ours) if own.spec.decay]
     rest = [p for p, own in zip(theirs, ours) if not own.spec.decay]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, foreach=False)
+    eps = golden_worker.ADAM_EPS
+    adamw = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=eps, foreach=False)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         run.optimizer.begin_step(1, 1)

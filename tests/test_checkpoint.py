@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_worker import build_run, make, save_some
-from compare import assert_close
+from compare import assert_close, assert_within
 from ranks import fork_ranks
 
 import trainer
@@ -164,7 +164,7 @@ def test_save_under_each_layout_and_load_under_each_other(saved, tmp_path):
             bitwise += 1
             continue
         difference = relative_difference(result["numbers"], expected[:5])
-        assert difference <= 1e-5, (model, source, target, result, expected)
+        assert_within(difference, 1e-5, (model, source, target, result, expected))
         largest = max(largest, difference)
     assert bitwise == len(first)
     print(

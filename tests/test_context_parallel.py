@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import relative_difference
+from compare import assert_within, relative_difference
 from ranks import mpirun
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
 from torch import Tensor
@@ -373,7 +373,8 @@ def test_every_layout_with_cp_equals_the_single_rank_run(tmp_path):
             expected = [reference(case) for case in every]  # while the ranks are at work
             for case, result, wanted in zip(every, starts[ranks].result(), expected, strict=True):
                 assert len(result["losses"]) == 2
-                assert distance(result, wanted) <= TOLERANCE[case["precision"]], (case, result)
+                off = distance(result, wanted)
+                assert_within(off, TOLERANCE[case["precision"]], (case, result))
 
 
 def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):

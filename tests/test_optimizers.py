@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import golden_worker
 import pytest
 import torch
-from compare import assert_close, relative_difference
+from compare import assert_close, assert_within, relative_difference
 from fake_context import FakeContext
 from ranks import fork_ranks
 from test_golden import FEW_STEPS, pairwise, run_worlds, single_rank, weight_difference
@@ -128,7 +128,7 @@ def compare(every: list[dict], results: list[dict]) -> dict[str, float]:
             off = assert_close(result[numbers], expected[numbers], TOLERANCE[kind], case)
             worst[kind] = max(worst.get(kind, 0.0), off)
         off = weight_difference(result["weights"], expected["weights"])
-        assert off <= WEIGHT_TOLERANCE[kind], (off, case, result, expected)
+        assert_within(off, WEIGHT_TOLERANCE[kind], (off, case, result, expected))
         worst[f"{kind} weights"] = max(worst.get(f"{kind} weights", 0.0), off)
     return worst
 

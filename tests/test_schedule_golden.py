@@ -10,6 +10,7 @@ import json
 import random
 
 import pytest
+from compare import assert_within
 from golden_worker import options
 from test_checkpoint import check_chain
 from test_golden import FEW_STEPS, TOLERANCE, covering, distance, reference, run_cases
@@ -83,7 +84,7 @@ def test_every_schedule_equals_the_single_rank_run(tmp_path):
     worst = {"fp32": 0.0, "fp64": 0.0}
     for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
         off = distance(result, reference(case))
-        assert off <= TOLERANCE[case["precision"]], case
+        assert_within(off, TOLERANCE[case["precision"]], case)
         worst[case["precision"]] = max(worst[case["precision"]], off)
     print(f"{len(cases)} cases, largest relative difference {worst}")
 

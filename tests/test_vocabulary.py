@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import assert_close
+from compare import assert_close, assert_within
 from golden_worker import options
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -326,7 +326,7 @@ def asked(case: dict) -> dict:
 def test_it_equals_the_single_rank_run(tmp_path):
     cases = [asked(case) for case in covering(every_case(), seed=3)]
     for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
-        assert distance(result, reference(case)) <= TOLERANCE[case["precision"]], case
+        assert_within(distance(result, reference(case)), TOLERANCE[case["precision"]], case)
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_six_stages_equal_the_single_rank_run(tmp_path):
     common |= {"steps": FEW_STEPS}
     cases = [common | {"pp": 6, "tied": tied, "recompute": "full"} for tied in (False, True)]
     for case, result in zip(cases, run_cases(6, cases, tmp_path), strict=True):
-        assert distance(result, reference(case)) <= TOLERANCE["fp64"], case
+        assert_within(distance(result, reference(case)), TOLERANCE["fp64"], case)
 
 
 @pytest.mark.slow
