@@ -42,7 +42,7 @@ def run(kernels: str) -> tuple[dict[str, tuple[float, float, float]], str]:
             "ATEN_CPU_CAPABILITY": kernels,
             "TEST_DIFFERENCES": str(differences),
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
         done = subprocess.run(
             [*command, *test_files()], cwd=ROOT, env=environment, capture_output=True, text=True
         )
