@@ -52,6 +52,7 @@ with messages.installed():
         Spool,
         is_read_in_place,
         kind_of,
+        not_known,
         walk,
     )
 
@@ -74,7 +75,7 @@ def find_files(paths: list[str], stdlib: bool, unknown: Counter[str] | None = No
         elif not path.exists():
             raise UserError(f"{path} does not exist")
         elif kind_of(path) is None:
-            raise UserError(f"{path} is not one of {SHOWN}")
+            raise not_known(path)
         else:
             found.add(path.resolve())
     if stdlib:

@@ -1,6 +1,6 @@
 """Where prepare_data.py finds texts: files of many formats, folders of them, standard input.
 
-    .txt .md .py      one document                     .gz .bz2 .xz .zst   any of these, compressed
+    .txt .md .rst .tex .html .htm .py   one document   .gz .bz2 .xz .zst   any of these, compressed
     .jsonl .ndjson    a document in each line          .csv .parquet .arrow   one in each row
     .h5 .hdf5         tokens, an array of them         -   standard input, JSON lines
 
@@ -9,10 +9,12 @@ A folder that `datasets` of Hugging Face has saved gives the .arrow files that i
 Compressed files, tables and standard input cannot be read from any place in them. Their texts are
 copied into one file of records beside the output (`Spool`), which is removed at the end; so memory
 does not depend on their size. A record is the bytes of a text, and before them their number, u64.
+Of a table one batch of rows is in memory, of about BATCH_BYTES; of the other formats one line.
 The packages zstandard and pyarrow are needed only for their formats.
 """
 
 import bz2
+import contextlib
 import csv
 import gzip
 import importlib
@@ -23,6 +25,7 @@ import os
 import shutil
 import struct
 import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ from typing import IO, Any
 
 from config.messages import UserError
 
-WHOLE = (".py", ".txt", ".md")  # one document each
+WHOLE = (".py", ".txt", ".md", ".rst", ".tex", ".html", ".htm")  # one document each
 LINES = (".jsonl", ".ndjson")
 TABLES = (".csv", ".parquet", ".arrow")
 TOKENS = (".h5", ".hdf5")
@@ -39,10 +42,25 @@ RECORDS = ".partial.records"  # of this module
 RECORD_HEADER = struct.Struct("<Q")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 KNOWN = (*WHOLE, *LINES, *TABLES, *TOKENS)
-SHOWN = f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added)"
+SHOWN = (
+    f"{', '.join(KNOWN)} (or with {', '.join(COMPRESSED)} added, but for {' and '.join(TOKENS)})"
+)
 SCAN_JSON = json.JSONDecoder().scan_once
 MARK = os.urandom(8).hex()  # no text holds it
+LONGEST_LINE = 1 << 29  # bytes; a longer line is refused before it fills the memory
+BATCH_BYTES = 1 << 24  # of a table that is read at a time, unless one row is larger
+BATCH_ROWS = 1024
+# io.UnsupportedOperation, which is a ValueError too, would be a mistake of this program.
 MISTAKES_OF_FORMAT = (EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, MemoryError)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be read, never empty: some errors have no text of their own."""
+    if isinstance(error, MemoryError):
+        return "one of its documents does not fit into memory"
+    if isinstance(error, EOFError) and not str(error):
+        return "it ends too early"
+    return str(error).strip() or type(error).__name__
 
 
 class BadTexts:
@@ -80,6 +98,20 @@ def kind_of(path: Path) -> str | None:
         if suffixes and suffixes[-1] in TOKENS:
             return None
     return suffixes[-1] if suffixes and suffixes[-1] in KNOWN else None
+
+
+def not_known(path: Path) -> UserError:
+    """The error for a file whose kind is not known, with what to do about the usual ones."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSED
+    kind = "".join(suffixes[-2:-1]) if packed else "".join(suffixes[-1:])
+    if kind in TOKENS:
+        return UserError(f"{path} is read at any place, and so not compressed: unpack it first")
+    if kind == ".json":
+        lines = path.name[: path.name.lower().index(".json")] + ".jsonl"
+        how = f"make a line of each of its records, as by jq -c '.[]' {path.name} > {lines}"
+        return UserError(f"{path} is one JSON value: {how}")
+    return UserError(f"{path} is not one of {SHOWN}")
 
 
 def is_read_in_place(path: Path) -> bool:
@@ -192,10 +224,13 @@ class Spool:
                         self._file.write(RECORD_HEADER.pack(len(raw)) + raw)
                     else:
                         bad.add(place, f"has a {type(text).__name__} as {key!r}, not a text")
+        except io.UnsupportedOperation:
+            raise
         except (*MISTAKES_OF_FORMAT, *_mistakes_of_packages(), OSError) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the disk, not of the format
-            raise UserError(f"{path} is damaged, or not what its name says: {error}") from None
+            reason = reason_of(error)
+            raise UserError(f"{path} is damaged, or not what its name says: {reason}") from None
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
@@ -224,7 +259,7 @@ def _texts(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, Any]]:
         return
     with _open(path) as file:
         if kind in LINES:
-            for number, line in enumerate(file, 1):
+            for number, line in enumerate(_lines(file, path), 1):
                 place, text = f"{path}:{number}", None
                 try:
                     text = parse_line(line, place, key, bad) if line.strip() else None
@@ -233,12 +268,23 @@ def _texts(path: Path, key: str, bad: BadTexts) -> Iterator[tuple[str, Any]]:
                 if text is not None:
                     yield place, text
         else:
-            csv.field_size_limit(2**31 - 1)
-            table = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+            csv.field_size_limit(LONGEST_LINE)
+            decoded = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            table = csv.DictReader(_lines(decoded, path))
             if key not in (table.fieldnames or ()):
                 raise UserError(f"{path} has no column {key!r} in its first line")
             for row in table:
                 yield f"{path}:{table.line_num}", row[key]
+
+
+def _lines(file: Any, path: Path) -> Iterator[Any]:
+    """The lines of a file, of bytes or of text; UserError for one that is too long."""
+    number = 0
+    while line := file.readline(LONGEST_LINE + 1):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"{path}:{number} is a line of more than {LONGEST_LINE:,} bytes")
+        yield line
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -247,20 +293,99 @@ def _open(path: Path) -> IO[bytes]:
         return sys.stdin.buffer
     suffix = path.suffix.lower()
     if suffix == ".zst":
-        file = open(path, "rb")  # noqa: SIM115 (closed with the stream)
-        unpack = package_for("zstandard", path).ZstdDecompressor()
-        return unpack.stream_reader(file, read_across_frames=True, closefd=True)
+        return io.BufferedReader(_ZstandardFile(package_for("zstandard", path), path), 1 << 20)
     opens: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     return opens.get(suffix, open)(path, "rb")
+
+
+class _ZstandardFile(io.RawIOBase):
+    """The text of a .zst file of one or more frames; EOFError if the last frame is cut short.
+
+    The package's own reader has no `readline`, and takes the end of a file that was cut short for
+    the end of its text.
+    """
+
+    # Compressed bytes that are read at a time: two KiB become at most some 64 MiB of text.
+    CHUNK = 1 << 11
+
+    def __init__(self, zstandard: Any, path: Path):
+        self._file = open(path, "rb")  # noqa: SIM115 (closed by `close`)
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._begun = False  # whether some of the frame has been read
+        self._text = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a part of the buffer; the number of bytes, 0 at the end of the last frame."""
+        while not self._text:
+            compressed = self._file.read(self.CHUNK)
+            if not compressed and self._begun:
+                raise EOFError("its last frame is cut short")
+            if not compressed:
+                return 0
+            self._text = memoryview(self._decompress(compressed))
+        count = min(len(buffer), len(self._text))
+        buffer[:count] = self._text[:count]
+        self._text = self._text[count:]
+        return count
+
+    def _decompress(self, compressed: bytes) -> bytes:
+        """The text of these bytes, in which frames may end and begin."""
+        texts = []
+        while compressed:
+            texts.append(self._frame.decompress(compressed))
+            self._begun = not self._frame.eof
+            compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = self._decompressor.decompressobj()
+        return b"".join(texts)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def _seekable(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is read at any place; a compressed one is unpacked into a temporary file."""
+    if path.suffix.lower() not in COMPRESSED:
+        with open(path, "rb") as file:
+            yield file
+        return
+    with _open(path) as packed, tempfile.TemporaryFile() as file:
+        shutil.copyfileobj(packed, file, 1 << 20)
+        file.seek(0)
+        yield file
+
+
+def _batch_rows(table: Any, key: str) -> int:
+    """Rows of a Parquet file that take about BATCH_BYTES, by what its metadata says of a column."""
+    rows = BATCH_ROWS
+    for group in range(table.metadata.num_row_groups):
+        about = table.metadata.row_group(group)
+        for number in range(about.num_columns):
+            column = about.column(number)
+            if column.path_in_schema == key and about.num_rows:
+                row_bytes = max(1, column.total_uncompressed_size // about.num_rows)
+                rows = min(rows, BATCH_BYTES // row_bytes)
+    return max(1, rows)
 
 
 def _rows_of_arrow(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:
     """The column `key` of a Parquet or Arrow file (as in a folder of Hugging Face datasets)."""
     # Arrow would map a file that is named; where its bytes are damaged, that ends the process.
-    with open(path, "rb") as file:
+    with _seekable(path) as file:
         if kind == ".parquet":
-            table = package_for("pyarrow.parquet", path).ParquetFile(file)
-            names, batches = table.schema_arrow.names, table.iter_batches(1024, columns=[key])
+            parquet = package_for("pyarrow.parquet", path)
+            table = parquet.ParquetFile(file)
+            names = table.schema_arrow.names
+            if key in names:  # a text that many rows share is in memory once, as it is in the file
+                table = parquet.ParquetFile(file, read_dictionary=[key])
+            batches = table.iter_batches(_batch_rows(table, key), columns=[key])
         else:
             ipc = package_for("pyarrow.ipc", path)
             try:
@@ -277,9 +402,9 @@ def _rows_of_arrow(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]
         for batch in batches:
             column = batch.column(key)
             column.validate(full=True)  # else a damaged offset is followed to any address
-            for value in column.to_pylist():
+            for value in column:
                 row += 1
-                yield f"{path}:{row}", value
+                yield f"{path}:{row}", value.as_py()
 
 
 def _mistakes_of_packages() -> tuple[type[Exception], ...]:

@@ -1,0 +1,196 @@
+"""Texts of every kind with every compression: if this failed, documents would be lost."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import random
+import subprocess
+import sys
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+from ranks import ROOT
+from test_prepare_data import prepare, read
+
+from config.messages import UserError
+from scripts import text_sources
+
+DOCUMENTS = [f'Grüße {number},\n"x"' for number in range(20)]
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda raw: zstandard.ZstdCompressor().compress(raw),
+}
+
+
+def lines_of_json(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def table_of_commas(texts: list[str]) -> bytes:
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    return file.getvalue().encode()
+
+
+def parquet(texts: list[str]) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), sink, row_group_size=7)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow_of(new_writer):
+    def arrow(texts: list[str]) -> bytes:
+        table, sink = pyarrow.table({"text": texts}), pyarrow.BufferOutputStream()
+        with new_writer(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=7)
+        return sink.getvalue().to_pybytes()
+
+    return arrow
+
+
+def whole(texts: list[str]) -> bytes:
+    return "\n".join(texts).encode()
+
+
+# The bytes of a file with these texts, by suffix; files of WHOLE hold one document.
+KINDS = {
+    **dict.fromkeys(text_sources.WHOLE, whole),
+    **dict.fromkeys(text_sources.LINES, lines_of_json),
+    ".csv": table_of_commas,
+    ".parquet": parquet,
+    ".arrow": arrow_of(pyarrow.ipc.new_stream),
+    "-file.arrow": arrow_of(pyarrow.ipc.new_file),
+}
+
+
+def test_every_kind_is_in_the_table():
+    without_tokens = set(text_sources.KNOWN) - set(text_sources.TOKENS)
+    assert {kind.removeprefix("-file") for kind in KINDS} == without_tokens
+    assert {*COMPRESSIONS} == {"", *text_sources.COMPRESSED}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_with_every_compression(kind, compression, tmp_path):
+    raw = COMPRESSIONS[compression](KINDS[kind](DOCUMENTS))
+    (tmp_path / f"a{kind}{compression}").write_bytes(raw)
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / f"a{kind}{compression}")
+    expected = ["\n".join(DOCUMENTS)] if KINDS[kind] is whole else DOCUMENTS
+    assert sorted(read(tmp_path / "c")[0]) == sorted(expected)
+    assert not list(tmp_path.glob("*partial*"))
+
+
+def test_several_frames_of_zstandard_are_one_text(tmp_path):
+    pack = COMPRESSIONS[".zst"]
+    halves = pack(lines_of_json(DOCUMENTS[:10])) + pack(lines_of_json(DOCUMENTS[10:]))
+    (tmp_path / "a.jsonl.zst").write_bytes(halves)
+    prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / "a.jsonl.zst")
+    assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
+
+
+def damaged(raw: bytes, draw: random.Random) -> bytes:
+    """A file that was cut short, that has a wrong byte, or that is of another kind."""
+    how = draw.choice(["cut", "cut", "changed", "noise", "empty"])
+    if how == "cut":
+        return raw[: draw.randrange(1, len(raw))]
+    if how == "changed":
+        place = draw.randrange(len(raw))
+        return raw[:place] + bytes([raw[place] ^ (1 << draw.randrange(8))]) + raw[place + 1 :]
+    return draw.randbytes(len(raw)) if how == "noise" else b""
+
+
+def test_damaged_files_are_refused_with_a_reason_or_read_in_full(tmp_path):
+    """Of compressed files and tables, which have a structure that shows damage.
+
+    A file is read although it is damaged where the damage is in what the format does not use, or
+    where checksums are not part of the format (.zst as written here, .arrow); then it has as many
+    documents as before. An empty file has none.
+    """
+    draw, refused = random.Random(5), 0
+    several = [kind for kind in KINDS if KINDS[kind] is not whole]
+    for number in range(140):
+        kind, compression = draw.choice(several), draw.choice([*COMPRESSIONS])
+        if not compression and kind in (*text_sources.LINES, ".csv"):
+            continue
+        path = tmp_path / f"{number}{kind}{compression}"
+        path.write_bytes(damaged(COMPRESSIONS[compression](KINDS[kind](DOCUMENTS)), draw))
+        out = tmp_path / f"out{number}"
+        reason = None
+        try:
+            prepare(out, "--vocab-size", 300, path)
+        except UserError as error:
+            reason = str(error)
+        if reason is None:
+            assert len(read(out)[0]) == len(DOCUMENTS), path
+            continue
+        refused += 1
+        assert str(path) in reason or "none of the 0 documents" in reason, (path, reason)
+        assert not reason.rstrip().endswith(":"), f"no reason: {reason}"
+    assert refused >= 100
+
+
+def test_an_error_without_a_text_has_a_reason():
+    for error in (MemoryError(), EOFError(), ValueError(" "), io.UnsupportedOperation()):
+        assert text_sources.reason_of(error).strip()
+    assert "memory" in text_sources.reason_of(MemoryError())
+
+
+def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "LONGEST_LINE", 1000)
+    long = lines_of_json(["short", "x" * 1001])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(long))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(table_of_commas(["short", "x" * 1001])))
+    for name, line in (("a.jsonl.gz", 2), ("a.csv.gz", 3)):
+        with pytest.raises(UserError, match=rf"{name}:{line} is a line of more than 1,000 bytes"):
+            prepare(tmp_path / "c", "--vocab-size", 300, tmp_path / name)
+
+
+SPOOL = """
+import resource, sys
+from pathlib import Path
+from scripts.text_sources import BadTexts, Spool
+import pyarrow.parquet
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+Spool(sys.argv[2], 0).copy(Path(sys.argv[1]), "text", BadTexts())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_a_table_is_read_in_batches_of_bytes(repeated, tmp_path):
+    """200 texts of 1 MB: not all of them are in memory, whether a file repeats them or not."""
+    texts = ["x" * 1_000_000 for _ in range(200)]
+    if not repeated:
+        texts = [f"{number:09}" * 111_111 for number in range(200)]
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert (tmp_path / "a.parquet").stat().st_size < 1_000_000
+    command = [sys.executable, "-c", SPOOL, str(tmp_path / "a.parquet"), str(tmp_path / "records")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "records").stat().st_size > 190_000_000
+    assert int(done.stdout) < 120_000, "kB"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a.json", r"is one JSON value: make a line of each .* jq -c '\.\[\]' a\.json > a\.jsonl"),
+        ("a.json.gz", "is one JSON value"),
+        ("a.h5.gz", "unpack it first"),
+        ("a.png", r"is not one of \.py, \.txt, .*\(or with \.gz, .* added, but for \.h5"),
+    ],
+)
+def test_what_is_not_read_says_what_to_do(name, message, tmp_path):
+    (tmp_path / name).write_bytes(b"1")
+    with pytest.raises(UserError, match=message):
+        prepare(tmp_path / "c", tmp_path / name)
