@@ -65,8 +65,8 @@ class Data:
     )
     cache: str = option(
         None,
-        "folder of this node for orders of samples, none: each rank builds its own; default: "
-        "trine-UID in TMPDIR or /tmp",
+        "folder of this node in which trine-UID holds orders of samples (default: TMPDIR or /tmp); "
+        "none: each rank builds its own",
     )
     skip_samples: tuple = option(
         None, "A:B ..., skip global batches with any of the consumed samples A to B - 1", nargs="+"
@@ -104,9 +104,13 @@ class Data:
 
     @property
     def cache_folder(self) -> str | None:
-        """The folder of --cache; None for --cache none."""
-        own = os.path.join(tempfile.gettempdir(), f"trine-{os.getuid()}")
-        return None if self.cache == "none" else self.cache or own
+        """The folder of this user in that of --cache; None for --cache none.
+
+        Several users may share --cache; none of them can give another one an order of samples.
+        """
+        if self.cache == "none":
+            return None
+        return os.path.join(self.cache or tempfile.gettempdir(), f"trine-{os.getuid()}")
 
 
 @dataclass(frozen=True)

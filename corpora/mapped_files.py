@@ -21,6 +21,7 @@ import json
 import math
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +63,30 @@ class MappedFile:
             raise UserError(f"{self.path} was cut short while the run reads it: {now}")
 
 
+def why_others_could_write(path: str) -> str:
+    """Why users other than this one could change a folder or a file; empty if they cannot.
+
+    It must be no link, belong to this user, and be writable for nobody else. OSError if it is gone.
+    """
+    found = os.lstat(path)
+    if stat.S_ISLNK(found.st_mode):
+        return "is a link"
+    if found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}, not to user {os.getuid()}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"has mode {stat.S_IMODE(found.st_mode):o}: group or others may write"
+    return ""
+
+
+def why_others_could_replace(folder: str) -> str:
+    """Why users other than this one could put another folder in its place; empty if they cannot."""
+    parent = os.path.dirname(os.path.abspath(folder))
+    mode = os.stat(parent).st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        return f"is in {parent}, which has mode {stat.S_IMODE(mode):o} without the sticky bit"
+    return ""
+
+
 @dataclass(frozen=True)
 class Found:
     """Arrays by name, read-only if they are mapped from `file`. built: by this call."""
@@ -90,11 +115,14 @@ class ArrayCache:
             return
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
-            owner = os.stat(folder).st_uid
+            reason = why_others_could_write(folder) or why_others_could_replace(folder)
         except OSError as error:
             raise self._unusable(error) from None
-        if owner not in (0, os.getuid()):
-            raise UserError(f"--cache {folder} belongs to user {owner}, not to you or root")
+        if reason:
+            raise UserError(
+                f"--cache: {folder} {reason}, so that others could order the samples: remove it, or "
+                f"name another folder, or --cache none"
+            )
 
     def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:
         """The arrays that follow from `facts` (JSON values): from the cache, or built and stored.
@@ -149,8 +177,10 @@ class ArrayCache:
 
 
 def _read(path: str, text: str) -> Found | None:
-    """The arrays in that file; None if it is not there, not whole, or of other facts."""
+    """The arrays in that file; None if it is not there, not whole, of other facts, or not ours."""
     try:
+        if why_others_could_write(path):
+            return None
         file = MappedFile(path)
     except FileNotFoundError:
         return None
@@ -187,13 +217,18 @@ def _write(path: str, text: str, arrays: dict[str, np.ndarray]) -> None:
             break
         header["size"] = whole
     partial = path.removesuffix("arrays") + "partial"
-    with open(partial, "wb") as file:
+    with open(partial, "wb", opener=_open_for_this_user) as file:
         file.write(HEADER.pack(MAGIC, len(encoded)) + encoded)
         for name in list(arrays):
             file.write(bytes(_aligned(file.tell()) - file.tell()))
             file.write(np.ascontiguousarray(arrays.pop(name)).reshape(-1).view(np.uint8).data)
         file.write(bytes(whole - file.tell()))
     os.rename(partial, path)
+
+
+def _open_for_this_user(path: str, flags: int) -> int:
+    """Open a new file that only this user may write, whatever the umask says."""
+    return os.open(path, flags, 0o600)
 
 
 def _aligned(place: int) -> int:

@@ -125,11 +125,45 @@ def test_a_folder_that_cannot_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(mapped_files, "_write", full)
     with pytest.raises(UserError, match=r"full: cannot store .*No space left.* --cache none"):
         cache.find(FACTS, some_arrays)
+
+
+def test_a_folder_that_others_could_write_is_not_used(tmp_path, monkeypatch):
+    """Else they could order the samples: what a run trains on, and when."""
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(UserError, match="link is a link, so that others could order the samples"):
+        ArrayCache(str(tmp_path / "link"))
+    for mode in (0o770, 0o707, 0o1777):
+        (tmp_path / "real").chmod(mode)
+        with pytest.raises(UserError, match=f"has mode {mode:o}: group or others may write"):
+            ArrayCache(str(tmp_path / "real"))
+    (tmp_path / "real").chmod(0o700)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UserError, match=r"open, which has mode 777 without the sticky bit"):
+        ArrayCache(str(tmp_path / "open" / "trine-0"))
+    (tmp_path / "open").chmod(0o1777)
+    ArrayCache(str(tmp_path / "open" / "trine-0"))
     monkeypatch.setattr(mapped_files.os, "getuid", lambda: 12345)
     owner = os.stat(tmp_path).st_uid
-    if owner:
-        with pytest.raises(UserError, match=f"belongs to user {owner}, not to you"):
-            ArrayCache(str(tmp_path))
+    with pytest.raises(UserError, match=f"belongs to user {owner}, not to user 12345"):
+        ArrayCache(str(tmp_path / "real"))
+
+
+@pytest.mark.parametrize("how", ["link", "mode"])
+def test_an_entry_that_others_could_write_is_not_used(how, tmp_path):
+    """As one from a time when the folder was open to others: it is built again."""
+    cache = ArrayCache(str(tmp_path / "cache"))
+    cache.find(FACTS, some_arrays)
+    (entry,) = (tmp_path / "cache").glob("*.arrays")
+    assert entry.stat().st_mode & 0o777 == 0o600
+    if how == "link":
+        entry.rename(tmp_path / "elsewhere")
+        entry.symlink_to(tmp_path / "elsewhere")
+    else:
+        entry.chmod(0o666)
+    assert cache.find(FACTS, some_arrays).built
+    assert not cache.find(FACTS, never).built
 
 
 # ------------------------------------------------------------------------------------------------
@@ -312,10 +346,10 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
     assert len({str(losses) for losses in seen.values()}) == 1
     assert [line.rpartition("; ")[2] for line in seen] == [
         "megatron order in memory",
-        f"megatron order in {tmp_path}/cache",
+        f"megatron order in {tmp_path}/cache/trine-{os.getuid()}",
     ]
     # Two pairs, an order of each in three splits, and two blends: two splits need equal ones.
-    assert len(entries(tmp_path / "cache")) == 2 + 6 + 2
+    assert len(entries(tmp_path / "cache" / f"trine-{os.getuid()}")) == 2 + 6 + 2
 
 
 def test_the_default_folder_is_the_users_own(monkeypatch, tmp_path):
@@ -323,7 +357,8 @@ def test_the_default_folder_is_the_users_own(monkeypatch, tmp_path):
     config = config_of([f"{tmp_path}/c"])
     assert config.data.cache_folder == f"{tmp_path}/trine-{os.getuid()}"
     assert config_of([f"{tmp_path}/c"], cache="none").data.cache_folder is None
-    assert config_of([f"{tmp_path}/c"], cache="x").data.cache_folder == "x"
+    shared = config_of([f"{tmp_path}/c"], cache="x").data.cache_folder
+    assert shared == f"x/trine-{os.getuid()}", "users that share --cache share no orders"
     write_corpus(f"{tmp_path}/c", [30] * 20)
     data.build(config)
     assert os.stat(config.data.cache_folder).st_mode & 0o777 == 0o700
