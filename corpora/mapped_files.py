@@ -120,8 +120,8 @@ class ArrayCache:
             raise self._unusable(error) from None
         if reason:
             raise UserError(
-                f"--cache: {folder} {reason}, so that others could order the samples: remove it, or "
-                f"name another folder, or --cache none"
+                f"--cache: {folder} {reason}, so that others could order the samples: remove it, "
+                f"or name another folder, or give --cache none"
             )
 
     def find(self, facts: dict[str, Any], build: Callable[[], dict[str, np.ndarray]]) -> Found:

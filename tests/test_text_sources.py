@@ -97,6 +97,17 @@ def test_several_frames_of_zstandard_are_one_text(tmp_path):
     assert sorted(read(tmp_path / "c")[0]) == sorted(DOCUMENTS)
 
 
+@pytest.mark.parametrize("compression", [c for c in COMPRESSIONS if c])
+def test_a_file_that_was_cut_short_loses_no_documents_in_silence(compression, tmp_path):
+    """A compressed file whose first half can still be read."""
+    draw = random.Random(0)
+    texts = [draw.randbytes(500).hex() for _ in range(2000)]
+    raw = COMPRESSIONS[compression](lines_of_json(texts))
+    (tmp_path / f"a.jsonl{compression}").write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(UserError, match=r"is damaged, or not what its name says: \S"):
+        prepare(tmp_path / "c", "--tokenizer", "bytes", tmp_path / f"a.jsonl{compression}")
+
+
 def damaged(raw: bytes, draw: random.Random) -> bytes:
     """A file that was cut short, that has a wrong byte, or that is of another kind."""
     how = draw.choice(["cut", "cut", "changed", "noise", "empty"])
@@ -155,13 +166,15 @@ def test_a_line_that_is_too_long_is_named(tmp_path, monkeypatch):
 
 
 SPOOL = """
-import resource, sys
+import re, sys
 from pathlib import Path
 from scripts.text_sources import BadTexts, Spool
 import pyarrow.parquet
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+before = peak()
 Spool(sys.argv[2], 0).copy(Path(sys.argv[1]), "text", BadTexts())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 
 
