@@ -9,7 +9,8 @@ A folder that `datasets` of Hugging Face has saved gives the .arrow files that i
 Compressed files, tables and standard input cannot be read from any place in them. Their texts are
 copied into one file of records beside the output (`Spool`), which is removed at the end; so memory
 does not depend on their size. A record is the bytes of a text, and before them their number, u64.
-Of a table one batch of rows is in memory, of about BATCH_BYTES; of the other formats one line.
+Of a table a batch of rows is in memory, of about BATCH_BYTES, and the page of the file that these
+rows are in, whose size its writer has chosen; of the other formats one line.
 The packages zstandard and pyarrow are needed only for their formats.
 """
 
@@ -383,9 +384,12 @@ def _rows_of_arrow(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]
             parquet = package_for("pyarrow.parquet", path)
             table = parquet.ParquetFile(file)
             names = table.schema_arrow.names
-            if key in names:  # a text that many rows share is in memory once, as it is in the file
+            rows = _batch_rows(table, key)
+            if key in names and rows == BATCH_ROWS:
+                # The file has few bytes for each row: short texts, or long ones that many rows
+                # share, which are in memory once then, as they are in the file.
                 table = parquet.ParquetFile(file, read_dictionary=[key])
-            batches = table.iter_batches(_batch_rows(table, key), columns=[key])
+            batches = table.iter_batches(rows, columns=[key])
         else:
             ipc = package_for("pyarrow.ipc", path)
             try:
