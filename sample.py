@@ -28,7 +28,7 @@ with messages.installed():
     from checkpointing.verification import check_files, make_model
     from config import command_line, validation
     from config.data_options import parse_eval_sets
-    from config.messages import Parser, UserError, exit_with
+    from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape
     from corpora import token_files
     from distributed.context import Context, prepare, start
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> None:
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:
-                print(line, flush=True)
+                print(printable(line).rstrip("\n"), flush=True)
     context.stop()
 
 

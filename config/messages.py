@@ -14,6 +14,7 @@ import errno
 import os
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ VERSION = "0.3.0"  # as in pyproject.toml
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
 UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
+# Characters that turn the direction of a text (Unicode Bidirectional Algorithm, UAX 9, 2.1 to 2.4).
+TURNS_TEXT = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 SET_UP = "run `bash scripts/setup.sh`, then start programs with .venv/bin/python"
 
 if sys.version_info < (3, 11):  # noqa: UP036
@@ -136,6 +139,23 @@ def whole_number(text: str) -> int:
     return int(found)
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    r"""The text with control characters as escapes, such as \x1b, but for those in `keep`.
+
+    Text from elsewhere could otherwise move a terminal's cursor, change its title, or turn the
+    direction of what follows.
+    """
+    if text.isprintable():
+        return text
+    shown = []
+    for character in text:
+        controls = unicodedata.category(character) in ("Cc", "Cs")  # control, half of a character
+        if (controls or character in TURNS_TEXT) and character not in keep:
+            character = character.encode("unicode_escape").decode("ascii")
+        shown.append(character)
+    return "".join(shown)
+
+
 def nearest(name: str, known: Iterable[str], at_least: float = 0.6) -> str:
     """`; did you mean ...?` with at most three known names that have `name` between dashes, or
     the most similar one; or an empty string.
@@ -163,7 +183,7 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
     `delay` seconds for the one that prints.
     """
     if prints:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(delay)
     sys.exit(2)

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 from ranks import ROOT
 
-from config import spelling
+from config import messages, spelling
 from config.command_line import PRESETS, parse, parse_request, preset
 from config.messages import VERSION, UserError, whole_number
 from config.needs import NEEDS
@@ -346,3 +346,17 @@ def test_what_is_left_to_the_machine_is_on_where_it_is_right(words, ranks, on_gp
     given = parse(f"{shape} --sequence-parallel --overlap-param-gather --dp 2 --tp 2".split())
     layout = given.layout.automatic(32, on_gpu=False)
     assert {name: getattr(layout, name) for name in SHARDED} == SHARDED
+
+
+def test_control_characters_are_shown_as_escapes():
+    assert messages.printable("Grüße, \U0001f468\u200d\U0001f469!\n\tmore") == (
+        "Grüße, \U0001f468\u200d\U0001f469!\n\tmore"
+    )
+    assert messages.printable("\x1b]0;a\x07\r\x9b\u202e\ud800") == r"\x1b]0;a\x07\r\x9b\u202e\ud800"
+    assert messages.printable("a\nb", keep="") == r"a\nb"
+
+
+def test_an_error_shows_control_characters_of_files_as_escapes(capsys):
+    with pytest.raises(SystemExit):
+        messages.exit_with(UserError("the file says \x1b[2J"))
+    assert capsys.readouterr().err == "error: the file says \\x1b[2J\n"

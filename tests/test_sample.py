@@ -113,12 +113,25 @@ def test_the_program_prints_text_by_the_tokenizer_of_the_corpus(runs, tmp_path):
     assert f"note: {folder}, tokenizer: {tmp_path}/tokenizer.json\n" in done.err
 
 
-def letters(end: str = "z"):
-    """A tokenizer of 130 single characters, the first of them a to z."""
+def test_control_characters_of_a_tokenizer_do_not_reach_the_terminal(runs, tmp_path):
+    """A tokenizer.json from elsewhere may decode to anything: here each token clears the screen."""
+    (tmp_path / "tokenizer.json").write_text(letters(before="\x1b[2J").to_str())
+    command = ["sample.py", str(runs["llama"]), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    command += ["--prompt", "a", "--temperature", "0", "--max-tokens", "9", "--device", "cpu"]
+    done = ranks.mpirun(1, *command)
+    assert done.status == 0, done.err
+    assert "\x1b" not in done.out
+    assert done.out.startswith(r"\x1b[2Ja")
+
+
+def letters(end: str = "z", before: str = ""):
+    """A tokenizer of 130 single characters, the first of them a to z; `before` each of these."""
     tokenizers = pytest.importorskip("tokenizers")
-    names = [chr(code) for code in (*range(97, 123), *range(200, 304))]
+    names = [before + chr(code) for code in (*range(97, 123), *range(200, 304))]
+    end = before + end
     ids = {name: i for i, name in enumerate(names) if name != end} | {text.END: names.index(end)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="a"))
+    first = tokenizers.models.WordLevel(ids, unk_token=names[0])  # of every character, if `before`
+    tokenizer = tokenizers.Tokenizer(first)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
     return tokenizer

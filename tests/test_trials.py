@@ -150,3 +150,13 @@ def test_trials_neither_save_nor_evaluate(candidate, tmp_path):
     taken = command_line.parse(words)  # UserError if train.py does not take it
     assert (taken.data.eval_data, taken.data.cache) == (None, None)
     assert f"--out {tmp_path}/x" in command
+
+
+def test_control_characters_of_a_trial_reach_no_table(candidate, tmp_path):
+    """What a trial prints may come from a file of a stranger, as a name in a corpus."""
+    program = "import sys; print('Error: \\x1b]0;title\\x07 \\x1b[2J gone'); sys.exit(1)"
+    status, log = trials.execute([sys.executable, "-c", program], tmp_path / "log", 1, 60.0)
+    verdict, reason, _ = classify(status, log, tmp_path, 1, 60.0)
+    assert verdict == "crash"
+    assert r"\x1b]0;title\x07 \x1b[2J gone" in reason
+    assert reason.isprintable()

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from config.messages import UserError
+from config.messages import UserError, printable
 from tuner import search_space
 from tuner.search import LEAST_NOISE
 
@@ -209,7 +209,7 @@ def execute(
             status = None
         finally:
             _terminate(process, trial_id)
-    return status, log.read_bytes()[-65536:].decode(errors="replace")
+    return status, printable(log.read_bytes()[-65536:].decode(errors="replace"))
 
 
 def _end_with_search() -> None:
