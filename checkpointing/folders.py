@@ -41,6 +41,17 @@ def _manifest_text(body: dict[str, Any]) -> bytes:
     return (json.dumps(body | {"sha256": digest}, indent=1) + "\n").encode()
 
 
+def _what_is_there(folder: str) -> str:
+    """Why a folder without a manifest is no checkpoint, and what to do if it is another thing."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    names = os.listdir(folder)
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        command = f"python checkpoint.py import --from hf {folder} NEW_FOLDER"
+        return f"it has weights of Hugging Face; `{command}` makes one of it"
+    return f"it has no {MANIFEST}"
+
+
 def read_manifest(folder: str) -> dict[str, Any]:
     """The contents of manifest.json; UserError if it is missing, if a bit of it has changed, or if
     it lists other files than a checkpoint has.
@@ -50,8 +61,9 @@ def read_manifest(folder: str) -> dict[str, Any]:
         with open_regular(path) as file:
             text = file.read(MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        why = f"it has no {MANIFEST}" if os.path.isdir(folder) else "there is no such folder"
-        raise UserError(f"{folder} is not a complete checkpoint: {why}") from None
+        raise UserError(
+            f"{folder} is not a complete checkpoint: {_what_is_there(folder)}"
+        ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     try:

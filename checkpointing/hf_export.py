@@ -59,7 +59,7 @@ def export_weights(
         all_rules, shapes = rules(model, family), index.shapes
         config = hf_config(model, chosen, family)
         if tokenizer:
-            config |= _copy_tokenizer(tokenizer, folder, model)
+            config |= copy_tokenizer(tokenizer, folder, model)
         files = _group(all_rules, shapes, chosen.itemsize, shard_bytes)
         count = len(files)
         file_of: dict[str, str] = {}
@@ -97,11 +97,24 @@ def _write_safetensors(path: str, group: list[Rule], index: Index, dtype: torch.
         for name, theirs in zip(rule.theirs, rule.to_theirs(ours)):
             tensors[name] = theirs.contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o666 & ~_umask())  # safetensors writes it for its user alone
     file_format.flush(path)
 
 
-def _copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
-    """tokenizer.json beside the weights; the fields of config.json that follow from it."""
+def _umask() -> int:
+    """The mask of modes of new files, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
+    """tokenizer.json and chat template beside the weights; the fields of config.json that follow.
+
+    The template and the tokens that it names are those of PREFIX.tokenizer_config.json beside
+    PREFIX.tokenizer.json, where prepare_chats.py writes them, or of tokenizer_config.json beside
+    tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -113,16 +126,31 @@ def _copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
             f"{tokenizer} has {loaded.get_vocab_size()} tokens, the model {model.vocab_size}"
         )
     shutil.copy(tokenizer, os.path.join(folder, "tokenizer.json"))
-    settings = {
+    settings = _chat_settings(tokenizer) | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.seq_length,
         "clean_up_tokenization_spaces": False,
     }
     end = loaded.token_to_id("<|endoftext|>")
-    if end is not None:
-        settings["eos_token"] = "<|endoftext|>"
+    if end is not None:  # a chat template may name another token, which ends an answer
+        settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
-    return {} if end is None else {"eos_token_id": end}
+    ends = sorted({loaded.token_to_id(str(settings.get("eos_token"))), end} - {None})
+    if not ends:
+        return {}
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+
+
+def _chat_settings(tokenizer: str) -> dict[str, Any]:
+    """The chat template beside a tokenizer's file, and the tokens that it may name."""
+    if not tokenizer.endswith("tokenizer.json"):
+        return {}
+    beside = tokenizer.removesuffix("tokenizer.json") + "tokenizer_config.json"
+    if not os.path.isfile(beside):
+        return {}
+    settings = families.read_object(beside, file_format.open_regular)
+    names = [name for name in settings if name == "chat_template" or name.endswith("_token")]
+    return {name: settings[name] for name in names}
 
 
 def _write_json(folder: str, name: str, value: dict) -> None:
@@ -183,6 +211,12 @@ def import_weights(source: str, target: str) -> ModelShape:
     def runs() -> Iterator[np.ndarray]:
         for rule in all_rules:
             ours = rule.to_ours(*(tensors[name][:] for name in rule.theirs))
+            wrong = ours.numel() - int(torch.isfinite(ours).sum())
+            if wrong:
+                raise UserError(
+                    f"{source}: {wrong:,} of {ours.numel():,} values of {rule.theirs[0]} are not "
+                    f"finite: these weights cannot be trained"
+                )
             yield ours.to(getattr(torch, kind)).contiguous().numpy()
 
     shapes = {rule.name: shape_of(rule) for rule in all_rules}

@@ -88,6 +88,18 @@ def show(prefix: str, seq_length: int) -> str:
     )
 
 
+def refuse_inputs(out: str, prefixes: list[str]) -> None:
+    """UserError if writing the pair `out` would write over one of these pairs, also by a link."""
+    for prefix in prefixes:
+        for suffix in (".bin", ".idx"):
+            written, read = out + suffix, prefix + suffix
+            if os.path.exists(written) and os.path.exists(read) and os.path.samefile(written, read):
+                raise UserError(
+                    f"--out {out} is the input {prefix} itself, and would be written over: name "
+                    f"another --out"
+                )
+
+
 def copy(parts: list[tuple[IndexedDataset, range]], out: str) -> str:
     """Write the documents of these ranges, one after the other, as a new pair."""
     types = {part.token_type for part, _ in parts}
@@ -130,6 +142,10 @@ def main(arguments: list[str]) -> None:
     if not options.out or not os.path.basename(options.out):
         raise UserError(f"{options.command} needs --out PREFIX, as data/books")
     check_folder("the folder of --out,", os.path.dirname(options.out) or ".")
+    shares = options.shares.count(",") + 1
+    outs = [options.out] + [f"{options.out}.{number}" for number in range(shares)]
+    for out in outs:
+        refuse_inputs(out, options.prefixes)
     parts = [IndexedDataset(prefix) for prefix in options.prefixes]
     every = [(part, range(len(part.documents) - 1)) for part in parts]
     if options.command == "merge":
@@ -137,7 +153,6 @@ def main(arguments: list[str]) -> None:
         return
     if len(parts) > 1:
         raise UserError(f"split takes one PREFIX, not {len(parts)}")
-    shares = options.shares.count(",") + 1
     for number, documents in enumerate(split_ranges(options.shares, len(every[0][1]))[:shares]):
         print(copy([(parts[0], documents)], f"{options.out}.{number}"))
 

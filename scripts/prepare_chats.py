@@ -42,8 +42,10 @@ class Template:
         """tokens: what the template may name, as eos_token. UserError if it cannot be parsed."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _refuse
+        self.source = text
+        self.tokens = tokens
         try:
-            self.template, self.tokens = environment.from_string(text), tokens
+            self.template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template cannot be read: {error}") from None
 
@@ -154,10 +156,14 @@ def write(options: argparse.Namespace) -> str:
             for suffix in (".idx", ".sha256", ".crc32"):
                 Path(name + suffix).unlink(missing_ok=True)
         tokenizer.save(options.out + ".tokenizer.json")
+        settings = {"chat_template": template.source, **template.tokens}
+        Path(options.out + ".tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     for name in (options.out, options.out + ANSWERS):
         write_checksums(name)
     what = f"{writer.documents:,} conversations, {writer.tokens:,} tokens, {learned:,} of answers"
-    flags = f"--data {options.out} --answers-only --reset-attention --eod-token {end}"
+    flags = (
+        f"--data {options.out} --answers-only --reset-attention --reset-positions --eod-token {end}"
+    )
     return f"{options.out}: {what}\ntrain with: {flags} --vocab-size {vocab_size}"
 
 

@@ -7,8 +7,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import data
+from checkpointing import hf_export
 from config.command_line import parse
 from config.messages import UserError
+from config.schema import ModelShape
 from corpora.objectives import NO_TARGET, Objective
 from corpora.token_files import IndexedDataset
 from scripts import prepare_chats
@@ -128,3 +130,20 @@ def test_a_template_that_cannot_be_used_is_refused(folder, template, message):
     (folder / "t.jinja").write_text(template)
     with pytest.raises(UserError, match=message):
         prepare(folder, "--chat-template", folder / "t.jinja")
+
+
+def test_an_exported_model_has_the_chat_template_it_was_trained_with(folder):
+    """transformers writes the prompt that prepare_chats.py put before an answer."""
+    transformers = pytest.importorskip("transformers")
+    prepare(folder)
+    model = ModelShape(1, 8, 1, vocab_size=400)
+    (folder / "hf").mkdir()
+    tokenizer = str(folder / "out.tokenizer.json")
+    ends = hf_export.copy_tokenizer(tokenizer, str(folder / "hf"), model)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder / "hf")
+    assert sorted(ends["eos_token_id"]) == sorted(map(theirs.convert_tokens_to_ids, (END, "</s>")))
+    messages = [{"role": "user", "content": "What is a?"}]
+    prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    template = prepare_chats.Template(TEMPLATE, {"eos_token": "</s>"})
+    assert prompt == template.text(messages, prompt=True)
+    assert prompt.endswith("<|assistant|>")

@@ -134,3 +134,28 @@ def test_as_typed(tmp_path):
     bad = subprocess.run([*program, "shwo", f"{tmp_path}/c"], capture_output=True, text=True)
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr.startswith("error: argument command: invalid choice")
+
+
+@pytest.mark.parametrize("link", [None, "data/link", "symbolic"])
+def test_a_tool_does_not_write_over_its_input(link, tmp_path, monkeypatch, capsys):
+    """A slip of the order of words would else destroy a corpus."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_corpus(f"{tmp_path}/{name}", [3, 4])
+    before = (tmp_path / "a.bin").read_bytes()
+    out = "a"
+    if link:
+        out = "linked"
+        for suffix in (".bin", ".idx"):
+            if link == "symbolic":
+                (tmp_path / f"linked{suffix}").symlink_to(tmp_path / f"a{suffix}")
+            else:
+                os.link(tmp_path / f"a{suffix}", tmp_path / f"linked{suffix}")
+    with pytest.raises(UserError, match=f"--out {out} is the input a itself"):
+        corpus.main(["merge", "--out", out, "a", "b"])
+    assert (tmp_path / "a.bin").read_bytes() == before
+    write_corpus(f"{tmp_path}/c.1", [3, 4, 5])
+    before = (tmp_path / "c.1.bin").read_bytes()
+    with pytest.raises(UserError, match=r"--out c\.1 is the input c\.1 itself"):
+        corpus.main(["split", "--out", "c", "c.1", "--shares", "1,1"])
+    assert (tmp_path / "c.1.bin").read_bytes() == before

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from compare import assert_close
 from ranks import ROOT
 
 import checkpoint
+import sample
 import trainer
 from checkpointing import hf_export, hf_mappings
 from checkpointing import save as saving
@@ -365,3 +367,41 @@ def test_two_exports_to_one_folder_do_not_mix(tmp_path):
         with pytest.raises(UserError, match=refused), hf_export.new_folder(target):
             pytest.fail("it begins")
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["a"]
+
+
+def test_an_exported_folder_can_be_read_by_others(tmp_path):
+    folder, _ = save(tmp_path, MODELS["gpt2"])
+    before = os.umask(0o022)
+    try:
+        command("export", "--to", "hf", folder, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o644)
+    assert "model.safetensors" in modes
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_not_imported(bad, tmp_path):
+    folder, _ = save(tmp_path, MODELS["gpt2"])
+    command("export", "--to", "hf", folder, tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = safetensors.load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith("mlp.c_fc.weight"))
+    tensors[name][0, :2] = bad
+    safetensors.save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"2 of [\d,]+ values of {re.escape(name)} are not finite"):
+        command("import", "--from", "hf", tmp_path / "hf", tmp_path / "back")
+    assert not list(tmp_path.glob("back*"))
+
+
+def test_a_folder_of_hugging_face_says_how_it_becomes_a_checkpoint(tmp_path):
+    folder, _ = save(tmp_path, MODELS["gpt2"])
+    command("export", "--to", "hf", folder, tmp_path / "hf")
+    how = f"`python checkpoint.py import --from hf {tmp_path}/hf NEW_FOLDER` makes one of it"
+    for program in (
+        lambda: command("show", tmp_path / "hf"),
+        lambda: sample.prepare_task(sample.parse([str(tmp_path / "hf"), "--prompt", "a"]), 1),
+    ):
+        with pytest.raises(UserError, match=re.escape(how)):
+            program()
