@@ -135,7 +135,8 @@ def copy_tokenizer(tokenizer: str, folder: str, model: ModelShape) -> dict:
     if end is not None:  # a chat template may name another token, which ends an answer
         settings.setdefault("eos_token", "<|endoftext|>")
     _write_json(folder, "tokenizer_config.json", settings)
-    ends = sorted({loaded.token_to_id(str(settings.get("eos_token"))), end} - {None})
+    both = loaded.token_to_id(str(settings.get("eos_token"))), end
+    ends = sorted({number for number in both if number is not None})
     if not ends:
         return {}
     return {"eos_token_id": ends if len(ends) > 1 else ends[0]}

@@ -74,7 +74,8 @@ def test_answers_are_what_the_template_writes_for_the_assistant(folder, capsys):
     assert sorted(map(str, found.values())) == sorted(map(str, expected))
     whole = "<|system|>Be brief.</s>\n<|user|>What is 2+2? é</s>\n<|assistant|>Four: é.</s>"
     assert any(whole.replace("\n", "") in text for text in found)
-    assert f"--answers-only --reset-attention --eod-token {end}" in printed
+    flags = "--answers-only --reset-attention --reset-positions"
+    assert f"{flags} --eod-token {end}" in printed
 
 
 def test_training_reads_them_aligned(folder):
