@@ -82,7 +82,7 @@ import --from hf nowhere new | nowhere/config.json: No such file or directory
 a.txt | the following arguments are required: --out
 --out c nowhere.txt | nowhere.txt does not exist
 --out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
---out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added) file in dir
+--out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added, but for .h5 and .hdf5) file in dir
 --out '' a.txt | no value, after '--out': is a variable not set?
 --out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
 --out a-file/c a.txt | the folder of --out, a-file: cannot write in
