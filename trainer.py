@@ -163,7 +163,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     batches = state.reader.batches(samples, 0, config, count)
     loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
     sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
-    mesh.world.all_reduce(sums).wait()
+    mesh.world.at_once.all_reduce(sums).wait()
     total, targets = mesh.world.values(sums)
     return total / max(1.0, targets)
 
@@ -372,6 +372,8 @@ class Trainer:
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
         action = self.conditions.requested_action(ahead)
+        if self.checkpoints.minutes_are_over:
+            action = max(action, SAVE)
         own = step_stats.measure(self.device, seconds, waiting, action)
         self.recorder.at("statistics")
         everyone = step_stats.exchange(own, self.world, self.device)

@@ -109,17 +109,18 @@ class Checkpointer:
         if iteration == self._last_step:
             return False
         every = self.run.save_every
-        if last or (every and iteration - iteration % every > self._last_step):
-            return True
-        if not self.run.save_every_minutes:
-            return False
+        return last or bool(every and iteration - iteration % every > self._last_step)
+
+    @property
+    def minutes_are_over(self) -> bool:
+        """Whether rank 0 requests a save because of --save-every-minutes; False on other ranks."""
         minutes = (time.monotonic() - self._last_time) / 60
-        return self._broadcast(minutes >= self.run.save_every_minutes)
+        return self.is_rank_0 and 0 < self.run.save_every_minutes <= minutes
 
     def _broadcast(self, answer: bool) -> bool:
         """Rank 0's answer. Collective."""
         flag = torch.tensor(int(answer and self.is_rank_0), device=self.optimizer.device)
-        self.mesh.world.all_reduce(flag, MAX).wait()
+        self.mesh.world.at_once.all_reduce(flag, MAX).wait()
         return bool(self.mesh.world.values(flag))
 
     @property

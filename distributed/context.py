@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import sys
 import threading
@@ -279,8 +278,7 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
     meeting = meet(launch, run, meet_within)
     import torch
 
-    new_event = functools.partial(torch.cuda.Event, enable_timing=True)
-    recorder = FlightRecorder(new_event if meeting.backend == "nccl" else None)
+    recorder = FlightRecorder(torch.cuda.Event if meeting.backend == "nccl" else None)
     context = Context(**vars(meeting), recorder=recorder, blocking=run.blocking)
     context.job_nodes = job_nodes()
     if run.deterministic:
