@@ -15,6 +15,7 @@ from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.load import Progress
 from config.messages import UserError
+from distributed.stop_conditions import RequestedAction
 
 
 def test_a_full_disk_is_found_before_writing(tmp_path, monkeypatch):
@@ -112,7 +113,7 @@ def test_saving_every_so_many_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(save.time, "monotonic", lambda: now[0])
     for step in range(1, 9):
         now[0] += 180
-        over = checkpoints.minutes_are_over
+        over = checkpoints.requested_action == RequestedAction.SAVE
         checkpoints.after_step(Progress(step, 8 * step), last=step == 7, requested=over)
         checkpoints.close()
     saved = [folders.step_of(f) for f in folders.list_checkpoints(checkpoints.parent)]
@@ -126,9 +127,9 @@ def test_rank_0_decides_about_the_minutes_without_an_exchange_of_its_own(tmp_pat
     monkeypatch.setattr(checkpoints, "_broadcast", lambda answer: pytest.fail("an exchange"))
     checkpoints.after_step(Progress(1, 8))
     monkeypatch.setattr(save.time, "monotonic", lambda: checkpoints._last_time + 601)
-    assert checkpoints.minutes_are_over
+    assert checkpoints.requested_action == RequestedAction.SAVE
     checkpoints.is_rank_0 = False
-    assert not checkpoints.minutes_are_over
+    assert checkpoints.requested_action == RequestedAction.GO_ON
     monkeypatch.undo()
     words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 32 --steps 3 --device cpu"
     words += f" --global-batch-size 4 --save-every-minutes 1e-9 --out {tmp_path / 'ranks'}"
