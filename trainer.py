@@ -24,6 +24,7 @@ from config.messages import UserError
 from config.schema import Config
 from distributed import preflight
 from distributed.context import Context, start
+from distributed.garbage import collect_after, collecting_between_steps
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
@@ -197,7 +198,7 @@ def main(
         layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
-        check_precision(config, context)
+        preflight.check_precision(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         end.callback(state.reader.close)
@@ -215,9 +216,11 @@ def main(
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
+        checkpoints.begin_pinning()
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
+        end.enter_context(collecting_between_steps())
         finished = trainer.run()
         log.summarize(explain)
         if finished:
@@ -343,6 +346,7 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
+        collect_after(iteration)
         self.trace.after(iteration)
         self.times.after(iteration)
         for line in self.stragglers.add(everyone):
@@ -371,9 +375,7 @@ class Trainer:
         waiting = self.recorder.take_waited()
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
-        action = self.conditions.requested_action(ahead)
-        if self.checkpoints.minutes_are_over:
-            action = max(action, SAVE)
+        action = max(self.conditions.requested_action(ahead), self.checkpoints.requested_action)
         own = step_stats.measure(self.device, seconds, waiting, action)
         self.recorder.at("statistics")
         everyone = step_stats.exchange(own, self.world, self.device)
@@ -420,17 +422,6 @@ def check_begin(config: Config, done: Progress) -> None:
             f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
             f"{done.consumed_samples} samples: use the layout of the stage before"
         )
-
-
-def check_precision(config: Config, context: Context) -> None:
-    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
-    slowly: run.json and the start-up lines say which precision runs.
-    """
-    if context.device.type != "cuda" or config.training.precision != "bf16":
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(context.device)
-        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:

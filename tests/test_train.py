@@ -185,6 +185,18 @@ def test_the_learning_rate_warms_up_and_falls():
     assert early[50:] == [0.1] * 51
 
 
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(tmp_path):
+    """And between steps: by itself the collector runs when it likes, and the other ranks wait."""
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 32 --steps 21"
+    words += f" --global-batch-size 4 --device cpu --save-every 8 --out {tmp_path}"
+    words += " --eval-every 8 --eval-samples 4"
+    outcome = fork_ranks(2, "tests/order_worker.py", str(tmp_path), *words.split())
+    assert outcome.status == 0, outcome.err
+    expected = ["pinning", "begin", ["log", 10], ["log", 20], "end", "automatic again"]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"order_{rank}.json").read_text()) == expected
+
+
 @pytest.mark.slow
 def test_a_replica_that_drifts_ends_the_run(tmp_path):
     """One bit of one weight, on rank 1 after step 3; optimizer_worker.py has every other copy."""
