@@ -64,6 +64,8 @@ def prepare(run: Run, pp: int = 1) -> None:
     # Each group's messages have a stream of their own, and of those that share one of the device's
     # queues (8 by default) one may have to wait for another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # torch would warn on each rank that a message alone may wait for others of its group.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     # Segments that grow leave no gaps between tensors of many sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
