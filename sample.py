@@ -126,10 +126,9 @@ def run(task: Task, context: Context) -> Iterator[str]:
     import data
     import trainer
     from checkpointing.load import load_weights
-    from distributed.preflight import check_precision
     from generation.decoding import Choice, Decoder
 
-    check_precision(task.config, context)
+    trainer.check_precision(task.config, context)
     splits = data.build(task.config)
     state = trainer.build_model(task.config, context)
     context.recorder.enter("load")

@@ -195,10 +195,9 @@ def main(
         layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
         config, choice = settled(with_measured_costs(config, context, dtype), context.device.type)
-        layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
-        preflight.check_precision(config, context)
+        check_precision(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         end.callback(state.reader.close)
@@ -210,13 +209,15 @@ def main(
         preflight.check_compiler(kernels, context)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
-        for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
+        for note in [
+            *(choice.notes(config.layout.schedule_costs) if choice else []),
+            *splits.notes,
+        ]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
         checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
-        checkpoints.begin_pinning()
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
@@ -372,11 +373,10 @@ class Trainer:
 
     def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
         """Every rank's statistics of the step: the one exchange between steps."""
-        waiting = self.recorder.take_waited()
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
         action = max(self.conditions.requested_action(ahead), self.checkpoints.requested_action)
-        own = step_stats.measure(self.device, seconds, waiting, action)
+        own = step_stats.measure(self.device, seconds, self.recorder.take_waited(), action)
         self.recorder.at("statistics")
         everyone = step_stats.exchange(own, self.world, self.device)
         self.recorder.end_step()
@@ -422,6 +422,17 @@ def check_begin(config: Config, done: Progress) -> None:
             f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
             f"{done.consumed_samples} samples: use the layout of the stage before"
         )
+
+
+def check_precision(config: Config, context: Context) -> None:
+    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
+    slowly: run.json and the start-up lines say which precision runs.
+    """
+    if context.device.type != "cuda" or config.training.precision != "bf16":
+        return
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(context.device)
+        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:

@@ -247,11 +247,13 @@ class Checkpointer:
 
     def resume(self) -> Progress:
         """`Loader.resume`; the first save then sets aside what is not of this run's course: the
-        later steps, or all unless the run continues from a checkpoint of its own folder.
+        later steps, or all unless the run continues from a checkpoint of its own folder. Memory for
+        the first save is allocated from here on.
         """
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         loader = Loader(*about, self.print_line)
         progress = loader.resume()
+        self.begin_pinning()
         self._last_step = progress.iteration
         if loader.chosen:
             why = f"this run continues from {loader.chosen}"

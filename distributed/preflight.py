@@ -50,17 +50,6 @@ def enabled(config: Config, context: Context) -> bool:
     return len(set(context.nodes)) > 1 if given is None else given
 
 
-def check_precision(config: Config, context: Context) -> None:
-    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
-    slowly: run.json and the start-up lines say which precision runs.
-    """
-    if context.device.type != "cuda" or config.training.precision != "bf16":
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(context.device)
-        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
-
-
 class Peers(StoreExchange):
     """All ranks: their values, within a time limit, and how messages name them."""
 
