@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.load import Progress
+from checkpointing.load import Progress, check_begin
 from checkpointing.save import Checkpointer
 from config.messages import UserError
 from config.schema import Config
@@ -195,6 +195,7 @@ def main(
         layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
         config, choice = settled(with_measured_costs(config, context, dtype), context.device.type)
+        layout = config.layout
         preflight.introduce(config, context)
         splits = data.build(config)
         check_precision(config, context)
@@ -209,10 +210,7 @@ def main(
         preflight.check_compiler(kernels, context)
         log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
-        for note in [
-            *(choice.notes(config.layout.schedule_costs) if choice else []),
-            *splits.notes,
-        ]:
+        for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
@@ -412,16 +410,6 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
-
-
-def check_begin(config: Config, done: Progress) -> None:
-    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
-    begin = config.run.begin_at_samples
-    if done.consumed_samples < begin:
-        raise UserError(
-            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
-            f"{done.consumed_samples} samples: use the layout of the stage before"
-        )
 
 
 def check_precision(config: Config, context: Context) -> None:
