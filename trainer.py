@@ -22,9 +22,8 @@ from checkpointing.load import Progress, check_begin
 from checkpointing.save import Checkpointer
 from config.messages import UserError
 from config.schema import Config
-from distributed import preflight
+from distributed import garbage, preflight
 from distributed.context import Context, start
-from distributed.garbage import collect_after, collecting_between_steps
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
@@ -219,7 +218,7 @@ def main(
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
-        end.enter_context(collecting_between_steps())
+        end.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
         log.summarize(explain)
         if finished:
@@ -345,7 +344,7 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
-        collect_after(iteration)
+        garbage.collect_after(iteration)
         self.trace.after(iteration)
         self.times.after(iteration)
         for line in self.stragglers.add(everyone):
@@ -358,6 +357,7 @@ class Trainer:
         """Compile, by the passes of the first step that is not passed over."""
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
+        garbage.freeze()
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
 

@@ -86,10 +86,10 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     rates = ("--calibration", str(out / "calibration.toml"))
     parts = [
         Part("facts", "The machine", 40, (gpu, "facts", *device, None)),
-        Part("train", "train.py as it is", 70, (train, *device, None)),
-        Part("train-compile", "train.py --compile", 100, (train, *device, "--compile", None)),
-        Part("models", "Models", 250, (models, *device, None)),
-        Part("profile", "Profile of a step", 80, (profile, *device, None)),
+        Part("train", "train.py as it is", 90, (train, *device, None)),
+        Part("train-compile", "train.py --compile", 110, (train, *device, "--compile", None)),
+        Part("models", "Models", 230, (models, *device, None)),
+        Part("profile", "Profile of a step", 70, (profile, *device, None)),
         Part("cuda", "CUDA tests", 200, cuda_tests, 2),
         Part("nccl", "NCCL tests of two ranks on one GPU", 340, two_ranks, 2),
         Part("ceilings", "Ceilings", 60, (gpu, "ceilings", *device, None), 4),

@@ -1,7 +1,8 @@
 """train.py that writes what its loop does in which order: `python THIS FOLDER ARGUMENTS...`.
 
 FOLDER/order_RANK.json has a list of events: "pinning", where the buffers of saves are allocated,
-"begin" and "end" of the loop, and each garbage collection as the phase and step in which it ran.
+"begin" and "end" of the loop, each garbage collection as the phase and step in which it ran, and
+whether the collector runs by itself again at the end.
 """
 
 import gc

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+from types import SimpleNamespace
 
 import golden_worker
 import numpy as np
@@ -23,7 +24,7 @@ from config import schema as configuration
 from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
-from distributed import placement
+from distributed import garbage, placement
 from telemetry import row_file
 from telemetry.log import Log
 
@@ -195,6 +196,17 @@ def test_garbage_is_collected_at_the_same_steps_on_all_ranks(tmp_path):
     expected = ["pinning", "begin", ["log", 10], ["log", 20], "end", "automatic again"]
     for rank in range(2):
         assert json.loads((tmp_path / f"order_{rank}.json").read_text()) == expected
+
+
+def test_what_is_compiled_is_frozen(monkeypatch):
+    """torch.compile keeps so many objects that each collection would look at them for long."""
+    done, loop = [], SimpleNamespace(cold=True, state=None, recorder=None)
+    loop.splits, loop.device = SimpleNamespace(train=None), torch.device("cpu")
+    loop.log = SimpleNamespace(note=lambda line: done.append(line.partition(",")[0]))
+    monkeypatch.setattr(trainer, "warm_up", lambda *_: done.append("warm-up"))
+    monkeypatch.setattr(garbage.gc, "freeze", lambda: done.append("frozen"))
+    trainer.Trainer._warm_up(loop, 0)
+    assert done == ["warm-up", "frozen", "compiled"]
 
 
 @pytest.mark.slow
