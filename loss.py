@@ -28,7 +28,7 @@ class _CrossEntropy(torch.autograd.Function):
         """The loss of each token, of labels' shape."""
         local = LocalLoss.of(logits.detach(), labels, spec, fused)
         every = local.sums.new_empty(tp.size, *local.sums.shape)
-        tp.all_gather(every, local.sums).wait()
+        tp.at_once.all_gather(every, local.sums).wait()
         losses, ctx.share = local.losses(every)
         ctx.local = local
         return losses

@@ -190,7 +190,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, tp):
         ctx.mark_dirty(x)
-        tp.all_reduce(x).wait()
+        tp.at_once.all_reduce(x).wait()
         return x
 
     @staticmethod
@@ -205,7 +205,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     def forward(ctx, x, tp):
         ctx.tp = tp
         part = x.new_empty(x.shape[0] // tp.size, *x.shape[1:])
-        tp.reduce_scatter(part, x.contiguous()).wait()
+        tp.at_once.reduce_scatter(part, x.contiguous()).wait()
         return part
 
     @staticmethod
@@ -226,7 +226,7 @@ def _gather(x: Tensor, tp: Group | None) -> Tensor:
     if tp is None:
         return x
     whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
-    tp.all_gather(whole, x.contiguous()).wait()
+    tp.at_once.all_gather(whole, x.contiguous()).wait()
     return whole
 
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.load import Progress
+from checkpointing.load import Progress, check_begin
 from checkpointing.save import Checkpointer
 from config.messages import UserError
 from config.schema import Config
-from distributed import preflight
+from distributed import garbage, preflight
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -163,7 +163,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
     batches = state.reader.batches(samples, 0, config, count)
     loss_sum, counted = state.pipeline.evaluate(batches, micro_batches)
     sums = torch.stack([loss_sum, torch.full_like(loss_sum, counted)])
-    mesh.world.all_reduce(sums).wait()
+    mesh.world.at_once.all_reduce(sums).wait()
     total, targets = mesh.world.values(sums)
     return total / max(1.0, targets)
 
@@ -218,6 +218,7 @@ def main(
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
+        end.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
         log.summarize(explain)
         if finished:
@@ -343,6 +344,7 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
+        garbage.collect_after(iteration)
         self.trace.after(iteration)
         self.times.after(iteration)
         for line in self.stragglers.add(everyone):
@@ -355,6 +357,7 @@ class Trainer:
         """Compile, by the passes of the first step that is not passed over."""
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
+        garbage.freeze()
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
 
@@ -368,11 +371,10 @@ class Trainer:
 
     def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
         """Every rank's statistics of the step: the one exchange between steps."""
-        waiting = self.recorder.take_waited()
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
-        action = self.conditions.requested_action(ahead)
-        own = step_stats.measure(self.device, seconds, waiting, action)
+        action = max(self.conditions.requested_action(ahead), self.checkpoints.requested_action)
+        own = step_stats.measure(self.device, seconds, self.recorder.take_waited(), action)
         self.recorder.at("statistics")
         everyone = step_stats.exchange(own, self.world, self.device)
         self.recorder.end_step()
@@ -408,16 +410,6 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
-
-
-def check_begin(config: Config, done: Progress) -> None:
-    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
-    begin = config.run.begin_at_samples
-    if done.consumed_samples < begin:
-        raise UserError(
-            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
-            f"{done.consumed_samples} samples: use the layout of the stage before"
-        )
 
 
 def check_precision(config: Config, context: Context) -> None:

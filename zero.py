@@ -199,7 +199,7 @@ class Optimizer:
         if targets is not None:
             parts.append(torch.full_like(parts[1], targets))
         sums = torch.stack(parts)
-        self.mesh.world.all_reduce(sums).wait()
+        self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *found = self.mesh.world.values(sums)
         counted = int(found[0]) if found else self._targets
         # The backward passes divided by begin_step's number.

@@ -43,6 +43,7 @@ MODELS = {
     "cuda": [("--model 1b3", 4), ("--model gpt2-124m", 16)],
     "cpu": [("--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512", 2)],
 }
+EXPANDABLE = "expandable_segments:True"  # as distributed/context.py sets it
 REPEATS = {"cuda": 20, "cpu": 3}
 SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceiling
 COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
@@ -114,7 +115,9 @@ def model_of(words: str) -> Config:
 
 
 def facts(device: str, section: Section) -> None:
-    """What the machine is, and which packages it has."""
+    """What the machine is, which packages it has, and whether torch's allocator works as train.py
+    sets it: where it does not, every run would fail.
+    """
     for name, value in nvidia_smi().items():
         section.add(f"* {name}: {value}")
     nccl = torch.cuda.nccl.version() if device == "cuda" else None
@@ -135,6 +138,21 @@ def facts(device: str, section: Section) -> None:
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
         section.add(f"* GPU memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+    if "bitsandbytes" in found["missing packages"]:
+        section.add("* bitsandbytes is missing: the test of --optimizer adamw8bit is skipped")
+    problem = allocator_problem(device)
+    told = problem or "works"
+    section.add(f"* {EXPANDABLE}: {told}", expandable_segments=not problem)
+
+
+def allocator_problem(device: str) -> str:
+    """Why no tensor can be allocated with segments that grow, in a process of its own; or empty."""
+    code = f"import torch; torch.zeros(1, device={device!r})"
+    environment = {**os.environ, "PYTORCH_ALLOC_CONF": EXPANDABLE}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines() or [""]
+    return f"status {done.returncode}: {lines[-1][:300]}" if done.returncode else ""
 
 
 def nvidia_smi() -> dict[str, str]:

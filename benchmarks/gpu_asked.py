@@ -75,8 +75,8 @@ def asked(device: str, section: Section, out: Path) -> None:
 
 
 def tests(found: dict[str, Any]) -> Iterator[Row]:
-    """Rows of the two parts that are tests."""
-    for part in ("cuda", "nccl"):
+    """Rows of the parts that are tests."""
+    for part in ("cuda", "nccl", "nccl4"):
         data, what = found.get(part), f"{part} tests"
         if not data:
             yield what, "all pass", "not run", None
@@ -96,7 +96,7 @@ def model(found: dict[str, Any], device: str) -> tuple[str, dict[str, Any] | Non
 def speed(found: dict[str, Any], device: str) -> Iterator[Row]:
     """MFU with --compile, of the device's peak and of the measured GEMM; and beside the loop."""
     words, data = model(found, device)
-    if data is None:
+    if data is None or COMPILED not in data["seconds"]:
         yield f"{words}: MFU and tokens/s", f"at least {LEAST_MFU:.0%}", "not run", None
         return
     config = configuration(words, data["micro_batch"], device)
@@ -110,9 +110,11 @@ def speed(found: dict[str, Any], device: str) -> Iterator[Row]:
         yield what, wish, f"{share:.1%}", share >= LEAST_MFU
     if gemm:
         yield what, f"(of the measured GEMM, {gemm / 1e12:.4g} TFLOP/s)", f"{rate / gemm:.1%}", None
-    ratio = data["ratio"]
+    ratio, seen, good = data.get("ratio"), "not run", None
+    if ratio is not None:
+        seen, good = f"{ratio:.3f}", ratio >= LEAST_RATIO
     wish = f"at least {LEAST_RATIO} of the plain compiled loop"
-    yield f"{words}: tokens/s, --compile", wish, f"{ratio:.3f}", ratio >= LEAST_RATIO
+    yield f"{words}: tokens/s, --compile", wish, seen, good
 
 
 def memory(found: dict[str, Any], device: str) -> Iterator[Row]:

@@ -1,9 +1,12 @@
 """All that a borrowed GPU should be used for, in order of worth; `scripts/gpu_day.sh` starts it.
 
-    python benchmarks/gpu_day.py --out DIR [--rehearse] [--seconds 540]
+    python benchmarks/gpu_day.py --out DIR [--rehearse] [--seconds 540] [--call 1]
                                  [--parts facts,nccl] [--tests 'cp or zb-v']
 
-Every part is a process with a time limit of its own; one that fails or is ended stops no other.
+The parts are divided into calls of at most nine minutes: in call 1 a model is measured, before
+anything is tested, in call 2 are the tests, in call 4 the rest. Call 3 is for what was red in the
+first two: the command for it is printed. Every part is a process with a time limit of its own; one
+that fails or is ended stops no other. A part that is asked for alone may take all of the time.
 DIR/gpu-day.md and gpu-day.json are written anew when a part begins and when it ends: a kill loses
 nothing. With --parts the results of other parts that are in DIR stay. DIR/gpu-day.log has all
 output, DIR/calibration.toml the rates for plan.py and tune.py, DIR/machine.toml the planner's
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +35,15 @@ sys.path.insert(0, str(ROOT))  # the project's own modules
 from config.messages import Parser, UserError, exit_with
 
 SECONDS = 540  # of all parts together
+# A rehearsal is lent no machine, and takes several times as long on a CPU.
+REHEARSAL_SECONDS, REHEARSAL_LIMITS = 3600, 4.0
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
 MOST_PRINTED = 9000  # characters on the parts that failed, of all of them
 
 
 @dataclass(frozen=True)
 class Part:
-    """One part: its time limit in seconds, and its command.
+    """One part: its time limit in seconds where others are asked for too, its command, its call.
 
     A command that ends with None is given `--section FILE` there, for what it finds. Of pytest the
     counts are shown, of another one the end of its output.
@@ -48,6 +53,7 @@ class Part:
     title: str
     limit: float
     command: tuple
+    call: int = 1
 
 
 @dataclass
@@ -62,37 +68,40 @@ class Outcome:
 
 
 def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[Part]:
-    """The parts in the order of their worth; tests_with: pytest's -k, for those that are tests."""
+    """The parts in the order of their worth, call by call; tests_with: pytest's -k, for those that
+    are tests.
+    """
     device = ("--device", "cpu" if rehearse else "cuda")
     tests = ("-m", "pytest", "-vv", "-rfEs", "-m", "cuda", "-p", "no:cacheprovider")
     # What fails is printed at once, and the stacks of a test that hangs before its part is ended.
     tests += ("-p", "benchmarks.gpu_day", "-o", "faulthandler_timeout=100")
     tests += ("--durations=5",) + ("--rehearse-cuda",) * rehearse
-    tests += ("-k", tests_with) if tests_with else ()
-    asked = "benchmarks/gpu_asked.py"
-    calibration = ("--calibration", str(out / "calibration.toml"))
-    return [
-        Part("facts", "The machine", 30, ("benchmarks/gpu.py", "facts", *device, None)),
-        Part("cuda", "CUDA tests", 150, (*tests, "tests/test_cuda.py")),
-        Part("nccl", "NCCL tests on one GPU", 200, (*tests, "tests/test_nccl.py")),
-        Part("models", "Models", 240, ("benchmarks/gpu_models.py", *device, None)),
-        Part("ceilings", "Ceilings", 45, ("benchmarks/gpu.py", "ceilings", *device, None)),
-        Part(
-            "calibration",
-            "Calibration",
-            30,
-            ("benchmarks/gpu.py", "calibration", *device, *calibration, None),
-        ),
-        Part(
-            "runs",
-            "Runs for the planner",
-            110,
-            ("benchmarks/gpu_runs.py", *device, "--out", str(out), None),
-        ),
-        Part("asked", "Asked and seen", 60, (asked, "asked", *device, "--out", str(out), None)),
-        Part("profile", "Profile of a step", 60, ("benchmarks/gpu_profile.py", *device, None)),
-        Part("emulator", "Emulator and plan", 60, (asked, "emulator", *device, None)),
+    chosen = f"({tests_with}) and " if tests_with else ""
+    cuda_tests = (*tests, *(("-k", tests_with) if tests_with else ()), "tests/test_cuda.py")
+    two_ranks = (*tests, "-k", f"{chosen}not four-ranks", "tests/test_nccl.py")
+    four_ranks = (*tests, "-k", f"{chosen}four-ranks", "tests/test_nccl.py")
+    gpu, asked, train = "benchmarks/gpu.py", "benchmarks/gpu_asked.py", "benchmarks/gpu_train.py"
+    models, profile = "benchmarks/gpu_models.py", "benchmarks/gpu_profile.py"
+    runs = ("benchmarks/gpu_runs.py", *device, "--out", str(out), None)
+    rates = ("--calibration", str(out / "calibration.toml"))
+    parts = [
+        Part("facts", "The machine", 40, (gpu, "facts", *device, None)),
+        Part("train", "train.py as it is", 90, (train, *device, None)),
+        Part("train-compile", "train.py --compile", 110, (train, *device, "--compile", None)),
+        Part("models", "Models", 230, (models, *device, None)),
+        Part("profile", "Profile of a step", 70, (profile, *device, None)),
+        Part("cuda", "CUDA tests", 200, cuda_tests, 2),
+        Part("nccl", "NCCL tests of two ranks on one GPU", 340, two_ranks, 2),
+        Part("ceilings", "Ceilings", 60, (gpu, "ceilings", *device, None), 4),
+        Part("calibration", "Calibration", 40, (gpu, "calibration", *device, *rates, None), 4),
+        Part("runs", "Runs for the planner", 120, runs, 4),
+        Part("asked", "Asked and seen", 60, (asked, "asked", *device, "--out", str(out), None), 4),
+        Part("emulator", "Emulator and plan", 70, (asked, "emulator", *device, None), 4),
+        Part("nccl4", "NCCL tests of four ranks on one GPU", 190, four_ranks, 4),
     ]
+    if rehearse:
+        parts = [replace(part, limit=part.limit * REHEARSAL_LIMITS) for part in parts]
+    return parts
 
 
 # ---- Running -------------------------------------------------------------------------------------
@@ -118,11 +127,19 @@ def run_all(
             continue
         outcome.status = "running"
         write(outcomes, out, title)
-        run(outcome, out, min(outcome.part.limit, left))
+        avoid_what_failed(outcomes)
+        limit = min(outcome.part.limit, left) if len(to_run) > 1 else left
+        run(outcome, out, limit)
         print(f"{outcome.part.name}: {outcome.status}, {outcome.seconds:.0f} s", flush=True)
         write(outcomes, out, title)
     write(outcomes, out, title)
     return outcomes
+
+
+def avoid_what_failed(outcomes: list[Outcome]) -> None:
+    """Have the parts to come run without what the part `facts` has tried in vain."""
+    if any(outcome.data.get("expandable_segments") is False for outcome in outcomes):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
 
 
 def earlier(path: Path, parts: list[Part]) -> list[Outcome]:
@@ -243,8 +260,10 @@ def write(outcomes: list[Outcome], out: Path, title: str) -> None:
         }
         for o in outcomes
     ]
-    replace(out / "gpu-day.json", json.dumps({"title": title, "parts": parts}, indent=1) + "\n")
-    replace(out / "gpu-day.md", "\n".join(lines))
+    replace_file(
+        out / "gpu-day.json", json.dumps({"title": title, "parts": parts}, indent=1) + "\n"
+    )
+    replace_file(out / "gpu-day.md", "\n".join(lines))
 
 
 def red(outcomes: list[Outcome], log: str) -> list[str]:
@@ -253,7 +272,7 @@ def red(outcomes: list[Outcome], log: str) -> list[str]:
     """
     failed = [o for o in outcomes if o.status != "done"]
     outputs = dict(
-        re.findall(r"^==== (\w+): (.*?)(?=^==== \w+: |\Z)", log, re.DOTALL | re.MULTILINE)
+        re.findall(r"^==== ([\w-]+): (.*?)(?=^==== [\w-]+: |\Z)", log, re.DOTALL | re.MULTILINE)
     )
     lines = []
     for outcome in failed:
@@ -268,7 +287,7 @@ def red(outcomes: list[Outcome], log: str) -> list[str]:
     return lines
 
 
-def replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file under another name first."""
     draft = path.with_suffix(path.suffix + ".draft")
     draft.write_text(text)
@@ -290,7 +309,8 @@ def main() -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", required=True, help="folder for the results")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small shapes")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
+    parser.add_argument("--seconds", type=float, help=f"for all parts together; {SECONDS}")
+    parser.add_argument("--call", type=int, help="the parts of that call: 1, 2 or 4")
     parser.add_argument("--parts", help="names of parts, with commas; default: all")
     parser.add_argument("--tests", help="of the parts that are tests: pytest's -k")
     o = parser.parse_args()
@@ -298,6 +318,12 @@ def main() -> None:
     parts = all_parts(out, o.rehearse, o.tests)
     names = [part.name for part in parts]
     chosen = o.parts.split(",") if o.parts else None
+    if o.call is not None:
+        if chosen:
+            raise UserError(f"--call {o.call} and --parts {o.parts}: give one of them")
+        chosen = [part.name for part in parts if part.call == o.call]
+        if not chosen:
+            raise UserError(f"--call {o.call}: there are 1, 2 and 4; for 3 give --parts")
     unknown = [name for name in chosen or () if name not in names]
     if unknown:
         raise UserError(f"there is no part {unknown[0]!r}: {', '.join(names)}")
@@ -305,7 +331,8 @@ def main() -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks and other programs share the cores
     kind = "Rehearsal of the GPU day on a CPU: no figure of it is a result" if o.rehearse else ""
     title = f"{kind or 'GPU day'}, {time.strftime('%Y-%m-%d %H:%M')}, {commit()}"
-    outcomes = run_all(parts, out, o.seconds, title, chosen)
+    seconds = o.seconds or (REHEARSAL_SECONDS if o.rehearse else SECONDS)
+    outcomes = run_all(parts, out, seconds, title, chosen)
     tell(outcomes, out)
     sys.exit(any(outcome.status.startswith("not reached") for outcome in outcomes))
 

@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_models.py --section FILE [--device cpu]
 
-Trine with --compile and the plain loop hold model and optimizer at the same time and take turns,
-so that a clock that sinks is shared; then Trine without --compile, which rehearse.py and plan.py
-speak of, runs alone. A figure is the median of ROUNDS turns, a turn the mean of its steps. Trine's
-step is trainer.step with its own data; the plain loop's tokens are on the GPU before. Peak memory
-is each one's own: the other's resident bytes are taken off. A part of scripts/gpu_day.sh.
+Trine without --compile, which rehearse.py and plan.py speak of, runs first and alone. Then Trine
+with --compile and the plain loop hold model and optimizer at the same time and take turns, so that
+a clock that sinks is shared. A side that fails costs no other one its figure: if the two fail
+together, each is measured alone. A figure is the median of ROUNDS turns, a turn the mean of its
+steps. Trine's step is trainer.step with its own data; the plain loop's tokens are on the GPU
+before. Peak memory is each one's own: the other's resident bytes are taken off. A part of
+scripts/gpu_day.sh.
 """
 
 import argparse
@@ -14,16 +16,22 @@ import gc
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+from config.run_options import Run
+from distributed.context import prepare
+
+if __name__ == "__main__":  # before torch is imported, as train.py does
+    prepare(Run(compile=True))
+
+import torch
 from gpu import MODELS, Section, synchronise, this_machine
 from plain_gpt import WHAT, PlainRun
 
@@ -130,10 +138,12 @@ def seconds_a_step(sides: list[Side], device: str) -> dict[str, list[float]]:
     return found
 
 
-def compare(words: str, micro_batch: int, device: str, section: Section) -> None:
-    """Measure one model at one micro-batch, and add its table; torch.OutOfMemoryError passes."""
+def compare(words: str, micro_batch: int, device: str, section: Section) -> dict[str, Any]:
+    """Measure one model at one micro-batch, and add its table; its data. A side that fails is in
+    `failed`, with the name of its exception.
+    """
     config = configuration(words, micro_batch, device)
-    found: dict[str, Any] = {"micro_batch": micro_batch, "seconds": {}, "peaks": {}}
+    found: dict[str, Any] = {"micro_batch": micro_batch, "seconds": {}, "peaks": {}, "failed": {}}
     section.add(
         f"{words}: {config.training.global_batch_size} sequences of {config.model.seq_length}, "
         f"micro-batch {micro_batch}, {ROUNDS[device]} turns of {STEPS[device]} steps.",
@@ -143,14 +153,40 @@ def compare(words: str, micro_batch: int, device: str, section: Section) -> None
         "| --- | --: | --: | --: | --: |",
     )
     notes = []
-    for names in ((PLAIN, COMPILED), (AS_IT_IS,)):  # PlainRun forgets what is compiled
-        notes += turns(names, words, micro_batch, device, found, section)
-        seconds = {name: statistics.median(each) for name, each in found["seconds"].items()}
-        found["ratio"] = seconds[PLAIN] / seconds[COMPILED]
+    for names in ((AS_IT_IS,), (PLAIN, COMPILED)):  # PlainRun forgets what is compiled
+        notes += measured(names, words, micro_batch, device, found, section)
         section.add(**{words: found})  # an end before the last side loses no more than that
+        if found["failed"].get(AS_IT_IS) == "OutOfMemoryError" and micro_batch > 1:
+            break  # the others will not fit either
+    seconds = {name: statistics.median(each) for name, each in found["seconds"].items()}
+    if PLAIN in seconds and COMPILED in seconds:
+        found["ratio"] = seconds[PLAIN] / seconds[COMPILED]
+        share = f"{found['ratio']:.1%}"
+        notes.append(f"Trine's tokens/s with --compile are {share} of the plain loop's.")
+    section.add("", *notes, "", **{words: found})
+    return found
+
+
+def measured(
+    names: tuple, words: str, micro_batch: int, device: str, found: dict, section: Section
+) -> list[str]:
+    """Measure the sides of these names turn by turn, or if that fails each alone; notes on each."""
+    try:
+        return turns(names, words, micro_batch, device, found, section)
+    except Exception as error:  # whatever it is, it must not cost the other sides their figures
+        traceback.print_exc()
+        kind, text = type(error).__name__, str(error).partition("\n")[0][:300]
+    finally:
         gc.collect()  # the sides are gone, and torch.compile's cycles with them
-    notes.append(f"Trine's tokens/s with --compile are {found['ratio']:.1%} of the plain loop's.")
-    section.add("", *notes, "")
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    notes = [f"* {' and '.join(names)} failed: {kind}: {text}"]
+    if len(names) == 1:
+        found["failed"][names[0]] = kind
+        return notes
+    for name in names:
+        notes += measured((name,), words, micro_batch, device, found, section)
+    return notes
 
 
 def turns(
@@ -203,19 +239,14 @@ def main() -> None:
         f"causal half of attention and is Trine's own, and {FORMULAS[1]}, which counts all of it.",
         "",
     )
+    failed = False
     for words, micro_batch in MODELS[o.device]:
-        while True:
-            try:
-                compare(words, micro_batch, o.device, section)
-                break
-            except torch.OutOfMemoryError:
-                if micro_batch == 1:
-                    section.add(f"{words}: both sides do not fit together at micro-batch 1", "")
-                    break
-            micro_batch //= 2  # after the except: its traceback holds the tensors
-            gc.collect()
-            torch.cuda.empty_cache()
-        gc.collect()
+        found = compare(words, micro_batch, o.device, section)
+        while found["failed"].get(AS_IT_IS) == "OutOfMemoryError" and micro_batch > 1:
+            micro_batch //= 2
+            found = compare(words, micro_batch, o.device, section)
+        failed = failed or bool(found["failed"])
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
+from config.run_options import Run
+from distributed.context import prepare
+
+if __name__ == "__main__":  # before torch is imported, as train.py does
+    prepare(Run(compile=True))
+
+import torch
 from gpu import MODELS, Section, synchronise, this_machine
 from gpu_models import AS_IT_IS, COMPILED, FORMULAS, MICRO_BATCHES, WARM_UP, configuration
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import data
 import trainer

@@ -6,9 +6,10 @@ folders       the folder of a checkpoint: manifest, names, publishing, retention
 verification  whether a checkpoint is whole and sound
 writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
+host_buffers  host memory into which a save copies the state
 load          reads a checkpoint under any layout; `Progress` of a run
 hf_export     Hugging Face weights, out and in
 hf_mappings   which tensors of the families of Hugging Face transformers make which of ours
 
-A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save and load.
+A run uses `Checkpointer` and `Progress`; checkpoint.py all but writer, save, host_buffers and load.
 """

@@ -102,6 +102,16 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_begin(config: Config, done: Progress) -> None:
+    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
+    begin = config.run.begin_at_samples
+    if done.consumed_samples < begin:
+        raise UserError(
+            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
+            f"{done.consumed_samples} samples: use the layout of the stage before"
+        )
+
+
 @dataclass
 class Loader:
     """Loads one run's state; `Checkpointer` explains the fields."""

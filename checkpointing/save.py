@@ -22,10 +22,10 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from torch import Tensor
 
 from checkpointing import folders
 from checkpointing.file_format import Attributes
+from checkpointing.host_buffers import HostBuffers
 from checkpointing.load import Loader, Progress, checkpoints_folder, fingerprint
 from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
 from config import model_stats
@@ -35,12 +35,12 @@ from data import Samples
 from distributed.collectives import MAX
 from distributed.context import Context
 from distributed.mesh import Mesh
+from distributed.stop_conditions import RequestedAction
 from distributed.store import StoreExchange
 from zero import Optimizer
 
 # Of one rank; assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
-SMALL_PINNED_BUFFER = 2**18  # elements
 
 
 class Checkpointer:
@@ -74,7 +74,7 @@ class Checkpointer:
         self.kinds = ("weights",) if self.run.save_weights_only else self._all_kinds
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
-        self._buffers: dict[str, list[Tensor]] = {}
+        self.buffers = HostBuffers(optimizer.device)
         self._last_step, self._last_time = 0, time.monotonic()  # of the last save that began
         self._seconds: float | None = None  # that the last save took, or the first may take
         self._newest: int | None = None  # on rank 0, the newest step of this course that is saved
@@ -109,17 +109,21 @@ class Checkpointer:
         if iteration == self._last_step:
             return False
         every = self.run.save_every
-        if last or (every and iteration - iteration % every > self._last_step):
-            return True
-        if not self.run.save_every_minutes:
-            return False
+        return last or bool(every and iteration - iteration % every > self._last_step)
+
+    @property
+    def requested_action(self) -> RequestedAction:
+        """What this rank requests at the end of a step: a save if --save-every-minutes are over,
+        which rank 0 decides.
+        """
         minutes = (time.monotonic() - self._last_time) / 60
-        return self._broadcast(minutes >= self.run.save_every_minutes)
+        over = 0 < self.run.save_every_minutes <= minutes
+        return RequestedAction.SAVE if over and self.is_rank_0 else RequestedAction.GO_ON
 
     def _broadcast(self, answer: bool) -> bool:
         """Rank 0's answer. Collective."""
         flag = torch.tensor(int(answer and self.is_rank_0), device=self.optimizer.device)
-        self.mesh.world.all_reduce(flag, MAX).wait()
+        self.mesh.world.at_once.all_reduce(flag, MAX).wait()
         return bool(self.mesh.world.values(flag))
 
     @property
@@ -203,21 +207,20 @@ class Checkpointer:
         """A copy of the state in host memory by kind, in buffers that every save uses again."""
         if not save.shards:
             return {kind: [] for kind in save.kinds}
-        count, on_gpu = count_elements(save.shards), self.optimizer.device.type == "cuda"
+        count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
             # One after the other: a rule may have to make what is read, in memory of the GPU.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
-            if kind not in self._buffers:
-                sizes = _pinned_sizes(count) if on_gpu else [count]
-                buffers = [torch.empty(n, dtype=dtype, pin_memory=on_gpu) for n in sizes]
-                self._buffers[kind] = buffers
-            if on_gpu:
-                _copy_to_pinned(runs, self._buffers[kind])
-            else:  # half the time of copies one by one
-                torch.cat(list(runs), out=self._buffers[kind][0])
-        if on_gpu:
-            torch.cuda.synchronize(self.optimizer.device)
-        return {kind: [b.numpy() for b in self._buffers[kind]] for kind in save.kinds}
+            self.buffers.copy(kind, runs, count, dtype)
+        self.buffers.finish()
+        return {kind: self.buffers.arrays(kind) for kind in save.kinds}
+
+    def begin_pinning(self) -> None:
+        """Begin to allocate what the first asynchronous save copies into, if there are saves."""
+        shards = shards_to_write(self.optimizer)
+        if self.enabled and self.run.async_save and shards:
+            types = saved_types(shards[0], self.kinds)
+            self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
         """Save unless this step is saved, and wait; whether it is complete. Collective."""
@@ -244,11 +247,13 @@ class Checkpointer:
 
     def resume(self) -> Progress:
         """`Loader.resume`; the first save then sets aside what is not of this run's course: the
-        later steps, or all unless the run continues from a checkpoint of its own folder.
+        later steps, or all unless the run continues from a checkpoint of its own folder. Memory for
+        the first save is allocated from here on.
         """
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         loader = Loader(*about, self.print_line)
         progress = loader.resume()
+        self.begin_pinning()
         self._last_step = progress.iteration
         if loader.chosen:
             why = f"this run continues from {loader.chosen}"
@@ -350,30 +355,6 @@ class Checkpointer:
             },
             "run": origin(self.config.as_dict()),
         }
-
-
-def _pinned_sizes(count: int) -> list[int]:
-    """Elements of the buffers that hold `count`: powers of two, and the last one the rest.
-
-    torch rounds pinned memory up to a power of two, so one buffer could take twice its size.
-    """
-    sizes = []
-    while count > SMALL_PINNED_BUFFER:
-        sizes.append(2 ** (count.bit_length() - 1))
-        count -= sizes[-1]
-    return [*sizes, count] if count else sizes
-
-
-def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
-    """Begin to copy runs of elements, one behind the other, into buffers of as many."""
-    rest = iter(buffers)
-    room = next(rest)
-    for run in runs:
-        while len(run):
-            room = room if len(room) else next(rest)
-            n = min(len(run), len(room))
-            room[:n].copy_(run[:n], non_blocking=True)
-            run, room = run[n:], room[n:]
 
 
 def origin(config: dict[str, Any]) -> dict[str, str]:

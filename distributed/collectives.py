@@ -9,10 +9,14 @@ local sum in rank order: one hop, and the same bits on every rank
 (benchmarks/results/gloo-collectives.md). A longer gather is a broadcast by every rank, in place;
 between two ranks a reduce-scatter is one message each way.
 
+A wait that follows at once is written `group.at_once.all_reduce(tensor).wait()`: over NCCL the
+collective then runs on the current stream. Elsewhere it is the same group.
+
 A group with a log records every call before it starts and while it is waited for
 (watchdog/flight_recorder.py), so that the rank that causes a hang can be found.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -69,13 +73,24 @@ class _All:
             work.wait()
 
 
+@dataclass
+class _OnCurrentStream:
+    """A collective that starts where it is waited for, on the current stream."""
+
+    run: Callable[[], object]
+
+    def wait(self) -> None:
+        self.run()
+
+
 class Group:
     """The ranks of one axis as this rank sees them. A group of one communicates nothing.
 
     ranks: the members' ranks in the world. rank: this rank's position among them. handle: torch's
     process group. group_log: records the operations. blocking: wait for every collective where it
     starts, slower and easier to debug. On a GPU a handle's `wait()` makes the current stream wait,
-    not the host.
+    not the host. at_once: this group, for collectives whose `wait()` follows at once. Over NCCL
+    they start in their wait, on the current stream, and no events lead to NCCL's stream and back.
     """
 
     def __init__(
@@ -90,6 +105,11 @@ class Group:
         self.group_log, self.blocking = group_log, blocking
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
+        self._on_current_stream = False
+        self.at_once = self
+        if handle is not None and not self._gloo and not blocking:
+            self.at_once = copy.copy(self)
+            self.at_once._on_current_stream = True
 
     def shard(self, tensor: Tensor) -> Tensor:
         """This rank's slice of `tensor` along dimension 0, which the group's size must divide."""
@@ -185,12 +205,18 @@ class Group:
             handle.wait()
         return handle
 
+    def _collective(self, function: Callable, *arguments: Any) -> Handle:
+        """A collective of torch: started on the backend's own stream, or to start in its wait."""
+        if self._on_current_stream:
+            return _OnCurrentStream(lambda: function(*arguments, group=self.handle))
+        return function(*arguments, group=self.handle, async_op=True)
+
     def _all_reduce(self, tensor: Tensor, op) -> Handle:
         if not self._gloo:
-            return dist.all_reduce(tensor, op, group=self.handle, async_op=True)
+            return self._collective(dist.all_reduce, tensor, op)
         if not self._prefers_one_hop(tensor.nbytes):
             host = tensor.cpu()  # the tensor itself if it is on the CPU
-            work = dist.all_reduce(host, op, group=self.handle, async_op=True)
+            work = self._collective(dist.all_reduce, host, op)
             return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
         work, received = self._one_hop(tensor.reshape(1, -1))
         reduce = torch.sum if op == SUM else torch.amax
@@ -198,7 +224,7 @@ class Group:
 
     def _reduce_scatter(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
-            return _reduce_scatter(output, source, group=self.handle, async_op=True)
+            return self._collective(_reduce_scatter, output, source)
         if self.size == 2:
             return self._add_of_other(output, source.reshape(2, -1))
         work, received = self._one_hop(source.reshape(self.size, -1))
@@ -219,7 +245,7 @@ class Group:
 
     def _all_gather(self, output: Tensor, source: Tensor) -> Handle:
         if not self._gloo:
-            return _all_gather(output, source, group=self.handle, async_op=True)
+            return self._collective(_all_gather, output, source)
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
             # In place: gloo's own gathers in a copy of the whole.
             parts = output.view(self.size, -1)
@@ -232,16 +258,16 @@ class Group:
     def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
         sent = source.cpu() if self._gloo else source  # the source itself if it is on the CPU
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
-        work = dist.all_to_all_single(received, sent, group=self.handle, async_op=True)
+        work = self._collective(dist.all_to_all_single, received, sent)
         complete = None if received is output else lambda: output.copy_(received)
         return _Pending(work, complete, sent)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Handle:
-        return dist.broadcast(tensor, self.ranks[source], group=self.handle, async_op=True)
+        return self._collective(dist.broadcast, tensor, self.ranks[source])
 
     def _reduce(self, tensor: Tensor, to: int) -> Handle:
         host = tensor.cpu() if self._gloo else tensor  # the tensor itself if it is on the CPU
-        work = dist.reduce(host, self.ranks[to], group=self.handle, async_op=True)
+        work = self._collective(dist.reduce, host, self.ranks[to])
         return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
 
     def _prefers_one_hop(self, message: int) -> bool:
@@ -263,13 +289,13 @@ class _SumBothWays(torch.autograd.Function):
     def forward(ctx, x, group):
         ctx.group = group
         ctx.mark_dirty(x)
-        group.all_reduce(x).wait()
+        group.at_once.all_reduce(x).wait()
         return x
 
     @staticmethod
     def backward(ctx, grad):
         grad = grad.clone(memory_format=torch.contiguous_format)
-        ctx.group.all_reduce(grad).wait()
+        ctx.group.at_once.all_reduce(grad).wait()
         return grad, None
 
 

@@ -14,7 +14,6 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import os
 import sys
 import threading
@@ -65,6 +64,8 @@ def prepare(run: Run, pp: int = 1) -> None:
     # Each group's messages have a stream of their own, and of those that share one of the device's
     # queues (8 by default) one may have to wait for another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # torch would warn on each rank that a message alone may wait for others of its group.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     # Segments that grow leave no gaps between tensors of many sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -279,8 +280,7 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
     meeting = meet(launch, run, meet_within)
     import torch
 
-    new_event = functools.partial(torch.cuda.Event, enable_timing=True)
-    recorder = FlightRecorder(new_event if meeting.backend == "nccl" else None)
+    recorder = FlightRecorder(torch.cuda.Event if meeting.backend == "nccl" else None)
     context = Context(**vars(meeting), recorder=recorder, blocking=run.blocking)
     context.job_nodes = job_nodes()
     if run.deterministic:

@@ -45,13 +45,13 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group, received = group, torch.empty_like(x)
-        group.all_to_all(received, x).wait()
+        group.at_once.all_to_all(received, x).wait()
         return received
 
     @staticmethod
     def backward(ctx, grad):
         received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-        ctx.group.all_to_all(received, grad.contiguous()).wait()
+        ctx.group.at_once.all_to_all(received, grad.contiguous()).wait()
         return received, None
 
 

@@ -77,11 +77,11 @@ class Decoder:
         if local is not None:
             tp, columns = self.mesh.tp, local.t().contiguous()  # (V/tp, 1)
             whole = columns.new_empty(len(columns) * tp.size, 1)
-            tp.all_gather(whole, columns).wait()
+            tp.at_once.all_gather(whole, columns).wait()
             chosen[0] = choose(whole[: self.model.vocab_size, 0].cpu(), how, random)
         chosen = chosen.to(self.factory.device)
         first = rows_along(self.mesh.axes, ("pp",))[0]
-        self.mesh.world.broadcast(chosen, first[self.pipeline.last_rank]).wait()
+        self.mesh.world.at_once.broadcast(chosen, first[self.pipeline.last_rank]).wait()
         return int(self.mesh.world.values(chosen)[0])
 
 

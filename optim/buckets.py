@@ -151,7 +151,7 @@ class ParamGroup(ABC):
         for name in self.key.reduce_over[1:] if self.masters else ():
             tensors = self.own_gradients()  # in one collective, however many there are
             joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
-            self.mesh.group(name).all_reduce(joined).wait()
+            self.mesh.group(name).at_once.all_reduce(joined).wait()
             if len(tensors) > 1:
                 sums = joined.split([t.numel() for t in tensors])
                 torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])

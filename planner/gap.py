@@ -61,9 +61,10 @@ def read(run: str) -> Measured:
     if not rows:
         raise UserError(f"{file} has no measured step yet: the first one is step 4")
     config = run_files.config_of(run)
-    device = "cuda" if facts["cluster"]["backend"] == "nccl" else "cpu"
     layout, model, steps = config.layout, config.model, []
     try:
+        # A run of one rank has no backend, also on a GPU.
+        device = facts["cluster"]["places"][0]["device"].partition(":")[0]
         held = sum(len(rank["passes"]) for rank in rows[-1]["ranks"])
         kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
         kinds += 4 if layout.vocab_pp else 0

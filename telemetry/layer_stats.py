@@ -65,8 +65,8 @@ class LayerStats:
         self.optimizer.before_update = None
         for shard in self.optimizer.owned():
             self._add(1, shard, shard.read("weights", shard.start, shard.stop))
-        self.mesh.world.all_reduce(self.squares).wait()
-        self.mesh.world.all_reduce(self.largest, MAX).wait()
+        self.mesh.world.at_once.all_reduce(self.squares).wait()
+        self.mesh.world.at_once.all_reduce(self.largest, MAX).wait()
         tables = [*self.squares.sqrt().tolist(), self.largest.tolist()]
         return {field: dict(zip(self.names, table)) for field, table in zip(FIELDS, tables)}
 

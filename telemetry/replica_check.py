@@ -65,7 +65,7 @@ def _compare(axis: str, group: Group, hashes: Hashes) -> list[str]:
         return []
     own = torch.stack(list(hashes.values()))
     gathered = own.new_empty(group.size * len(hashes))
-    group.all_gather(gathered, own).wait()
+    group.at_once.all_gather(gathered, own).wait()
     by_rank = gathered.view(group.size, -1)
     found = []
     for i in group.values((by_rank != own).any(0).nonzero().flatten()):

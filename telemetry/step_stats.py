@@ -6,6 +6,7 @@
 All values that ranks must agree on between steps go through this one all-gather.
 """
 
+import math
 import resource
 import statistics
 import time
@@ -27,7 +28,7 @@ class StepStats:
     peak: float  # largest number of bytes so far: allocated on a GPU, resident on a CPU
     reserved: float  # bytes now: reserved by the allocator on a GPU, resident on a CPU
     seconds: float  # the step's wall time
-    waiting: float  # the part of `seconds` in which this rank waited for others
+    waiting: float  # the part of `seconds` in which this rank waited for others; NaN: not timed
     requested_action: float  # a RequestedAction
 
 
@@ -62,9 +63,12 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
     """Every rank's stats, in rank order and equal on every rank; collective over the world."""
     if world.size == 1:
         return [own]
-    row = torch.tensor(astuple(own), dtype=torch.float64, device=device)
+    # From pinned memory the copy to a GPU does not make the host wait for the step's end.
+    row = torch.tensor(astuple(own), dtype=torch.float64)
+    if device.type == "cuda":
+        row = row.pin_memory().to(device, non_blocking=True)
     rows = row.new_empty(world.size * len(row))
-    world.all_gather(rows, row).wait()
+    world.at_once.all_gather(rows, row).wait()
     table = world.values(rows.view(world.size, len(fields(StepStats))))
     return [StepStats(*values) for values in table]
 
@@ -72,32 +76,42 @@ def exchange(own: StepStats, world: Group, device: torch.device) -> list[StepSta
 class StragglerCheck:
     """Names ranks that compute much longer than the other ranks of their pipeline stage.
 
-    Computing is a step's wall time without waiting. On gloo the host times the waits; on nccl
-    events on the stream do, so that a collective's own duration counts as waiting. The rank of a
-    stage of one has nothing to be compared with.
+    Computing is a step's wall time without waiting. On gloo the host times the waits of each step.
+    On nccl events on the stream time them in the steps that step_times.py measures, and a
+    collective's own duration counts as waiting: only these steps are compared. The rank of a stage
+    of one has nothing to be compared with.
     """
 
     def __init__(self, config: Config, nodes: list[str]):
         self.every, self.percent = config.run.check_speed_every, config.run.slow_rank_percent
         self.layout, self.nodes = config.layout, nodes
-        self.computing = [0.0] * len(nodes)
-        self.steps = 0
+        self.computing = [0.0] * len(nodes)  # seconds of the steps whose waits were timed
+        self.steps = self.timed = 0  # since the last check; those of them whose waits were timed
 
     def add(self, everyone: list[StepStats]) -> list[str]:
-        """Count a step; every --check-speed-every steps, a sentence for each slow rank."""
+        """Count a step; every --check-speed-every steps, a sentence for each slow rank.
+
+        If the waits of none of these steps were timed, the check is made after the next timed one.
+        """
         if not self.every:
             return []
-        for rank, stats in enumerate(everyone):
-            self.computing[rank] += stats.seconds - stats.waiting
         self.steps += 1
-        if self.steps < self.every:
+        if not any(math.isnan(stats.waiting) for stats in everyone):
+            self.timed += 1
+            for rank, stats in enumerate(everyone):
+                self.computing[rank] += stats.seconds - stats.waiting
+        if self.steps < self.every or not self.timed:
             return []
-        seconds = [total / self.steps for total in self.computing]
-        self.computing, self.steps = [0.0] * len(seconds), 0
-        return self._slow(seconds)
+        lines = self._slow([total / self.timed for total in self.computing])
+        self.computing = [0.0] * len(everyone)
+        self.steps = self.timed = 0
+        return lines
 
     def _slow(self, seconds: list[float]) -> list[str]:
         lines = []
+        steps = f"the last {self.steps}"
+        if self.timed < self.steps:
+            steps = f"{self.timed} measured steps of {steps}"
         for ranks in ranks_of_stages(self.layout):
             for rank in ranks:
                 peers = [seconds[other] for other in ranks if other != rank]
@@ -107,7 +121,7 @@ class StragglerCheck:
                 at = coordinates(rank, self.layout.axes)
                 lines.append(
                     f"SLOW: rank {rank} (tp {at['tp']}, pp {at['pp']}, dp {at['dp']}) on "
-                    f"{self.nodes[rank]} computed {own:.4f} s a step over the last {self.every}, "
+                    f"{self.nodes[rank]} computed {own:.4f} s a step over {steps}, "
                     f"{own / usual - 1:.0%} longer than the median of the {len(peers)} others of "
                     f"its stage, {usual:.4f} s"
                 )

@@ -2,7 +2,7 @@
 
 Measured are eight of the first steps, then one in ten or more. A row of the file has a step's
 passes and waits on every rank, between the end of the step before and its own end, and rank 0's
-seconds by phase since the row before. On nccl, CUDA events on the stream give the times; they are
+seconds by phase since the row before. On a GPU, CUDA events on the stream give the times; they are
 read when the step has ended. A row is gathered through the store, in a step that is not measured.
 """
 
@@ -36,7 +36,7 @@ class StepTimes:
         self.exchange, self.log, run = exchange, log, log.config.run
         self.recorder, self.traced = log.context.recorder, run.profile_step
         self.on_gpu = log.context.device.type == "cuda"
-        self.measures = not self.on_gpu or self.recorder.new_event is not None
+        self.measures = not self.on_gpu or log.context.backend != "gloo"
         self.interval = max(run.log_every, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
@@ -65,12 +65,12 @@ class StepTimes:
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
         self.exchange.tell("times", own)
+        # Each rank has as many passes, and all must measure the same steps.
+        passes = len(own["passes"]) * context.size
+        self.interval = max(self.interval, passes // PASSES_PER_STEP)
         if not self.log.is_writer:
             return
         ranks, now, spent = self.exchange.collect("times"), time.monotonic(), recorder.spent
-        self.interval = max(
-            self.interval, sum(len(rank["passes"]) for rank in ranks) // PASSES_PER_STEP
-        )
         row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
         row["spent"] = {phase: s - self.spent.get(phase, 0.0) for phase, s in spent.items()}
         self.file.write(row | {"waits": WAITS, "ranks": ranks})

@@ -333,6 +333,7 @@ def test_other_threads_are_awaited():
 def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
     names = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "CUBLAS_WORKSPACE_CONFIG")
     names += ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+    names += ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",)
     code = (
         "import os, sys; from config.run_options import Run; "
         "from distributed.context import prepare; "
@@ -343,7 +344,8 @@ def test_debugging_flags_set_what_torch_reads_when_it_is_loaded():
     def set_for(pp: int, **environment: str) -> list[str]:
         return start([sys.executable, "-c", code.format(pp)], **environment).out.split()
 
-    assert set_for(1) == ["1", "1", ":4096:8", "expandable_segments:True", "None", "32"]
+    expected = ["1", "1", ":4096:8", "expandable_segments:True", "None", "32", "false"]
+    assert set_for(1) == expected
     # With several stages a blocking launch of a message would wait for the other stage's.
     assert set_for(2)[:2] == ["None", "1"]
     given = "max_split_size_mb:64"

@@ -2,15 +2,20 @@
 
 import json
 import math
+import time
+from types import SimpleNamespace
 
 import pytest
-from ranks import start_ranks
+import torch
+from ranks import fork_one, start_ranks
 
 import plan
 from config.command_line import parse
+from distributed.store import StoreExchange
 from planner import gap, remedies, replay
 from schedules import schedule, simulation
 from telemetry import step_times
+from watchdog.flight_recorder import FlightRecorder
 
 WAITS = list(step_times.WAITS)
 SHAPE = (
@@ -115,6 +120,76 @@ def test_spans_become_a_row():
     assert row["around"]["reduce"] == million(0.1, 0, 0, 0, 0.1, 0, 0.3)
     assert row["around"]["log"][0] == 500_000
     assert (row["apart"], row["total"]) == (1_000_000, 3_000_000)
+
+
+class HostEvent:
+    """In place of a CUDA event: the host's clock when it was recorded."""
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.monotonic()
+
+    def synchronize(self):
+        """It has happened."""
+
+    def elapsed_time(self, other: "HostEvent") -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def step_times_of(out, device: str, backend: str, size: int = 1, rank: int = 0):
+    """The StepTimes of a rank that is not there, and its recorder."""
+    context = SimpleNamespace(device=torch.device(device), backend=backend, size=size, node="a")
+    context.recorder, context.clock = FlightRecorder(), lambda: (0.0, 0.0)
+    run = SimpleNamespace(profile_step=0, log_every=1, out=str(out))
+    log = SimpleNamespace(context=context, config=SimpleNamespace(run=run), is_writer=rank == 0)
+    log.note = print
+    return step_times.StepTimes(StoreExchange(None, rank, size, "times"), log), context.recorder
+
+
+def do_steps(times, recorder, last: int) -> None:
+    """Steps of one forward and one backward each."""
+    for step in range(1, last + 1):
+        recorder.begin_step(step)
+        for action in ("F", "B"):
+            recorder.at(action, 0)
+        recorder.at("optimizer")
+        recorder.at("statistics")
+        recorder.end_step()
+        times.after(step)
+
+
+def test_one_rank_on_a_gpu_measures_its_steps(tmp_path, monkeypatch):
+    """It has no backend. Over gloo ranks may share a GPU, and the host's times would be wrong."""
+    monkeypatch.setattr(torch.cuda, "Event", HostEvent)
+    times, recorder = step_times_of(tmp_path, "cuda", "none")
+    do_steps(times, recorder, 5)
+    (row,) = [json.loads(line) for line in (tmp_path / "times.jsonl").read_text().splitlines()]
+    assert row["iteration"] == 4
+    assert len(row["ranks"][0]["passes"]) == 2
+    pairs = [("cuda", "nccl"), ("cuda", "gloo"), ("cpu", "gloo"), ("cpu", "none")]
+    measured = [step_times_of(tmp_path, *pair)[0].measures for pair in pairs]
+    assert measured == [True, False, True, True]
+
+
+def test_all_ranks_measure_the_same_steps(tmp_path):
+    """Of many ranks fewer steps are measured, or the store would be busy with their rows."""
+    times, recorder = step_times_of(tmp_path, "cpu", "gloo", size=4000, rank=1)
+    do_steps(times, recorder, 5)
+    assert times.interval == 4000 * 2 // step_times.PASSES_PER_STEP
+
+
+def test_the_gap_of_one_rank_on_a_gpu_has_costs_of_a_gpu(tmp_path):
+    """Its run.json has no backend; the device of a run is that of its places."""
+    done = fork_one("train.py", *SHAPE.split(), "--out", str(tmp_path))
+    assert done.status == 0, done.err
+    assert gap.read(str(tmp_path)).device == "cpu"
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert facts["cluster"]["backend"] == "none"
+    facts["cluster"]["places"][0] |= {"device": "cuda:0", "gpu": "GPU-1"}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    assert gap.read(str(tmp_path)).device == "cuda"
 
 
 @pytest.mark.parametrize(

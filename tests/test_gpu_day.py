@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import test_nccl
+import torch
 from ranks import ROOT, none_left, start
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -73,21 +74,150 @@ def test_red_parts_run_again_beside_the_results_of_the_others(tmp_path, capsys):
     """What is printed last is why a part failed, and the command that runs it again."""
     good = Part("good", "Good", 60, ("-c", SLOW.replace("600", "0"), "x", None))
     broken = ("-c", "print('x' * 50_000)\nraise ValueError('planted')", None)
-    parts = [good, Part("bad", "Fails", 60, broken), Part("late", "Later", 60, ("-c", ""))]
-    outcomes = gpu_day.run_all(parts, tmp_path, 200, "first", ["good", "bad"])
+    parts = [good, Part("bad-one", "Fails", 60, broken), Part("late", "Later", 60, ("-c", ""))]
+    outcomes = gpu_day.run_all(parts, tmp_path, 200, "first", ["good", "bad-one"])
     gpu_day.tell(outcomes, tmp_path)
     printed = capsys.readouterr().out
-    assert printed.endswith(f"again: bash scripts/gpu_day.sh --out {tmp_path} --parts bad\n")
-    assert "---- bad: failed with status 1\n" in printed
+    assert printed.endswith(f"again: bash scripts/gpu_day.sh --out {tmp_path} --parts bad-one\n")
+    assert "---- bad-one: failed with status 1\n" in printed
     assert "ValueError: planted" in printed
     assert len(printed) < 12_000
-    parts[1] = Part("bad", "Fails", 60, ("-c", "print('mended')"))
-    gpu_day.run_all(parts, tmp_path, 200, "second", ["bad"])
+    parts[1] = Part("bad-one", "Fails", 60, ("-c", "print('mended')"))
+    gpu_day.run_all(parts, tmp_path, 200, "second", ["bad-one"])
     text, found = read(tmp_path)
-    assert {name: part["status"] for name, part in found.items()} == {"good": "done", "bad": "done"}
+    statuses = {name: part["status"] for name, part in found.items()}
+    assert statuses == {"good": "done", "bad-one": "done"}
     assert found["good"]["data"] == {"x": 1}
     assert "mended" in text
     assert "found before" in text
+
+
+def test_a_part_that_is_asked_for_alone_may_take_all_the_time(tmp_path):
+    """Its limit is for the parts after it, which would not be reached."""
+    parts = [
+        Part("slow", "Slow", 0.5, ("-c", "import time; time.sleep(1)")),
+        Part("other", "Other", 60, ("-c", "")),
+    ]
+    gpu_day.run_all(parts, tmp_path, 200, "alone", ["slow"])
+    _, found = read(tmp_path)
+    assert found["slow"]["status"] == "done"
+
+
+def test_the_day_measures_a_model_before_it_tests(tmp_path):
+    """The limits of a call fit into its time, so that no part costs the next one its turn."""
+    parts = gpu_day.all_parts(tmp_path, rehearse=False)
+    calls = {call: [p.name for p in parts if p.call == call] for call in (1, 2, 4)}
+    assert calls == {
+        1: ["facts", "train", "train-compile", "models", "profile"],
+        2: ["cuda", "nccl"],
+        4: ["ceilings", "calibration", "runs", "asked", "emulator", "nccl4"],
+    }
+    assert [part.call for part in parts] == sorted(part.call for part in parts)
+    for call in calls:
+        assert sum(part.limit for part in parts if part.call == call) <= gpu_day.SECONDS
+    with_tests = {p.name: p.command for p in gpu_day.all_parts(tmp_path, False, "cp or zb-v")}
+    assert "(cp or zb-v) and four-ranks" in with_tests["nccl4"]
+    assert "(cp or zb-v) and not four-ranks" in with_tests["nccl"]
+    wrong = start([sys.executable, "benchmarks/gpu_day.py", "--out", str(tmp_path), "--call", "3"])
+    assert wrong.status == 2
+    assert "--call 3: there are 1, 2 and 4; for 3 give --parts" in wrong.err
+
+
+def test_an_allocator_that_fails_is_tried_first_and_avoided(monkeypatch):
+    """Else every run of train.py would fail where segments cannot grow."""
+    assert gpu.allocator_problem("cpu") == ""
+    assert gpu.allocator_problem("no-such-device").startswith("status 1: RuntimeError: ")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    facts = gpu_day.Outcome(Part("facts", "", 1, ()), data={"expandable_segments": True})
+    gpu_day.avoid_what_failed([facts])
+    assert "PYTORCH_ALLOC_CONF" not in gpu_day.os.environ
+    facts.data["expandable_segments"] = False
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")  # so that it is not set after the test
+    gpu_day.avoid_what_failed([facts])
+    assert gpu_day.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:False"
+
+
+# Ends the program where it imports torch, and prints what is set by then.
+PREPARED = """
+import os, runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"), os.environ["PYTORCH_ALLOC_CONF"])
+            sys.exit(7)
+
+sys.meta_path.insert(0, Finder())
+sys.argv = [sys.argv[1], "--help"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", ["gpu_models.py", "gpu_profile.py"])
+def test_models_are_measured_as_train_py_runs_them(program):
+    """With its allocator and its number of queues, which torch reads when it is loaded."""
+    outcome = start([sys.executable, "-c", PREPARED, f"benchmarks/{program}"])
+    assert (outcome.status, outcome.out) == (7, "32 expandable_segments:True\n"), outcome.err
+
+
+class Sides:
+    """In place of what gpu_models.py measures: sides whose steps do nothing, or that fail.
+
+    failing: the sides that cannot be made. crowded: two cannot be there together.
+    """
+
+    def __init__(self, monkeypatch, failing=(), crowded=False):
+        self.made, self.failing, self.crowded = [], failing, crowded
+        monkeypatch.setattr(gpu_models, "ours", lambda config, device, name: (self.make(name), "k"))
+        monkeypatch.setattr(gpu_models, "plain", lambda c, device: self.make(gpu_models.PLAIN))
+        turns = gpu_models.turns
+        self.there = 0
+
+        def counted(*arguments):
+            self.there = 0
+            return turns(*arguments)
+
+        monkeypatch.setattr(gpu_models, "turns", counted)
+
+    def make(self, name: str) -> gpu_models.Side:
+        """The side of that name."""
+        self.made.append(name)
+        self.there += 1
+        if self.crowded and self.there > 1:
+            raise torch.OutOfMemoryError("both do not fit")
+        if name in self.failing:
+            raise ValueError(f"{name} is broken\nand more")
+        return gpu_models.Side(name, lambda: 1.0, 0)
+
+
+def compared(tmp_path) -> tuple[dict, str]:
+    """What gpu_models.py finds of the first model, and its lines."""
+    section = gpu.Section(str(tmp_path / "section.json"))
+    found = gpu_models.compare(*gpu.MODELS["cpu"][0], "cpu", section)
+    assert json.loads(json.dumps(found)) == section.data[gpu.MODELS["cpu"][0][0]]
+    return found, "\n".join(section.lines)
+
+
+@pytest.mark.parametrize("failing", [gpu_models.PLAIN, gpu_models.COMPILED, gpu_models.AS_IT_IS])
+def test_a_side_that_fails_costs_no_other_its_figure(tmp_path, monkeypatch, failing):
+    every = {gpu_models.AS_IT_IS, gpu_models.COMPILED, gpu_models.PLAIN}
+    sides = Sides(monkeypatch, (failing,))
+    found, lines = compared(tmp_path)
+    assert sides.made[0] == gpu_models.AS_IT_IS, "the figure that matters most is the first"
+    assert set(found["seconds"]) == every - {failing}
+    assert found["failed"] == {failing: "ValueError"}
+    assert ("ratio" in found) == (failing == gpu_models.AS_IT_IS)
+    assert f"* {failing} failed: ValueError: {failing} is broken\n" in lines
+
+
+def test_sides_that_do_not_fit_together_are_measured_alone(tmp_path, monkeypatch):
+    Sides(monkeypatch, crowded=True)
+    found, lines = compared(tmp_path)
+    assert len(found["seconds"]) == 3
+    assert found["failed"] == {}
+    assert "ratio" in found
+    assert "failed: OutOfMemoryError: both do not fit" in lines
 
 
 def test_a_failed_test_is_printed_before_the_run_ends(tmp_path):
@@ -139,10 +269,13 @@ def test_asked_and_seen(tmp_path, monkeypatch):
     half = flops / machine.peak / 0.501
     within = planned * 1.079 >= half >= planned * 0.921
     seen = reached(found_of_parts(half, 1.019e10))
-    assert seen == [True, False, True, None, True, True, None, None, within]
+    assert seen == [True, False, None, True, None, True, True, None, None, within]
     assert reached(found_of_parts(planned * 1.079, 0.979e10))[-4:] == [False, None, None, True]
     assert reached(found_of_parts(planned * 1.081, 0.981e10))[-4:] == [True, None, None, False]
-    assert reached(found_of_parts(flops / machine.peak / 0.499, 1e10))[2] is False
+    assert reached(found_of_parts(flops / machine.peak / 0.499, 1e10))[3] is False
+    alone = found_of_parts(half, 1e10)
+    alone[3]["data"][gpu.MODELS["cuda"][0][0]]["seconds"].pop(gpu_models.COMPILED)
+    assert reached(alone)[3:] == [None, True, None, None, within], "one side alone is judged"
     (tmp_path / "machine.toml").unlink()
     assert reached(found_of_parts(planned, 1e10))[-1] is None
     assert set(reached([])) == {None}
@@ -199,14 +332,17 @@ def test_what_the_time_does_not_reach_is_said(tmp_path):
     assert found["late"]["status"].endswith(" of 1 s left")
 
 
-def test_the_rehearsal_of_three_parts(tmp_path):
+def test_the_rehearsal_of_four_parts(tmp_path):
     script = ["bash", "scripts/gpu_day.sh", "--rehearse", "--out", str(tmp_path)]
-    outcome = start([*script, "--parts", "facts,calibration,runs"], timeout=180)
+    outcome = start([*script, "--parts", "facts,train,calibration,runs"], timeout=180)
     assert outcome.status == 0, outcome.err
     text, found = read(tmp_path)
     assert {part["status"] for part in found.values()} == {"done"}, text
     assert text.startswith("# Rehearsal of the GPU day on a CPU: no figure of it is a result")
     assert "* torch: " in text
+    assert "* expandable_segments:True: works" in text
+    assert "after step 20" in text
+    assert "the named causes are" in text
     machine = gpu.hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.bandwidth == pytest.approx(found["calibration"]["data"]["bandwidth"], rel=1e-3)
     assert found["runs"]["lines"][0].startswith("* run-1, `train.py --layers 2")
@@ -220,10 +356,13 @@ def test_the_rehearsal_of_three_parts(tmp_path):
 def test_the_nccl_tests_run_on_the_cpu():
     """The layouts on two ranks, so that they are right when they first meet a GPU."""
     tests = ["-m", "pytest", "tests/test_nccl.py", "--rehearse-cuda", "-p", "no:cacheprovider"]
-    outcome = start([sys.executable, *tests, "-vv", "-k", "two-ranks"], OMP_NUM_THREADS="1")
+    outcome = start(
+        [sys.executable, *tests, "-vv", "-k", "two-ranks or of_its_own"], OMP_NUM_THREADS="1"
+    )
     assert outcome.status == 0, outcome.out[-4000:]
     _, data = gpu_day.told_by_log(outcome.out)
-    expected = {"passed": len(test_nccl.CASES[2]), "failed": [], "skipped": 0, "finished": True}
+    count = len(test_nccl.CASES[2]) + 1
+    expected = {"passed": count, "failed": [], "skipped": 0, "finished": True}
     assert data == expected
 
 

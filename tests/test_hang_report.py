@@ -1,6 +1,7 @@
 """Which rank is named from records set by hand; the report, printed again."""
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -79,47 +80,87 @@ def test_the_ring_keeps_the_newest_records():
 class Event:
     """A CUDA event of a device that has passed the first `Event.passed` events."""
 
-    passed, clock = 0, 0
+    passed, clock, made, queries = 0, 0, 0, 0
+
+    def __init__(self):
+        Event.made += 1
 
     def record(self):
         Event.clock += 1
         self.at = Event.clock
 
     def query(self):
+        Event.queries += 1
         return self.at <= Event.passed
 
     def elapsed_time(self, other):
         return 1e3 * (other.at - self.at)
 
 
-def test_waits_of_a_stream_are_seen_by_events(monkeypatch):
+def stamp() -> Event:
+    """An event that is recorded now, as a measured step takes it."""
+    event = Event()
+    event.record()
+    return event
+
+
+@pytest.fixture
+def no_events(monkeypatch):
+    """The class Event, of which nothing is recorded yet."""
+    for name in ("passed", "clock", "made", "queries"):
+        monkeypatch.setattr(Event, name, 0)
+
+
+def wait_for_some(recorder: FlightRecorder, count: int) -> list[flight_recorder.Operation]:
+    """Operations that the rank has started, and for which its stream waits."""
+    group_log = recorder.group_log("tp", (0, 1))
+    operations = [group_log.enter("all_reduce", 4) for _ in range(count)]
+    for operation in operations:
+        operation.under_way(Work()).wait()
+    return operations
+
+
+def test_waits_of_a_stream_are_seen_by_events(monkeypatch, no_events):
     """On nccl the host goes on: the device waits for the first operation it has not passed."""
     monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
     recorder = FlightRecorder(Event)
-    group_log = recorder.group_log("tp", (0, 1))
-    operations = [group_log.enter("all_reduce", 4) for _ in range(3)]
-    for operation in operations:
-        operation.under_way(Work()).wait()
-    Event.passed = 2
+    operations = wait_for_some(recorder, 3)
+    Event.passed = 1
     assert recorder.device_waits_for() is operations[1]
     with recorder.waiting_for("device"):
         assert recorder.snapshot(0)["wait"]["number"] == 2
     assert recorder.snapshot(0)["wait"]["number"] == 2  # also when the host does not wait
     with recorder.waiting_for("writer"):
         assert recorder.snapshot(0)["wait"]["kind"] == "writer"
-    assert recorder.take_waited() == 1.0  # of three, one has passed
-    Event.passed = 6
-    assert recorder.take_waited() == 2.0
+    Event.passed = 3
     assert recorder.device_waits_for() is recorder.snapshot(0)["wait"] is None
 
 
-def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch):
+def test_waits_of_a_stream_are_timed_in_measured_steps_alone(monkeypatch, no_events):
+    """A timing event before and after each wait; in other steps one event, and no query."""
+    monkeypatch.setattr(flight_recorder, "DEVICE_WAITS", 5)
+    recorder = FlightRecorder(Event)
+    recorder.begin_step(1)
+    wait_for_some(recorder, 20)
+    assert (Event.clock, Event.made, Event.queries) == (20, 5, 0)
+    assert math.isnan(recorder.take_waited())
+    recorder.keep_spans(stamp)
+    wait_for_some(recorder, 2)  # between the steps
+    recorder.begin_step(2)
+    recorded = Event.clock
+    wait_for_some(recorder, 3)
+    assert Event.clock == recorded + 9
+    assert recorder.take_waited() == 3 * 2.0  # as this clock counts events
+    assert recorder.take_waited() == 0.0
+    Event.passed = Event.clock - 3  # not the last wait's
+    assert recorder.device_waits_for().number == 25, "also where events are used again"
+
+
+def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch, no_events):
     """The main thread reports it through the watchdog's, which must go on until then."""
     monkeypatch.setattr(flight_recorder, "SECONDS_TO_ASK", 0.0)
     recorder = FlightRecorder(Event)
-    Event.passed = 0
-    operation = recorder.group_log("tp", (0, 1)).enter("all_reduce", 4)
-    operation.under_way(Work()).wait()
+    wait_for_some(recorder, 1)
     assert recorder.snapshot(0)["device"]["number"] == 1
 
     def failed(self):
@@ -129,17 +170,12 @@ def test_a_device_with_an_error_leaves_the_heartbeats(monkeypatch):
     assert recorder.snapshot(0)["device"] is None
 
 
-def test_the_driver_is_asked_only_when_progress_stands(monkeypatch):
+def test_the_driver_is_asked_only_when_progress_stands(monkeypatch, no_events):
     """It may wait for a lock of the driver, and the rank would look silent to the monitor."""
     clock = SimpleNamespace(monotonic=lambda: Work.now)
     monkeypatch.setattr(flight_recorder, "time", clock)
     recorder = FlightRecorder(Event)
-    Event.passed = 10**6
-    for _ in range(3):
-        recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
-    assert len(recorder._on_stream) == 0, "the rank itself forgets what has been passed"
-    Event.passed = 0
-    recorder.group_log("tp", (0, 1)).enter("all_reduce", 4).under_way(Work()).wait()
+    wait_for_some(recorder, 4)
     asked = []
     monkeypatch.setattr(Event, "query", lambda self: asked.append(self) or False)
     assert recorder.snapshot(0)["device"] is None
@@ -147,7 +183,7 @@ def test_the_driver_is_asked_only_when_progress_stands(monkeypatch):
     assert recorder.snapshot(0)["device"] is None
     assert asked == []
     Work.now += 0.2
-    assert recorder.snapshot(0)["device"]["number"] == 4
+    assert recorder.snapshot(0)["device"]["number"] == 1
     assert len(asked) == 1
 
 

@@ -1,5 +1,7 @@
 """The mesh, the weights' generator, and collectives and layers on real ranks."""
 
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -8,9 +10,12 @@ from hypothesis import given, settings
 from ranks import fork_ranks
 
 from config.schema import AXES, Layout
+from distributed import collectives
+from distributed.collectives import Group
 from distributed.mesh import Mesh
 from model import VocabEmbedding
 from parallel import ParamFactory, draw_normal
+from watchdog.flight_recorder import FlightRecorder
 
 
 @pytest.mark.slow
@@ -19,6 +24,36 @@ def test_collectives_and_layers_on_ranks(ranks):
     outcome = fork_ranks(ranks, "tests/collectives_worker.py")
     assert outcome.status == 0, outcome.err[-3000:]
     assert outcome.out.startswith("ok ")
+
+
+def group_on(backend: str, monkeypatch, started: list, blocking: bool = False) -> Group:
+    """A group of two over a backend that is not there; `started`: how its sums were started."""
+
+    def all_reduce(tensor, op, group, async_op=False):
+        started.append(async_op)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(collectives.dist, "get_backend", lambda handle: backend)
+    monkeypatch.setattr(collectives.dist, "all_reduce", all_reduce)
+    log = FlightRecorder().group_log("tp", (0, 1))
+    return Group((0, 1), 0, object(), log, blocking)
+
+
+def test_over_nccl_a_wait_that_follows_at_once_takes_the_current_stream(monkeypatch):
+    started: list[bool] = []
+    group = group_on("nccl", monkeypatch, started)
+    handle = group.at_once.all_reduce(torch.ones(3))
+    assert started == [], "it starts in its wait, between the events of the flight recorder"
+    assert group.group_log.entered == 1
+    handle.wait()
+    handle.wait()
+    assert started == [False]
+    group.all_reduce(torch.ones(3)).wait()
+    assert started == [False, True]
+    assert group.group_log.entered == 2
+    blocking = group_on("nccl", monkeypatch, started, blocking=True)
+    gloo, alone = group_on("gloo", monkeypatch, started), Group()
+    assert all(each.at_once is each for each in (blocking, gloo, alone))
 
 
 def drawn(name, shape, dim, start, stop, std, seed, device="cpu"):

@@ -96,6 +96,34 @@ def test_stops_of_the_host_have_their_lines(rehearsals):
     assert any(line.startswith("zero.py:") for kind, _, line in stops if kind == READ)
 
 
+@pytest.fixture(scope="module")
+def host() -> list[dict]:
+    """What the host of rank 2 of 8 does, as tests/host_worker.py tells it, under three layouts."""
+    now_and_then = "--stats-every 5 --sample-every 5 --sample-prompt 1 --eval-samples 4"
+    lines = [
+        f"{SHAPE} --tp 2 --pp 2 --sequence-parallel {now_and_then}",
+        f"{SHAPE} --tp 2 --pp 2 --cp 2 --check-replicas-every 3",
+        f"{SHAPE} --tp 2 --zero 2",
+    ]
+    outcome = start([sys.executable, "tests/host_worker.py", "8", "2", *lines])
+    assert outcome.status == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_a_collective_that_is_waited_for_at_once_takes_no_stream_of_nccl(host):
+    """On NCCL's own stream it would cost two hops between streams, with an event each."""
+    assert [found["late"] for found in host] == [[], [], []]
+    assert all(found["noted"] > 50 for found in host)
+
+
+def test_the_host_stops_three_times_in_a_step(host):
+    """For the norm of the gradients, the end of the step, and the statistics of all ranks."""
+    expected = {"values of the device at zero.py": 1}
+    expected["synchronize at telemetry/step_stats.py"] = 1
+    expected["values of the device at telemetry/step_stats.py"] = 1
+    assert [found["stops"] for found in host] == [expected] * 3
+
+
 def test_every_stop_of_the_host_is_named():
     """What makes the host wait for a GPU, one operation after the other; and what does not."""
     done = subprocess.run(

@@ -3,16 +3,19 @@
 import dataclasses
 import errno
 import os
+import re
 import threading
 
 import pytest
 import torch
 from checkpoint_worker import build_run, make, run
+from ranks import fork_ranks
 
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.load import Progress
 from config.messages import UserError
+from distributed.stop_conditions import RequestedAction
 
 
 def test_a_full_disk_is_found_before_writing(tmp_path, monkeypatch):
@@ -110,10 +113,29 @@ def test_saving_every_so_many_minutes(tmp_path, monkeypatch):
     monkeypatch.setattr(save.time, "monotonic", lambda: now[0])
     for step in range(1, 9):
         now[0] += 180
-        checkpoints.after_step(Progress(step, 8 * step), last=step == 7)
+        over = checkpoints.requested_action == RequestedAction.SAVE
+        checkpoints.after_step(Progress(step, 8 * step), last=step == 7, requested=over)
         checkpoints.close()
     saved = [folders.step_of(f) for f in folders.list_checkpoints(checkpoints.parent)]
     assert sorted(saved) == [4, 7]
+
+
+def test_rank_0_decides_about_the_minutes_without_an_exchange_of_its_own(tmp_path, monkeypatch):
+    """Its answer travels with the statistics of the step, which are exchanged anyway."""
+    run = make(tmp_path / "run", save_every=0, save_every_minutes=10.0)
+    checkpoints = build_run(run)[1]
+    monkeypatch.setattr(checkpoints, "_broadcast", lambda answer: pytest.fail("an exchange"))
+    checkpoints.after_step(Progress(1, 8))
+    monkeypatch.setattr(save.time, "monotonic", lambda: checkpoints._last_time + 601)
+    assert checkpoints.requested_action == RequestedAction.SAVE
+    checkpoints.is_rank_0 = False
+    assert checkpoints.requested_action == RequestedAction.GO_ON
+    monkeypatch.undo()
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 32 --steps 3 --device cpu"
+    words += f" --global-batch-size 4 --save-every-minutes 1e-9 --out {tmp_path / 'ranks'}"
+    outcome = fork_ranks(2, "train.py", *words.split())
+    assert outcome.status == 0, outcome.err
+    assert re.findall(r"^saved .*step_0+(\d):", outcome.out, re.MULTILINE) == ["1", "2", "3"]
 
 
 def test_the_interval_that_loses_least():

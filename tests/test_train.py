@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+from types import SimpleNamespace
 
 import golden_worker
 import numpy as np
@@ -23,7 +24,7 @@ from config import schema as configuration
 from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
-from distributed import placement
+from distributed import garbage, placement
 from telemetry import row_file
 from telemetry.log import Log
 
@@ -183,6 +184,29 @@ def test_the_learning_rate_warms_up_and_falls():
     assert wsd[100] == pytest.approx(0.1)
     early = rates(lr_decay_samples=500)
     assert early[50:] == [0.1] * 51
+
+
+def test_garbage_is_collected_at_the_same_steps_on_all_ranks(tmp_path):
+    """And between steps: by itself the collector runs when it likes, and the other ranks wait."""
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 32 --steps 21"
+    words += f" --global-batch-size 4 --device cpu --save-every 8 --out {tmp_path}"
+    words += " --eval-every 8 --eval-samples 4"
+    outcome = fork_ranks(2, "tests/order_worker.py", str(tmp_path), *words.split())
+    assert outcome.status == 0, outcome.err
+    expected = ["pinning", "begin", ["log", 10], ["log", 20], "end", "automatic again"]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"order_{rank}.json").read_text()) == expected
+
+
+def test_what_is_compiled_is_frozen(monkeypatch):
+    """torch.compile keeps so many objects that each collection would look at them for long."""
+    done, loop = [], SimpleNamespace(cold=True, state=None, recorder=None)
+    loop.splits, loop.device = SimpleNamespace(train=None), torch.device("cpu")
+    loop.log = SimpleNamespace(note=lambda line: done.append(line.partition(",")[0]))
+    monkeypatch.setattr(trainer, "warm_up", lambda *_: done.append("warm-up"))
+    monkeypatch.setattr(garbage.gc, "freeze", lambda: done.append("frozen"))
+    trainer.Trainer._warm_up(loop, 0)
+    assert done == ["warm-up", "frozen", "compiled"]
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import resource
 import signal
@@ -57,6 +58,19 @@ def test_a_rank_slower_than_its_peers_is_named_with_its_node():
     assert check.add(everyone) == []
     alone = speed_check(Layout(pp=2, dp=1), ["a", "b"], 1)
     assert alone.add([StepStats(0, 0, 1.0, 0.0, 0), StepStats(0, 0, 9.0, 0.0, 0)]) == []
+
+
+def test_steps_whose_waits_were_not_timed_are_not_compared():
+    """On nccl waits are timed in measured steps alone: the others say nothing about a rank."""
+    check = speed_check(Layout(dp=3), ["a", "b", "c"], 3)
+    untimed = [StepStats(0, 0, 9.0, math.nan, 0) for _ in range(3)]
+    timed = [StepStats(0, 0, 1.0, waiting, 0) for waiting in (0.5, 0.5, 0.1)]
+    assert check.add(untimed) == check.add(timed) == []
+    (line,) = check.add(untimed)
+    assert "rank 2 (tp 0, pp 0, dp 2) on c computed 0.9000 s a step over 1 measured steps" in line
+    assert "of the last 3, 80% longer" in line
+    assert all(check.add(untimed) == [] for _ in range(4)), "it waits for a measured step"
+    assert len(check.add(timed)) == 1
 
 
 def test_what_cannot_be_watched_or_drawn_is_refused():

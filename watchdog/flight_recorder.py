@@ -12,6 +12,7 @@ others wait has a lower count. The training thread writes, the watchdog's thread
 locks: a count may be out of date by a microsecond. benchmarks/watchdog.py measures the cost.
 """
 
+import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -23,7 +24,8 @@ from typing import Any
 Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
 RING = 256  # records kept
 STEPS = 101  # step durations kept, for their median
-DEVICE_WAITS = 4096  # waits on a GPU's stream kept until they are timed
+# Waits of a GPU's stream that are kept: the host can be at most 1024 launches ahead of a stream.
+DEVICE_WAITS = 1024
 SECONDS_TO_ASK = 3.0  # without progress; only then the watchdog's thread asks the GPU's driver
 
 
@@ -116,8 +118,8 @@ class GroupLog:
 class FlightRecorder:
     """The records of one rank: its last operations and actions, and what it does now.
 
-    new_event: makes a timing CUDA event where a wait makes the stream wait and not the host
-    (nccl); None where the host waits (gloo). coordinates: this rank's on the axes of the mesh,
+    new_event: makes a CUDA event where a wait makes the stream wait and not the host (nccl); None
+    where the host waits (gloo). coordinates: this rank's on the axes of the mesh,
     which sets them. progress: grows with every record; a rank whose progress stands may hang.
     """
 
@@ -141,8 +143,10 @@ class FlightRecorder:
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
         self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
         self.new_event = new_event
-        self._events: list[Any] = []  # to be used again
-        self._on_stream: deque[tuple[Operation, Any, Any]] = deque(maxlen=DEVICE_WAITS)
+        # The last waits of the device's stream, each with an event that the stream passes after it.
+        self._on_stream: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
+        # Around each wait of a step that is measured: timing events, of which `stamp` makes one.
+        self._timed_waits: list[tuple[Any, Any]] = []
         self._seen = -1, 0.0  # progress that a snapshot had first, and when
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
@@ -153,7 +157,7 @@ class FlightRecorder:
 
     def begin_step(self, step: int) -> None:
         """A training step begins."""
-        self.take_waited()  # discards the waits between steps
+        self.waited, self._timed_waits = 0.0, []  # the waits between steps do not count
         self._move(("train", step, "begin", None))
         self._step_began = self.since
 
@@ -212,39 +216,40 @@ class FlightRecorder:
     # -- time in waits ----------------------------------------------------------------------
 
     def take_waited(self) -> float:
-        """Seconds in waits since the last call: of the host, or on nccl of the device's stream.
+        """Seconds in waits since the step began or the last call: of the host, or on nccl of the
+        device's stream. NaN on nccl if no spans with a `stamp` are kept: these waits are not timed.
 
-        A stream's wait counts when the stream has passed it: call this after the step's last
-        `values`, which waits for the device.
+        Call this when the device has done the step, so that its stream has passed every wait.
         """
-        if self.new_event is not None:
-            self._count_passed()
-        waited, self.waited = self.waited, 0.0
-        return waited
-
-    def _count_passed(self) -> None:
-        """Count the waits that the device's stream has passed, and use their events again."""
-        while self._on_stream and self._on_stream[0][2].query():
-            _, first, last = self._on_stream.popleft()
-            self.waited += first.elapsed_time(last) / 1e3
-            if self.stamp is None:  # else spans have them
-                self._events += [first, last]
+        if self.new_event is None:
+            waited, self.waited = self.waited, 0.0
+            return waited
+        if self.stamp is None:
+            return math.nan
+        timed, self._timed_waits = self._timed_waits, []
+        return sum(first.elapsed_time(last) for first, last in timed) / 1e3
 
     def wait_for(self, operation: Operation) -> tuple[Any, Any] | None:
-        """Wait for the handle; on nccl between two events: the stream waits, the host goes on.
+        """Wait for the handle; on nccl the stream waits and the host goes on.
 
-        Returns the two while spans are kept with a `stamp`.
+        There an event is recorded after the wait: after a hang it tells whether the stream has
+        passed the operation. It takes no time stamp and is never queried by this thread. Two timing
+        events around the wait are recorded, and returned, only while spans are kept with a `stamp`.
         """
         if self.new_event is None:
             operation.handle.wait()
             return None
-        first, last = (self._events.pop() if self._events else self.new_event() for _ in range(2))
-        first.record()
+        first = self.stamp() if self.stamp else None
         operation.handle.wait()
-        last.record()
-        self._on_stream.append((operation, first, last))
-        self._count_passed()
-        return (first, last) if self.stamp else None
+        # The oldest of so many events lies behind the stream, and is used again.
+        reuses = len(self._on_stream) == DEVICE_WAITS
+        passed = self._on_stream[0][1] if reuses else self.new_event()
+        passed.record()
+        self._on_stream.append((operation, passed))
+        if self.stamp is None:
+            return None
+        self._timed_waits.append((first, self.stamp()))
+        return self._timed_waits[-1]
 
     def device_waits_for(self) -> Operation | None:
         """The first operation that the device's stream has not passed yet.
@@ -252,9 +257,9 @@ class FlightRecorder:
         Asks the driver, which may wait for a lock that another thread holds. None too after an
         error of the device, which every query raises again: the main thread reports it.
         """
-        waits = list(self._on_stream)  # passed: when the second event has been
+        waits = list(self._on_stream)
         with suppress(RuntimeError):
-            return next((operation for operation, _, last in waits if not last.query()), None)
+            return next((operation for operation, passed in waits if not passed.query()), None)
         return None
 
     # -- for the watchdog's thread ----------------------------------------------------------
