@@ -8,6 +8,7 @@ sent.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,6 +25,7 @@ from parallel import ParamFactory
 from schedules import vocabulary
 from schedules.partition import placement
 from schedules.schedule import VOCABULARY, Action, Schedule, forward_only
+from watchdog.flight_recorder import FlightRecorder
 
 # A micro-batch by its index, on the stage's device.
 Batches = Callable[[int], Batch]
@@ -140,6 +142,36 @@ class Pipeline:
                     group.receive(message, sender).wait()
 
 
+class Later:
+    """A message or collective that is started later than its input is there.
+
+    It is recorded as an operation of the action that made its input.
+    """
+
+    def __init__(self, start: Callable[[], Handle], recorder: FlightRecorder):
+        """start: called once; it holds the input until then."""
+        self._start: Callable[[], Handle] | None = start
+        self._handle: Handle | None = None
+        self._recorder, self._place = recorder, recorder.place
+
+    @property
+    def started(self) -> bool:
+        """Whether it has been started."""
+        return self._handle is not None
+
+    def start(self) -> None:
+        """Start it."""
+        assert self._start is not None  # it is started once
+        now, self._recorder.place = self._recorder.place, self._place
+        self._handle, self._start = self._start(), None
+        self._recorder.place = now
+
+    def wait(self) -> None:
+        """As of any handle; it must have been started."""
+        assert self._handle is not None  # the schedule has what waits after what starts
+        self._handle.wait()
+
+
 class Execution:
     """One pass through a rank's actions, with the messages and activations that it holds.
 
@@ -167,7 +199,8 @@ class Execution:
         self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
-        self.leaving: dict[Action, Handle] = {}  # by this rank's action
+        self.leaving: dict[Action, Later] = {}  # by this rank's action
+        self.unsent: dict[int, list[Later]] = {}  # by the place before which they are started
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
@@ -180,9 +213,13 @@ class Execution:
         if self.vocabulary:
             run |= dict.fromkeys(VOCABULARY, self.vocabulary.run)
         for position, action in enumerate(self.actions):
-            for upcoming in self.actions[position : position + 2]:
-                self._post_receive(upcoming)
+            self._post_receive(action)
+            for upcoming in self.actions[position + 1 : position + 2]:
+                if self.schedule.may_be_ahead(upcoming):
+                    self._post_receive(upcoming)
             run[action.kind](action)
+            for message in self.unsent.pop(position + 1, ()):
+                message.start()
             yield action
         self.pipeline.sending += self.leaving.values()
         if self.vocabulary:
@@ -239,6 +276,12 @@ class Execution:
 
     # -- between stages ---------------------------------------------------------------------
 
+    def start_later(self, action: Action, start: Callable[[], Handle]) -> Later:
+        """Have `start` send the result of an action when the schedule says."""
+        message = Later(start, self.mesh.recorder)
+        self.unsent.setdefault(self.schedule.sent_before(action), []).append(message)
+        return message
+
     def _post_receive(self, action: Action) -> None:
         if self.vocabulary:
             self.vocabulary.post_receive(action)
@@ -273,7 +316,8 @@ class Execution:
         if not torch.is_grad_enabled() and not self.vocabulary:
             self._wait_for_sends()  # nothing ever comes back that would show an arrival
         channel = self.mesh.channel(action.kind, self.rank, to)
-        self.leaving[action] = channel.send(tensor.contiguous(), to)
+        tensor = tensor.contiguous()
+        self.leaving[action] = self.start_later(action, lambda: channel.send(tensor, to))
 
     def _release_received(self, neighbour: int, finished: Action) -> None:
         """Free the messages that a neighbour received before it finished an action.
@@ -288,9 +332,8 @@ class Execution:
         self.passed[neighbour] = max(before, now)
 
     def _wait_for_sends(self) -> None:
-        for handle in self.leaving.values():
-            handle.wait()
-        self.leaving.clear()
+        for action in [action for action, message in self.leaving.items() if message.started]:
+            self.leaving.pop(action).wait()
 
 
 # ---- The vocabulary's passes, where all ranks share it -------------------------------------------
@@ -337,8 +380,9 @@ class VocabularyPasses:
 
     def send(self, kind: str, m: int, tensor: Tensor) -> None:
         """Give all ranks what their S takes, the last stage's output, or their G, a gradient."""
-        tensor = tensor.detach().contiguous()
-        self._start(kind, m, tensor, self.groups[kind].broadcast(tensor, self.rank))
+        tensor, action = tensor.detach().contiguous(), Action("FB"[kind == "G"], self.rank, m)
+        broadcast = partial(self.groups[kind].broadcast, tensor, self.rank)
+        self._start(kind, m, tensor, self.execution.start_later(action, broadcast))
 
     def take(self, kind: str, m: int) -> Tensor:
         """The sum of E, on the first stage's rank, or of T, on the last one's."""
@@ -351,7 +395,9 @@ class VocabularyPasses:
 
     def _sum(self, kind: str, m: int, tensor: Tensor, to: int) -> None:
         tensor = tensor.contiguous()
-        self._start(kind, m, tensor, self.groups[kind].reduce(tensor, to))
+        reduce = partial(self.groups[kind].reduce, tensor, to)
+        later = self.execution.start_later(Action(kind, self.rank, m), reduce)
+        self._start(kind, m, tensor, later)
 
     def _release(self, kind: str, m: int) -> None:
         """Free what has been sent and, by what has arrived since, received."""
@@ -373,7 +419,8 @@ class VocabularyPasses:
         labels, part = self.batch[m].labels.t(), self.part
         local = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
         every = local.sums.new_empty(self.mesh.vocabulary.size, *local.sums.shape)
-        handle = self.mesh.vocabulary.all_gather(every, local.sums)
+        gather = partial(self.mesh.vocabulary.all_gather, every, local.sums)
+        handle = self.execution.start_later(Action("S", self.rank, m), gather)
         self.losses[m] = x, edge, local, every, handle
 
     def _loss(self, m: int) -> None:

@@ -131,23 +131,28 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """The passes of the step that comes, whose gradients are forgotten: --compile compiles in them,
-    so that no step's time has it. That step takes the same micro-batches: nothing is read twice.
+    """The passes of one micro-batch of the step that comes, whose gradients are forgotten.
+
+    --compile compiles in them, so that no step's time has it. A GPU loads its kernels in them: that
+    waits until nothing runs on the device, and of one micro-batch no message runs meanwhile that
+    needs what this rank does next. The step reads no sample a second time.
     """
-    state.factory.mesh.recorder.enter("compile")
-    _passes(state, samples, consumed, keep=True)
+    state.factory.mesh.recorder.enter("warm up")
+    _passes(state, samples, consumed, of_warm_up=True)
     state.optimizer.discard()
 
 
 def _passes(
-    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False
+    state: TrainState, samples: data.Samples, consumed: int, of_warm_up: bool = False
 ) -> tuple[Tensor, int]:
     """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
     micro_batches, targets = config.micro_batches(size), size * length
+    if of_warm_up:
+        micro_batches = 1
     state.pipeline.set_length(length)
-    batches = state.reader.batches(samples, consumed, config, keep=keep)
+    batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
@@ -267,7 +272,8 @@ class Trainer:
         self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
         self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
-        self.cold = config.run.compile
+        loads_kernels = self.device.type == "cuda" and config.layout.pp > 1
+        self.cold = config.run.compile or loads_kernels
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.
@@ -352,11 +358,12 @@ class Trainer:
         return max(rank.requested_action for rank in everyone)
 
     def _warm_up(self, begin: int) -> None:
-        """Compile, by the passes of the first step that is not passed over."""
+        """Compile or load kernels, by passes of the first step that is not passed over."""
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
+        done = "compiled" if self.config.run.compile else "loaded kernels"
+        self.log.note(f"{done}, and warmed up by a micro-batch, in {seconds:.1f} s")
 
     def _count(self, iteration: int, batch: int, trained: bool) -> None:
         """Make progress by a step on `batch` samples; trained: whether it changed the weights."""

@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from emulator.matching import World, describe
-from emulator.recording import COPY, MESSAGES, READ, Event
+from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 
 @dataclass
@@ -35,6 +35,11 @@ class _Rank:
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     started: bool = False  # the operation at `at`, on which the host is blocked
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs on any stream, and no stream waits."""
+        return self.passed == len(self.waits) and not any(self.queues.values())
 
     def drain(self) -> None:
         """Let the compute stream pass the operations that have ended."""
@@ -84,7 +89,9 @@ class _Simulation:
             rank.drain()
         elif event.kind == READ and rank.passed < len(rank.waits):
             return False
-        elif event.kind not in (READ, COPY):
+        elif event.kind == LOAD and not rank.idle:
+            return False
+        elif event.kind not in (READ, COPY, LOAD):
             if not rank.started:
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False
@@ -155,7 +162,7 @@ class _Simulation:
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
             return event
-        if event is not None and event.kind not in (READ, COPY, "wait"):
+        if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
             role = event.role
         elif rank.passed < len(rank.waits):
             role = rank.events[rank.waits[rank.passed]].role

@@ -26,6 +26,7 @@ NEVER_NAMED = (str(ROOT / "emulator"), str(ROOT / "distributed"))
 MESSAGES = ("send", "receive")
 READ = "host read"  # the host waits for the device's stream
 COPY = "copy"  # out of host memory that is not pinned: the host waits for the copy alone
+LOAD = "load"  # of a kernel, at its first launch: the host waits for all streams of the device
 
 
 class Event(NamedTuple):
