@@ -130,6 +130,12 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     return state.optimizer.step(lr, loss_sum, counted if masks else None)
 
 
+def warms_up(config: Config, device: torch.device) -> bool:
+    """Whether the passes of one micro-batch come before the first step, as `warm_up` does them."""
+    loads_between_messages = device.type == "cuda" and config.layout.pp > 1
+    return config.run.compile or loads_between_messages
+
+
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """The passes of one micro-batch of the step that comes, whose gradients are forgotten.
 
@@ -272,8 +278,7 @@ class Trainer:
         self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
         self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
-        loads_kernels = self.device.type == "cuda" and config.layout.pp > 1
-        self.cold = config.run.compile or loads_kernels
+        self.cold = warms_up(config, self.device)
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.

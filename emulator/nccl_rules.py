@@ -5,6 +5,8 @@
                 together
     wait        the compute stream waits for the operation, the host goes on
     host read   the host waits for the compute stream
+    load        of a kernel, at its first launch: the host waits for all streams of the device (CUDA
+                C++ Programming Guide, Lazy Loading; meta-pytorch/torchcomms pull request 2334)
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
     --blocking  without stages the host waits for every operation where it starts; that it waits
@@ -36,10 +38,12 @@ class _Rank:
     ended: set[int] = field(default_factory=set)
     started: bool = False  # the operation at `at`, on which the host is blocked
 
-    @property
-    def idle(self) -> bool:
-        """Whether nothing runs on any stream, and no stream waits."""
-        return self.passed == len(self.waits) and not any(self.queues.values())
+    def holds_host(self, event: Event) -> bool:
+        """Whether the host waits for the device at an event that is no operation."""
+        computes = self.passed < len(self.waits)
+        if event.kind == LOAD:
+            return computes or any(self.queues.values())
+        return event.kind == READ and computes
 
     def drain(self) -> None:
         """Let the compute stream pass the operations that have ended."""
@@ -87,9 +91,7 @@ class _Simulation:
         if event.kind == "wait":
             rank.waits.append(event.number)
             rank.drain()
-        elif event.kind == READ and rank.passed < len(rank.waits):
-            return False
-        elif event.kind == LOAD and not rank.idle:
+        elif rank.holds_host(event):
             return False
         elif event.kind not in (READ, COPY, LOAD):
             if not rank.started:

@@ -206,8 +206,8 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
         state = trainer.build(config, context)
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
-        if config.layout.pp > 1:
-            trainer.warm_up(state, samples, 0)  # as Trainer, on GPUs
+        if trainer.warms_up(config, context.device):
+            trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
             meter.start()

@@ -398,7 +398,8 @@ def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
     def group(self, rows, role):
         before = len(asked)
         made = make(self, rows, role)
-        of_role.update({role: options for options in asked[before:]})
+        for options in asked[before:]:
+            of_role[role] = options
         return made
 
     monkeypatch.setattr(Context, "group", group)
