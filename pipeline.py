@@ -1,10 +1,10 @@
 """Runs a schedule on a rank's stages: the only place that sends activations.
 
-The executor does what the schedule's list for this rank says. A receive is posted one action ahead
-of its use and a send is not waited for, so messages travel while the rank computes. Activations and
-their gradients go through groups of their own (Mesh.channel); within each, neighbours have agreed
-on the order (schedule.check), so messages need no labels. Between two stages of one rank nothing is
-sent.
+The executor does what the schedule's list for this rank says. A receive is started one action ahead
+of its use and a send is not waited for, so messages travel while the rank computes; but neither is
+started while the other side still waits for this rank (Schedule.may_be_ahead, sent_before). Groups
+of their own carry activations and gradients (Mesh.channel); within each, neighbours have agreed on
+the order (schedule.check), so messages need no labels. Stages of one rank send nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -148,28 +148,22 @@ class Later:
     It is recorded as an operation of the action that made its input.
     """
 
-    def __init__(self, start: Callable[[], Handle], recorder: FlightRecorder):
-        """start: called once; it holds the input until then."""
-        self._start: Callable[[], Handle] | None = start
-        self._handle: Handle | None = None
-        self._recorder, self._place = recorder, recorder.place
-
-    @property
-    def started(self) -> bool:
-        """Whether it has been started."""
-        return self._handle is not None
+    def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
+        """begin: called once; it holds the input until then."""
+        self._begin, self._recorder, self._place = begin, recorder, recorder.place
+        self.handle: Handle | None = None  # when it has been started
 
     def start(self) -> None:
         """Start it."""
-        assert self._start is not None  # it is started once
         now, self._recorder.place = self._recorder.place, self._place
-        self._handle, self._start = self._start(), None
+        self.handle = self._begin()
+        del self._begin
         self._recorder.place = now
 
     def wait(self) -> None:
         """As of any handle; it must have been started."""
-        assert self._handle is not None  # the schedule has what waits after what starts
-        self._handle.wait()
+        assert self.handle is not None  # the schedule has what waits after what starts
+        self.handle.wait()
 
 
 class Execution:
@@ -276,9 +270,9 @@ class Execution:
 
     # -- between stages ---------------------------------------------------------------------
 
-    def start_later(self, action: Action, start: Callable[[], Handle]) -> Later:
-        """Have `start` send the result of an action when the schedule says."""
-        message = Later(start, self.mesh.recorder)
+    def start_later(self, action: Action, begin: Callable[[], Handle]) -> Later:
+        """Have `begin` send the result of an action when the schedule says."""
+        message = Later(begin, self.mesh.recorder)
         self.unsent.setdefault(self.schedule.sent_before(action), []).append(message)
         return message
 
@@ -307,7 +301,7 @@ class Execution:
     def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
         """Give an action's result to the neighbouring stage, or the ranks, that take it."""
         if self.vocabulary and not 0 <= to_stage < self.schedule.stages:
-            self.vocabulary.send("S" if action.kind == "F" else "G", action.micro_batch, tensor)
+            self.vocabulary.send(action, tensor)
             return
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
@@ -332,7 +326,7 @@ class Execution:
         self.passed[neighbour] = max(before, now)
 
     def _wait_for_sends(self) -> None:
-        for action in [action for action, message in self.leaving.items() if message.started]:
+        for action in [action for action, sent in self.leaving.items() if sent.handle]:
             self.leaving.pop(action).wait()
 
 
@@ -378,11 +372,12 @@ class VocabularyPasses:
             buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
             self._start(kind, m, buffer, self.groups[kind].broadcast(buffer, source))
 
-    def send(self, kind: str, m: int, tensor: Tensor) -> None:
+    def send(self, action: Action, tensor: Tensor) -> None:
         """Give all ranks what their S takes, the last stage's output, or their G, a gradient."""
-        tensor, action = tensor.detach().contiguous(), Action("FB"[kind == "G"], self.rank, m)
+        kind, tensor = {"F": "S", "B": "G"}[action.kind], tensor.detach().contiguous()
         broadcast = partial(self.groups[kind].broadcast, tensor, self.rank)
-        self._start(kind, m, tensor, self.execution.start_later(action, broadcast))
+        later = self.execution.start_later(action, broadcast)
+        self._start(kind, action.micro_batch, tensor, later)
 
     def take(self, kind: str, m: int) -> Tensor:
         """The sum of E, on the first stage's rank, or of T, on the last one's."""

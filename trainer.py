@@ -130,18 +130,9 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
     return state.optimizer.step(lr, loss_sum, counted if masks else None)
 
 
-def warms_up(config: Config, device: torch.device) -> bool:
-    """Whether the passes of one micro-batch come before the first step, as `warm_up` does them."""
-    loads_between_messages = device.type == "cuda" and config.layout.pp > 1
-    return config.run.compile or loads_between_messages
-
-
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """The passes of one micro-batch of the step that comes, whose gradients are forgotten.
-
-    --compile compiles in them, so that no step's time has it. A GPU loads its kernels in them: that
-    waits until nothing runs on the device, and of one micro-batch no message runs meanwhile that
-    needs what this rank does next. The step reads no sample a second time.
+    """The passes of one micro-batch of the step that comes, whose gradients are forgotten: --compile
+    compiles in them, and a GPU loads its kernels (preflight.warms_up). Nothing is read twice.
     """
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
@@ -154,9 +145,7 @@ def _passes(
     """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
-    micro_batches, targets = config.micro_batches(size), size * length
-    if of_warm_up:
-        micro_batches = 1
+    micro_batches, targets = 1 if of_warm_up else config.micro_batches(size), size * length
     state.pipeline.set_length(length)
     batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
@@ -278,7 +267,7 @@ class Trainer:
         self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
         self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
-        self.cold = warms_up(config, self.device)
+        self.cold = preflight.warms_up(config, self.device)
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.
@@ -367,8 +356,7 @@ class Trainer:
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        done = "compiled" if self.config.run.compile else "loaded kernels"
-        self.log.note(f"{done}, and warmed up by a micro-batch, in {seconds:.1f} s")
+        self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
     def _count(self, iteration: int, batch: int, trained: bool) -> None:
         """Make progress by a step on `batch` samples; trained: whether it changed the weights."""

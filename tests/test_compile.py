@@ -88,7 +88,7 @@ def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (compiled,) = [i for i, line in enumerate(lines) if line.startswith("compiled: norms")]
-    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("warmed up by")]
     steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
     assert compiled < warm < min(steps)
     assert len(steps) == 2
@@ -111,7 +111,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
     words += f"--global-batch-size 2 --compile --skip-samples 0:3 6:8 --out {tmp_path}"
     trainer.main(validation.check(parse(words.split()), 1), Launch("python"))
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("warmed up by")]
     steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
     assert ["passed over" in lines[i] for i in steps] == [True, True, False, True, False]
     assert steps[1] < warm < steps[2]
@@ -126,9 +126,9 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
     config = validation.check(parse(words.split()), 1)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     two_stages = validation.check(parse([*words.split(), "--pp", "2"]), 2)
-    assert trainer.warms_up(two_stages, gpu)
-    assert not trainer.warms_up(two_stages, cpu)
-    assert not trainer.warms_up(config, gpu)
+    assert preflight.warms_up(two_stages, gpu)
+    assert not preflight.warms_up(two_stages, cpu)
+    assert not preflight.warms_up(config, gpu)
     passes, train = [], Pipeline.train
 
     def counted(pipeline, batches, micro_batches, loss_weight):
@@ -136,10 +136,10 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
         return train(pipeline, batches, micro_batches, loss_weight)
 
     monkeypatch.setattr(Pipeline, "train", counted)
-    monkeypatch.setattr(trainer, "warms_up", lambda config, device: True)
+    monkeypatch.setattr(preflight, "warms_up", lambda config, device: True)
     trainer.main(config, Launch("python"))
     assert passes == [1, 4, 4]
-    assert "loaded kernels, and warmed up by a micro-batch" in (tmp_path / "log.txt").read_text()
+    assert "warmed up by the passes of a micro-batch in " in (tmp_path / "log.txt").read_text()
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path):
