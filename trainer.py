@@ -131,7 +131,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """The passes of one micro-batch of the step that comes, whose gradients are forgotten: --compile
+    """The passes of one micro-batch of the next step, whose gradients are forgotten: --compile
     compiles in them, and a GPU loads its kernels (preflight.warms_up). Nothing is read twice.
     """
     state.factory.mesh.recorder.enter("warm up")
