@@ -1,13 +1,14 @@
 """Runs a schedule on a rank's stages: the only place that sends activations.
 
-The executor does what the schedule's list for this rank says. A receive is posted one action ahead
-of its use and a send is not waited for, so messages travel while the rank computes. Activations and
-their gradients go through groups of their own (Mesh.channel); within each, neighbours have agreed
-on the order (schedule.check), so messages need no labels. Between two stages of one rank nothing is
-sent.
+The executor does what the schedule's list for this rank says. A receive is started one action ahead
+of its use and a send is not waited for, so messages travel while the rank computes; but neither is
+started while the other side still waits for this rank (Schedule.may_be_ahead, sent_before). Groups
+of their own carry activations and gradients (Mesh.channel); within each, neighbours have agreed on
+the order (schedule.check), so messages need no labels. Stages of one rank send nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -24,6 +25,7 @@ from parallel import ParamFactory
 from schedules import vocabulary
 from schedules.partition import placement
 from schedules.schedule import VOCABULARY, Action, Schedule, forward_only
+from watchdog.flight_recorder import FlightRecorder
 
 # A micro-batch by its index, on the stage's device.
 Batches = Callable[[int], Batch]
@@ -140,6 +142,30 @@ class Pipeline:
                     group.receive(message, sender).wait()
 
 
+class Later:
+    """A message or collective that is started later than its input is there.
+
+    It is recorded as an operation of the action that made its input.
+    """
+
+    def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
+        """begin: called once; it holds the input until then."""
+        self._begin, self._recorder, self._place = begin, recorder, recorder.place
+        self.handle: Handle | None = None  # when it has been started
+
+    def start(self) -> None:
+        """Start it."""
+        now, self._recorder.place = self._recorder.place, self._place
+        self.handle = self._begin()
+        del self._begin
+        self._recorder.place = now
+
+    def wait(self) -> None:
+        """As of any handle; it must have been started."""
+        assert self.handle is not None  # the schedule has what waits after what starts
+        self.handle.wait()
+
+
 class Execution:
     """One pass through a rank's actions, with the messages and activations that it holds.
 
@@ -167,7 +193,8 @@ class Execution:
         self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
-        self.leaving: dict[Action, Handle] = {}  # by this rank's action
+        self.leaving: dict[Action, Later] = {}  # by this rank's action
+        self.unsent: dict[int, list[Later]] = {}  # by the place before which they are started
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
@@ -180,9 +207,13 @@ class Execution:
         if self.vocabulary:
             run |= dict.fromkeys(VOCABULARY, self.vocabulary.run)
         for position, action in enumerate(self.actions):
-            for upcoming in self.actions[position : position + 2]:
-                self._post_receive(upcoming)
+            self._post_receive(action)
+            for upcoming in self.actions[position + 1 : position + 2]:
+                if self.schedule.may_be_ahead(upcoming):
+                    self._post_receive(upcoming)
             run[action.kind](action)
+            for message in self.unsent.pop(position + 1, ()):
+                message.start()
             yield action
         self.pipeline.sending += self.leaving.values()
         if self.vocabulary:
@@ -239,6 +270,12 @@ class Execution:
 
     # -- between stages ---------------------------------------------------------------------
 
+    def start_later(self, action: Action, begin: Callable[[], Handle]) -> Later:
+        """Have `begin` send the result of an action when the schedule says."""
+        message = Later(begin, self.mesh.recorder)
+        self.unsent.setdefault(self.schedule.sent_before(action), []).append(message)
+        return message
+
     def _post_receive(self, action: Action) -> None:
         if self.vocabulary:
             self.vocabulary.post_receive(action)
@@ -264,7 +301,7 @@ class Execution:
     def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
         """Give an action's result to the neighbouring stage, or the ranks, that take it."""
         if self.vocabulary and not 0 <= to_stage < self.schedule.stages:
-            self.vocabulary.send("S" if action.kind == "F" else "G", action.micro_batch, tensor)
+            self.vocabulary.send(action, tensor)
             return
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
@@ -273,7 +310,8 @@ class Execution:
         if not torch.is_grad_enabled() and not self.vocabulary:
             self._wait_for_sends()  # nothing ever comes back that would show an arrival
         channel = self.mesh.channel(action.kind, self.rank, to)
-        self.leaving[action] = channel.send(tensor.contiguous(), to)
+        tensor = tensor.contiguous()
+        self.leaving[action] = self.start_later(action, lambda: channel.send(tensor, to))
 
     def _release_received(self, neighbour: int, finished: Action) -> None:
         """Free the messages that a neighbour received before it finished an action.
@@ -288,9 +326,8 @@ class Execution:
         self.passed[neighbour] = max(before, now)
 
     def _wait_for_sends(self) -> None:
-        for handle in self.leaving.values():
-            handle.wait()
-        self.leaving.clear()
+        for action in [action for action, sent in self.leaving.items() if sent.handle]:
+            self.leaving.pop(action).wait()
 
 
 # ---- The vocabulary's passes, where all ranks share it -------------------------------------------
@@ -335,10 +372,12 @@ class VocabularyPasses:
             buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
             self._start(kind, m, buffer, self.groups[kind].broadcast(buffer, source))
 
-    def send(self, kind: str, m: int, tensor: Tensor) -> None:
+    def send(self, action: Action, tensor: Tensor) -> None:
         """Give all ranks what their S takes, the last stage's output, or their G, a gradient."""
-        tensor = tensor.detach().contiguous()
-        self._start(kind, m, tensor, self.groups[kind].broadcast(tensor, self.rank))
+        kind, tensor = {"F": "S", "B": "G"}[action.kind], tensor.detach().contiguous()
+        broadcast = partial(self.groups[kind].broadcast, tensor, self.rank)
+        later = self.execution.start_later(action, broadcast)
+        self._start(kind, action.micro_batch, tensor, later)
 
     def take(self, kind: str, m: int) -> Tensor:
         """The sum of E, on the first stage's rank, or of T, on the last one's."""
@@ -351,7 +390,9 @@ class VocabularyPasses:
 
     def _sum(self, kind: str, m: int, tensor: Tensor, to: int) -> None:
         tensor = tensor.contiguous()
-        self._start(kind, m, tensor, self.groups[kind].reduce(tensor, to))
+        reduce = partial(self.groups[kind].reduce, tensor, to)
+        later = self.execution.start_later(Action(kind, self.rank, m), reduce)
+        self._start(kind, m, tensor, later)
 
     def _release(self, kind: str, m: int) -> None:
         """Free what has been sent and, by what has arrived since, received."""
@@ -373,7 +414,8 @@ class VocabularyPasses:
         labels, part = self.batch[m].labels.t(), self.part
         local = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
         every = local.sums.new_empty(self.mesh.vocabulary.size, *local.sums.shape)
-        handle = self.mesh.vocabulary.all_gather(every, local.sums)
+        gather = partial(self.mesh.vocabulary.all_gather, every, local.sums)
+        handle = self.execution.start_later(Action("S", self.rank, m), gather)
         self.losses[m] = x, edge, local, every, handle
 
     def _loss(self, m: int) -> None:

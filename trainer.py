@@ -131,23 +131,23 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """The passes of the step that comes, whose gradients are forgotten: --compile compiles in them,
-    so that no step's time has it. That step takes the same micro-batches: nothing is read twice.
+    """The passes of one micro-batch of the next step, whose gradients are forgotten: --compile
+    compiles in them, and a GPU loads its kernels (preflight.warms_up). Nothing is read twice.
     """
-    state.factory.mesh.recorder.enter("compile")
-    _passes(state, samples, consumed, keep=True)
+    state.factory.mesh.recorder.enter("warm up")
+    _passes(state, samples, consumed, of_warm_up=True)
     state.optimizer.discard()
 
 
 def _passes(
-    state: TrainState, samples: data.Samples, consumed: int, keep: bool = False
+    state: TrainState, samples: data.Samples, consumed: int, of_warm_up: bool = False
 ) -> tuple[Tensor, int]:
     """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
-    micro_batches, targets = config.micro_batches(size), size * length
+    micro_batches, targets = 1 if of_warm_up else config.micro_batches(size), size * length
     state.pipeline.set_length(length)
-    batches = state.reader.batches(samples, consumed, config, keep=keep)
+    batches = state.reader.batches(samples, consumed, config, keep=of_warm_up)
     loss_weight = state.optimizer.begin_step(targets, micro_batches)
     return state.pipeline.train(batches, micro_batches, loss_weight)
 
@@ -268,7 +268,7 @@ class Trainer:
         self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
         self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
-        self.cold = config.run.compile
+        self.cold = preflight.warms_up(config, self.device)
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.
@@ -354,12 +354,12 @@ class Trainer:
         return max(rank.requested_action for rank in everyone)
 
     def _warm_up(self, begin: int) -> None:
-        """Compile, by the passes of the first step that is not passed over."""
+        """Compile or load kernels, by passes of the first step that is not passed over."""
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
         garbage.freeze()
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        self.log.note(f"compiled, and warmed up by the passes of a step, in {seconds:.1f} s")
+        self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
     def _count(self, iteration: int, batch: int, trained: bool) -> None:
         """Make progress by a step on `batch` samples; trained: whether it changed the weights."""

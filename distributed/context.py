@@ -42,6 +42,17 @@ if TYPE_CHECKING:
     from distributed.collectives import Group
 
 COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
+# Roles of groups whose operations the next product waits for: where a product is ready as soon,
+# NCCL's kernel gets its SMs first and is hidden behind the product. Megatron-LM offers the same as
+# --high-priority-stream-groups.
+HIGH_PRIORITY = ("tp", "cp", "heads", "ring")
+# The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of its role; NCCL
+# chooses for the others. A message runs from when it is started until the other side is there too,
+# and until then its SMs compute nothing; with --vocab-pp messages of several groups run at once,
+# and those that find no SM left would never begin. Four CTAs move about 80 GB/s, more than a
+# network link. Gradients are reduced while the backward pass computes. Four and 16 of a GPU's 132
+# SMs are estimates from published rates and not measured; NCCL's limit is ncclConfig_t.maxCTAs.
+MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0
 SECONDS_FOR_THREADS_TO_REST = 5.0
 M_ARENA_MAX = -8  # of glibc's malloc.h
@@ -144,13 +155,16 @@ class Context(Meeting):
         own = next((row for row in rows if self.rank in row), (self.rank,))
         # With a device NCCL connects the members of a new group at once, and not in its first
         # operation. The world has none: torch would make every rank split every group off it.
-        device = self.device if self.backend == "nccl" else None
+        on_nccl = self.backend == "nccl"
+        device = self.device if on_nccl else None
         for row in rows:
             if role == "world" and len(row) > 1:
                 self._groups[row, role] = dist.group.WORLD
             elif len(row) > 1 and (row, role) not in self._groups:
-                group = dist.new_group(list(row), timeout=COLLECTIVE_TIMEOUT, device_id=device)
-                self._groups[row, role] = group
+                options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT, "device_id": device}
+                if on_nccl:  # torch without NCCL has no such options
+                    options["pg_options"] = _nccl_options(role)
+                self._groups[row, role] = dist.new_group(list(row), **options)
         log = self.recorder.group_log(role, own) if own in rows else None
         handle = self._groups.get((own, role))
         # The vocabulary's passes are messages of a schedule: a rank that waited for one where it
@@ -267,6 +281,18 @@ class Context(Meeting):
 
             MPI.COMM_WORLD.Abort(status)
         os._exit(status)
+
+
+def _nccl_options(role: str) -> Any:
+    """torch's options of an NCCL group of that role: ProcessGroupNCCL.Options."""
+    import torch.distributed as dist
+
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
+    options._timeout = COLLECTIVE_TIMEOUT  # torch warns if it is not new_group's
+    name = role.partition(" ")[0]
+    if name in MOST_CTAS:
+        options.config.max_ctas = MOST_CTAS[name]
+    return options
 
 
 # ---- Start-up ------------------------------------------------------------------------------------

@@ -89,6 +89,17 @@ class Peers(StoreExchange):
         return sorted({self.context.nodes[rank] for rank in ranks})
 
 
+def warms_up(config: Config, device: torch.device) -> bool:
+    """Whether the passes of one micro-batch come before the first step: trainer.warm_up.
+
+    They do on GPUs with several stages. A kernel is loaded at its first launch, which waits until
+    nothing runs on the device, no message either. With several micro-batches, two ranks that load
+    kernels at once can each be held up by a message that the other takes only afterwards. With one
+    micro-batch no message runs that waits for what its rank does next (Schedule.may_be_ahead).
+    """
+    return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
+
+
 def check_compiler(kernels: dict[str, str], context: Context) -> None:
     """UserError if one of these kernels, by kind, is compiled when it is first called, and this
     node lacks what torch.compile calls.

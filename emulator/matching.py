@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from emulator.recording import COPY, MESSAGES, READ, Event
+from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 MOST_SENTENCES = 20
 ONE_SIDED = ("broadcast", "reduce")
-NOT_COLLECTIVE = ("wait", READ, COPY, *MESSAGES)
+NOT_COLLECTIVE = ("wait", READ, COPY, LOAD, *MESSAGES)
 
 
 class Operations:

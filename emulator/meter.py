@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.messages import UserError
-from emulator.recording import COPY, Trace, calling_line
+from emulator.recording import COPY, LOAD, Trace, calling_line
 
 ROUNDED_TO = 512  # bytes
 CPU = torch.device("cpu")
@@ -63,6 +63,7 @@ class Meter(TorchDispatchMode):
         self._held = Counter[str]()  # bytes by kind
         self._functions: dict[Any, _Function] = {}
         self._lines: dict[int, str] = {}  # of forward operations, by autograd's numbers
+        self._loaded: set[tuple] = set()  # kernels: function, types and shapes of its results
 
     def start(self) -> None:
         """Forget peaks and kernels: count from now."""
@@ -122,18 +123,26 @@ class Meter(TorchDispatchMode):
     # -- bytes and kernels ------------------------------------------------------------------
 
     def _count(self, function: Any, facts: _Function, result: Any) -> None:
-        on_device = False
+        on_device, kernel = False, [function]  # with the types and shapes of its results
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 on_device = True
+                kernel += [tensor.dtype, tensor.shape]
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
                     self._allocate(storage, function)
         node = torch._C._current_autograd_node()
         if on_device and facts.launches:
             self.kernels[self.phase()] += 1
+            self._load(tuple(kernel))
             if node is None and torch.is_grad_enabled():
                 self._lines[torch.autograd._get_sequence_nr() - 1] = calling_line(3)
+
+    def _load(self, kernel: tuple) -> None:
+        """Record that a kernel is loaded if this is its first launch."""
+        if kernel not in self._loaded:
+            self._loaded.add(kernel)
+            self.trace.stop(str(kernel[0]), calling_line(4), LOAD)
 
     def _allocate(self, storage: Any, function: Any) -> None:
         key, size = storage._cdata, -(-storage.nbytes() // ROUNDED_TO) * ROUNDED_TO

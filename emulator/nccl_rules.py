@@ -5,6 +5,8 @@
                 together
     wait        the compute stream waits for the operation, the host goes on
     host read   the host waits for the compute stream
+    load        of a kernel, at its first launch: the host waits for all streams of the device (CUDA
+                C++ Programming Guide, Lazy Loading; meta-pytorch/torchcomms pull request 2334)
     connection  the first message from one rank to another in a group blocks both hosts until both
                 are there: NCCL connects pairs lazily (NVIDIA/nccl issue 783)
     --blocking  without stages the host waits for every operation where it starts; that it waits
@@ -17,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from emulator.matching import World, describe
-from emulator.recording import COPY, MESSAGES, READ, Event
+from emulator.recording import COPY, LOAD, MESSAGES, READ, Event
 
 
 @dataclass
@@ -35,6 +37,13 @@ class _Rank:
     queues: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     started: bool = False  # the operation at `at`, on which the host is blocked
+
+    def holds_host(self, event: Event) -> bool:
+        """Whether the host waits for the device at an event that is no operation."""
+        computes = self.passed < len(self.waits)
+        if event.kind == LOAD:
+            return computes or any(self.queues.values())
+        return event.kind == READ and computes
 
     def drain(self) -> None:
         """Let the compute stream pass the operations that have ended."""
@@ -82,9 +91,9 @@ class _Simulation:
         if event.kind == "wait":
             rank.waits.append(event.number)
             rank.drain()
-        elif event.kind == READ and rank.passed < len(rank.waits):
+        elif rank.holds_host(event):
             return False
-        elif event.kind not in (READ, COPY):
+        elif event.kind not in (READ, COPY, LOAD):
             if not rank.started:
                 if event.kind in MESSAGES and not self._connected(kind, event):
                     return False
@@ -155,7 +164,7 @@ class _Simulation:
         event = rank.events[rank.at] if rank.at < len(rank.events) else None
         if event is not None and event.kind in MESSAGES and not rank.started:
             return event
-        if event is not None and event.kind not in (READ, COPY, "wait"):
+        if event is not None and event.kind not in (READ, COPY, LOAD, "wait"):
             role = event.role
         elif rank.passed < len(rank.waits):
             role = rank.events[rank.waits[rank.passed]].role

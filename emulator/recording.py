@@ -26,13 +26,14 @@ NEVER_NAMED = (str(ROOT / "emulator"), str(ROOT / "distributed"))
 MESSAGES = ("send", "receive")
 READ = "host read"  # the host waits for the device's stream
 COPY = "copy"  # out of host memory that is not pinned: the host waits for the copy alone
+LOAD = "load"  # of a kernel, at its first launch: the host waits for all streams of the device
 
 
 class Event(NamedTuple):
     """An operation of a group, the wait for one, or a stop of the host.
 
     kind: all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, send, receive,
-    wait, READ or COPY.
+    wait, READ, COPY or LOAD.
     number: of the group's collectives, or of the messages to or from that peer, from 1; of a wait,
     the index of its operation in the trace. op: of a reduction, and the rank that gives or takes;
     of a stop, what was done. peer: position in the group. line: of the code that called; place:
@@ -78,7 +79,7 @@ class Trace:
         self.events.append(Event("wait", role, index, line=calling_line(), place=self.place()))
 
     def stop(self, what: str, line: str, kind: str = READ) -> None:
-        """Record that the host waits: for the device, or for a copy."""
+        """Record that the host waits: for the device, for a copy, or to load a kernel."""
         self.events.append(Event(kind, op=what, line=line, place=self.place()))
 
 

@@ -35,6 +35,7 @@ from checkpointing.save import Checkpointer
 from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
 from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
+from distributed.preflight import warms_up
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
@@ -206,6 +207,8 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
         state = trainer.build(config, context)
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
+        if warms_up(config, context.device):
+            trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}
             meter.start()

@@ -28,6 +28,7 @@ from schedules.list_scheduling import list_rows
 STEPS = {"F": 1, "B": -1, "W": 0, "E": 0, "S": 0, "T": 0, "G": 0}
 # Passes of every rank for its part of the vocabulary (schedules/vocabulary.py).
 VOCABULARY = "ESTG"
+SUMMED = "EST"  # of these the results of all ranks are joined
 
 
 class ScheduleError(Exception):
@@ -89,6 +90,42 @@ class Schedule:
         before = {("F", 0): "E", ("B", last): "T", ("T", stage): "S"}.get((kind, stage))
         return [Action(before, other, m) for other in range(self.stages)] if before else []
 
+    def sender_of(self, action: Action) -> Action | None:
+        """The action of another rank whose result this one receives; None if there is none."""
+        by_all = self.of_all_ranks(action) if action.kind in "SG" else []
+        sender = by_all[0] if by_all else self.input_of(action)
+        if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
+            return None
+        return sender
+
+    def may_be_ahead(self, action: Action) -> bool:
+        """Whether to start an action's receive before its rank does the action in front of it.
+
+        Not if the message can only be sent after that one: then it cannot arrive earlier. On a GPU
+        a receive runs until its message is there, and a kernel that is loaded in the action in
+        front waits until nothing runs: each would wait for the other.
+        """
+        return action not in self._starts(self.rank_of[action.stage]).needed
+
+    def sent_before(self, action: Action) -> int:
+        """The place in its rank's list, or its length, before which an action's result is sent.
+
+        It is the place after the action, or a later one if the receiver takes the message only
+        after further actions of this rank. On a GPU a send runs until the receive has begun, and a
+        kernel that is loaded in one of these actions waits until nothing runs.
+        """
+        return self._starts(self.rank_of[action.stage]).sent_before[action]
+
+    def _starts(self, rank: int) -> "_Starts":
+        if rank not in self._starts_of:
+            self._starts_of[rank] = _message_starts(self, rank)
+        return self._starts_of[rank]
+
+    @cached_property
+    def _starts_of(self) -> "dict[int, _Starts]":
+        """When each rank starts its messages, for those ranks that were asked for."""
+        return {}
+
     @cached_property
     def gradients_taken(self) -> list[range]:
         """For each T, the micro-batches whose G all ranks have done before the S that it needs."""
@@ -129,6 +166,40 @@ class Schedule:
             for actions in self.ranks
         )
         return tuple(max(accumulate(row, initial=0)) for row in rows)
+
+
+class _Starts(NamedTuple):
+    """When a rank starts its messages. needed: actions whose receive is not started ahead;
+    sent_before: see `Schedule.sent_before`.
+    """
+
+    needed: set[Action]
+    sent_before: dict[Action, int]
+
+
+def _message_starts(schedule: Schedule, rank: int) -> _Starts:
+    """Found in one pass over all actions, in an order in which they can run."""
+    needed, sent_before = set[Action](), defaultdict[Action, int](int)
+    # How many of the rank's actions, from its first one on, must be done before an action is.
+    count_of, last_of = dict[Action, int](), [0] * len(schedule.ranks)
+    for doer, action in schedule.order:
+        sender, place = schedule.sender_of(action), last_of[doer]
+        if doer == rank:
+            # The sender's action follows from all that this rank does before it receives.
+            if sender and count_of[sender] == place:
+                needed.add(action)
+            count = place + 1
+            sent_before[action] = max(sent_before[action], count)
+        else:
+            if sender and schedule.rank_of[sender.stage] == rank:
+                sent_before[sender] = max(sent_before[sender], place)
+            before = [schedule.input_of(action), *schedule.of_all_ranks(action)]
+            count = max(place, *(count_of[one] for one in before if one), 0)
+            if action.kind in SUMMED:
+                own = action._replace(stage=rank)
+                sent_before[own] = max(sent_before[own], count)
+        count_of[action] = last_of[doer] = count
+    return _Starts(needed, dict(sent_before))
 
 
 def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:

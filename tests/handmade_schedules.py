@@ -1,6 +1,6 @@
 """Schedules written by hand for tests: several stages a rank, and a backward that is split."""
 
-from schedules.schedule import Action, Schedule, check
+from schedules.schedule import Action, Schedule, check, dependency_order
 
 
 def interleaved(ranks: int, virtual: int, micro_batches: int) -> Schedule:
@@ -46,3 +46,38 @@ def split(schedule: Schedule, micro_batches: int, delay: int = 1) -> Schedule:
     result = Schedule(f"{schedule.name}, split", tuple(rows), schedule.rank_of)
     check(result, micro_batches, backward=True)
     return result
+
+
+def check_starts(schedule: Schedule) -> int:
+    """Fail unless every message is started as soon as its other end does not wait for this rank.
+
+    By the actions that each action follows from; returns how many receives are not started ahead.
+    """
+    before: dict[Action, set[Action]] = {}  # what must be done before an action, and itself
+    last: list[set[Action]] = [set() for _ in schedule.ranks]
+    for rank, action in dependency_order(schedule):
+        needed = [schedule.input_of(action), *schedule.of_all_ranks(action)]
+        before[action] = last[rank].union({action}, *(before[one] for one in needed if one))
+        last[rank] = before[action]
+    # Per result that leaves its rank: the actions after which its other ends are there.
+    ends: dict[Action, list[Action]] = {}
+    later = 0
+    for row in schedule.ranks:
+        for place, action in enumerate(row):
+            sender = schedule.sender_of(action)
+            if place and sender:
+                front = row[place - 1]
+                assert schedule.may_be_ahead(action) == (front not in before[sender]), action
+                later += not schedule.may_be_ahead(action)
+                ends.setdefault(sender, []).append(front)
+            if schedule.vocabulary and action.kind in "EST":
+                others = (action._replace(stage=s) for s in range(schedule.stages))
+                ends[action] = [other for other in others if other != action]
+    for row in schedule.ranks:
+        for place, action in enumerate(row):
+            others = ends.get(action, [])
+            first = place + 1
+            while first < len(row) and any(row[first] in before[end] for end in others):
+                first += 1
+            assert schedule.sent_before(action) == first, action
+    return later

@@ -12,7 +12,8 @@ import torch
 from distributed.mesh import CHANNELS, Mesh
 from emulator.matching import World
 from emulator.nccl_rules import deadlock
-from emulator.recording import Event
+from emulator.recording import LOAD, Event
+from watchdog.flight_recorder import FlightRecorder
 
 
 class Message(NamedTuple):
@@ -99,6 +100,25 @@ class StreamMesh:
         self._channels = {"F": named[:4], "B": named[4:]}
         self.pp, self.recorder = named[0], recorder
         self.tp = RecordedGroup("tp", 0, 1, [])
+
+
+class LoadingRecorder(FlightRecorder):
+    """The recorder of a rank that loads a kernel in its first action of each kind of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.events: list[Event] = []  # those of the rank's mesh
+        self.loaded: set[str] = set()
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self.loaded.clear()
+
+    def at(self, action: str, micro_batch: int | None = None) -> None:
+        super().at(action, micro_batch)
+        if action not in self.loaded:
+            self.loaded.add(action)
+            self.events.append(Event(LOAD, place=f"{action} {micro_batch}"))
 
 
 def stuck_streams(meshes: list[StreamMesh]) -> str | None:

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import golden_worker
 
+import trainer
 from config import run_options, schema, validation
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.placement import placement_warnings
+from distributed.preflight import warms_up
 
 # Of one case. On a GPU that ranks share each message takes 10 to 50 ms, and a case has hundreds.
 SECONDS = 40.0
@@ -29,9 +31,15 @@ SECONDS_OF_THE_FIRST = 70.0  # connections are made, and libraries loaded
 def outcome(case: dict, context: Context) -> dict:
     """What golden_worker.run gives for a case, with its seconds; or {"error": a traceback}."""
     began = time.perf_counter()
+
+    def warm_up(state: trainer.TrainState, samples) -> None:
+        """Load the kernels as a run does."""
+        if warms_up(state.config, context.device):
+            trainer.warm_up(state, samples, 0)
+
     try:
         config = validation.check(golden_worker.options(case), context.size)
-        result = golden_worker.run(config, context)
+        result = golden_worker.run(config, context, warm_up)
     except Exception:
         result = {"error": traceback.format_exc()}
     return result | {"seconds": round(time.perf_counter() - began, 2)}

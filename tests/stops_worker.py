@@ -69,7 +69,8 @@ def main() -> None:
             names = {"torch": torch, "x": x, "c": c, "m": x > 0, "i": x[0].long()}
             try:
                 eval(expression, names)
-                found[name] = [(event.kind, event.op) for event in context.trace.events]
+                stops = [(event.kind, event.op) for event in context.trace.events]
+                found[name] = [stop for stop in stops if stop[0] in (WAITS, COPY)]
             except UserError as error:
                 found[name] = str(error).partition(":")[0]
     print(json.dumps(found))

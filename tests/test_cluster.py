@@ -9,8 +9,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import (
     OPENMPI_LIBRARY,
     ROOT,
@@ -25,8 +28,9 @@ from ranks import (
 )
 
 from config.messages import UserError
-from distributed.context import await_other_threads
-from distributed.launch import Launch, check_launch, discover
+from distributed.context import Context, await_other_threads
+from distributed.launch import Launch, Local, check_launch, discover
+from distributed.mesh import Mesh
 
 WORKER = "tests/failing_worker.py"
 # The start of a run alone.
@@ -365,3 +369,64 @@ def test_process_groups_start_under_the_watchdog():
         "world is torch's": True,
         "groups": 2,  # the world's and that of the data replicas
     }
+
+
+class NcclOptions:
+    """Stands in for ProcessGroupNCCL.Options, which torch's CPU builds lack."""
+
+    def __init__(self, is_high_priority_stream: bool = False):
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+        self._timeout = None
+
+
+def groups_made(monkeypatch, backend: str) -> dict[str, dict]:
+    """What torch is asked for each role of a mesh of 32 ranks with every kind of group."""
+    asked: list[dict] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: asked.append(options))
+    monkeypatch.setattr(dist, "get_backend", lambda handle: backend)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=None))
+    if backend == "nccl":
+        nccl = SimpleNamespace(Options=NcclOptions)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    else:
+        monkeypatch.delattr(dist, "ProcessGroupNCCL", raising=False)
+    local, device = Local(0, 32, True, 1, 0), torch.device("cuda", 0)
+    launch = Launch("srun", 0, 32)
+    context = Context(launch, 0, 32, "", local, [], device, backend, 1, None)
+    of_role: dict[str, dict] = {}
+    make = Context.group
+
+    def group(self, rows, role):
+        before = len(asked)
+        made = make(self, rows, role)
+        for options in asked[before:]:
+            of_role[role] = options
+        return made
+
+    monkeypatch.setattr(Context, "group", group)
+    axes = {"pp": 2, "dp": 2, "cp": 4, "tp": 2}
+    Mesh(axes, context, channels=True, vocabulary=True, over_heads=2)
+    return of_role
+
+
+def test_groups_on_nccl_are_bound_to_a_device_and_limit_their_kernels(monkeypatch):
+    """Else messages take lazy communicators of two ranks, and SMs that the products need."""
+    of_role = groups_made(monkeypatch, "nccl")
+    assert {"tp", "cp", "heads", "ring", "replicas", "tied", "vocabulary E"} <= set(of_role)
+    for role, options in of_role.items():
+        wanted = options["pg_options"]
+        assert options["device_id"] == torch.device("cuda", 0), role
+        assert wanted._timeout == options["timeout"], "torch warns if they differ"
+        assert wanted.is_high_priority_stream == (role in ("tp", "cp", "heads", "ring")), role
+        few = role.startswith(("forward", "backward", "vocabulary"))
+        many = role in ("dp", "replicas")
+        assert wanted.config.max_ctas == (4 if few else 16 if many else None), role
+
+
+def test_groups_of_a_torch_without_nccl_ask_for_none_of_its_options(monkeypatch):
+    of_role = groups_made(monkeypatch, "gloo")
+    assert of_role
+    for options in of_role.values():
+        assert options["device_id"] is None
+        assert "pg_options" not in options

@@ -33,6 +33,7 @@ from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
 from parallel import ParamFactory, ParamSpec
+from pipeline import Pipeline
 
 LEARNED, ALIBI, ROTARY = POSITIONS["learned"], POSITIONS["alibi"], POSITIONS["rotary"]
 SMALL = {"layers": 4, "steps": 3, "precision": "fp64", "micro_batch_size": 1}
@@ -87,7 +88,7 @@ def test_a_run_says_what_is_compiled_before_its_first_step(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     (compiled,) = [i for i, line in enumerate(lines) if line.startswith("compiled: norms")]
-    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("warmed up by")]
     steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
     assert compiled < warm < min(steps)
     assert len(steps) == 2
@@ -110,12 +111,35 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
     words += f"--global-batch-size 2 --compile --skip-samples 0:3 6:8 --out {tmp_path}"
     trainer.main(validation.check(parse(words.split()), 1), Launch("python"))
     lines = (tmp_path / "log.txt").read_text().splitlines()
-    (warm,) = [i for i, line in enumerate(lines) if line.startswith("compiled, and warmed up")]
+    (warm,) = [i for i, line in enumerate(lines) if line.startswith("warmed up by")]
     steps = [i for i, line in enumerate(lines) if line.startswith((" step", " iteration"))]
     assert ["passed over" in lines[i] for i in steps] == [True, True, False, True, False]
     assert steps[1] < warm < steps[2]
     assert {4, 5, 8, 9} <= set(read)  # and some that were read ahead
     assert not {0, 1, 2, 3, 6, 7} & set(read)
+
+
+def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monkeypatch):
+    """In the passes of one micro-batch, whose messages no kernel that is loaded can hold up."""
+    words = "--layers 2 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 2 --device cpu"
+    words += f" --global-batch-size 4 --micro-batch-size 1 --no-watchdog --out {tmp_path}"
+    config = validation.check(parse(words.split()), 1)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    two_stages = validation.check(parse([*words.split(), "--pp", "2"]), 2)
+    assert preflight.warms_up(two_stages, gpu)
+    assert not preflight.warms_up(two_stages, cpu)
+    assert not preflight.warms_up(config, gpu)
+    passes, train = [], Pipeline.train
+
+    def counted(pipeline, batches, micro_batches, loss_weight):
+        passes.append(micro_batches)
+        return train(pipeline, batches, micro_batches, loss_weight)
+
+    monkeypatch.setattr(Pipeline, "train", counted)
+    monkeypatch.setattr(preflight, "warms_up", lambda config, device: True)
+    trainer.main(config, Launch("python"))
+    assert passes == [1, 4, 4]
+    assert "warmed up by the passes of a micro-batch in " in (tmp_path / "log.txt").read_text()
 
 
 def test_a_missing_compiler_is_one_sentence(tmp_path):

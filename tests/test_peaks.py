@@ -1,11 +1,14 @@
 """How many bytes a part of a run has in tensors at most: what a GPU would have to hold."""
 
+import subprocess
+import sys
 import weakref
 
 import golden_worker
 import torch
 import torch.distributed as dist
 from fake_context import FakeContext
+from ranks import ROOT
 from test_zero import build
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -18,7 +21,7 @@ from config.schema import BUCKET_ELEMENTS
 from distributed.collectives import Group
 from distributed.mesh import Mesh
 from optim.buckets import make_buckets
-from parallel import DRAWN_ON_CPU, ParamFactory, draw_normal
+from parallel import DRAWN_AT_ONCE, DRAWN_ON_CPU, ParamFactory, draw_normal
 from telemetry import replica_check
 from telemetry.replica_check import HASHED_ON_CPU
 
@@ -57,6 +60,33 @@ def test_drawing_takes_little_beside_the_weights():
         with PeakBytes() as bytes_held:
             draw_normal(out, "w", shape, dim, 0, 0.02, 1)
         assert 8 * DRAWN_ON_CPU < bytes_held.peak - out.nbytes <= 100 * DRAWN_ON_CPU
+
+
+# Draws a weight on a fake GPU; prints the kernels that it launches, and the bytes that it takes.
+DRAWS_ON_A_GPU = """
+from emulator import device_guard
+device_guard.load()
+import torch
+from emulator.fake_devices import fake_devices
+from emulator.recording import recording_context
+from parallel import DRAWN_AT_ONCE, draw_normal
+with fake_devices(recording_context(1, 0, 1), "GPU") as meter:
+    out = torch.empty(4, DRAWN_AT_ONCE, device="cuda")
+    draw_normal(out, "w", tuple(out.shape), 0, 0, 0.02, 1)
+    (peak,) = meter.peaks.values()
+    print(sum(meter.kernels.values()), peak.bytes - out.nbytes)
+"""
+
+
+def test_drawing_on_a_gpu_takes_few_kernels_and_little_memory():
+    """Parts of a size for a CPU's cache would take 16 times as many kernels, each for nothing."""
+    command = [sys.executable, "-c", DRAWS_ON_A_GPU]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    kernels, size = map(int, done.stdout.split())
+    parts = 4
+    assert kernels <= 50 * parts
+    assert 8 * DRAWN_AT_ONCE < size <= 100 * DRAWN_AT_ONCE
 
 
 def test_the_replica_check_takes_little_beside_the_weights():

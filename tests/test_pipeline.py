@@ -12,7 +12,14 @@ import torch
 from compare import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nccl_rules import Passing, RecordedMesh, StreamMesh, blocked_hosts, stuck_streams
+from nccl_rules import (
+    LoadingRecorder,
+    Passing,
+    RecordedMesh,
+    StreamMesh,
+    blocked_hosts,
+    stuck_streams,
+)
 from test_peaks import PeakBytes
 
 from data import Batch
@@ -271,23 +278,34 @@ def test_no_host_waits_for_ever_for_a_first_message(name):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("ranks", [2, 3, 12])
-def test_one_micro_batch_alone_would_block(name, ranks):
-    """Why the ranks connect first: receives are posted ahead, in a group where none has sent."""
+def test_one_micro_batch_alone_would_block(name, ranks, monkeypatch):
+    """Why the ranks connect first: a receive that is started ahead, in a group where none has sent,
+    blocks its host. Schedules start none so early; the ranks do not depend on it.
+    """
     order = make(name, ranks, 1)
-    traces = recorded(order, lambda one, batches: list(Execution(one, order, batches, 1.0)))
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
+        traces = recorded(order, lambda one, batches: list(Execution(one, order, batches, 1.0)))
     assert len(blocked_hosts(traces)) == ranks
     traces = recorded(order, lambda one, batches: [one.run(order, batches) for _ in range(2)])
     assert blocked_hosts(traces) == []
     assert sum(map(len, traces)) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps
 
 
-def streams(order, channels: bool, steps: int = 2) -> list[StreamMesh]:
-    """What every rank's host launches in some steps, and what its compute stream waits for."""
+def streams(order, channels: bool, steps: int = 2, loads: bool = False) -> list[StreamMesh]:
+    """What every rank's host launches in some steps, and what its compute stream waits for.
+
+    loads: the first action of each kind loads a kernel.
+    """
     meshes, ones = [], torch.ones(1, WIDTH)
     for rank in range(len(order.ranks)):
-        mesh = StreamMesh(rank, len(order.ranks), FlightRecorder(), channels)
+        recorder = LoadingRecorder() if loads else FlightRecorder()
+        mesh = StreamMesh(rank, len(order.ranks), recorder, channels)
+        if loads:
+            recorder.events = mesh.events
         pipeline = recording_pipeline(order, rank, (1, WIDTH), mesh)
-        for _ in range(steps):
+        for step in range(steps):
+            recorder.begin_step(step)
             pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
         pipeline.finish_sending()
         meshes.append(mesh)
@@ -303,6 +321,36 @@ def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
                 meshes = streams(order, channels=order.stages > ranks)
             assert stuck_streams(meshes) is None, (ranks, micro_batches)
             assert all(mesh.events for mesh in meshes)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *FORWARD])
+def test_no_kernel_that_is_loaded_waits_for_a_message_that_waits_for_it(name):
+    """Loading a kernel waits until nothing runs on the device: no receive or send either."""
+    for ranks in (2, 3, 4, 7):
+        for micro_batches in (1, 2, 3, 8):
+            order = make(name, ranks, micro_batches)
+            with torch.set_grad_enabled(name not in FORWARD):
+                meshes = streams(order, channels=order.stages > ranks, loads=True)
+            assert stuck_streams(meshes) is None, (ranks, micro_batches)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_receive_started_ahead_of_what_sends_its_message_would_wait_for_ever(name, monkeypatch):
+    """Why the schedule says which receives are started ahead."""
+    monkeypatch.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
+    order = make(name, 4, 1)
+    stuck = stuck_streams(streams(order, channels=order.stages > 4, loads=True))
+    assert stuck is not None
+    assert "receive" in stuck
+    assert stuck_streams(streams(order, channels=order.stages > 4)) is None, "no kernel is loaded"
+
+
+def test_a_send_started_before_what_its_receiver_waits_for_would_wait_for_ever(monkeypatch):
+    """Why the schedule says when results are sent: in a V the first stage runs far ahead."""
+    order = make("zb-v", 2, 3)
+    at_once = {action: i + 1 for row in order.ranks for i, action in enumerate(row)}
+    monkeypatch.setattr(schedule.Schedule, "sent_before", lambda order, action: at_once[action])
+    assert "send" in stuck_streams(streams(order, channels=True, loads=True))
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])

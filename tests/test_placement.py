@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import start_ranks
 
 from config.messages import UserError, number_ranges
 from config.run_options import Run
@@ -168,6 +169,29 @@ def test_a_node_without_its_gpus_is_named():
         placement.check_devices(places)
     placement.check_devices(places[:1])
     placement.check_devices(places[1:3])
+
+
+# A rank that has a GPU and one that has none, as far as they know: they would talk over gloo.
+MEETS_ON = """
+import sys
+import torch
+from config.run_options import Run
+from distributed import rendezvous
+from distributed.launch import discover
+launch = discover()
+device = torch.device("cuda", 0) if launch.rank else torch.device("cpu")
+rendezvous._choose_device = lambda *_: (device, "g0" if launch.rank else None, "gloo")
+rendezvous.meet(launch, Run())
+print("met")
+"""
+
+
+def test_ranks_of_which_one_has_no_gpu_do_not_meet():
+    """`check_devices` is called when all know where they are, before a process group starts."""
+    outcome = start_ranks(2, "-c", MEETS_ON, timeout=120)
+    assert outcome.status == 2, outcome.err
+    assert "torch sees a CUDA device on 1 of 2 ranks, and none on ranks 0" in outcome.err
+    assert "met" not in outcome.out
 
 
 def test_auto_does_not_train_on_the_cpu_beside_a_gpu_that_torch_cannot_use(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 import stops_worker
@@ -15,8 +16,9 @@ from rehearsal_cases import CASES, IN_SUITE
 
 from emulator.matching import World, mismatches
 from emulator.nccl_rules import deadlock, kinds
-from emulator.recording import READ, Event
+from emulator.recording import LOAD, READ, Event
 from planner import memory
+from schedules.schedule import ORDERS
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
 SHAPE += "--precision bf16 --global-batch-size 8 "
@@ -190,6 +192,27 @@ def test_a_read_by_the_host_and_blocking_launches():
     assert deadlock(World(ROWS, [one, two])) is not None, "connections"
 
 
+def test_a_kernel_that_is_loaded_waits_for_all_streams():
+    """One micro-batch: the first forward's kernel waits for the receive of its own gradient."""
+    load = Event(LOAD, op="aten.mm", line="parallel.py:1", place="step 1, F 0")
+    ahead = [message("receive", "backward", 1, 1), load, message("send", "forward", 1, 1), wait(0)]
+    last = [message("receive", "forward", 1, 0), wait(0), message("send", "backward", 1, 0)]
+    connected = [message("send", "forward", 1, 1), message("receive", "backward", 1, 1)]
+    answered = [message("receive", "forward", 1, 0), message("send", "backward", 1, 0)]
+
+    def numbered(events: list[Event]) -> list[Event]:
+        """The same after the two messages that connect the ranks."""
+        later = [event._replace(number=event.number + 1) for event in events]
+        return [e._replace(number=e.number + 1) if e.kind == "wait" else e for e in later]
+
+    first, second = connected + numbered(ahead), answered + numbered(last)
+    found = deadlock(World(ROWS, [first, second]))
+    assert "rank 0 waits for receive 2 of backward with rank 1" in found
+    assert "its host at parallel.py:1 (step 1, F 0)" in found
+    needed = [ahead[1], ahead[2], ahead[0], wait(2)]
+    assert deadlock(World(ROWS, [connected + numbered(needed), second])) is None
+
+
 def test_launches_that_block_the_host():
     """Connected, both send before they receive: stuck only where a launch blocks."""
     one = [message("send", "forward", 1, 1), wait(0), message("receive", "backward", 1, 1)]
@@ -233,6 +256,35 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
     stage = answers["stages"][0]
     assert stage["step_peak"] == sum(stage["held"].values())
     assert "(step 2" in stage["tensor"] or "check" in stage["tensor"]
+
+
+@pytest.mark.slow
+def test_one_micro_batch_over_two_stages_does_not_deadlock():
+    """Two steps would hang on GPUs if a rank received a gradient during its first forward pass."""
+    done = run("--world", "2", *SHAPE.split(), "--pp", "2", "--micro-batch-size", "8")
+    assert done.returncode == 0, done.stdout
+    assert "a step of 1 micro-batches" in done.stdout
+    assert "no deadlock" in done.stdout
+
+
+@pytest.mark.slow
+def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
+    """One micro-batch, and fewer than stages: receives come late, and kernels are loaded."""
+    shape = f"{SHAPE} --layers 6 --pp 3 --micro-batch-size 1"
+    names = [*ORDERS, "auto", "1f1b --vocab-pp", "gpipe --vocab-pp"]
+    lines = {
+        f"{name}, {count}": (3, f"{shape} --global-batch-size {count} --schedule {name}")
+        for name, count in product(names, (1, 2))
+    }
+    cases, out = tmp_path / "cases.json", tmp_path / "out.pickle"
+    cases.write_text(json.dumps(lines))
+    command = [sys.executable, "tests/rehearsal_worker.py", str(cases), str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    for case, rehearsal in pickle.loads(out.read_bytes()).items():
+        assert mismatches(rehearsal.world) == [], case
+        assert deadlock(rehearsal.world) is None, case
+        assert any(event.kind == LOAD for event in rehearsal.world.traces[0]), case
 
 
 @pytest.mark.slow

@@ -60,6 +60,25 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
 
 
 @settings(deadline=None)
+@given(schedules())
+def test_no_message_is_started_before_what_its_other_end_waits_for(made):
+    """And none later: the time of a message is hidden as before."""
+    handmade.check_starts(made[0])
+
+
+@pytest.mark.parametrize("name", schedule.ORDERS)
+def test_of_one_micro_batch_no_receive_is_started_ahead_on_the_way_there_and_back(name):
+    """What made a GPU hang in its first step: B0 cannot come while F0 runs."""
+    order = schedule.build(name, 4, 1, 2 if name == "interleaved" else 1)
+    forwards = [row[0] for row in order.ranks]
+    assert all(not order.may_be_ahead(row[1]) for row in order.ranks[:-1])
+    assert {action.kind for action in forwards} == {"F"}
+    assert handmade.check_starts(order) >= 3
+    many = schedule.build(name, 4, 16, 2 if name == "interleaved" else 1)
+    assert many.may_be_ahead(many.ranks[1][1]), "F1 comes while F0 runs"
+
+
+@settings(deadline=None)
 @given(RANKS, MICRO_BATCHES)
 def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
     """1F1B holds min(p - s, m) activations; both have a bubble of (p - 1) / (m + p - 1)."""

@@ -9,6 +9,10 @@ import pytest
 import torch
 from ranks import fork_ranks
 
+import trainer
+from config import validation
+from config.command_line import parse
+from distributed.launch import Launch
 from schedules import schedule
 from telemetry import step_stats, step_trace
 from watchdog.flight_recorder import FlightRecorder
@@ -117,3 +121,13 @@ def test_a_step_lasts_until_the_device_has_done_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     assert step_stats.seconds_since(99.0, torch.device("cuda", 0), recorder) == 4.0
     assert step_stats.seconds_since(99.0, torch.device("cpu"), recorder) == 4.0
+
+
+def test_the_seconds_of_a_step_are_those_until_the_device_has_done_it(tmp_path, monkeypatch):
+    """Not those of the host, which a run's own clock would give."""
+    monkeypatch.setattr(step_stats, "seconds_since", lambda began, device, recorder: 7.25)
+    words = "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 2"
+    words += f" --device cpu --no-watchdog --global-batch-size 2 --out {tmp_path}"
+    trainer.main(validation.check(parse(words.split()), 1), Launch("python"))
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["seconds"] for row in rows] == [7.25, 7.25]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from compare import assert_close, assert_within
 from golden_worker import options
+from handmade_schedules import check_starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import fork_ranks
@@ -79,6 +80,12 @@ def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
         needed += [Action(everyone[kind], rank, m) for rank in ranks if kind in everyone]
         for one in needed:
             assert slot.start >= ends[one] + transfer * (one.stage != stage)
+
+
+@settings(deadline=None)
+@given(made())
+def test_no_message_is_started_before_what_its_other_end_waits_for(found):
+    check_starts(found[0])
 
 
 @settings(deadline=None)
