@@ -48,7 +48,7 @@ def _rehearse(arguments: list[str]) -> int:
     usual = "cpu" if options.on == "cpu" else "a100-80"
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
-    request = parse_request(rest, __doc__)
+    request = parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
     config = check_any_length(request.config, options.world)
     fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")

@@ -72,7 +72,7 @@ def check_machine(config: Config, launch: Launch) -> None:
     try:
         check_paths(config)
         node = psutil.virtual_memory().total + psutil.swap_memory().total
-        memory.check_fits(memory.of_run(config), config, node)
+        memory.check_fits(memory.least_of_run(config), config, node)
         sample_order.split_ranges(config.data.split, 0)
         prefixes = [each.prefix for each in parse_eval_sets(config.data.eval_data or ())]
         if config.data.data != ("synthetic",):

@@ -48,6 +48,7 @@ def _about(run: Rehearsal) -> dict[str, Any]:
     layout = run.config.layout
     names = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     return names | {
+        "precision": run.config.training.precision,
         "ranks": len(run.world.traces),
         "ranks_run": [record.rank for record in run.records],
         "micro_batches": run.micro_batches,
@@ -59,7 +60,7 @@ def _about(run: Rehearsal) -> dict[str, Any]:
 def _header(about: dict[str, Any]) -> str:
     count, ranks = len(about["ranks_run"]), about["ranks"]
     axes = f"tp {about['tp']} x pp {about['pp']}" + f" x cp {about['cp']}" * (about["cp"] > 1)
-    text = f"{ranks} ranks, {axes} x dp {about['dp']}: {count} were run"
+    text = f"{ranks} ranks, {axes} x dp {about['dp']}, {about['precision']}: {count} were run"
     if count < ranks:
         text += ", the others are taken to do as one of their stage (--all-ranks runs all)"
     text += f"; a step of {about['micro_batches']} micro-batches"

@@ -117,7 +117,7 @@ def defaults(name: str, machine: hardware.Machine, given: Collection[str]) -> di
     if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
         values = {"model": EXAMPLES[name]} if name in EXAMPLES else {}
     if "precision" not in given:
-        values["precision"] = "bf16" if machine.bf16 else "fp16"
+        values["precision"] = machine.precision
     if not {"global_batch_size", "batch_schedule"} & set(given):
         values["global_batch_size"] = BATCH
     return values

@@ -44,7 +44,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
---prompt 1 --max-tokens 5 --precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
+--prompt 1 --max-tokens 5 --precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16
 --prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --promt 1 | unrecognized arguments: --promt 1
 --prompt 1 --greedy | unrecognized arguments: --greedy
