@@ -71,6 +71,7 @@ def test_installed_commands_work_from_any_folder(commands, tmp_path):
     )
     assert status == 0, err
     words = [*SMALL.split(), "--out", "run", "--log-format", "megatron"]
+    words += ["--log-every", "1"]
     status, out, err = run("trine-train", *words)
     assert status == 0, err
     assert out.count("lm loss: ") == 2
