@@ -8,6 +8,7 @@ Where a terminal shows the live line (log_lines.py), log lines go to log.txt alo
     metrics.jsonl   a row per step, and one per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     where the time of some steps went, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
+    trackers.json   the run in W&B and MLflow, which a resumed run goes on in (trackers.py)
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from schedules.vocabulary import of_layout
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
-from telemetry.trackers import Tracker, numbers, open_trackers
+from telemetry.trackers import RUNS, Tracker, numbers, open_trackers
 from zero import StepResult
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
@@ -299,7 +300,7 @@ class Log:
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints"]
+        earlier += [] if self.config.run.resume else ["checkpoints", RUNS]
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:

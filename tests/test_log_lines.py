@@ -1,4 +1,4 @@
-"""What people see of a run: log lines, the live line on a terminal, log.txt, trackers."""
+"""What people see of a run: log lines, the live line on a terminal, log.txt."""
 
 import itertools
 import json
@@ -15,11 +15,10 @@ from ranks import ROOT, mpi_command
 
 import trainer
 from config import command_line, validation
-from config.messages import UserError
 from corpora.token_files import IndexedDatasetWriter
 from distributed.launch import Launch
 from planner import hardware
-from telemetry import log_lines, trackers
+from telemetry import log_lines
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -187,71 +186,3 @@ def test_a_terminal_that_goes_away_ends_no_run(monkeypatch):
     live.show("another")
     live.close()
     assert not live.replaces_lines
-
-
-class Recorded:
-    """Stands for the packages of trackers: takes every call, and keeps what it was given."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        def call(*args, **named):
-            self.calls.append((name, args, named))
-            return None if name == "get_experiment_by_name" else self
-
-        return call
-
-
-def test_trackers_take_the_numbers_of_every_row(tmp_path, monkeypatch):
-    """With stand-ins for the packages; the calls are those of their documentation."""
-    wandb, mlflow = Recorded(), Recorded()
-    mlflow.info, mlflow.run_id = mlflow, "run"
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    words = f"{SMALL}{tmp_path} --wandb project --mlflow {tmp_path}/store"
-    opened = trackers.open_trackers(command_line.parse(words.split()))
-    assert list(opened) == ["wandb", "mlflow"]
-    row = {"iteration": 3, "loss": 2.5, "mfu": None, "peak": [1, 2]}
-    for tracker in opened.values():
-        tracker.write(3, trackers.numbers(row))
-        tracker.close()
-    values = {"iteration": 3, "loss": 2.5, "peak/0": 1, "peak/1": 2}
-    assert wandb.calls[0][2]["project"] == "project"
-    assert wandb.calls[1:] == [("log", (values,), {"step": 3}), ("finish", (), {})]
-    metrics = [args[1:] for name, args, named in mlflow.calls if name == "log_metric"]
-    assert metrics == list(values.items())
-    assert mlflow.calls[-1] == ("set_terminated", ("run",), {})
-
-
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_tracker_without_its_package_is_a_sentence(tmp_path, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    config = command_line.parse(f"{SMALL}{tmp_path} --{package} x".split())
-    with pytest.raises(UserError, match=f"--{package} needs the package {package}: "):
-        trackers.open_trackers(config)
-
-
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tracker,) = trackers.open_trackers(
-        command_line.parse(f"{SMALL}{tmp_path} --wandb trine".split())
-    ).values()
-    tracker.write(1, {"loss": 2.5})
-    tracker.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-
-def test_mlflow_in_a_folder(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    store = f"file:{tmp_path}/store"
-    (tracker,) = trackers.open_trackers(
-        command_line.parse(f"{SMALL}{tmp_path} --mlflow {store}".split())
-    ).values()
-    tracker.write(1, {"loss": 2.5})
-    tracker.close()
-    client = mlflow.MlflowClient(tracking_uri=store)
-    experiment = client.get_experiment_by_name("trine").experiment_id
-    (run,) = client.search_runs([experiment])
-    assert run.data.metrics == {"loss": 2.5}
