@@ -175,3 +175,40 @@ def test_the_bandwidth_script_with_and_without_a_launcher(words, command, tmp_pa
     done = ranks.start(["bash", str(tmp_path / "scripts" / "bench_allreduce.sh"), *words.split()])
     assert done.status == 0, done.err
     assert re.fullmatch(command, done.out.strip())
+
+
+# A Python that notes how it is called, and says which library mpi4py loads.
+PYTHON = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in *Get_library_version*) echo "$LIBRARY" ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "library", "is_built"),
+    [
+        ("mpirun (Open MPI) 4.1.4", "MPICH Version: 5.0.2", True),
+        ("mpirun (Open MPI) 4.1.4", "Open MPI v4.1.4, package: Debian", False),
+        ("HYDRA build details: Version: 4.2", "MPICH Version: 4.2", False),
+        ("HYDRA build details: Version: 4.2", "Open MPI v5.0.11", True),
+    ],
+)
+def test_set_up_builds_mpi4py_for_the_machines_mpi(mpirun, library, is_built, tmp_path):
+    """In a copy with stand-ins for Python and the machine's MPI: it may be newer than .venv."""
+    for name in ("scripts", ".venv/bin", "machine"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = {".venv/bin/python": PYTHON, "machine/mpicc": "#!/bin/sh\n"}
+    programs |= {"machine/mpirun": f"#!/bin/sh\necho '{mpirun}'\n"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path / 'machine'}:{os.environ['PATH']}"
+    words = {"PATH": path, "CALLS": str(tmp_path / "calls"), "LIBRARY": library}
+    done = ranks.start(["bash", str(tmp_path / "scripts" / "setup.sh")], **words)
+    assert done.status == 0, done.err
+    calls = (tmp_path / "calls").read_text()
+    assert ("--no-binary mpi4py" in calls) == is_built
+    assert ("uninstall" in calls) == is_built
