@@ -260,7 +260,7 @@ def waterfall(data: dict[str, Any]) -> "Figure":
         at += row["measured"]
         share, top = row["measured"] / data["seconds"], max(at, at - row["measured"])
         if abs(share) >= LABELLED:
-            label = {"ha": "center", "va": "bottom", "fontsize": "x-small"}
+            label: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": "x-small"}
             axes.text(place, top, f"{share:.0%}", **label)
     axes.bar(len(shown), data["seconds"], 0.8, color="#696c74")
     names = [*(row["cause"] for row in shown), "step"]
