@@ -228,7 +228,10 @@ def _rehearsed(question: Question, found: Answer, rest: list[str]) -> Answer:
     rest += ["--precision", training.precision]
     rest += ["--global-batch-size", str(training.global_batch_size)]
     rows = data["ranked"][: options.rehearse]
-    heard = [_rehearse(row, rest, options, data["gpus"]) for row in rows]
+    heard: list[str] = []
+    for number, row in enumerate(rows, start=1):
+        print(f"rehearsing layout {number} of {len(rows)}", file=sys.stderr, flush=True)
+        heard.append(_rehearse(row, rest, options, data["gpus"]))
     text = "\n".join([found.text, "rehearsed:", *(f"  {sentence}" for sentence in heard)])
     return Answer(text, data | {"rehearsed": heard})
 

@@ -1,5 +1,5 @@
 """Rehearses a run of any size without its cluster: the real trainer of every distinct rank, on fake
-GPUs. Will every collective meet? Will it fit? What stops the host?
+GPUs. Will every collective meet? Will it fit?
 
     python rehearse.py --world 384 --nodes 48 --gpu a100-80 --model bloom-176b --tp 4 --pp 12 ...
 
@@ -11,6 +11,7 @@ All of train.py's options are taken, and these:
     --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
+    --verbose       for developers of Trine: also where its code stops the host, and its kernels
 
 How long does a step take? One real device stands for each stage in turn (docs/planning.md):
 
@@ -48,7 +49,7 @@ def _rehearse(arguments: list[str]) -> int:
     usual = "cpu" if options.on == "cpu" else "a100-80"
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
-    request = parse_request(rest, __doc__)
+    request = parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
     config = check_any_length(request.config, options.world)
     fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
@@ -68,10 +69,15 @@ def _rehearse(arguments: list[str]) -> int:
         raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
     device_guard.load()
     from emulator import answers, rehearsal
+    from emulator.progress import Progress
 
     case = rehearsal.Case(config, options.world, nodes, machine.device, options.all_ranks)
-    (run,) = rehearsal.rehearse([case])
-    answer = answers.of(run, machine)
+    show = Progress("ranks rehearsed", len(rehearsal.ranks_of(case)))
+    try:
+        (run,) = rehearsal.rehearse([case], show)
+    finally:
+        show.close()
+    answer = answers.of(run, machine, options.verbose)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
     return 1 if answer.data["finding"] else 0
@@ -91,6 +97,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     import torch
 
     from emulator import emulation, emulation_report, links
+    from emulator.progress import Progress
 
     if options.on == "cuda" and not torch.cuda.is_available():
         raise UserError("--on cuda: torch sees no CUDA device here")
@@ -101,7 +108,11 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
     link = links.MachineLinks(machine, config.layout)
     price = links.MeasuredLinks(options.world, options.links) if options.links else link
-    stages = emulation.measured(config, options.world, machine.node, options.on)
+    show = Progress("stages measured", config.layout.pp)
+    try:
+        stages = emulation.measured(config, options.world, machine.node, options.on, show)
+    finally:
+        show.close()
     answer = emulation_report.report(config, options.world, machine, stages, price.seconds)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
@@ -118,6 +129,7 @@ def _parser() -> Parser:
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--all-ranks", action="store_true")
+    parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--on", choices=("cpu", "cuda"))
     for name in ("--gpu", "--json", "--calibration", "--links", "--write"):
         parser.add_argument(name)

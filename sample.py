@@ -127,8 +127,9 @@ def run(task: Task, context: Context) -> Iterator[str]:
     import trainer
     from checkpointing.load import load_weights
     from generation.decoding import Choice, Decoder
+    from optim import precision
 
-    trainer.check_precision(task.config, context)
+    precision.check(task.config, context)
     splits = data.build(task.config)
     state = trainer.build_model(task.config, context)
     context.recorder.enter("load")

@@ -69,10 +69,11 @@ def check_machine(config: Config, launch: Launch) -> None:
     with messages.installed():
         from corpora import blends, sample_order, token_files
         from generation import text
+        from telemetry import trackers
     try:
         check_paths(config)
         node = psutil.virtual_memory().total + psutil.swap_memory().total
-        memory.check_fits(memory.of_run(config), config, node)
+        memory.check_fits(memory.least_of_run(config), config, node)
         sample_order.split_ranges(config.data.split, 0)
         prefixes = [each.prefix for each in parse_eval_sets(config.data.eval_data or ())]
         if config.data.data != ("synthetic",):
@@ -83,6 +84,7 @@ def check_machine(config: Config, launch: Launch) -> None:
             token_files.check_pair(prefix)
         text.prompts_of_run(config)
         note = text.unused_rows(config)
+        trackers.check(config)
     except UserError as mistake:
         end_job(launch, mistake)
     if note:

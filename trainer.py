@@ -29,6 +29,8 @@ from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
 from generation.decoding import Decoder, RunSamples
 from model import Stage
+from optim import precision
+from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
@@ -46,12 +48,6 @@ from telemetry.step_trace import StepTrace
 from zero import Optimizer, StepResult
 
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
     "samples these run as they are), and the loss; by torch.compile"
@@ -94,6 +90,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 def build_model(config: Config, context: Context | None = None) -> ModelState:
     """As `build`, without an optimizer."""
     device = context.device if context else CPU
+    config, _ = precision.settled(config, context)
     if context:
         config = with_measured_costs(config, context, DTYPES[config.training.precision])
     config, _ = settled(config, device.type)
@@ -192,12 +189,13 @@ def main(
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.length_divisor, on_gpu)
-        config, dtype = replace(config, layout=layout), DTYPES[config.training.precision]
+        config, decided = precision.settled(replace(config, layout=layout), context)
+        dtype = DTYPES[config.training.precision]
         config, choice = settled(with_measured_costs(config, context, dtype), context.device.type)
         layout = config.layout
-        preflight.introduce(config, context)
+        preflight.introduce(config, context, decided)
         splits = data.build(config)
-        check_precision(config, context)
+        precision.check(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
         state = build(config, context)
         end.callback(state.reader.close)
@@ -410,17 +408,6 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
-
-
-def check_precision(config: Config, context: Context) -> None:
-    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
-    slowly: run.json and the start-up lines say which precision runs.
-    """
-    if context.device.type != "cuda" or config.training.precision != "bf16":
-        return
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(context.device)
-        raise UserError(f"--precision bf16: {name} has no bf16 arithmetic; use fp32")
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:

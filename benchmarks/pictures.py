@@ -8,6 +8,7 @@ The colours are those of the tuner's report, dark and light.
 """
 
 import math
+import re
 import sys
 from html import escape
 from pathlib import Path
@@ -25,12 +26,16 @@ from schedules import schedule
 from schedules.simulation import Slot, bubble, simulate, unit_seconds
 from tuner import charts
 
-STYLE = """<style>
-svg { --ink: #1c1d20; --faint: #696c74; --line: #dcdcd6; --mark: #2563b8; --good: #13795b;
-  --back: #fbfbf9; font: 11px DejaVu Sans, Verdana, sans-serif; }
-@media (prefers-color-scheme: dark) { svg { --ink: #e8e8e4; --faint: #9ea2ab; --line: #343841;
-  --mark: #6ea8ff; --good: #4cc79a; --back: #15171b; } }
-</style>"""
+# Colours by name, light and dark. What reads no CSS variables (rsvg-convert, Inkscape) takes light.
+PALETTE = {
+    "ink": ("#1c1d20", "#e8e8e4"),
+    "faint": ("#696c74", "#9ea2ab"),
+    "line": ("#dcdcd6", "#343841"),
+    "mark": ("#2563b8", "#6ea8ff"),
+    "good": ("#13795b", "#4cc79a"),
+    "back": ("#fbfbf9", "#15171b"),
+}
+VARIABLE = re.compile(r"([a-z-]+): var\(--([a-z]+)\)")
 UNIT, ROW, LEFT = 26, 20, 60  # pixels: of a unit of time, of a rank, before the first unit
 COLORS = {"F": "--mark", "B": "--good", "W": "--line"}
 
@@ -88,12 +93,28 @@ def schedules_drawn() -> str:
 
 
 def stand_alone(svg: str) -> str:
-    """A file of its own: with the names of XML, colours and a background."""
+    """A file of its own: with the names of XML, plain colours, dark ones too, and a background."""
     start, _, rest = svg.partition(">")
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     head = start.replace("<svg", f"<svg {names}", 1)
     back = '<rect width="100%" height="100%" style="fill: var(--back)"/>'
-    return f"{head}>{STYLE}{back}{rest}\n"
+    body = back + rest
+    used = sorted(set(VARIABLE.findall(body)))
+    body = VARIABLE.sub(lambda found: f"{found[1]}: {PALETTE[found[2]][0]}", body)
+    return f"{head}>{_style(used)}{body}\n"
+
+
+def _style(used: list[tuple[str, str]]) -> str:
+    """The font, and for dark screens another colour for each property and name of PALETTE."""
+    rules = []
+    for name, color in used:
+        light, dark = PALETTE[color]
+        rules.append(f'[style*="{name}: {light}"] {{ {name}: {dark} !important; }}')
+    dark_rules = "\n  ".join(rules)
+    return (
+        "<style>\nsvg { font: 11px DejaVu Sans, Verdana, sans-serif; }\n"
+        f"@media (prefers-color-scheme: dark) {{\n  {dark_rules}\n}}\n</style>"
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -177,7 +177,6 @@ def _command(question: Question, data: dict[str, Any]) -> Iterator[str]:
     if not data["ranked"]:
         return
     words = data["command"][2:]
-    words = [*words[:-2], "--steps", "1000000"] if words[-1] == "N" else words
     try:
         run = command_line.parse(words)
         if question.config.training.rampup_batch_size is None:

@@ -13,7 +13,7 @@ import operator
 import re
 import tomllib
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ def _first_options(family: str | None) -> dict[str, Any]:
 
 PRESETS, ALIASES = _load_presets()
 MOST_BYTES = 2**20  # of a TOML file
+# An option that says no more than none: a program's default or a resumed run may replace it.
+AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")  # without control characters, UTF-8
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -110,13 +112,13 @@ def parse(arguments: list[str], description: str = "Train a GPT.") -> Config:
 def parse_request(
     arguments: list[str],
     description: str = "Train a GPT.",
-    defaults: Callable[[Collection[str]], dict[str, Any]] = lambda given: {},
+    defaults: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda given: {},
     plans: bool = False,
 ) -> Request:
     """As `parse`, with the names of what was given; flags override the file.
 
     defaults: a program's own values for options that neither a flag nor the file gives, as a
-    function of the names that were given; what was given is never overridden. plans: whether what
+    function of the options that were given; what was given is never overridden. plans: whether what
     the engine cannot train of a --model is a note, not a UserError.
     """
     translated = spelling.translate(arguments)
@@ -126,9 +128,11 @@ def parse_request(
         names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
         raise UserError(_unknown("argument", names))
     file = values.pop("config", None)
-    given = _with_shape(translated.finish((_options_of_file(file) if file else {}) | values))
+    given = translated.finish((_options_of_file(file) if file else {}) | values)
+    given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
+    given = _with_resumed(given)
     lacks: list[str] = []
-    config = build(defaults(frozenset(given)) | given, lacks if plans else None)
+    config = build(defaults(given) | given, lacks if plans else None)
     check_used(config, given)
     notes = [*translated.notes, *(f"planned, but not trained here: {each}" for each in lacks)]
     if unused := unused_rotary(config):
@@ -137,14 +141,24 @@ def parse_request(
     return Request(config, frozenset(given), tuple(notes), given.get("model"))
 
 
-def _with_shape(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, and if that is no shape but --resume: the shape of the run to resume."""
+def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, and these of the run that --resume continues: its model if no
+    shape is given, its precision if none is given and not only the weights are taken.
+    """
     resume = given.get("resume")
-    if not isinstance(resume, str) or given.keys() & {"model", "layers", "hidden", "heads"}:
-        return given
+    if not isinstance(resume, str):
+        return dict(given)
     folder = str(given.get("out", Run.out)) if resume == "auto" else resume
     found = families.of_run(folder)
-    return given | {"model": found} if found else given
+    if not found:
+        return dict(given)
+    resumed: dict[str, Any] = {}
+    if not given.keys() & {"model", "layers", "hidden", "heads"}:
+        resumed["model"] = found
+    precision = families.precision_of_run(found)
+    if precision and not given.get("load_weights_only"):
+        resumed["precision"] = precision
+    return resumed | given
 
 
 def _unknown(what: str, names: list[str]) -> str:

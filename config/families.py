@@ -190,6 +190,14 @@ def of_run(folder: str) -> str | None:
     return next(filter(os.path.isfile, files), None)
 
 
+def precision_of_run(path: str) -> str | None:
+    """The --precision in a run.json; None if it has a model alone, as an imported one."""
+    groups = read_object(path).get("config")
+    training = groups.get("training") if isinstance(groups, dict) else None
+    precision = training.get("precision") if isinstance(training, dict) else None
+    return precision if isinstance(precision, str) else None
+
+
 def _find(path: str) -> str:
     if not os.path.isdir(path):
         return path

@@ -123,7 +123,9 @@ class Run:
         "auto", "collectives: nccl on GPUs, gloo on CPUs", choices=("auto", "nccl", "gloo")
     )
     bind_cores: bool = option(True, "bind each rank to cores of its own, if there are enough")
-    log_every: int = option(1, "steps between log lines", minimum=1)
+    log_every: int = option(
+        None, "steps between log lines, default: a line when 5 seconds have passed", minimum=1
+    )
     log_format: str = option(
         "short", "of log lines: short, or Megatron-LM's long one", choices=("short", "megatron")
     )

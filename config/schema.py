@@ -293,7 +293,11 @@ class Training:
     )
     steps: int = option(None, "steps to train", minimum=1)
     train_samples: int = option(None, "samples to train, in place of --steps", minimum=1)
-    precision: str = option("fp32", "arithmetic", choices=("fp64", "fp32", "bf16", "fp16"))
+    precision: str = option(
+        "auto",
+        "arithmetic; auto: bf16 on GPUs that have it, fp16 on older GPUs, fp32 on CPUs",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
+    )
     grad_dtype: str = option(
         "fp32", "sum 16-bit gradients in fp32, or in bf16 to save memory", choices=("fp32", "bf16")
     )
@@ -383,6 +387,13 @@ class Config:
     def length_divisor(self) -> int:
         """What divides every length of the run, the largest that is known to."""
         return self.curriculum.multiple if self.curriculum else self.model.seq_length
+
+    def with_precision(self, automatic: str) -> "Config":
+        """The same run, where --precision auto is replaced by `automatic`, a name such as bf16."""
+        if self.training.precision != "auto":
+            return self
+        training = dataclasses.replace(self.training, precision=automatic)
+        return dataclasses.replace(self, training=training)
 
     @property
     def total_samples(self) -> int:

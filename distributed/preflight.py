@@ -119,14 +119,17 @@ def check_compiler(kernels: dict[str, str], context: Context) -> None:
         raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
 
 
-def introduce(config: Config, context: Context) -> None:
-    """Print where every rank runs, with warnings, and check the nodes if enabled.
+def introduce(config: Config, context: Context, decided: str = "") -> None:
+    """Print where every rank runs, what was decided (a sentence), and warnings; check the nodes if
+    that is enabled.
 
     Collective over all ranks; UserError, on every rank, for what cannot work.
     """
     say: Say = functools.partial(print, flush=True) if context.rank == 0 else lambda line: None
     if context.size > 1:
         say(placement.table(context.places, config.layout))
+    if decided:
+        say(decided)
     for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
         say(f"note: {sentence}")
     if enabled(config, context):

@@ -1,6 +1,6 @@
 """The answers of a rehearsal, in words and as data: do all meet, does it fit, what stops the host.
 
-answer = answers.of(run, machine)
+answer = answers.of(run, machine)             # verbose=True: with what stops the host
 print(answer.text)
 answer.data            # the same for programs
 """
@@ -26,8 +26,12 @@ class Answers(NamedTuple):
     data: dict[str, Any]
 
 
-def of(run: Rehearsal, machine: Machine) -> Answers:
-    """The three answers of a rehearsal, for a GPU of that machine."""
+def of(run: Rehearsal, machine: Machine, verbose: bool = False) -> Answers:
+    """The answers of a rehearsal, for a GPU of that machine.
+
+    verbose: the text also says where the host stops in Trine's code, and how many kernels it
+    launches, which only a developer of Trine can change; the data always has both.
+    """
     meeting = mismatches(run.world)
     blocking = run.config.run.blocking and run.config.layout.pp == 1  # as context.prepare sets it
     if not meeting and (stuck := deadlock(run.world, blocking)):
@@ -40,7 +44,9 @@ def of(run: Rehearsal, machine: Machine) -> Answers:
     data |= {"mismatches": meeting, "fits": fits, "stages": stages}
     data |= {"stops": _stops(run.records), "launches": _launches(run)}
     about, meet = _header(data), _meeting_text(run, meeting)
-    texts = [about, meet, _memory_text(data, room), _stops_text(data)]
+    texts = [about, meet, _memory_text(data, room)]
+    if verbose:
+        texts.append(_stops_text(data))
     return Answers("\n\n".join(texts), data)
 
 
@@ -48,6 +54,7 @@ def _about(run: Rehearsal) -> dict[str, Any]:
     layout = run.config.layout
     names = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "dp": layout.dp}
     return names | {
+        "precision": run.config.training.precision,
         "ranks": len(run.world.traces),
         "ranks_run": [record.rank for record in run.records],
         "micro_batches": run.micro_batches,
@@ -59,13 +66,13 @@ def _about(run: Rehearsal) -> dict[str, Any]:
 def _header(about: dict[str, Any]) -> str:
     count, ranks = len(about["ranks_run"]), about["ranks"]
     axes = f"tp {about['tp']} x pp {about['pp']}" + f" x cp {about['cp']}" * (about["cp"] > 1)
-    text = f"{ranks} ranks, {axes} x dp {about['dp']}: {count} were run"
+    text = f"{ranks} ranks, {axes} x dp {about['dp']}, {about['precision']}: {count} were run"
     if count < ranks:
         text += ", the others are taken to do as one of their stage (--all-ranks runs all)"
     text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
         text += f" in place of {about['micro_batches_of_run']}: these reach the steady state"
-    return f"{text}; {about['seconds']:.0f} s of a core"
+    return f"{text}; it took {about['seconds']:.0f} s of processor time"
 
 
 # ---- Will every collective meet? -----------------------------------------------------------------

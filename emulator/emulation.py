@@ -73,15 +73,25 @@ class Step:
 # ---- Measuring -----------------------------------------------------------------------------------
 
 
-def measured(config: Config, world: int, per_node: int, device: str) -> list[StageMeasured]:
+def measured(
+    config: Config,
+    world: int,
+    per_node: int,
+    device: str,
+    show: Callable[[int], None] = lambda done: None,
+) -> list[StageMeasured]:
     """The first rank of every stage, each in a process of its own, one after the other.
 
-    Raises what the trainer raises.
+    show: is told how many stages are measured, whenever one is. Raises what the trainer raises.
     """
     jobs = [(config, world, ranks[0], per_node, device) for ranks in stages_of(config)]
     # Spawned: neither CUDA nor autograd's threads survive a fork.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        return pool.starmap(measure_rank, jobs, chunksize=1)
+        stages: list[StageMeasured] = []
+        for job in jobs:
+            stages.append(pool.apply(measure_rank, job))
+            show(len(stages))
+        return stages
 
 
 def measure_rank(

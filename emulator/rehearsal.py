@@ -20,8 +20,8 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -101,13 +101,16 @@ class Case(NamedTuple):
     all_ranks: bool = False
 
 
-def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
-    """Run the distinct ranks of each case, or all, each once, on this machine's cores.
+def rehearse(
+    cases: Sequence[Case], show: Callable[[int], None] = lambda done: None
+) -> list[Rehearsal]:
+    """Run the distinct ranks of `ranks_of` each case, each once, on this machine's cores.
 
-    Raises what the trainer raises, such as UserError.
+    show: is told how many ranks have ended, whenever one has. Raises what the trainer raises, such
+    as UserError.
     """
     short = [shortened(case.config) for case in cases]
-    ranks = [range(c.world) if c.all_ranks else distinct_ranks(c.config) for c in cases]
+    ranks = [ranks_of(case) for case in cases]
     jobs = [
         (few, rank, case.world, case.nodes, case.gpu)
         for few, case, own in zip(short, cases, ranks)
@@ -120,11 +123,20 @@ def rehearse(cases: Sequence[Case]) -> list[Rehearsal]:
     with fake_devices(recording_context(1, 0, 1), cases[0].gpu):
         torch.zeros(1, device="cuda").add_(1)  # imports what fake tensors need, once for all
     with ProcessPoolExecutor(workers, forked) as pool:
-        records = pool.map(run_rank, *zip(*jobs))
+        futures = [pool.submit(run_rank, *job) for job in jobs]
+        for done, future in enumerate(as_completed(futures), start=1):
+            future.result()  # raises what the rank raised
+            show(done)
+        records = iter([future.result() for future in futures])
         return [
             _assembled(case, few, [next(records) for _ in own])
             for case, few, own in zip(cases, short, ranks)
         ]
+
+
+def ranks_of(case: Case) -> Sequence[int]:
+    """The ranks of a case that are run."""
+    return range(case.world) if case.all_ranks else distinct_ranks(case.config)
 
 
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:

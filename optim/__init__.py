@@ -2,6 +2,7 @@
 
 buckets       flat buffers of weights and gradients, and who owns which part
 update_rules  learning rate; AdamW, 8-bit AdamW, Adafactor, Muon, SGD on master tensors
+precision     the number format of a run: what --precision auto is
 loss_scale    the factor that keeps fp16 gradients above zero
 fsdp          --zero 3, by torch's fully_shard
 """

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config.messages import UserError
 from config.schema import Config, coordinates
@@ -25,12 +25,16 @@ from schedules.partition import part_costs, stage_specs
 from schedules.schedule import Schedule
 from schedules.vocabulary import of_layout
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COMPUTE = ("peak", "gemm", "attention", "elementwise", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
 MOST_PASSES = 200_000  # of all steps that are run again: the newest steps count
 CLOSING = 3  # lines that a run ends with
 NAMED_SHARE = 0.1  # of what the slowest rank loses in a pass, to be named beside it
+LABELLED = 0.01  # share of a step from which on a bar of the picture has a label
 LEAST_SHARE = 0.005  # of a step, that a flag wins or its cause takes, to be proposed
 
 
@@ -234,7 +238,18 @@ def closing_lines(out: str) -> list[str]:
 
 
 def draw(data: dict[str, Any], path: str) -> None:
-    """Write the lines as a waterfall, from the peak to the step; UserError if it cannot."""
+    """Write the picture of `waterfall` as an SVG file; UserError if it cannot be written."""
+    try:
+        waterfall(data).savefig(path, format="svg", metadata={"Date": None})
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def waterfall(data: dict[str, Any]) -> "Figure":
+    """The lines as bars that begin where the one before ends, from the peak to the step.
+
+    A bar of less than LABELLED of the step has no label: such labels would lie on one another.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 3.6), layout="constrained")
@@ -244,13 +259,13 @@ def draw(data: dict[str, Any], path: str) -> None:
         color = "#13795b" if row["cause"] in COMPUTE else "#2563b8"
         axes.bar(place, row["measured"], 0.8, at, color=color)
         at += row["measured"]
-        axes.text(place, at, f"{row['measured'] / data['seconds']:.1%}", ha="center", va="bottom")
+        share, top = row["measured"] / data["seconds"], max(at, at - row["measured"])
+        if abs(share) >= LABELLED:
+            label: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": "x-small"}
+            axes.text(place, top, f"{share:.0%}", **label)
     axes.bar(len(shown), data["seconds"], 0.8, color="#696c74")
     names = [*(row["cause"] for row in shown), "step"]
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right")
     axes.set(ylabel="seconds of a step", title=f"{data['run']}: where the time went")
-    axes.margins(y=0.1)
-    try:
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
+    axes.margins(y=0.15)  # room for the label of the highest bar
+    return figure

@@ -143,6 +143,13 @@ class Machine:
         word = rf"(?<![a-z0-9]){re.escape(self.device.lower())}(?![a-z0-9])"
         return re.search(word, device.lower()) is not None
 
+    @property
+    def precision(self) -> str:
+        """What --precision auto is on this device: optim/precision.py decides so for a run."""
+        if self.device == "CPU":
+            return "fp32"
+        return "bf16" if self.bf16 else "fp16"
+
 
 @dataclass(frozen=True)
 class Constant:

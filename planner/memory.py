@@ -140,6 +140,21 @@ def of_run(config: Config) -> list[dict[str, float]]:
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
 
 
+def least_of_run(config: Config) -> list[dict[str, float]]:
+    """As `of_run`; for --precision auto, which GPUs decide later, that of what takes least."""
+    names = ["fp32"] if config.run.device == "cpu" else ["fp32", "bf16"]
+    tables = [of_run(config.with_precision(name)) for name in names]
+    return min(tables, key=lambda table: max(map(_certain, table)))
+
+
+def _certain(parts: dict[str, float]) -> float:
+    """Bytes that a rank surely needs: its states, or half of all parts, whose formulas are less
+    exact.
+    """
+    states = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
+    return max(states, sum(parts.values()) / 2)
+
+
 def check_fits(table: list[dict[str, float]], config: Config, node: float) -> None:
     """UserError if a rank certainly needs more memory than its node of `node` bytes, or any GPU.
 
@@ -154,8 +169,7 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
     if config.run.device != "cpu" and node < LARGEST_GPU:
         room, what = LARGEST_GPU, f"no GPU has {LARGEST_GPU / 1e9:,.0f} GB"
     for stage, parts in enumerate(table):
-        states = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
-        if max(states, sum(parts.values()) / 2) > room:
+        if _certain(parts) > room:
             shown = ", ".join(f"{part} {size / 1e9:,.1f}" for part, size in parts.items())
             raise UserError(f"a rank of stage {stage} needs, in GB, {shown}; {what}")
 

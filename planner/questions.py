@@ -25,6 +25,7 @@ from schedules import drawing, partition, simulation
 from schedules.automatic import settled_layout
 from schedules.vocabulary import of_layout
 
+STEPS = 1000  # of the command that is printed, if no length is given
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
 # Models of the questions that need one only as an example.
 EXAMPLES = dict.fromkeys(("largest", "shapes"), "gpt3-175b")
@@ -117,7 +118,7 @@ def defaults(name: str, machine: hardware.Machine, given: Collection[str]) -> di
     if "model" not in given and not {"layers", "hidden", "heads"} <= set(given):
         values = {"model": EXAMPLES[name]} if name in EXAMPLES else {}
     if "precision" not in given:
-        values["precision"] = "bf16" if machine.bf16 else "fp16"
+        values["precision"] = machine.precision
     if not {"global_batch_size", "batch_schedule"} & set(given):
         values["global_batch_size"] = BATCH
     return values
@@ -153,8 +154,9 @@ def ranked_layouts(question: Question) -> Answer:
     lines += [*_notes(ranked[:1]), *([] if fitting else where_it_fits(question, rejected))]
     trained = not (isinstance(question.config.model, PlanOnly) or machine.software.fp8)
     if ranked and trained:
-        words = _command(question, ranked[0].layout)
-        lines, data = [*lines, f"the first: {shlex.join(words)}"], data | {"command": words}
+        launcher, words = _launcher(question), _command(question, ranked[0].layout)
+        lines += [f"the first: {shlex.join([*launcher, *words])}", *_stand_ins(question)]
+        data |= {"launcher": launcher, "command": words}
     return Answer("\n".join(lines), data)
 
 
@@ -175,8 +177,9 @@ def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[
 
 
 def _command(question: Question, layout: schema.Layout) -> list[str]:
-    """What to type for a layout, but for the launcher, with --model as it was given; N steps if no
-    length was given.
+    """What to type after the launcher to train on a layout, with --model as it was given.
+
+    It starts as it is: data and length that were not given are synthetic and STEPS.
     """
     run, name = replace(question.config, layout=layout), question.options.model
     words = [word for group in schema.GROUPS for word in to_words(getattr(run, group), "dp")]
@@ -184,8 +187,34 @@ def _command(question: Question, layout: schema.Layout) -> list[str]:
         shape, given = to_words(run.model), question.given
         own = ["--model", name, *to_words(run.model, always=given, only=given)]
         words[: len(shape)] = own
-    length = run.training.steps or run.training.train_samples
-    return ["python", "train.py", *words, *(() if length else ("--steps", "N"))]
+    if run.data.data == ("synthetic",):
+        words += ["--data", "synthetic"]
+    if not _has_length(run):
+        words += ["--steps", str(STEPS)]
+    return ["python", "train.py", *words]
+
+
+def _launcher(question: Question) -> list[str]:
+    """What starts the ranks: mpirun on one node, srun on several."""
+    if question.gpus == 1:
+        return []
+    if question.gpus <= question.machine.node:
+        return ["mpirun", "-n", str(question.gpus)]
+    return ["srun", "--mpi=pmi2", "-n", str(question.gpus)]
+
+
+def _has_length(run: Config) -> bool:
+    return bool(run.training.steps or run.training.train_samples)
+
+
+def _stand_ins(question: Question) -> list[str]:
+    """A line on what a command of `_command` has in the place of options that were not given."""
+    run, missing = question.config, []
+    if run.data.data == ("synthetic",):
+        missing.append("--data synthetic is random tokens: give the prefix of your corpus")
+    if not _has_length(run):
+        missing.append(f"--steps {STEPS} is an example: give your length")
+    return [f"  {'; '.join(missing)}"] if missing else []
 
 
 def _as_data(found: layouts.Ranked, question: Question) -> dict[str, Any]:

@@ -4,8 +4,8 @@
 #     bash scripts/setup.sh          what training needs
 #     bash scripts/setup.sh test     also what the tests need
 #
-# Does nothing if nothing changed. The machine's own MPI is used if it has one; otherwise MPICH is
-# installed into .venv as a Python package.
+# Does nothing if nothing changed. The machine's own MPI is used if it has one, also one that was
+# installed since the last set-up; otherwise MPICH is installed into .venv as a Python package.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 files=(requirements.txt constraints.txt)
@@ -28,16 +28,30 @@ echo "setting up .venv (a few minutes the first time)"
 .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     --requirement "${files[0]}" --constraint constraints.txt
 
+mpi_kind() { # of the text in which an mpirun or a library says its version
+    case "$1" in
+    *"Open MPI"* | *OpenRTE* | *"Open RTE"*) echo openmpi ;;
+    *) echo mpich ;; # and the others of its ABI
+    esac
+}
+is_of_mpirun() { # whether mpi4py loads a library of the machine's own mpirun
+    local library
+    library=$(.venv/bin/python -c 'from mpi4py import MPI; print(MPI.Get_library_version())' \
+        2>/dev/null) || return 1
+    [ "$(mpi_kind "$library")" = "$(mpi_kind "$("$own_mpirun" --version 2>&1)")" ]
+}
 if [ -z "$own_mpirun" ]; then
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --constraint constraints.txt mpich
-elif ! .venv/bin/python -c 'from mpi4py import MPI' 2>/dev/null; then
+elif ! is_of_mpirun; then
     command -v mpicc >/dev/null || {
         echo "error: $own_mpirun is installed, but mpi4py does not find its library, and there is" \
             "no mpicc to build mpi4py with: load the development module of that MPI" >&2
         exit 2
     }
     echo "building mpi4py against $own_mpirun"
+    # An earlier set-up may have installed MPICH as a package, whose mpirun would come first.
+    .venv/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes mpich
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --force-reinstall \
         --no-deps --no-cache-dir --no-binary mpi4py --constraint constraints.txt mpi4py
 fi

@@ -8,6 +8,7 @@ Where a terminal shows the live line (log_lines.py), log lines go to log.txt alo
     metrics.jsonl   a row per step, and one per evaluation (`NAME_loss`: validation, test, sets)
     times.jsonl     where the time of some steps went, on every rank (step_times.py)
     spikes.jsonl    the batches of loss spikes, if there are any (loss_monitor.py)
+    trackers.json   the run in W&B and MLflow, which a resumed run goes on in (trackers.py)
 """
 
 import contextlib
@@ -37,13 +38,15 @@ from schedules.vocabulary import of_layout
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
-from telemetry.trackers import Tracker, numbers, open_trackers
+from telemetry.trackers import RUNS, Tracker, numbers, open_trackers
 from zero import StepResult
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
 WARM_UP_STEPS = 2
 RECENT_STEPS = 20  # whose pace says how much time is left
+SECONDS_BETWEEN_LINES = 5.0  # without --log-every: a line for each step would fill disks
+LINES_BETWEEN_CORPORA = 20  # log lines from one line on the corpora to the next
 
 
 class Log:
@@ -80,6 +83,8 @@ class Log:
         self.layers: Mapping[str, Any] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
+        self.lines = self.steps_since_line = 0
+        self.last_line = -math.inf  # time.monotonic()
         again = [config.layout.recomputed_blocks(s.blocks, s.index) for s in stage_specs]
         self.recomputed = sum(again)
         self.metrics = RowFile(os.path.join(config.run.out, "metrics.jsonl"), self.note)
@@ -138,35 +143,51 @@ class Log:
         if self.peak_flops:
             row["mfu"] = row["tflops_model"] * 1e12 / self.peak_flops
         row |= {"sample_length": length} if self.config.curriculum else {}
-        due = iteration % self.config.run.log_every == 0 or iteration in (1, self.total)
-        row |= self._of_corpora(done) if due else {}
+        every = self.config.run.log_every
+        if every is None or iteration % every == 0 or iteration in (1, self.total):
+            row |= self._of_corpora(done)
         row |= self.layers
         self._write(row)
-        if due:
-            line = log_lines.FORMATS[self.config.run.log_format](self._facts(row))
-            line += log_lines.of_corpora(row)
-            self.note(line, printed=not (self.live and self.live.replaces_lines))
+        self.steps_since_line += 1
+        facts = self._facts(row)
+        if self._line_is_due(iteration):
+            self._print_step(facts)
         if self.live:
-            self.live.show(log_lines.short(self._facts(row)))
+            self.live.show(log_lines.short(facts))
+
+    def _line_is_due(self, iteration: int) -> bool:
+        """Whether that step has a log line: the first, the last, and by --log-every or by time."""
+        if iteration in (1, self.total):
+            return True
+        if self.config.run.log_every is not None:
+            return iteration % self.config.run.log_every == 0
+        return time.monotonic() - self.last_line >= SECONDS_BETWEEN_LINES
+
+    def _print_step(self, facts: log_lines.Facts) -> None:
+        """Print and store the log line of a step; now and then one on the corpora follows."""
+        line = log_lines.FORMATS[self.config.run.log_format].step(facts)
+        is_last = facts.row["iteration"] == self.total
+        if self.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
+            line += log_lines.of_corpora(facts.row)
+        self.note(line, printed=not (self.live and self.live.replaces_lines))
+        self.lines += 1
+        self.steps_since_line = 0
+        self.last_line = time.monotonic()
 
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
         """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
-        self.note(
-            f" iteration {iteration:8d}/{self.total:8d} | consumed samples: {consumed:12d} |"
-            f" passed over by --skip-samples: {consumed - batch} to {consumed - 1}"
-        )
+        line = log_lines.FORMATS[self.config.run.log_format].skipped
+        self.note(line(iteration, self.total, consumed, batch))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Record the mean loss per token of `validation`, of `test`, or of a set of --eval-data."""
         self.evaluations[name] = loss
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
-        self.note(
-            f" {name} loss at iteration {done.iteration} | lm loss: {loss:.6E} | "
-            f"lm loss PPL: {math.exp(min(loss, 100.0)):.6E}"
-        )
+        line = log_lines.FORMATS[self.config.run.log_format].evaluation
+        self.note(line(name, done.iteration, self.total, loss))
 
     def note(self, line: str, printed: bool = True) -> None:
         """Append a line to log.txt, and print it unless the terminal has a live line instead."""
@@ -222,7 +243,8 @@ class Log:
         return {"corpus_tokens": tokens, "corpus_epochs": epochs}
 
     def _facts(self, row: dict[str, Any]) -> log_lines.Facts:
-        samples, seconds, losses = zip(*self.steps[-self.config.run.log_every :])
+        count = self.config.run.log_every or self.steps_since_line
+        samples, seconds, losses = zip(*self.steps[-count:])
         recent = self.steps[-RECENT_STEPS:]
         pace = sum(second for _, second, _ in recent) / sum(count for count, _, _ in recent)
         left = self.config.total_samples - row["consumed_samples"]
@@ -278,7 +300,7 @@ class Log:
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints"]
+        earlier += [] if self.config.run.resume else ["checkpoints", RUNS]
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:

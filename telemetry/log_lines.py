@@ -9,11 +9,13 @@ the live line is written to the terminal that the launcher itself has. Rank 0 fi
 the launcher's node; elsewhere there is no live line.
 """
 
+import math
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -55,6 +57,10 @@ def short(facts: Facts) -> str:
     ]
     if row["mfu"] is not None:
         parts.insert(5, f"MFU {row['mfu'] * facts.ratio:.1%}")
+    if "sample_length" in row:
+        parts.insert(1, f"{row['sample_length']} tokens a sample")
+    if (epochs := _epochs(row)) is not None:
+        parts.append(f"epoch {epochs:.3f}")
     parts += [f"{facts.skipped} skipped"] if facts.skipped else []
     parts += [f"{facts.nan} nan"] if facts.nan else []
     return " | ".join(parts)
@@ -62,7 +68,11 @@ def short(facts: Facts) -> str:
 
 def megatron(facts: Facts) -> str:
     """One step as Megatron-LM prints it."""
-    row, ratio = facts.row, facts.ratio
+    row, ratio, more = facts.row, facts.ratio, ""
+    if "sample_length" in row:
+        more += f" sample length: {row['sample_length']} |"
+    if (epochs := _epochs(row)) is not None:
+        more += f" epochs: {epochs:.4f} |"
     return (
         f" iteration {row['iteration']:8d}/{facts.total:8d} |"
         f" consumed samples: {row['consumed_samples']:12d} |"
@@ -78,19 +88,72 @@ def megatron(facts: Facts) -> str:
         f" samples per second: {facts.samples_per_second:.3f} |"
         f" tokens per second: {row['tokens_per_second'] * ratio:.0f} |"
         f" model TFLOPs: {row['tflops_model'] * ratio:.3f} |"
-        f" hardware TFLOPs: {row['tflops_hardware'] * ratio:.3f} |"
+        f" hardware TFLOPs: {row['tflops_hardware'] * ratio:.3f} |{more}"
     )
 
 
 def of_corpora(row: dict[str, Any]) -> str:
-    """A line below that one, on what was read; none where neither corpora nor lengths matter."""
-    parts = [f"sample length: {row['sample_length']}"] if "sample_length" in row else []
-    for prefix, epochs in row.get("corpus_epochs", {}).items():
-        parts.append(f"{prefix}: {row['corpus_tokens'][prefix]} tokens, {epochs:.4f} epochs")
-    return "\n " + " | ".join(parts) if parts else ""
+    """A line below that one, on what was read of several corpora; the line itself has one's."""
+    epochs = row.get("corpus_epochs", {})
+    if len(epochs) < 2:
+        return ""
+    tokens = row["corpus_tokens"]
+    parts = [f"{name}: {tokens[name]} tokens, {epochs[name]:.4f} epochs" for name in epochs]
+    return "\n " + " | ".join(parts)
 
 
-FORMATS = {"short": short, "megatron": megatron}
+def _epochs(row: dict[str, Any]) -> float | None:
+    """The epochs of the run's only corpus; None if there are several, or the row has none."""
+    epochs = list(row.get("corpus_epochs", {}).values())
+    return epochs[0] if len(epochs) == 1 else None
+
+
+def short_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
+    """The mean loss per token on a split or a set of --eval-data, and its exponential."""
+    return (
+        f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {_perplexity(loss):.5g}"
+    )
+
+
+def megatron_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
+    """The same as Megatron-LM prints it."""
+    return (
+        f" {name} loss at iteration {iteration} | lm loss: {loss:.6E} | "
+        f"lm loss PPL: {_perplexity(loss):.6E}"
+    )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 100.0))
+
+
+def short_skipped(iteration: int, total: int, consumed: int, batch: int) -> str:
+    """A step of `batch` samples, up to `consumed`, that was passed over."""
+    return f" step {iteration}/{total} | {_passed_over(consumed, batch)}"
+
+
+def megatron_skipped(iteration: int, total: int, consumed: int, batch: int) -> str:
+    """The same as Megatron-LM begins its lines."""
+    step = f" iteration {iteration:8d}/{total:8d} | consumed samples: {consumed:12d} |"
+    return f"{step} {_passed_over(consumed, batch)}"
+
+
+def _passed_over(consumed: int, batch: int) -> str:
+    return f"passed over by --skip-samples: {consumed - batch} to {consumed - 1}"
+
+
+class Format(NamedTuple):
+    """The lines of one --log-format: of a step, of an evaluation, of a step that is skipped."""
+
+    step: Callable[[Facts], str]
+    evaluation: Callable[[str, int, int, float], str]
+    skipped: Callable[[int, int, int, int], str]
+
+
+FORMATS = {
+    "short": Format(short, short_evaluation, short_skipped),
+    "megatron": Format(megatron, megatron_evaluation, megatron_skipped),
+}
 
 
 def duration(seconds: float) -> str:

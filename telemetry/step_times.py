@@ -37,7 +37,7 @@ class StepTimes:
         self.recorder, self.traced = log.context.recorder, run.profile_step
         self.on_gpu = log.context.device.type == "cuda"
         self.measures = not self.on_gpu or log.context.backend != "gloo"
-        self.interval = max(run.log_every, LEAST_INTERVAL)
+        self.interval = max(run.log_every or 1, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
         self.spent, self.since = dict(self.recorder.spent), time.monotonic()

@@ -35,7 +35,7 @@ def options(case: dict) -> configuration.Config:
     shape = {"layers": 2, "hidden": 32, "heads": 8, "seq_length": 16, "vocab_size": 61}
     length = {"global_batch_size": 8, "steps": STEPS, "lr": 1e-3, "pad_vocab_multiple": 4}
     length["adam_eps"] = ADAM_EPS
-    return build(shape | length | case)
+    return build(shape | length | {"precision": "fp32"} | case)
 
 
 def run(config: configuration.Config, context=None, prepare=lambda state, samples: None) -> dict:

@@ -48,9 +48,9 @@ OF_RUNS = {
 --weight-decay nan | --weight-decay must be a finite number, not nan
 --initial-loss-scale-power 5000 | --initial-loss-scale-power must be at most 127, not 5000
 --min-loss-scale 0 | --min-loss-scale must be above 0.0, not 0.0
---precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
---precision FP16 | --precision is one of fp64, fp32, bf16, fp16, not 'FP16'
---grad-dtype bf16 | --grad-dtype bf16 needs --precision bf16, not fp32
+--precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16, not 'fp8'
+--precision FP16 | --precision is one of auto, fp64, fp32, bf16, fp16, not 'FP16'
+--grad-dtype bf16 | --grad-dtype bf16 needs --precision bf16, not auto
 --optimizer adam | --optimizer is one of adamw, apex, adamw8bit, adafactor, muon, sgd, not 'adam'
 --optimizer adamw8bit --precision fp64 | --optimizer adamw8bit keeps fp32 masters: it cannot train
 --zero 4 | --zero is one of 0, 1, 2, 3, not 4

@@ -44,7 +44,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --max-tokens 5 --tp 2 | tp(2) * pp(1) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --pp 3 | tp(1) * pp(3) * dp(?) does not divide 1 ranks
 --prompt 1 --max-tokens 5 --tp 0 | --tp must be at least 1, not 0
---prompt 1 --max-tokens 5 --precision fp8 | --precision is one of fp64, fp32, bf16, fp16, not 'fp8'
+--prompt 1 --max-tokens 5 --precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16
 --prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --promt 1 | unrecognized arguments: --promt 1
 --prompt 1 --greedy | unrecognized arguments: --greedy
@@ -82,7 +82,7 @@ import --from hf nowhere new | nowhere/config.json: No such file or directory
 a.txt | the following arguments are required: --out
 --out c nowhere.txt | nowhere.txt does not exist
 --out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
---out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added, but for .h5 and .hdf5) file in dir
+--out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added, but for
 --out '' a.txt | no value, after '--out': is a variable not set?
 --out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
 --out a-file/c a.txt | the folder of --out, a-file: cannot write in

@@ -212,13 +212,14 @@ def test_tokens_and_epochs_by_corpus_are_exact_after_a_restart(corpora, tmp_path
     assert theirs.keys() - ours.keys() == {(5, "whole_loss"), (5, "part_loss")}
     assert {key: theirs[key] for key in ours} == ours
     a, b = expected[10][2].values()
-    assert f" sample length: 16 | {corpora / 'a'}: {a} tokens, " in lines
+    assert " step 10/10 | 16 tokens a sample | loss " in lines
+    assert f"\n {corpora / 'a'}: {a} tokens, " in lines
     assert f" | {corpora / 'b'}: {b} tokens, {expected[10][3][1]:.4f} epochs\n" in lines
     assert not [line for line in lines.splitlines() if line.endswith("|")]
     assert "samples grow from 4 to 16 tokens in the first 48 samples" in lines
     assert "stable order in memory; other weights from samples [30, 50] on" in lines
     assert f"evaluation set part: 5 of 21 samples of {corpora / 'c'}" in lines
-    assert " whole loss at iteration 8 | lm loss: " in lines
+    assert " step 8/10 | whole loss " in lines
     assert_tensorboard(tmp_path / "whole" / "tensorboard", corpora)
 
 

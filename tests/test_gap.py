@@ -1,5 +1,6 @@
 """plan.py gap: the causes of lost time in real steps and in steps that are made by hand."""
 
+import itertools
 import json
 import math
 import time
@@ -239,3 +240,22 @@ def test_a_run_without_measured_steps_is_a_sentence(tmp_path, capsys):
         plan.main(["gap", str(tmp_path / "none")])
     assert ended.value.code == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+SHARES = {"peak": 0.35, "gemm": 0.2, "attention": 0.031, "elementwise": 0.06, "recompute": -0.009}
+SHARES |= {"tp": 0.005, "cp": 0.0004, "dp": 0.011, "p2p": 0.012, "all ranks": 0.004, "bubble": 0.2}
+SHARES |= {"imbalance": 0.002, "slow ranks": 0.013, "variation": 0.013, "optimizer": 0.05}
+SHARES |= {"data": 0.001, "host": 0.03, "saving": 0.012, "evaluation": 0.02, "unexplained": -0.04}
+
+
+def test_labels_of_the_picture_lie_on_nothing():
+    """With all causes at once: neither on one another nor on the title; small bars have none."""
+    lines = [{"cause": cause, "measured": 2.0 * share} for cause, share in SHARES.items()]
+    figure = gap.waterfall({"run": "runs/a", "seconds": 2.0, "lines": lines})
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    labels = [text for text in axes.texts if text.get_text()]
+    assert len(labels) == sum(abs(share) >= 0.01 for share in SHARES.values())
+    boxes = [text.get_window_extent() for text in [*labels, axes.title]]
+    for first, second in itertools.combinations(boxes, 2):
+        assert not first.overlaps(second), (first, second)

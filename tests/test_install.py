@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -71,11 +72,19 @@ def test_installed_commands_work_from_any_folder(commands, tmp_path):
     )
     assert status == 0, err
     words = [*SMALL.split(), "--out", "run", "--log-format", "megatron"]
+    words += ["--log-every", "1"]
     status, out, err = run("trine-train", *words)
     assert status == 0, err
     assert out.count("lm loss: ") == 2
     assert (tmp_path / "run" / "metrics.jsonl").exists()
     assert run("trine-plot-loss", "run")[0] == 0
+    assert run("trine-corpus", "show", "c")[0] == 0
+    assert run("trine-hang-report", "run")[::2] == (
+        2,
+        "error: no report of a hang in run: run/hang/report.txt: No such file or directory\n",
+    )
+    status, out, err = run("python", "-c", "import trine; print(trine.__version__)")
+    assert (status, out) == (0, f"{VERSION}\n"), err
 
 
 def test_lm_eval_of_texts_or_what_it_needs(tmp_path):
@@ -127,3 +136,79 @@ def test_every_wing_is_installed_and_every_command_has_its_program():
     for name in declared():
         stem = name.removeprefix(launcher.PREFIX).replace("-", "_")
         assert (ROOT / f"{stem}.py").exists() or (ROOT / "scripts" / f"{stem}.py").exists()
+
+
+def test_every_program_that_the_pages_name_has_a_command():
+    """But for benchmarks, which are not installed, and programs for those who work on Trine."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages if page.name not in ("log.md", "code.md"))
+    named = set(re.findall(r"python (?:scripts/)?(\w+)\.py", text))
+    named |= set(re.findall(r"python -m watchdog\.(\w+)", text)) - {"monitor"}
+    without = {"size", "test_all"}
+    missing = {f"{launcher.PREFIX}{name.replace('_', '-')}" for name in named - without}
+    assert missing - set(declared()) == set()
+
+
+BENCH = [
+    ("", "mpirun -n 8 python benchmarks/allreduce.py --device cpu --tp 2 .* --seconds 0.5"),
+    (
+        "--out a --tp 4",
+        "mpirun -n 8 python benchmarks/allreduce.py .* --seconds 0.5 --out a --tp 4",
+    ),
+    ("srun -n 48 -- --tp 8 --out a", "srun -n 48 python benchmarks/allreduce.py --tp 8 --out a"),
+    ("srun -n 48", "srun -n 48 python benchmarks/allreduce.py"),
+    ("-- --device cpu", "python benchmarks/allreduce.py --device cpu"),
+]
+
+
+@pytest.mark.parametrize(("words", "command"), BENCH)
+def test_the_bandwidth_script_with_and_without_a_launcher(words, command, tmp_path):
+    """In a copy whose launchers print how they were called."""
+    for name in ("scripts", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "bench_allreduce.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "setup.sh").write_text("exit 0\n")
+    for name in ("mpirun", "srun", "python"):
+        program = tmp_path / ".venv" / "bin" / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        program.chmod(0o755)
+    done = ranks.start(["bash", str(tmp_path / "scripts" / "bench_allreduce.sh"), *words.split()])
+    assert done.status == 0, done.err
+    assert re.fullmatch(command, done.out.strip())
+
+
+# A Python that notes how it is called, and says which library mpi4py loads.
+PYTHON = """#!/bin/sh
+echo "$@" >>"$CALLS"
+case "$*" in *Get_library_version*) echo "$LIBRARY" ;; esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "library", "is_built"),
+    [
+        ("mpirun (Open MPI) 4.1.4", "MPICH Version: 5.0.2", True),
+        ("mpirun (Open MPI) 4.1.4", "Open MPI v4.1.4, package: Debian", False),
+        ("HYDRA build details: Version: 4.2", "MPICH Version: 4.2", False),
+        ("HYDRA build details: Version: 4.2", "Open MPI v5.0.11", True),
+    ],
+)
+def test_set_up_builds_mpi4py_for_the_machines_mpi(mpirun, library, is_built, tmp_path):
+    """In a copy with stand-ins for Python and the machine's MPI: it may be newer than .venv."""
+    for name in ("scripts", ".venv/bin", "machine"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
+    for name in ("requirements.txt", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = {".venv/bin/python": PYTHON, "machine/mpicc": "#!/bin/sh\n"}
+    programs |= {"machine/mpirun": f"#!/bin/sh\necho '{mpirun}'\n"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path / 'machine'}:{os.environ['PATH']}"
+    words = {"PATH": path, "CALLS": str(tmp_path / "calls"), "LIBRARY": library}
+    done = ranks.start(["bash", str(tmp_path / "scripts" / "setup.sh")], **words)
+    assert done.status == 0, done.err
+    calls = (tmp_path / "calls").read_text()
+    assert ("--no-binary mpi4py" in calls) == is_built
+    assert ("uninstall" in calls) == is_built

@@ -1,20 +1,24 @@
-"""What people see of a run: log lines, the live line on a terminal, log.txt, trackers."""
+"""What people see of a run: log lines, the live line on a terminal, log.txt."""
 
 import itertools
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from ranks import ROOT, mpi_command
 
-from config import command_line
-from config.messages import UserError
+import trainer
+from config import command_line, validation
+from corpora.token_files import IndexedDatasetWriter
+from distributed.launch import Launch
 from planner import hardware
-from telemetry import log_lines, trackers
+from telemetry import log_lines
 
 SMALL = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
@@ -103,6 +107,58 @@ def test_log_lines_say_loss_rate_mfu_memory_and_time_left():
     assert "| tokens per second: 2000 | model TFLOPs: 2.000 | hardware TFLOPs: 3.000 |" in long
 
 
+def test_a_line_has_the_epochs_of_one_corpus_and_several_have_a_line_of_their_own():
+    one = ROW | {"corpus_tokens": {"a": 960}, "corpus_epochs": {"a": 0.1254}}
+    facts = log_lines.Facts(one, 500, 3.21043, 0.5, 32.0, 0, 0, 93784.4)
+    assert log_lines.of_corpora(one) == ""
+    assert log_lines.short(facts).endswith(" left | epoch 0.125")
+    assert log_lines.megatron(facts).endswith("| epochs: 0.1254 |")
+    two = ROW | {"corpus_tokens": {"a": 9, "b": 7}, "corpus_epochs": {"a": 0.5, "b": 1.0}}
+    assert log_lines.of_corpora(two) == "\n a: 9 tokens, 0.5000 epochs | b: 7 tokens, 1.0000 epochs"
+    assert "epoch" not in log_lines.short(replace(facts, row=two))
+
+
+def printed_steps(out: str) -> list[int]:
+    """The steps that have a log line."""
+    lines = [line for line in out.splitlines() if line.startswith(" step ") and "grad norm" in line]
+    return [int(line.removeprefix(" step ").partition("/")[0]) for line in lines]
+
+
+@pytest.mark.parametrize("corpora", [1, 2])
+def test_in_a_pipe_there_is_a_line_by_time_and_a_row_for_every_step(
+    tmp_path, monkeypatch, capsys, corpora
+):
+    """Lines on several corpora follow the 1st, 21st, ... log line and the last one."""
+    names = [str(tmp_path / name) for name in "ab"[:corpora]]
+    for name in names:
+        with IndexedDatasetWriter(name, 64) as writer:
+            for _ in range(40):
+                writer.add_document(np.arange(33) % 64)
+    words = SMALL.replace("--steps 6 --log-every 2", "--steps 23 --eval-samples 4 --split 1,1,0")
+    words += f"{tmp_path / 'run'} --cache none --data {' '.join(names)}"
+
+    def run(*more: str) -> str:
+        config = validation.check(command_line.parse([*words.split(), *more]), 1)
+        trainer.main(config, Launch("python"))
+        rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        assert sum("grad_norm" in row for row in rows) == 23
+        return capsys.readouterr().out
+
+    monkeypatch.setattr("telemetry.log.SECONDS_BETWEEN_LINES", 1e9)
+    assert printed_steps(run()) == [1, 23]
+    assert printed_steps(run("--log-every", "10")) == [1, 10, 20, 23]
+    monkeypatch.setattr("telemetry.log.SECONDS_BETWEEN_LINES", 0.0)
+    out = run()
+    assert printed_steps(out) == list(range(1, 24))
+    of_corpora = [line for line in out.splitlines() if " tokens, " in line and " epochs" in line]
+    assert len(of_corpora) == (0 if corpora == 1 else 3)  # after the lines 1, 21 and 23
+    (evaluated,) = [line for line in out.splitlines() if "validation loss" in line]
+    assert re.fullmatch(r" step 23/23 \| validation loss \d\.\d{4} \| perplexity [\d.]+", evaluated)
+    megatron = run("--log-format", "megatron")
+    assert " validation loss at iteration 23 | lm loss: " in megatron
+    assert printed_steps(megatron) == []
+
+
 def test_the_peak_of_a_device_is_that_of_its_name_or_unknown():
     assert hardware.peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
     assert hardware.peak_of("NVIDIA H100 80GB HBM3", "fp16") == 989.4e12
@@ -130,71 +186,3 @@ def test_a_terminal_that_goes_away_ends_no_run(monkeypatch):
     live.show("another")
     live.close()
     assert not live.replaces_lines
-
-
-class Recorded:
-    """Stands for the packages of trackers: takes every call, and keeps what it was given."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getattr__(self, name):
-        def call(*args, **named):
-            self.calls.append((name, args, named))
-            return None if name == "get_experiment_by_name" else self
-
-        return call
-
-
-def test_trackers_take_the_numbers_of_every_row(tmp_path, monkeypatch):
-    """With stand-ins for the packages; the calls are those of their documentation."""
-    wandb, mlflow = Recorded(), Recorded()
-    mlflow.info, mlflow.run_id = mlflow, "run"
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    words = f"{SMALL}{tmp_path} --wandb project --mlflow {tmp_path}/store"
-    opened = trackers.open_trackers(command_line.parse(words.split()))
-    assert list(opened) == ["wandb", "mlflow"]
-    row = {"iteration": 3, "loss": 2.5, "mfu": None, "peak": [1, 2]}
-    for tracker in opened.values():
-        tracker.write(3, trackers.numbers(row))
-        tracker.close()
-    values = {"iteration": 3, "loss": 2.5, "peak/0": 1, "peak/1": 2}
-    assert wandb.calls[0][2]["project"] == "project"
-    assert wandb.calls[1:] == [("log", (values,), {"step": 3}), ("finish", (), {})]
-    metrics = [args[1:] for name, args, named in mlflow.calls if name == "log_metric"]
-    assert metrics == list(values.items())
-    assert mlflow.calls[-1] == ("set_terminated", ("run",), {})
-
-
-@pytest.mark.parametrize("package", ["wandb", "mlflow"])
-def test_a_tracker_without_its_package_is_a_sentence(tmp_path, monkeypatch, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    config = command_line.parse(f"{SMALL}{tmp_path} --{package} x".split())
-    with pytest.raises(UserError, match=f"--{package} needs the package {package}: "):
-        trackers.open_trackers(config)
-
-
-def test_weights_and_biases_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    (tracker,) = trackers.open_trackers(
-        command_line.parse(f"{SMALL}{tmp_path} --wandb trine".split())
-    ).values()
-    tracker.write(1, {"loss": 2.5})
-    tracker.close()
-    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-
-
-def test_mlflow_in_a_folder(tmp_path):
-    mlflow = pytest.importorskip("mlflow")
-    store = f"file:{tmp_path}/store"
-    (tracker,) = trackers.open_trackers(
-        command_line.parse(f"{SMALL}{tmp_path} --mlflow {store}".split())
-    ).values()
-    tracker.write(1, {"loss": 2.5})
-    tracker.close()
-    client = mlflow.MlflowClient(tracking_uri=store)
-    experiment = client.get_experiment_by_name("trine").experiment_id
-    (run,) = client.search_runs([experiment])
-    assert run.data.metrics == {"loss": 2.5}

@@ -335,6 +335,7 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
     )
     words += f" --data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2"
     words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-format megatron"
+    words += " --log-every 1"
     seen = {}
     for cache in ("none", f"{tmp_path}/cache"):
         outcome = fork_ranks(2, *words.split(), "--cache", cache, timeout=120)

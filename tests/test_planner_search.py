@@ -2,15 +2,17 @@
 
 import io
 import random
+import shlex
 import sys
 from dataclasses import asdict, replace
 
 import pytest
+import ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import plan
-from config import command_line
+from config import command_line, validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
@@ -132,6 +134,36 @@ def test_the_command_names_the_model_as_it_was_given():
     run = check_any_length(command_line.parse([*words[2:-1], "100"]), 4)
     asked = "--model gpt2-124m --bias --seq-length 512"
     assert asdict(run.model) == asdict(command_line.parse(asked.split()).model)
+
+
+def test_the_printed_command_starts_as_it_stands(tmp_path):
+    """On two ranks of this machine, with its launcher, data and steps; it is not edited."""
+    line = f"layouts {SHAPE} --gpu cpu --global-batch-size 4 --seq-length 32 --device cpu"
+    line += f" --layers 2 --hidden 32 --heads 4 --vocab-size 64 --out {tmp_path / 'run'}"
+    text = plan.ask([*line.split(), "--gpus", "2", "--steps", "2"]).text
+    (printed,) = [each for each in text.splitlines() if each.startswith("the first: ")]
+    launcher, n, count, python, *words = shlex.split(printed.removeprefix("the first: "))
+    assert [launcher, n, count, python] == ["mpirun", "-n", "2", "python"]
+    assert words[words.index("--data") + 1] == "synthetic"
+    done = ranks.mpirun(2, *words)
+    assert done.status == 0, done.err
+    assert "2 ranks by mpirun" in done.out
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launcher"),
+    [(1, []), (8, ["mpirun", "-n", "8"]), (16, ["srun", "--mpi=pmi2", "-n", "16"])],
+)
+def test_the_command_has_a_launcher_a_length_and_data_for_any_number_of_gpus(gpus, launcher):
+    data = plan.ask(f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64".split()).data
+    assert data["launcher"] == launcher
+    assert data["command"][-4:] == ["--data", "synthetic", "--steps", "1000"]
+    validation.check(command_line.parse(data["command"][2:]), gpus)  # as train.py checks it
+    words = f"layouts {SHAPE} --gpus {gpus} --global-batch-size 64 --data my/corpus --steps 7"
+    data = plan.ask(words.split()).data
+    assert data["command"].count("--data") == data["command"].count("--steps") == 1
+    assert "my/corpus" in data["command"]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from config import command_line
 from config.messages import UserError
@@ -94,11 +95,11 @@ class Session:
         self.options, self.train_arguments = options, train_arguments
         if options.models and "--model" in (word.partition("=")[0] for word in train_arguments):
             raise UserError("give --model or --models, not both")
+        self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         request = self._request(*options.models[:1])
         for note in request.notes:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
-        self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         self.tried = sweeps.tried_values(options.tried, options.sweep)
         # The values of each layout axis that is held; --try replaces what was given otherwise.
         axes = request.given.intersection(search_space.AXES)
@@ -125,9 +126,17 @@ class Session:
         self.view = ProgressView(options.ranks, self.budget)
 
     def _request(self, model: str = "") -> command_line.Request:
-        """The run asked for, of one of --models, with its own folder if none is given."""
+        """The run asked for, of one of --models, with its own folder if none is given, and with the
+        precision of --gpu, or of CPUs if --device says so.
+        """
         arguments = [*self.train_arguments, *(["--model", model] if model else [])]
-        return command_line.parse_request(arguments, defaults=lambda given: {"out": "runs/tune"})
+        precision = self.machine.precision
+
+        def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+            on_cpu = given.get("device") == "cpu"
+            return {"out": "runs/tune", "precision": "fp32" if on_cpu else precision}
+
+        return command_line.parse_request(arguments, defaults=defaults)
 
     def run(self) -> None:
         """Measure what is asked, then write the report, also if StoppedBySignal is raised."""
