@@ -81,7 +81,7 @@ import --from hf nowhere new | nowhere/config.json: No such file or directory
 --out c | nothing to prepare: name files or folders, or give --stdlib
 a.txt | the following arguments are required: --out
 --out c nowhere.txt | nowhere.txt does not exist
---out c only.bin | only.bin is not one of .py, .txt, .md, .jsonl
+--out c only.bin | only.bin is not one of .py, .txt, .md, .rst
 --out c dir | .csv, .parquet, .arrow, .h5, .hdf5 (or with .gz, .bz2, .xz, .zst added, but for
 --out '' a.txt | no value, after '--out': is a variable not set?
 --out dir/ a.txt | --out dir/ is a folder: name a prefix in it, as data/books
