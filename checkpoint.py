@@ -14,6 +14,7 @@ import math
 import os
 import signal
 import sys
+from typing import Any
 
 from config import messages  # first: it ends a Python that is too old
 
@@ -49,13 +50,22 @@ with messages.installed():
     from config.messages import Parser, UserError
 
 
+def _checks(manifest: dict[str, Any]) -> str:
+    """The checks that the state of a checkpoint has passed, as its manifest lists them."""
+    checked = manifest.get("checked")
+    if isinstance(checked, list) and all(isinstance(name, str) for name in checked):
+        return ", ".join(checked) or "none"
+    return "not known"
+
+
 def show(folder: str) -> str:
     """What is in a checkpoint, for people to read."""
     manifest = check_files(folder, contents=False)
     files = manifest["files"].values()
     lines = [
         f"{folder}: step {manifest['step']}, complete by size: {len(files)} files, "
-        f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB"
+        f"{sum(f['bytes'] for f in files) / 1e9:.3f} GB",
+        f"checks that were passed before it was saved: {_checks(manifest)}",
     ]
     with Index(folder) as index:
         for group in GROUPS:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,9 @@ def main(
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")
-        checkpoints = Checkpointer(config, mesh, state.optimizer, context, samples, log.note)
+        checks = partial(check_replicas, state) if config.run.check_replicas_every else None
+        about = config, mesh, state.optimizer, context, samples, log.note
+        checkpoints = Checkpointer(*about, checks)
         preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
@@ -293,8 +296,7 @@ class Trainer:
                 self.samples.after_step(iteration, last)
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
-                self.recorder.enter("check replicas")
-                check_replicas(self.state, iteration)
+                self.checkpoints.check_replicas(iteration)
             action = max(action, self.conditions.action_after(self.done.consumed_samples))
             if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
@@ -411,7 +413,12 @@ class Trainer:
 
 
 def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
-    """Save the last good state, if the run saves at all, and raise UserError: it has diverged."""
+    """Save the last good state, if the run saves at all, and raise UserError: it has diverged.
+
+    RuntimeError, before anything is saved, if copies of the state differ: then hardware has failed
+    and training has not diverged. A restart continues from the last checkpoint.
+    """
+    checkpoints.check_replicas(now.iteration)
     saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
     saved = saved and checkpoints.save_now(losses.good)
     checkpoints.close()

@@ -7,6 +7,7 @@ run's are set aside in checkpoints.1, checkpoints.2, ... manifest.json:
 
     {"format": "trine checkpoint", "version": 1, "step": 1000,
      "files": {"index.h5": {"bytes": 53995, "crc32": 3852957224}, ...},
+     "checked": ["replicas"],   # what this state has passed; not there before version 0.3
      "sha256": of the JSON text without this key}
 """
 
@@ -15,6 +16,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from checkpointing.file_format import INDEX, SHARD, checksum, flush, open_regular
@@ -25,10 +27,16 @@ MANIFEST = "manifest.json"
 MANIFEST_BYTES = 2**24  # at the most; 200,000 files have as many
 
 
-def write_manifest(folder: str, step: int, files: dict[str, tuple[int, int]]) -> None:
-    """Write manifest.json and bring it to the disk; files: bytes and CRC-32 by name."""
+def write_manifest(
+    folder: str, step: int, files: dict[str, tuple[int, int]], checked: Sequence[str] = ()
+) -> None:
+    """Write manifest.json and bring it to the disk.
+
+    files: bytes and CRC-32 by name. checked: names of the checks that this state has passed.
+    """
     entries = {name: {"bytes": total, "crc32": crc} for name, (total, crc) in files.items()}
     body = {"format": "trine checkpoint", "version": VERSION, "step": step, "files": entries}
+    body["checked"] = list(checked)
     path = os.path.join(folder, MANIFEST)
     with open(path, "wb") as file:
         file.write(_manifest_text(body))

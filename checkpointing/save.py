@@ -47,8 +47,10 @@ class Checkpointer:
     """Saves and loads one run; every rank has one and calls the same methods in the same order.
 
     samples: the training samples, whose fingerprint is saved. print_line: prints a line; called on
-    rank 0 only. exchange: small values between all ranks. "Collective" methods are over the world,
-    and return the same on every rank. Raises UserError if the folder cannot be written.
+    rank 0 only. check_replicas: compares copies of the state after a step, and raises RuntimeError
+    if they differ; collective. None: saves are not checked. exchange: small values between all
+    ranks. "Collective" methods are over the world, and return the same on every rank. Raises
+    UserError if the folder cannot be written.
     """
 
     def __init__(
@@ -59,10 +61,13 @@ class Checkpointer:
         context: Context | None = None,
         samples: Samples | None = None,
         print_line: Callable[[str], None] = print,
+        check_replicas: Callable[[int], None] | None = None,
     ):
         self.config, self.run, self.mesh, self.optimizer = config, config.run, mesh, optimizer
         self.samples, self.is_rank_0, self.recorder = samples, mesh.rank == 0, mesh.recorder
         self.print_line = print_line if self.is_rank_0 else lambda line: None
+        self._check_replicas = check_replicas
+        self._checked_step = -1  # the step whose state was compared last
         self.nodes = len(set(context.nodes)) if context else 1
         self.parent = checkpoints_folder(config)
         store, rank, size = (context.store, context.rank, context.size) if context else (None, 0, 1)
@@ -156,9 +161,23 @@ class Checkpointer:
 
     # -- saving -----------------------------------------------------------------------------
 
+    def check_replicas(self, iteration: int) -> None:
+        """Compare the copies of the state after this step, once; RuntimeError if they differ.
+
+        A save begins with this check, so that a restart finds no state which one rank has
+        corrupted: all ranks would load the same wrong values, and no later check could see it.
+        Collective.
+        """
+        if self._check_replicas is None or self._checked_step == iteration:
+            return
+        self.recorder.enter("check replicas")
+        self._check_replicas(iteration)
+        self._checked_step = iteration
+
     def save(self, progress: Progress) -> None:
         """Begin a save, after the previous one has ended. Collective."""
         began = time.perf_counter()
+        self.check_replicas(progress.iteration)
         self.recorder.enter("save")
         self._wait()
         self._last_step, self._last_time = progress.iteration, time.monotonic()
@@ -169,6 +188,7 @@ class Checkpointer:
         attributes = self._attributes(progress) if self.is_rank_0 else {}
         shards = shards_to_write(self.optimizer)
         save = PendingSave(progress, self.kinds, hidden, attributes, shards, began)
+        save.checks = ("replicas",) if self._check_replicas else ()
         self._pending = save
         if self.run.async_save:
             arguments = (save, self._copy_to_host(save))

@@ -71,6 +71,7 @@ class PendingSave:
     attributes: file_format.Attributes  # on rank 0
     shards: list[ParamShard]  # what this rank writes
     began: float
+    checks: tuple[str, ...] = ()  # that this state has passed
     pause: float = 0.0  # seconds that training waited
     seconds: float = 0.0  # until it was complete
     bytes: int = 0
@@ -182,7 +183,7 @@ class Writer:
         files = {shard.file: (shard.bytes, shard.crc32) for shard in shards}
         image = self._index_image(shapes, shards)
         files[file_format.INDEX] = file_format.write_index(save.hidden, image, save.attributes)
-        folders.write_manifest(save.hidden, save.progress.iteration, files)
+        folders.write_manifest(save.hidden, save.progress.iteration, files, save.checks)
         if self.other_course:
             step, why = self.other_course
             moved = folders.set_aside(self.parent, step)

@@ -138,9 +138,13 @@ class Run:
     stats_every: int = option(
         0, "steps between rows with norms and largest activations by layer; 0: never", minimum=0
     )
-    check_replicas_every: int = option(1000, "steps between replica checks, 0: never", minimum=0)
+    check_replicas_every: int = option(
+        1000, "steps between replica checks, also before each save; 0: never", minimum=0
+    )
     spike_sigma: float = option(
-        6.0, "record in spikes.jsonl a loss so many sigma above recent steps; 0: never", minimum=0.0
+        6.0,
+        "record in spikes.jsonl a loss or gradient norm so many sigma above recent steps; 0: never",
+        minimum=0.0,
     )
     max_nan_steps: int = option(5, "non-finite losses in a row that end the run", minimum=1)
     memory_snapshot: bool = option(

@@ -28,6 +28,8 @@ def unequal_replicas(stages: nn.Module, optimizer: Optimizer, mesh: Mesh) -> lis
     and tied pairs, and over dp if they are not sharded. Collective over the mesh.
     """
     optimizer.finish_gathering()
+    if mesh.replicas.size == mesh.tp.size == mesh.tied.size == 1:
+        return []  # this rank has the only copy of everything
     weights: Hashes = {}
     if not optimizer.fully_sharded:
         weights = {(p.spec, "weight"): bit_hash(p.detach().flatten()) for p in stages.parameters()}

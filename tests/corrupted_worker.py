@@ -2,9 +2,10 @@
 
     mpirun -n 2 python tests/corrupted_worker.py nan RANK STEP,STEP,... train.py's arguments
     mpirun -n 2 python tests/corrupted_worker.py drift RANK STEP,STEP,... train.py's arguments
+    mpirun -n 2 python tests/corrupted_worker.py huge RANK STEP,STEP,... train.py's arguments
 
-nan: the rank's activations are NaN in these steps. drift: one bit of its first weight is flipped
-after these steps.
+nan: the rank's activations are NaN in these steps. drift: the last bit of the first element of its
+first weight is flipped after these steps; huge: its highest bit of the exponent.
 """
 
 import itertools
@@ -30,22 +31,26 @@ def plant_nan(steps: list[int]) -> None:
     model.Stage.forward = poisoned
 
 
-def plant_drift(steps: list[int]) -> None:
-    """Flip the last bit of the first element of this rank's first parameter after these steps."""
+def plant_drift(steps: list[int], bit: int = 0) -> None:
+    """Flip a bit of the first element of this rank's first parameter after these steps."""
     step, count = trainer.step, itertools.count(1)
 
     def drifting(state, *arguments):
         result = step(state, *arguments)
         if next(count) in steps:
             weight = next(state.stages.parameters()).detach()
-            weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+            weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
         return result
 
     trainer.step = drifting
 
 
 def main() -> None:
-    plant = {"nan": plant_nan, "drift": plant_drift}[sys.argv[1]]
+    plant = {
+        "nan": plant_nan,
+        "drift": plant_drift,
+        "huge": lambda steps: plant_drift(steps, bit=30),
+    }[sys.argv[1]]
     rank, steps = int(sys.argv[2]), [int(step) for step in sys.argv[3].split(",")]
     launch = discover()
     if launch.rank == rank:

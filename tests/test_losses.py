@@ -147,9 +147,9 @@ def monitor(tmp_path):
     return monitor, lines, tmp_path / "spikes.jsonl"
 
 
-def see(monitor, i: int, loss: float, skipped: bool = False) -> None:
-    """Give the monitor the loss of step i + 1."""
-    monitor.step(Progress(i + 1, 4 * i + 4), 4, StepResult(1.0, loss, skipped))
+def see(monitor, i: int, loss: float, skipped: bool = False, norm: float = 1.0) -> None:
+    """Give the monitor the loss and the gradient norm of step i + 1."""
+    monitor.step(Progress(i + 1, 4 * i + 4), 4, StepResult(norm, loss, skipped))
 
 
 def test_a_spike_is_recorded_with_its_documents(monitor):
@@ -173,6 +173,29 @@ def test_a_spike_is_recorded_with_its_documents(monitor):
             first, end = dataset.documents[piece["document"] : piece["document"] + 2]
             assert first <= piece["sequence"] < end
         assert tokens == monitor.samples.sample(sample["sample"]).tolist()
+
+
+def test_a_spike_of_the_gradient_norm_is_recorded(monitor):
+    """Of a gradient of 1e34 on one rank, clipping makes the update vanish; the loss is as usual."""
+    monitor, lines, path = monitor
+    for i in range(40, 80):
+        see(monitor, i, 3.0, norm=1.0 + 0.1 * (i % 2))
+    assert not path.exists()
+    see(monitor, 80, 3.0, norm=1.3)
+    assert not path.exists(), "so much more is no spike"
+    see(monitor, 81, 3.0, norm=1e34)
+    (row,) = rows(path.parent, path.name)
+    assert (row["iteration"], row["of"], row["grad_norm"], row["loss"]) == (
+        82,
+        "grad_norm",
+        1e34,
+        3,
+    )
+    assert [sample["sample"] for sample in row["samples"]] == [324, 325, 326, 327]
+    assert "spike of the gradient norm at iteration 82: 1e+34 against 1.0" in lines[0]
+    see(monitor, 82, 3.0, norm=math.inf)  # the step is skipped, which has a line of its own
+    see(monitor, 83, 3.0, norm=0.0)
+    assert len(lines) == 1
 
 
 def test_a_loss_that_stays_high_is_the_new_mean(monitor):

@@ -20,6 +20,7 @@ from ranks import Job, fork_one, fork_ranks, mpi_command, mpirun, start
 
 import data
 import trainer
+from checkpointing import folders
 from config import schema as configuration
 from config import validation
 from config.messages import VERSION
@@ -202,11 +203,11 @@ def test_what_is_compiled_is_frozen(monkeypatch):
     """torch.compile keeps so many objects that each collection would look at them for long."""
     done, loop = [], SimpleNamespace(cold=True, state=None, recorder=None)
     loop.splits, loop.device = SimpleNamespace(train=None), torch.device("cpu")
-    loop.log = SimpleNamespace(note=lambda line: done.append(line.partition(",")[0]))
+    loop.log = SimpleNamespace(note=lambda line: done.append(line.partition(" ")[0]))
     monkeypatch.setattr(trainer, "warm_up", lambda *_: done.append("warm-up"))
     monkeypatch.setattr(garbage.gc, "freeze", lambda: done.append("frozen"))
     trainer.Trainer._warm_up(loop, 0)
-    assert done == ["warm-up", "frozen", "compiled"]
+    assert done == ["warm-up", "frozen", "warmed"]
 
 
 @pytest.mark.slow
@@ -218,6 +219,38 @@ def test_a_replica_that_drifts_ends_the_run(tmp_path):
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     sentence = "after iteration 4 replicas are no longer equal: embedding.positions.weight weight"
     assert sentence + " differs over dp: ranks [1] and [0]" in outcome.err
+
+
+@pytest.mark.slow
+def test_a_corrupted_state_is_not_saved_and_a_restart_begins_before_it(tmp_path):
+    """The periodic check is far away: the check before each save sees the bit of step 6."""
+    words = (
+        SMALL + "--zero 0 --check-replicas-every 1000 --save-every 4 --device cpu --resume auto "
+    )
+    words += f"--steps 12 --out {tmp_path}"
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "6", *words.split())
+    assert outcome.status not in (0, 2, 75)
+    assert "after iteration 8 replicas are no longer equal" in outcome.err
+    saved = tmp_path / "checkpoints"
+    assert [path.name for path in saved.glob("step_*")] == ["step_00000004"]
+    assert folders.read_manifest(str(saved / "step_00000004"))["checked"] == ["replicas"]
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "0", *words.split())
+    assert outcome.status == 0, outcome.err
+    clean = words.replace(str(tmp_path), f"{tmp_path}/clean").split()
+    assert fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "0", *clean).status == 0
+    assert rows(tmp_path)[-1]["loss"] == rows(tmp_path / "clean")[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_bit_that_makes_the_loss_nan_is_a_fault_of_hardware_and_not_of_training(tmp_path):
+    """A highest exponent bit: all losses are NaN then, and the state of before is not intact."""
+    words = SMALL + "--zero 0 --save-every 4 --max-nan-steps 2 --steps 12 --device cpu "
+    words += f"--out {tmp_path}"
+    outcome = fork_ranks(2, "tests/corrupted_worker.py", "huge", "1", "6", *words.split())
+    assert outcome.status not in (0, 2, 75), "2 would be a mistake, and the supervisor would stop"
+    assert "replicas are no longer equal: embedding.positions.weight weight" in outcome.err
+    assert "max-nan-steps" not in outcome.err
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
