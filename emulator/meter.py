@@ -139,8 +139,8 @@ class Meter(TorchDispatchMode):
                 self._lines[torch.autograd._get_sequence_nr() - 1] = calling_line(3)
 
     def _load(self, kernel: tuple) -> None:
-        """Record that a kernel is loaded if this is its first launch."""
-        if kernel not in self._loaded:
+        """Record that a kernel is loaded if this is its first launch; a copy may take none."""
+        if kernel[0] not in COPIES and kernel not in self._loaded:
             self._loaded.add(kernel)
             self.trace.stop(str(kernel[0]), calling_line(4), LOAD)
 
