@@ -45,7 +45,8 @@ def test_a_hundred_steps_equal_torch_adamw_with_clipping(monkeypatch):
         {"params": [p for n, p in theirs.items() if specs[n].decay], "weight_decay": 0.1},
         {"params": [p for n, p in theirs.items() if not specs[n].decay], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-6, foreach=False)
+    eps = golden_worker.ADAM_EPS
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps, foreach=False)
     generator = torch.Generator().manual_seed(0)
     for step in range(100):
         for p in run.stages.parameters():
