@@ -111,7 +111,9 @@ class Attention(nn.Module):
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
-        self.split = factory.fused(_split_heads)
+        # Without rotary positions the split gives views alone: compiling it would win nothing.
+        turns = model.positions == "rotary" and self.norms is None
+        self.split = factory.fused(_split_heads) if turns else _split_heads
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 

@@ -112,6 +112,20 @@ def check_begin(config: Config, done: Progress) -> None:
         )
 
 
+def repeatability(device: str, deterministic: bool) -> str:
+    """A line for a resumed run whose next steps are not the same bits; empty where they are.
+
+    On a GPU the backward pass of flash attention and of cuDNN adds to a gradient by atomic
+    operations, whose order, and so the rounding, differs from run to run.
+    """
+    if device != "cuda" or deterministic:
+        return ""
+    return (
+        "the next steps agree with those of an uninterrupted run to rounding: on GPUs the same "
+        "bits need --deterministic"
+    )
+
+
 @dataclass
 class Loader:
     """Loads one run's state; `Checkpointer` explains the fields."""
@@ -270,6 +284,8 @@ class Loader:
         self.print_line(
             f"resumed from {folder}: step {progress.iteration}, {consumed} samples consumed"
         )
+        if note := repeatability(self.optimizer.device.type, self.run.deterministic):
+            self.print_line(note)
         here, there = fingerprint(self.samples, consumed), index.attributes("data")["fingerprint"]
         if here != there:
             self.print_line(

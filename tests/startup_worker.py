@@ -19,6 +19,7 @@ def watched(*arguments, **options):
     """init_process_group, after a look around."""
     seen["watched"] = "watchdog" in {thread.name for thread in threading.enumerate()}
     seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    seen["fills"] = torch.utils.deterministic.fill_uninitialized_memory
     seen["device_id"] = str(options.get("device_id"))
     connect(*arguments, **options)
 

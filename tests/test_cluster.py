@@ -365,6 +365,7 @@ def test_process_groups_start_under_the_watchdog():
     assert json.loads(outcome.out) == {
         "watched": True,
         "deterministic": True,
+        "fills": False,  # of empty tensors, which would cost a write of each
         "device_id": "None",
         "world is torch's": True,
         "groups": 2,  # the world's and that of the data replicas

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from types import SimpleNamespace
 
+import golden_worker
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ import data
 import loss
 import parallel
 import trainer
-from attention import attention_kernel
+from attention import Attention, attention_kernel
 from config import validation
 from config.command_line import parse
 from config.messages import UserError
@@ -257,3 +258,12 @@ def test_flex_attention_of_alibi_equals_the_dense_bias():
         warnings.simplefilter("ignore")  # that it is not compiled
         ours = flex_attention(q, k, v, score, blocks, enable_gqa=True)
     assert_close(ours, expected, 1e-5, scale=1.0)
+
+
+@pytest.mark.parametrize("case", [LEARNED, ROTARY, ROTARY | {"qk_norm": "head"}])
+def test_a_split_without_rotary_positions_is_not_compiled(case):
+    """It gives views alone, which cost nothing to make."""
+    model = golden_worker.options(SMALL | case).model
+    split = Attention(ParamFactory(Mesh(), compile=True), "a", model, 0.02, False).split
+    turns = model.positions == "rotary" and model.qk_norm == "none"
+    assert (split.__name__ == "<lambda>") == turns
