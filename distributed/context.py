@@ -313,7 +313,7 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
         # Else torch fills each empty tensor, also those that a collective writes at once.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
     if context.size > 1:

@@ -5,7 +5,9 @@
     mpirun -n 2 python tests/corrupted_worker.py huge RANK STEP,STEP,... train.py's arguments
 
 nan: the rank's activations are NaN in these steps. drift: the last bit of the first element of its
-first weight is flipped after these steps; huge: its highest bit of the exponent.
+first weight is flipped after these steps; huge: its highest bit of the exponent. flip:KIND:BIT: a
+bit of the first element of the first tensor of that kind that this rank has: weight, gradient, or
+the name of an optimizer's state such as exp_avg.
 """
 
 import itertools
@@ -15,6 +17,7 @@ import torch
 
 import model
 import trainer
+import zero
 from config import validation
 from config.command_line import parse
 from distributed.launch import discover
@@ -45,12 +48,43 @@ def plant_drift(steps: list[int], bit: int = 0) -> None:
     trainer.step = drifting
 
 
+def plant_flip(kind: str, bit: int, steps: list[int]) -> None:
+    """Flip a bit of a weight or of optimizer state after these steps, of a gradient in them."""
+    step, update, count = trainer.step, zero.Optimizer.step, itertools.count(1)
+    now: list = [0, None]
+
+    def flip(values: torch.Tensor) -> None:
+        values.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+
+    def stepping(state, *arguments):
+        now[:] = next(count), state
+        result = step(state, *arguments)
+        if now[0] in steps and kind == "weight":
+            flip(next(state.stages.parameters()).detach())
+        elif now[0] in steps and kind != "gradient":
+            shard = state.optimizer.owned()[0]
+            values = shard.read(kind, shard.start, shard.stop).clone()
+            flip(values)
+            shard.write(kind, shard.start, values)
+        return result
+
+    def updating(self, *arguments, **options):
+        if now[0] in steps and kind == "gradient":
+            flip(next(now[1].stages.parameters()).main_grad)
+        return update(self, *arguments, **options)
+
+    trainer.step, zero.Optimizer.step = stepping, updating
+
+
 def main() -> None:
+    kind, _, what = sys.argv[1].partition(":")
+    tensor, _, bit = what.partition(":")
     plant = {
         "nan": plant_nan,
         "drift": plant_drift,
         "huge": lambda steps: plant_drift(steps, bit=30),
-    }[sys.argv[1]]
+        "flip": lambda steps: plant_flip(tensor, int(bit), steps),
+    }[kind]
     rank, steps = int(sys.argv[2]), [int(step) for step in sys.argv[3].split(",")]
     launch = discover()
     if launch.rank == rank:
