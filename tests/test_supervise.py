@@ -259,6 +259,7 @@ def test_a_job_that_would_be_too_slow_on_fewer_nodes_is_queued(tmp_path):
         (["--spare-nodes", "1", "--", "python", "t.py", "--resume", "auto"], "needs a Slurm job"),
         (["--spare-nodes", "-1", "--", "x.py"], "--spare-nodes must be at least 0, not -1"),
         (["--", "/nowhere/mpirun", "t.py", "--resume", "auto"], "cannot start /nowhere/mpirun: No"),
+        (["--spare-nodes", "--", "x.py"], "--spare-nodes: expected one argument"),
     ],
 )
 def test_what_cannot_be_supervised_is_one_sentence(words, sentence, tmp_path):
@@ -269,3 +270,14 @@ def test_what_cannot_be_supervised_is_one_sentence(words, sentence, tmp_path):
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
     assert sentence in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume", "--config"])
+@pytest.mark.parametrize("after", [[], ["--tp", "2"]])
+def test_an_option_without_its_value_is_one_sentence(option, after, tmp_path):
+    given = {"--out": str(tmp_path), "--resume": "auto"}
+    words = [word for name in given if name != option for word in (name, given[name])]
+    command = ["--", "mpirun", "-n", "2", sys.executable, "train.py", *words, option, *after]
+    outcome = start([sys.executable, "supervise.py", *command])
+    sentence = f"error: argument {option}: expected one argument\n"
+    assert (outcome.status, outcome.err) == (2, sentence)
