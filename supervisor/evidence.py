@@ -2,7 +2,8 @@
 
 OUT/hang/case.json         what the watchdog or the pre-flight saw, and whom they name
 OUT/metrics.jsonl          the step that was reached, and its loss
-OUT/checkpoints            the newest complete one, and the room that another one takes
+OUT/checkpoints            the newest complete one
+OUT/run.json               the room that another checkpoint takes
 
 These files may be of an earlier start. Their times do not tell, because the clock of a file server
 may differ from that of this node: `files_before` reads the files before a start, and what is the
@@ -11,7 +12,6 @@ so that those of two starts differ.
 """
 
 import contextlib
-import errno
 import math
 import os
 import re
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.messages import NO_ROOM
 from telemetry.row_file import read_object, read_rows
 
 LEAST_ROOM = 1 << 20  # bytes that a run needs, whatever its checkpoints take
 TAIL_BYTES = 1 << 16  # of metrics.jsonl
-NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
 
 
@@ -96,7 +96,7 @@ def read_evidence(
 ) -> Evidence:
     """What is known about a start that ended with this status. before: its `files_before`."""
     last, finite = _last_row(out, before)
-    newest, needed = newest_checkpoint(out)
+    newest, _ = newest_checkpoint(out)
     return Evidence(
         status,
         **_case(out, before),
@@ -105,7 +105,7 @@ def read_evidence(
         newest=newest,
         finite=finite,
         free=free_bytes(out),
-        needed=needed,
+        needed=bytes_needed(out),
         requested=requested,
     )
 
@@ -198,6 +198,15 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
             needed = sum(file.stat().st_size for file in folder.iterdir())
             return step, max(LEAST_ROOM, needed)
     return None, LEAST_ROOM
+
+
+def bytes_needed(out: str) -> int:
+    """The free bytes without which the run does not save: its number, which run.json has, or, of a
+    run that does not have it, the size of the newest checkpoint.
+    """
+    stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
+    needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]
+    return max(LEAST_ROOM, needed)
 
 
 def free_bytes(out: str) -> int:

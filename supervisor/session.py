@@ -127,7 +127,7 @@ class Session:
         """Return when another checkpoint fits on the disk, or at a signal."""
         out, said = self.command.out, -SECONDS_BETWEEN_LINES
         while not self.processes.stopped:
-            free, needed = evidence.free_bytes(out), evidence.newest_checkpoint(out)[1]
+            free, needed = evidence.free_bytes(out), evidence.bytes_needed(out)
             if free >= needed:
                 return self.journal.file.finish()  # what had to wait
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:

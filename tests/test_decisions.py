@@ -8,10 +8,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from checkpoint_worker import build_run, make
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import start
 
+from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
@@ -206,6 +208,30 @@ def test_a_checkpoint_that_vanishes_does_not_end_the_supervisor(tmp_path):
     assert evidence.newest_checkpoint(str(tmp_path)) == (8, LEAST_ROOM + 8)
     (tmp_path / "checkpoints/step_00000008/rank_00000.h5").symlink_to("gone")  # listed, not there
     assert evidence.newest_checkpoint(str(tmp_path)) == (4, LEAST_ROOM + 4)
+
+
+def test_the_room_is_that_which_the_saver_asks_for(tmp_path, monkeypatch):
+    """A size that is larger than the newest checkpoint; of an old run.json, that checkpoint's."""
+    out, stated = tmp_path / "run", 5 * LEAST_ROOM
+    config = make(out)
+    checkpoints = build_run(config)[1]
+    room = room_for_saves(config, checkpoints.optimizer)
+    assert room == checkpoints.bytes_needed
+    assert room_for_saves(make(out, save_every=0), checkpoints.optimizer) is None
+    folder = out / "checkpoints/step_00000004"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(bytes(2 * LEAST_ROOM))
+    for text, needed in (
+        ("{}", 2 * LEAST_ROOM),
+        ('{"checkpoint_bytes": null}', 2 * LEAST_ROOM),
+        (json.dumps({"checkpoint_bytes": stated}), stated),
+        ("[" * 100_000, 2 * LEAST_ROOM),
+    ):
+        (out / "run.json").write_text(text)
+        assert evidence.bytes_needed(str(out)) == needed
+    (out / "run.json").write_text(json.dumps({"checkpoint_bytes": stated}))
+    monkeypatch.setattr(evidence, "free_bytes", lambda out: stated - 1)
+    assert decided(read_evidence(str(out), 1, NOTHING)).action == WAIT
 
 
 def test_what_is_damaged_is_no_evidence(tmp_path):
