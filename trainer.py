@@ -21,6 +21,7 @@ import data
 from attention import attention_kernel
 from checkpointing.load import Progress, check_begin
 from checkpointing.save import Checkpointer
+from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from config.schema import Config
 from distributed import garbage, preflight
@@ -206,7 +207,8 @@ def main(
         peak = peak_of(context.describe()["device"], config.training.precision)
         kernels = _kernels(state, splits)
         preflight.check_compiler(kernels, context)
-        log = Log(config, context, state.stage_specs, kernels, before, predicted, peak)
+        room = room_for_saves(config, state.optimizer)
+        log = Log(config, context, state.stage_specs, kernels, before, predicted, peak, room)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
             log.note(note)
@@ -223,7 +225,7 @@ def main(
         finished = trainer.run()
         log.summarize(explain)
         if finished:
-            checkpoints.finish(trainer.done)
+            checkpoints.finish(trainer.done, conditions.wants_stop)
     context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # this process may have more to do
         signals.close()

@@ -8,7 +8,9 @@ A save that fails leaves everything as it was; the run prints why at the next st
 writer.py has the background part, file_format.py and folders.py the format.
 """
 
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -27,9 +29,17 @@ from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.host_buffers import HostBuffers
 from checkpointing.load import Loader, Progress, checkpoints_folder, fingerprint
-from checkpointing.writer import PendingSave, Writer, count_elements, saved_types, shards_to_write
-from config import model_stats
-from config.messages import UserError
+from checkpointing.writer import (
+    PendingSave,
+    Writer,
+    bytes_of_a_save,
+    count_elements,
+    element_bytes,
+    saved_kinds,
+    saved_types,
+    shards_to_write,
+)
+from config.messages import NO_ROOM, SaveError, UserError
 from config.schema import Config
 from data import Samples
 from distributed.collectives import MAX
@@ -41,6 +51,9 @@ from zero import Optimizer
 
 # Of one rank; assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
+# A finished run whose last save lacks room keeps its state in memory for so long, looks for room so
+# often, and tries again at most so often: a quota is not among the free bytes of the disk.
+SECONDS_FOR_ROOM, SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_ATTEMPTS = 1800.0, 1.0, 10.0
 
 
 class Checkpointer:
@@ -76,15 +89,15 @@ class Checkpointer:
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
         self.enabled = bool(self.run.save_every or self.run.save_every_minutes)
         self._all_kinds = ("weights", *optimizer.state_kinds)
-        self.kinds = ("weights",) if self.run.save_weights_only else self._all_kinds
+        self.kinds = saved_kinds(config, optimizer)
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
         self.buffers = HostBuffers(optimizer.device)
         self._last_step, self._last_time = 0, time.monotonic()  # of the last save that began
         self._seconds: float | None = None  # that the last save took, or the first may take
         self._newest: int | None = None  # on rank 0, the newest step of this course that is saved
-        self._failed = False  # on rank 0, whether the last save did
-        self._interval_printed = self._stopping = False
+        self._failed = self._lacks_room = False  # on rank 0, whether the last save did, and why
+        self._interval_printed = self._room_line_printed = self._stopping = False
         if self.enabled and self.is_rank_0:
             self._prepare_folder()
 
@@ -127,9 +140,13 @@ class Checkpointer:
 
     def _broadcast(self, answer: bool) -> bool:
         """Rank 0's answer. Collective."""
-        flag = torch.tensor(int(answer and self.is_rank_0), device=self.optimizer.device)
-        self.mesh.world.at_once.all_reduce(flag, MAX).wait()
-        return bool(self.mesh.world.values(flag))
+        return bool(self._largest(int(answer and self.is_rank_0)))
+
+    def _largest(self, answer: int) -> int:
+        """The largest answer of all ranks. Collective."""
+        answers = torch.tensor([answer], device=self.optimizer.device)
+        self.mesh.world.at_once.all_reduce(answers, MAX).wait()
+        return int(self.mesh.world.values(answers)[0])
 
     @property
     def saving(self) -> bool:
@@ -138,9 +155,8 @@ class Checkpointer:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes on the disk of one checkpoint with its index, about; for rank 0."""
-        count = model_stats.parameters(self.config.model)
-        return int(count * self._element_bytes(self.kinds) * 1.01) + 2**20
+        """`bytes_of_a_save` of this run."""
+        return bytes_of_a_save(self.config, self.optimizer, self.kinds)
 
     @property
     def seconds_to_save(self) -> float:
@@ -150,14 +166,9 @@ class Checkpointer:
         """
         if self._seconds is None:
             count = count_elements(shards_to_write(self.optimizer))
-            size = count * self._element_bytes(self._all_kinds)
+            size = count * element_bytes(self.optimizer, self._all_kinds)
             self._seconds = size / SLOW_DISK_BYTES_PER_SECOND
         return self._seconds * (2 if self.saving else 1)
-
-    def _element_bytes(self, kinds: tuple[str, ...]) -> int:
-        """Bytes of one parameter in a checkpoint; 0 on a rank that owns none (never rank 0)."""
-        own = self.optimizer.owned()
-        return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -205,7 +216,7 @@ class Checkpointer:
             os.makedirs(self.parent, exist_ok=True)
             free = shutil.disk_usage(self.parent).free
             if free < needed:
-                needs = f"it may take {needed / 1e6:.1f} MB"
+                needs = f"{os.strerror(errno.ENOSPC)}: it may take {needed / 1e6:.1f} MB"
                 raise OSError(f"{needs}, and {free / 1e6:.1f} MB are free")
             shutil.rmtree(hidden, ignore_errors=True)
             os.mkdir(hidden)
@@ -289,17 +300,52 @@ class Checkpointer:
         """Wait for the save under way."""
         self._wait()
 
-    def finish(self, progress: Progress) -> None:
-        """After the last step: if the last save failed, try again; UserError if that fails too.
-        Collective.
+    def finish(
+        self, progress: Progress, stop_requested: Callable[[], bool] = lambda: False
+    ) -> None:
+        """After the last step: if the last save failed, try again; SaveError if that fails too.
+
+        While there is no room on the disk it waits for SECONDS_FOR_ROOM, or until `stop_requested`
+        is true on a rank. Collective.
         """
         self._wait()
         if not self._broadcast(self._failed):
             return
         self._stopping, self._last_step = True, -1
-        if not self.save_now(progress):
-            name, newest = folders.folder_name(progress.iteration), self._describe_newest()
-            raise UserError(f"training is complete, but {name} could not be saved: {newest}")
+        limit = time.monotonic() + SECONDS_FOR_ROOM
+        while not self.save_now(progress):
+            if not (self._broadcast(self._lacks_room) and self._await_room(limit, stop_requested)):
+                name, newest = folders.folder_name(progress.iteration), self._describe_newest()
+                raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
+            self._last_step = -1
+
+    def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
+        """Wait until another save may find room; False if none has come by `limit`. Collective."""
+        if not self._room_line_printed:
+            self._room_line_printed = True
+            self.print_line(
+                f"training is complete; for up to {SECONDS_FOR_ROOM / 60:g} minutes the run waits "
+                f"for room for its last checkpoint, {self.bytes_needed / 1e6:.1f} MB"
+            )
+        next_attempt = time.monotonic() + SECONDS_BETWEEN_ATTEMPTS
+        go_on, try_again, give_up = range(3)
+        action = go_on
+        while action == go_on:
+            self.recorder.enter("wait for room")  # for the watchdog that is progress
+            with self.recorder.waiting_for("room"):
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            request = try_again if self._may_have_room(next_attempt) else go_on
+            over = self.is_rank_0 and time.monotonic() >= limit
+            action = self._largest(give_up if over or stop_requested() else request)
+        return action == try_again
+
+    def _may_have_room(self, next_attempt: float) -> bool:
+        """Whether rank 0 sees room for a checkpoint, and it is time for the next attempt."""
+        if not self.is_rank_0 or time.monotonic() < next_attempt:
+            return False
+        with contextlib.suppress(OSError):  # the next look may succeed
+            return shutil.disk_usage(self.parent).free >= self.bytes_needed
+        return False
 
     # -- how a save ended -------------------------------------------------------------------
 
@@ -337,8 +383,8 @@ class Checkpointer:
             self._print_best_interval(save)
 
     def _print_failure(self, step: int, problem: str) -> None:
-        self._failed = True
         problem = " ".join(problem.split())  # HDF5's messages have line breaks
+        self._failed, self._lacks_room = True, any(text in problem for text in NO_ROOM)
         then = "" if self._stopping else "training goes on, "
         name = folders.folder_name(step)
         self.print_line(

@@ -21,7 +21,9 @@ import torch
 
 from checkpointing import file_format, folders
 from checkpointing.load import Progress, global_boxes, unpadded_shards
+from config import model_stats
 from config.run_options import Run
+from config.schema import Config
 from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from zero import Optimizer, ParamShard
@@ -59,6 +61,32 @@ def count_elements(shards: list[ParamShard]) -> int:
 def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
     """The type of each kind's elements, the same in every shard of a run."""
     return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
+
+
+def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
+    """Bytes of one parameter in a checkpoint; 0 on a rank that owns none (never rank 0)."""
+    own = optimizer.owned()
+    return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
+
+
+def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
+    """Bytes on the disk of one checkpoint with its index, about; for rank 0."""
+    count = model_stats.parameters(config.model)
+    return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
+
+
+def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
+    """The kinds of state in a checkpoint of this run."""
+    return ("weights",) if config.run.save_weights_only else ("weights", *optimizer.state_kinds)
+
+
+def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
+    """The free bytes that every save of this run asks for; None if the run saves only when it is
+    stopped. For rank 0.
+    """
+    if not (config.run.save_every or config.run.save_every_minutes):
+        return None
+    return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
 
 
 @dataclass

@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 VERSION = "0.3.0"  # as in pyproject.toml
 # Of an output that is a file on a full disk, or a pipe that nobody reads any more.
 NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE)
+# Texts of errors for lack of room on a disk: no space left, disk quota exceeded.
+NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 UNITS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS.update({"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30})
 # Characters that turn the direction of a text (Unicode Bidirectional Algorithm, UAX 9, 2.1 to 2.4).
@@ -39,7 +41,15 @@ for stream in ("stdin", "stdout", "stderr"):
 
 
 class UserError(Exception):
-    """An error that the user can correct; its message is one sentence."""
+    """An error that the user can correct; its message is one sentence. status: of the program."""
+
+    status = 2
+
+
+class SaveError(UserError):
+    """The result of a finished run cannot be saved. The options are right: the status is 1."""
+
+    status = 1
 
 
 class NodeError(UserError):
@@ -177,7 +187,7 @@ def number_ranges(numbers: Iterable[int], between: str = ",") -> str:
 
 
 def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoReturn:
-    """Exit with status 2; one rank prints the message.
+    """Exit with the error's status; one rank prints the message.
 
     A launcher ends the whole job when one rank exits with an error, so the other ranks first wait
     `delay` seconds for the one that prints.
@@ -186,4 +196,4 @@ def exit_with(error: UserError, prints: bool = True, delay: float = 1.0) -> NoRe
         print(f"error: {printable(str(error))}", file=sys.stderr, flush=True)
     else:
         time.sleep(delay)
-    sys.exit(2)
+    sys.exit(error.status)

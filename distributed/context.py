@@ -258,17 +258,17 @@ class Context(Meeting):
         """
         if self.run_lock:
             self.run_lock.release()
-        mistake = isinstance(error, UserError)
+        status = error.status if isinstance(error, UserError) else 0
         trace = "".join(traceback.format_exception(error))
-        if self.watchdog is None or self.watchdog.fail(trace, mistake):
+        if self.watchdog is None or self.watchdog.fail(trace, status):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
-            print(f"error: {error}" if mistake else where + trace, file=sys.stderr, flush=True)
+            print(f"error: {error}" if status else where + trace, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
                 with contextlib.suppress(OSError):  # the sentence is printed
                     hang_report.write_refusal(f"{self.out}/hang", str(error), error.nodes)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
-        self.end_all_ranks(2 if mistake else 1)
+        self.end_all_ranks(status or 1)
 
     def end_all_ranks(self, status: int) -> None:
         """End every rank at once, from any thread; without MPI the monitor ends the others."""

@@ -137,6 +137,10 @@ class StopConditions:
         self._saving = os.path.isfile(self._save_switch)  # True once for each save
         return RequestedAction.SAVE if self._saving else RequestedAction.GO_ON
 
+    def wants_stop(self) -> bool:
+        """Whether this rank requests a stop now."""
+        return self.requested_action() == RequestedAction.SAVE_AND_STOP
+
     def action_after(self, consumed: int) -> RequestedAction:
         """What --stop-at-samples requests after so many samples: the same on every rank."""
         limit = self.run.stop_at_samples

@@ -1,13 +1,12 @@
 """The command that starts the ranks: its launcher, the folder of its run, the nodes it may use."""
 
-import argparse
 import subprocess
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.messages import UserError
+from config.messages import Parser, UserError
 from config.run_options import Run
 from distributed.launch import SlurmJob, slurm_job
 
@@ -19,15 +18,16 @@ SECONDS_TO_ANSWER = 20.0  # of a node, for a task that does nothing
 def run_options(words: Sequence[str]) -> dict[str, str]:
     """`out` and `resume` of a run as train.py finds them: of a flag, of the file, or the default.
 
-    A file that cannot be read gives nothing: train.py says so.
+    A file that cannot be read gives nothing: train.py says so. UserError for an option without its
+    value.
     """
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    parser = Parser(allow_abbrev=False, add_help=False)
     for name in ("--out", "--resume", "--config"):
         parser.add_argument(name)
     given, _ = parser.parse_known_args(list(words))
     try:
         tree = tomllib.loads(Path(given.config).read_text()) if given.config else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         tree = {}
     tables = [tree, *(value for value in tree.values() if isinstance(value, dict))]
     found = {"out": Run.out, "resume": ""}

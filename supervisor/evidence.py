@@ -2,12 +2,16 @@
 
 OUT/hang/case.json         what the watchdog or the pre-flight saw, and whom they name
 OUT/metrics.jsonl          the step that was reached, and its loss
-OUT/checkpoints            the newest complete one, and the room that another one takes
+OUT/checkpoints            the newest complete one
+OUT/run.json               the room that another checkpoint takes
+
+These files may be of an earlier start. Their times do not tell, because the clock of a file server
+may differ from that of this node: `files_before` reads the files before a start, and what is the
+same afterwards is not of this start. Every case and every row holds the time at which it was made,
+so that those of two starts differ.
 """
 
 import contextlib
-import errno
-import json
 import math
 import os
 import re
@@ -16,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.messages import NO_ROOM
+from telemetry.row_file import read_object, read_rows
+
 LEAST_ROOM = 1 << 20  # bytes that a run needs, whatever its checkpoints take
 TAIL_BYTES = 1 << 16  # of metrics.jsonl
-NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 LOST = ("dead", "hang", "missing")  # kinds of cases in which no code has reported an error
 
 
@@ -71,44 +77,69 @@ class Evidence:
         return "; ".join(parts)
 
 
+@dataclass(frozen=True)
+class Files:
+    """Contents of the files that every start of the ranks writes anew; empty if there is none."""
+
+    case: bytes  # hang/case.json
+    metrics_size: int  # bytes of metrics.jsonl
+    metrics_end: bytes  # the last of them, at most TAIL_BYTES
+
+
+def files_before(out: str) -> Files:
+    """The files as they are before a start of the ranks: those of an earlier start."""
+    return Files(_read(_case_file(out)), *_end_of_metrics(out))
+
+
 def read_evidence(
-    out: str, status: int, began: float, silent: tuple[str, ...] = (), requested: bool = False
+    out: str, status: int, before: Files, silent: tuple[str, ...] = (), requested: bool = False
 ) -> Evidence:
-    """What is known about a start that ended with this status. began: in seconds since 1970."""
-    case, (last, finite) = _case(Path(out, "hang"), began), _last_row(Path(out), began)
-    newest, needed = newest_checkpoint(out)
+    """What is known about a start that ended with this status. before: its `files_before`."""
+    last, finite = _last_row(out, before)
+    newest, _ = newest_checkpoint(out)
     return Evidence(
         status,
-        **case,
+        **_case(out, before),
         silent=silent,
         iteration=1 + (last or newest or 0),
         newest=newest,
         finite=finite,
         free=free_bytes(out),
-        needed=needed,
+        needed=bytes_needed(out),
         requested=requested,
     )
 
 
-def case_is_written(out: str, began: float) -> bool:
-    """Whether there is a case of the start that began then."""
-    return bool(_read(Path(out, "hang", "case.json"), began))
+def case_is_written(out: str, before: Files) -> bool:
+    """Whether there is a case of the start with these `files_before`."""
+    return bool(_new_case(out, before))
 
 
-def has_trained(out: str, began: float) -> bool:
-    """Whether the start that began then has done a step."""
-    return _last_row(Path(out), began)[0] is not None
+def has_trained(out: str, before: Files) -> bool:
+    """Whether the start with these `files_before` has done a step."""
+    return _last_row(out, before)[0] is not None
 
 
-def _case(folder: Path, began: float) -> dict[str, Any]:
+def _case_file(out: str) -> Path:
+    return Path(out, "hang", "case.json")
+
+
+def _new_case(out: str, before: Files) -> dict[str, Any]:
+    """The case of that start; empty if there is none, or if it was cut short."""
+    text = _read(_case_file(out))
+    return {} if text == before.case else read_object(text)
+
+
+def _case(out: str, before: Files) -> dict[str, Any]:
     """Fields of the evidence that the case of that start gives."""
-    case = _read(folder / "case.json", began)
+    case = _new_case(out, before)
     if not case:
         return {}
     lists = {name: case.get(name) for name in ("culprits", "nodes")}
     culprits, named = (value if isinstance(value, list) else [] for value in lists.values())
     ranks = tuple(rank for rank in culprits if isinstance(rank, int))
-    of_ranks = [_read(folder / f"rank_{rank:05d}.json", began) for rank in ranks]
+    files = [Path(out, "hang", f"rank_{rank:05d}.json") for rank in ranks]
+    of_ranks = [read_object(_read(file)) for file in files]
     nodes = {str(rank["node"]) for rank in of_ranks if rank.get("node")}
     nodes |= set(map(str, named))
     errors = [str(rank["error"]).rstrip() for rank in of_ranks if rank.get("error")]
@@ -121,26 +152,32 @@ def _case(folder: Path, began: float) -> dict[str, Any]:
     }
 
 
-def _read(file: Path, began: float) -> dict[str, Any]:
-    """A JSON file that was written since then; empty without one, or if it was cut short."""
+def _read(file: Path) -> bytes:
+    """The contents of a file; empty if it cannot be read."""
     try:
-        body = json.loads(file.read_text()) if file.stat().st_mtime >= began else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
+        return file.read_bytes()
+    except OSError:
+        return b""
 
 
-def _last_row(out: Path, began: float) -> tuple[int | None, bool]:
+def _end_of_metrics(out: str) -> tuple[int, bytes]:
+    """The size of metrics.jsonl and its last bytes; nothing if it cannot be read."""
+    try:
+        with open(Path(out, "metrics.jsonl"), "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            return size, file.read()
+    except OSError:
+        return 0, b""
+
+
+def _last_row(out: str, before: Files) -> tuple[int | None, bool]:
     """The last step of that start, None if it did none; whether its loss is finite."""
-    path, rows = out / "metrics.jsonl", []
-    try:
-        if path.stat().st_mtime >= began:
-            with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-                rows = [json.loads(x) for x in file.read().splitlines()[-2:] if x.endswith(b"}")]
-    except (OSError, ValueError, RecursionError):
-        rows = []
-    rows = [row for row in rows if isinstance(row, dict) and isinstance(row.get("iteration"), int)]
+    size, end = _end_of_metrics(out)
+    if (size, end) == (before.metrics_size, before.metrics_end):
+        return None, True
+    rows = read_rows(b"\n".join(end.splitlines()[-2:]))
+    rows = [row for row in rows if isinstance(row.get("iteration"), int)]
     if not rows:
         return None, True
     losses = [row["loss"] for row in rows if isinstance(row.get("loss"), float)]
@@ -161,6 +198,15 @@ def newest_checkpoint(out: str) -> tuple[int | None, int]:
             needed = sum(file.stat().st_size for file in folder.iterdir())
             return step, max(LEAST_ROOM, needed)
     return None, LEAST_ROOM
+
+
+def bytes_needed(out: str) -> int:
+    """The free bytes without which the run does not save: its number, which run.json has, or, of a
+    run that does not have it, the size of the newest checkpoint.
+    """
+    stated = read_object(_read(Path(out, "run.json"))).get("checkpoint_bytes")
+    needed = stated if isinstance(stated, int) else newest_checkpoint(out)[1]
+    return max(LEAST_ROOM, needed)
 
 
 def free_bytes(out: str) -> int:

@@ -7,15 +7,15 @@
 
 import contextlib
 import dataclasses
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from config.messages import printable
 from supervisor.decisions import Action, Decision, Earlier
 from supervisor.evidence import Evidence
-from telemetry.row_file import RowFile
+from telemetry.row_file import RowFile, read_rows
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,13 @@ class Journal:
         self.file.write(row | vars(decision) | {"evidence": dataclasses.asdict(found)})
 
     def earlier(self) -> list[Earlier]:
-        """The decisions so far, the oldest first."""
+        """The decisions so far, the oldest first.
+
+        A clock that was set back since then makes a decision one of the future: its distance
+        counts, or it would be of the last hour for as long as the clock was wrong.
+        """
         now = time.time()
-        return [Earlier(now - e.at, e.evidence, e.decision) for e in self.entries]
+        return [Earlier(abs(now - e.at), e.evidence, e.decision) for e in self.entries]
 
     def left_out(self) -> set[str]:
         """The nodes that this start of the job has left out."""
@@ -87,24 +91,36 @@ def read_entries(path: Path) -> list[Entry]:
     """The decisions in a file; what is cut short, or not of this form, is passed over."""
     found = []
     with contextlib.suppress(OSError):  # there are none
-        for line in path.read_text(errors="replace").splitlines():
+        for row in read_rows(path.read_bytes()):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                found.append(_entry(json.loads(line)))
+                found.append(_entry(row))
     return found
 
 
 def _entry(row: dict[str, Any]) -> Entry:
+    """The entry that a row holds; TypeError, ValueError or KeyError if it holds none."""
     given: dict[str, Any] = row["evidence"]
     values: dict[str, Any] = {
         name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
     }
-    later = {name: tuple(row.get(name, ())) for name in ("back", "flags")}
-    used = int(row.get("used", 0))
-    action, reason, out = Action(row["action"]), str(row["reason"]), tuple(row["out"])
-    decision = Decision(action, reason, out, used=used, **later)
-    return Entry(float(row["at"]), str(row["job"]), Evidence(**values), decision)
+    found = Evidence(**values)
+    for name, default in vars(Evidence(0)).items():
+        if name != "newest" or found.newest is not None:
+            _check_type(getattr(found, name), int if name == "newest" else type(default))
+    out, back, flags = (tuple(map(str, row.get(name, ()))) for name in ("out", "back", "flags"))
+    action, reason, used = Action(row["action"]), str(row["reason"]), int(row.get("used", 0))
+    decision = Decision(action, reason, out, back, used, flags)
+    return Entry(float(row["at"]), str(row["job"]), found, decision)
+
+
+def _check_type(value: Any, kind: type) -> None:
+    """TypeError for a value of another type, or a tuple of other things than words and numbers."""
+    words = value if isinstance(value, tuple) else ()
+    if not isinstance(value, kind) or not all(isinstance(word, str | int) for word in words):
+        raise TypeError(value)
 
 
 def say(text: str) -> None:
-    """Print a line of the supervisor."""
-    print(f"supervisor: {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {text}", flush=True)
+    """Print a line of the supervisor; a case may hold text that a terminal must not get."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    print(f"supervisor: {now}: {printable(text)}", flush=True)

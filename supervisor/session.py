@@ -65,7 +65,7 @@ class Session:
 
     def _start(self) -> tuple[int, Decision]:
         """Start the ranks, wait for their end, and decide."""
-        command, journal, began = self.command, self.journal, time.time()
+        command, journal = self.command, self.journal
         nodes = self._nodes()
         used, flags = self._layout()
         where = f" on {', '.join(nodes)}" if nodes else ""
@@ -73,11 +73,12 @@ class Session:
         step = evidence.newest_checkpoint(command.out)[0]
         say(f"starting{where}, {'from step 0' if step is None else f'from checkpoint {step}'}")
         self.back, self.asked = (), time.monotonic()
-        status = self.processes.run(self._words(nodes), lambda: self._look(began))
+        before = evidence.files_before(command.out)
+        status = self.processes.run(self._words(nodes), lambda: self._look(before))
         stopped = self.processes.stopped
         failed = status not in (0, STOPPED_EARLY) and not stopped
         silent = silent_nodes(nodes) if failed else ()
-        found = evidence.read_evidence(command.out, status, began, silent, stopped)
+        found = evidence.read_evidence(command.out, status, before, silent, stopped)
         found = replace(found, back=self.back)
         spare = len(self._usable()) - len(nodes) if nodes else None
         decision = decide(found, journal.earlier(), Choice(spare, self.limit))
@@ -93,7 +94,7 @@ class Session:
         options = self.fewer.words(flags) if used and self.fewer else []
         return self.command.on([] if as_given else nodes, options)
 
-    def _look(self, began: float) -> bool:
+    def _look(self, before: evidence.Files) -> bool:
         """Whether the ranks have reported a fault. Has them save and end if left-out nodes answer
         again, and if there are enough for the layout as given then.
         """
@@ -103,11 +104,11 @@ class Session:
             back = answering_nodes(sorted(silent), SECONDS_OF_A_PROBE)
             self.asked = time.monotonic()
             enough = len(self._usable()) + len(back) >= self.command.used
-            if back and enough and evidence.has_trained(self.command.out, began):
+            if back and enough and evidence.has_trained(self.command.out, before):
                 self.back = back
                 say(f"{', '.join(back)} can be used again: the ranks save and end")
                 self.processes.save()
-        return evidence.case_is_written(self.command.out, began)
+        return evidence.case_is_written(self.command.out, before)
 
     def _on_fewer(self, decision: Decision, fewer: Fewer) -> Decision:
         """In place of the queue, if there is a layout for what is left; else with the reason."""
@@ -126,7 +127,7 @@ class Session:
         """Return when another checkpoint fits on the disk, or at a signal."""
         out, said = self.command.out, -SECONDS_BETWEEN_LINES
         while not self.processes.stopped:
-            free, needed = evidence.free_bytes(out), evidence.newest_checkpoint(out)[1]
+            free, needed = evidence.free_bytes(out), evidence.bytes_needed(out)
             if free >= needed:
                 return self.journal.file.finish()  # what had to wait
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:

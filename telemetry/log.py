@@ -66,12 +66,14 @@ class Log:
         before: list[StepStats],
         predicted_memory: list[dict[str, float]] | None = None,
         peak_flops: float | None = None,
+        checkpoint_bytes: int | None = None,
     ):
         """On rank 0, open the files (UserError if that fails) and print the start-up lines.
 
         stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
         every rank's statistics before the model was built. predicted_memory: bytes by part on a
         rank of every stage, for the summary. peak_flops: of a rank's device, if known, for MFU.
+        checkpoint_bytes: room that a save asks for, for run.json; None if the run does not save.
         """
         self.peak_flops, self.began = peak_flops, time.monotonic()
         self.before, self.latest, self.predicted_memory = before, before, predicted_memory
@@ -92,7 +94,7 @@ class Log:
         self.text: IO[str] | None = None  # log.txt
         self.live: log_lines.LiveLine | None = None
         if self.is_writer:
-            self._open_files(kernels)
+            self._open_files(kernels, checkpoint_bytes)
             self.live = log_lines.LiveLine(context.launch.launcher)
             self._print_start(kernels)
 
@@ -279,13 +281,14 @@ class Log:
 
     # -- start and end ----------------------------------------------------------------------
 
-    def _open_files(self, kernels: dict[str, str]) -> None:
+    def _open_files(self, kernels: dict[str, str], checkpoint_bytes: int | None) -> None:
         facts = {
             "version": VERSION,
             "config": self.config.as_dict(),
             "cluster": self.context.describe(),
             "kernels": kernels,
             "parameters": model_stats.parameters(self.config.model),
+            "checkpoint_bytes": checkpoint_bytes,
             "blocks_per_stage": [spec.blocks for spec in self.stage_specs],
             "flops_formula": FORMULA,
             "command": sys.argv,

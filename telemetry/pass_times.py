@@ -25,6 +25,7 @@ from distributed.store import StoreExchange
 from model import Stage
 from parallel import DeferredGradients, ParamFactory
 from schedules.partition import StageSpec, stage_specs
+from telemetry.row_file import read_object
 
 WARM_UP, TIMED = 3, 7  # passes of a part; of the timed ones the fastest counts
 
@@ -49,8 +50,8 @@ def _earlier(config: Config) -> str | None:
         return None
     # What cannot be read is measured anew.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        with open(os.path.join(config.run.out, "run.json")) as file:
-            earlier = json.load(file)["config"]
+        with open(os.path.join(config.run.out, "run.json"), "rb") as file:
+            earlier = read_object(file.read())["config"]
         own, before = json.loads(json.dumps(asdict(config))), {"cp": 1} | earlier["layout"]
         same = ["tp", "cp", "pp", "micro_batch_size"]
         same += ["sequence_parallel", "recompute", "activation_memory"]

@@ -14,6 +14,20 @@ from typing import Any
 MOST_ROWS = 100_000  # that wait in memory, about 60 MB; then the oldest are lost
 
 
+def read_object(text: bytes) -> dict[str, Any]:
+    """The JSON object that the text is; empty if it is damaged, too deep, or something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_rows(text: bytes) -> list[dict[str, Any]]:
+    """The rows of a file of JSON rows; lines that are no JSON object are passed over."""
+    return [row for line in text.splitlines() if (row := read_object(line))]
+
+
 class RowFile:
     """Appends rows to a file, which is made with the first one."""
 

@@ -8,16 +8,18 @@ import time
 from dataclasses import replace
 
 import pytest
+from checkpoint_worker import build_run, make
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import start
 
+from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from distributed.launch import SlurmJob
 from supervisor import command, evidence
 from supervisor.command import Command, run_options
 from supervisor.decisions import DAY, HOUR, SAME_STEP, Action, Choice, Decision, Earlier, decide
-from supervisor.evidence import LEAST_ROOM, LOST, Evidence, read_evidence
+from supervisor.evidence import LEAST_ROOM, LOST, Evidence, Files, read_evidence
 from supervisor.journal import Journal
 from watchdog.hang_report import read_report
 
@@ -141,9 +143,13 @@ def write_case(out, case: dict, ranks: dict[int, dict]) -> None:
         (out / "hang" / f"rank_{number:05d}.json").write_text(json.dumps(rank))
 
 
-def test_the_evidence_is_of_this_start(tmp_path, monkeypatch):
-    """Of an earlier start nothing counts but the checkpoints."""
-    out, began = str(tmp_path), time.time() - 60
+NOTHING = Files(b"", 0, b"")  # no case and no row before the start
+
+
+@pytest.mark.parametrize("clock", [-60.0, 0.0, 60.0])
+def test_the_evidence_is_of_this_start(tmp_path, monkeypatch, clock):
+    """Of an earlier start nothing counts but the checkpoints, whatever a file server's clock is."""
+    out = str(tmp_path)
     ranks = {3: {"node": "n2", "error": "Traceback\n  x\nValueError: y\n"}}
     write_case(tmp_path, {"kind": "failed", "culprits": [3]}, ranks)
     rows = [{"iteration": 7, "loss": 1.5}, {"iteration": 8, "loss": float("nan")}]
@@ -154,18 +160,40 @@ def test_the_evidence_is_of_this_start(tmp_path, monkeypatch):
         (folder / "rank_00000.h5").write_bytes(bytes(2 << 20))
         if complete:
             (folder / "manifest.json").write_text("{}")
-    found = read_evidence(out, 1, began)
+    for file in ("hang/case.json", "hang/rank_00003.json", "metrics.jsonl"):
+        os.utime(tmp_path / file, (time.time() + clock, time.time() + clock))
+    found = read_evidence(out, 1, NOTHING)
     expected = Evidence(1, "failed", ("n2",), (3,), "ValueError: y", iteration=9, newest=4)
     expected = replace(expected, finite=False, free=found.free, needed=(2 << 20) + 2)
     assert found == expected
     text = "status 1; failed rank 3 on n2; ValueError: y; after step 8, whose loss is not finite"
     assert found.describe() == f"{text}; newest checkpoint 4"
-    later = read_evidence(out, 1, time.time() + 60)
+    assert evidence.case_is_written(out, NOTHING)
+    assert evidence.has_trained(out, NOTHING)
+    before = evidence.files_before(out)
+    later = read_evidence(out, 1, before)
     assert later == Evidence(1, iteration=5, newest=4, free=later.free, needed=found.needed)
+    assert not evidence.case_is_written(out, before)
+    assert not evidence.has_trained(out, before)
     monkeypatch.setattr(evidence, "free_bytes", lambda out: 10)
-    full = read_evidence(out, 1, began)
+    full = read_evidence(out, 1, NOTHING)
     assert full.disk_is_full
     assert full.describe().endswith("; 0.0 MB free of 2.1 needed")
+
+
+def test_a_resumed_run_that_does_no_step_has_no_last_row(tmp_path):
+    """It begins metrics.jsonl anew; a step that is done again makes another row."""
+    file, out = tmp_path / "metrics.jsonl", str(tmp_path)
+    assert evidence.files_before(out) == NOTHING
+    file.write_text('{"iteration": 8, "loss": 1.5, "elapsed": 3.25}\n')
+    before = evidence.files_before(out)
+    file.rename(tmp_path / "metrics.jsonl.1")
+    assert not evidence.has_trained(out, before)
+    file.write_text("")
+    assert not evidence.has_trained(out, before)
+    file.write_text('{"iteration": 8, "loss": 1.5, "elapsed": 4.25}\n')
+    assert evidence.has_trained(out, before)
+    assert read_evidence(out, 1, before).iteration == 9
 
 
 def test_a_checkpoint_that_vanishes_does_not_end_the_supervisor(tmp_path):
@@ -182,6 +210,30 @@ def test_a_checkpoint_that_vanishes_does_not_end_the_supervisor(tmp_path):
     assert evidence.newest_checkpoint(str(tmp_path)) == (4, LEAST_ROOM + 4)
 
 
+def test_the_room_is_that_which_the_saver_asks_for(tmp_path, monkeypatch):
+    """A size that is larger than the newest checkpoint; of an old run.json, that checkpoint's."""
+    out, stated = tmp_path / "run", 5 * LEAST_ROOM
+    config = make(out)
+    checkpoints = build_run(config)[1]
+    room = room_for_saves(config, checkpoints.optimizer)
+    assert room == checkpoints.bytes_needed
+    assert room_for_saves(make(out, save_every=0), checkpoints.optimizer) is None
+    folder = out / "checkpoints/step_00000004"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(bytes(2 * LEAST_ROOM))
+    for text, needed in (
+        ("{}", 2 * LEAST_ROOM),
+        ('{"checkpoint_bytes": null}', 2 * LEAST_ROOM),
+        (json.dumps({"checkpoint_bytes": stated}), stated),
+        ("[" * 100_000, 2 * LEAST_ROOM),
+    ):
+        (out / "run.json").write_text(text)
+        assert evidence.bytes_needed(str(out)) == needed
+    (out / "run.json").write_text(json.dumps({"checkpoint_bytes": stated}))
+    monkeypatch.setattr(evidence, "free_bytes", lambda out: stated - 1)
+    assert decided(read_evidence(str(out), 1, NOTHING)).action == WAIT
+
+
 def test_what_is_damaged_is_no_evidence(tmp_path):
     """Cut short, of other types: never an exception."""
     chance = random.Random(1)
@@ -192,11 +244,55 @@ def test_what_is_damaged_is_no_evidence(tmp_path):
             text = bytearray(whole)
             text[chance.randrange(len(text))] = chance.randrange(256)
             (tmp_path / file).write_bytes(text[: chance.randrange(len(text) + 1)])
-            read_evidence(str(tmp_path), 1, 0.0)
+            read_evidence(str(tmp_path), 1, NOTHING)
             Journal(str(tmp_path), "").earlier()
     for value in ({"culprits": 3, "nodes": "n1"}, {"culprits": ["x", None]}, [], "x", None):
         (tmp_path / "hang" / "case.json").write_text(json.dumps(value))
-        assert read_evidence(str(tmp_path), 1, 0.0).ranks == ()
+        assert read_evidence(str(tmp_path), 1, NOTHING).ranks == ()
+
+
+DEEP = {"array": "[" * 100_000, "object": '{"evidence":' * 100_000, "number": "1" + "0" * 5000}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_deep_json_is_no_evidence(tmp_path, kind):
+    """In any file that the supervisor reads; the rows beside it count."""
+    out = tmp_path / "run"
+    Journal(str(out), "").add(DEAD, Decision(RESTART, "n1 left out", ("n1",)))
+    for file in ("supervisor.jsonl", "metrics.jsonl", "hang/case.json", "hang/rank_00000.json"):
+        (out / file).parent.mkdir(exist_ok=True)
+        with open(out / file, "a") as written:
+            written.write(DEEP[kind] + "\n")
+    assert [row.evidence for row in Journal(str(out), "").earlier()] == [DEAD]
+    assert read_evidence(str(out), 1, NOTHING).kind == ""
+    (out / "hang/case.json").write_text('{"kind": "dead", "culprits": [0]}')
+    assert read_evidence(str(out), 1, NOTHING).ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"nodes": [["n1"]]}, {"nodes": 5}, {"silent": [{}]}, {"error": None}, {"newest": "x"}],
+)
+def test_a_decision_of_other_types_does_not_count(tmp_path, values):
+    journal = Journal(str(tmp_path), "")
+    journal.add(DEAD, Decision(RESTART, "n1 left out", ("n1",)))
+    file = tmp_path / "supervisor.jsonl"
+    row = json.loads(file.read_text())
+    assert len(Journal(str(tmp_path), "").earlier()) == 1
+    file.write_text(json.dumps(row | {"evidence": row["evidence"] | values}))
+    assert Journal(str(tmp_path), "").earlier() == []
+
+
+def test_decisions_of_the_future_do_not_count_for_ever(tmp_path, monkeypatch):
+    """A clock was a day ahead when they were made, and was set back: no restart is refused."""
+    journal, now = Journal(str(tmp_path), ""), time.time()
+    monkeypatch.setattr("supervisor.journal.time.time", lambda: now + DAY)
+    for step in range(6):
+        journal.add(replace(DEAD, iteration=step), Decision(RESTART, ""))
+    monkeypatch.setattr("supervisor.journal.time.time", lambda: now + DAY - HOUR / 2)
+    assert decided(DEAD, journal.earlier()).action == STOP  # a small step of the clock
+    monkeypatch.setattr("supervisor.journal.time.time", lambda: now)
+    assert decided(DEAD, journal.earlier()).action == RESTART
 
 
 REFUSED = """
@@ -217,7 +313,7 @@ def test_the_preflight_leaves_the_nodes_that_it_names(tmp_path):
     sentence = "preflight: the device of rank 3 (n2) failed: ECC"
     assert (outcome.status, outcome.err) == (2, f"error: {sentence}\n")
     assert sentence in read_report(str(tmp_path))
-    found = read_evidence(str(tmp_path), 2, time.time() - 60)
+    found = read_evidence(str(tmp_path), 2, NOTHING)
     assert (found.kind, found.nodes, found.error) == ("preflight", ("n2",), sentence)
     assert decided(found).out == ("n2",)
 

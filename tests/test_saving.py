@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import os
 import re
 import threading
@@ -14,7 +15,7 @@ from ranks import fork_ranks
 from checkpointing import file_format, folders, save, writer
 from checkpointing.index import Index
 from checkpointing.load import Progress
-from config.messages import UserError
+from config.messages import SaveError, UserError
 from distributed.stop_conditions import RequestedAction
 
 
@@ -328,21 +329,68 @@ def test_a_last_save_that_fails_is_tried_again(tmp_path, monkeypatch, asynchrono
 
 
 def test_a_run_whose_last_save_fails_twice_is_an_error(tmp_path, monkeypatch):
+    """And no mistake of the user: its status is 1."""
     lines = []
     checkpoints = build_run(make(tmp_path), lines)[1]
     checkpoints.after_step(Progress(1, 8))
     checkpoints.close()
     failures = fail_writes(monkeypatch, 2)
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(save, "SECONDS_FOR_ROOM", 0.0)
     checkpoints.after_step(Progress(2, 16), last=True)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(SaveError) as caught:
         checkpoints.finish(Progress(2, 16))
     assert len(failures) == 2
     assert str(caught.value) == (
         "training is complete, but step_00000002 could not be saved: the newest is step_00000001"
     )
+    assert caught.value.status == 1
     assert "training goes on" not in lines[-1]
     checkpoints.finish(Progress(2, 16))  # the disk has room again
     assert saved_steps(tmp_path / "checkpoints") == [1, 2]
+
+
+@pytest.mark.parametrize("failures", [2, 4])
+def test_the_last_save_waits_for_room(tmp_path, monkeypatch, failures):
+    """Of a disk that becomes free, or under a quota that is raised; one line says so."""
+    lines = []
+    checkpoints = build_run(make(tmp_path), lines)[1]
+    fail_writes(monkeypatch, failures)
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    places = []
+    monkeypatch.setattr(checkpoints.recorder, "enter", places.append)
+    checkpoints.after_step(Progress(1, 8), last=True)
+    checkpoints.finish(Progress(1, 8))
+    assert saved_steps(tmp_path / "checkpoints") == [1]
+    (line,) = [line for line in lines if "waits for room" in line]
+    assert "for up to 30 minutes" in line
+    assert places.count("wait for room") == failures - 1  # each is progress for the watchdog
+
+
+def test_a_stop_ends_the_wait_for_room(tmp_path, monkeypatch):
+    checkpoints = build_run(make(tmp_path))[1]
+    fail_writes(monkeypatch, 99)
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_LOOKS", 0.0)
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_ATTEMPTS", math.inf)
+    checkpoints.after_step(Progress(1, 8), last=True)
+    answers = [False, False, True]
+    with pytest.raises(SaveError, match="could not be saved: there is none yet"):
+        checkpoints.finish(Progress(1, 8), lambda: answers.pop(0))
+    assert answers == []
+
+
+def test_a_last_save_that_fails_for_another_reason_does_not_wait(tmp_path, monkeypatch):
+    checkpoints = build_run(make(tmp_path))[1]
+    monkeypatch.setattr(save, "SECONDS_BETWEEN_LOOKS", math.nan)  # time.sleep would refuse it
+
+    def refuse(*arguments):
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(file_format.os, "pwrite", refuse)
+    checkpoints.after_step(Progress(1, 8), last=True)
+    with pytest.raises(SaveError):
+        checkpoints.finish(Progress(1, 8))
 
 
 def test_an_earlier_save_that_failed_does_not_matter(tmp_path, monkeypatch):

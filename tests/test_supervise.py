@@ -1,10 +1,13 @@
 """supervise.py: what ends the ranks of real runs, and what is decided about it."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -94,29 +97,60 @@ def test_a_mistake_and_a_diverged_run_are_not_started_again(tmp_path):
     assert row["reason"].startswith("training has diverged")
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path, room: int) -> Iterator[Path]:
+    """A file system of 4 MB in that folder; a file fills it but for so many bytes."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(folder)])
+    if mounted.returncode:
+        pytest.skip("this user cannot mount a file system")
+    try:
+        (folder / "filler").write_bytes(bytes((4 << 20) - room))
+        yield folder / "filler"
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 @pytest.mark.slow
 def test_a_full_disk_is_waited_for(tmp_path):
     """A file system of 4 MB that another file fills."""
     disk = tmp_path / "run"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(disk)])
-    if mounted.returncode:
-        pytest.skip("this user cannot mount a file system")
-    try:
-        with pytest.raises(OSError, match="No space left"), open(disk / "filler", "wb") as file:
-            file.write(bytes(5 << 20))
+    with small_disk(disk, room=0) as filler:
         with Job(supervised(tmp_path, [], [], "--keep-last", "1"), tmp_path, **ONE_THREAD) as job:
             job.wait_for(lambda: "waiting for room: 0.0 MB free of 1.0" in job.text)
             assert "the disk is full" in job.text
-            (disk / "filler").unlink()
+            filler.unlink()
             assert job.status() == 0, job.text
         assert len(curve(disk)) == STEPS
         assert [row["action"] for row in decisions(tmp_path)] == [
             "wait for room on the disk",
             "pass the status on",
         ]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freed", [True, False])
+def test_the_ranks_wait_for_room_for_the_last_save(tmp_path, freed):
+    """For longer than the hang limit, which is 2 s. Without room: no mistake, status 1."""
+    disk = tmp_path / "run"
+    with small_disk(disk, room=400_000) as filler:
+        words = ["train.py", *WORDS, "--steps", "6", "--tp", "2", "--out", str(disk)]
+        command = [*mpi_command(2), sys.executable, *words]
+        with Job(command, tmp_path, **ONE_THREAD) as job:
+            job.wait_for(lambda: "waits for room for its last checkpoint" in job.text)
+            needed = json.loads((disk / "run.json").read_text())["checkpoint_bytes"]
+            assert f"its last checkpoint, {needed / 1e6:.1f} MB" in job.text
+            if freed:
+                time.sleep(4)
+                filler.unlink()
+                assert job.status() == 0, job.text
+                assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_00000006"]
+            else:
+                job.send(signal.SIGTERM)
+                assert job.status() == 1, job.text
+                assert "error: training is complete, but step_00000006 could not" in job.text
+                assert "Traceback" not in job.text
+        assert not (disk / "hang").exists()
 
 
 @pytest.mark.slow
@@ -259,6 +293,7 @@ def test_a_job_that_would_be_too_slow_on_fewer_nodes_is_queued(tmp_path):
         (["--spare-nodes", "1", "--", "python", "t.py", "--resume", "auto"], "needs a Slurm job"),
         (["--spare-nodes", "-1", "--", "x.py"], "--spare-nodes must be at least 0, not -1"),
         (["--", "/nowhere/mpirun", "t.py", "--resume", "auto"], "cannot start /nowhere/mpirun: No"),
+        (["--spare-nodes", "--", "x.py"], "--spare-nodes: expected one argument"),
     ],
 )
 def test_what_cannot_be_supervised_is_one_sentence(words, sentence, tmp_path):
@@ -269,3 +304,14 @@ def test_what_cannot_be_supervised_is_one_sentence(words, sentence, tmp_path):
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
     assert sentence in outcome.err
+
+
+@pytest.mark.parametrize("option", ["--out", "--resume", "--config"])
+@pytest.mark.parametrize("after", [[], ["--tp", "2"]])
+def test_an_option_without_its_value_is_one_sentence(option, after, tmp_path):
+    given = {"--out": str(tmp_path), "--resume": "auto"}
+    words = [word for name in given if name != option for word in (name, given[name])]
+    command = ["--", "mpirun", "-n", "2", sys.executable, "train.py", *words, option, *after]
+    outcome = start([sys.executable, "supervise.py", *command])
+    sentence = f"error: argument {option}: expected one argument\n"
+    assert (outcome.status, outcome.err) == (2, sentence)

@@ -103,13 +103,14 @@ class Watchdog:
 
     # -- for the main thread ----------------------------------------------------------------
 
-    def fail(self, text: str, mistake: bool) -> bool:
-        """Report that this rank fails, by a user's mistake or not; True: it is to print the error.
+    def fail(self, text: str, status: int) -> bool:
+        """Report that this rank fails; True: it is to print the error.
 
-        That is the first that fails; another is normally ended before this returns.
+        That is the first that fails; another is normally ended before this returns. status: the
+        exit status for a UserError; 0 for an exception of the code, of which there is a report.
         """
         try:
-            self._send({"failed": text, "mistake": mistake})
+            self._send({"failed": text, "exit_status": status})
         except OSError:
             return True
         self._answered.wait(EXIT_WAIT_SECONDS)

@@ -65,7 +65,7 @@ class Rank:
     memory: dict[str, int] | None = None
     state: str = "alive"  # or failed, left, gone
     error: str | None = None
-    mistake: bool = False
+    exit_status: int = 0  # for a UserError; 0: it has failed by an exception of the code
     status: dict[str, Any] | None = None  # its answer to `inspect`
     process: str | None = None
     raw: bytes = b""  # what faulthandler wrote
@@ -232,7 +232,8 @@ class Monitor:
             for other, state in rank.status.pop("processes").items():
                 self.ranks[int(other)].process = state
         elif "failed" in message:
-            rank.state, rank.error, rank.mistake = "failed", message["failed"], message["mistake"]
+            rank.state, rank.error = "failed", message["failed"]
+            rank.exit_status = message["exit_status"]
             self.failures.append((rank.rank, now))
             if self.first is not None:
                 self._send(rank, {"first": False})
@@ -320,12 +321,12 @@ class Monitor:
         ranks = self._describe_ranks(time.monotonic())
         when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         case |= {"time": when, "size": self.size, "gone": list(self.dead)}
-        mistake = failed and self.ranks[case["first"]].mistake
-        if not mistake:
+        status = self.ranks[case["first"]].exit_status if failed else 0
+        if not status:
             case["culprits"] = find_culprits(case, WaitGraph(ranks))
             self._report(case, ranks)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
-        self._end_ranks(2 if mistake else 1, [] if failed else silent)
+        self._end_ranks(status or 1, [] if failed else silent)
 
     def _inspect_ranks(self) -> None:
         """Ask all ranks for stacks and records, and for the states of quiet ranks' processes."""
