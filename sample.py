@@ -32,6 +32,7 @@ with messages.installed():
     from config.schema import Config, ModelShape
     from corpora import token_files
     from distributed.context import Context, prepare, start
+    from distributed.early_end import ending_all_ranks
     from distributed.launch import Launch, discover
     from generation.text import Text, find_tokenizer
 
@@ -195,4 +196,5 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    main(sys.argv[1:])
+    with ending_all_ranks():
+        main(sys.argv[1:])

@@ -16,7 +16,9 @@ if __name__ == "__main__":  # a signal during the imports waits until Signals() 
 
 from config import messages  # first: it ends a Python that is too old
 
-with messages.installed():
+from distributed.early_end import ending_all_ranks
+
+with ending_all_ranks(), messages.installed():
     import psutil
 
     from config.command_line import parse_request
@@ -92,4 +94,5 @@ def check_machine(config: Config, launch: Launch) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ending_all_ranks():
+        main(sys.argv[1:])

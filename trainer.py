@@ -186,7 +186,7 @@ def main(
     listening = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)
-    signals.end = context.end_all_ranks
+    signals.have_met(context.end_all_ranks)
     with context.failing_loudly(), memory_report.snapshot(config.run, context), ExitStack() as end:
         context.take(config.run.out)
         on_gpu = context.device.type == "cuda"

@@ -1,6 +1,7 @@
 """Ranks: how they start, meet, are placed, form groups and communicate, and how a job ends.
 
 launch           the launcher of this process, its rank and the number of ranks
+early_end        how a rank that fails before all have met ends the whole job
 rendezvous       devices and cores, the store, process groups: how ranks meet
 job_store        torch's key-value store, to which only the ranks are connected
 context          this process among all ranks; how a job ends

@@ -29,8 +29,9 @@ import psutil
 
 from config.messages import NodeError, UserError
 from config.run_options import Run
+from distributed.early_end import SECONDS_TO_FLUSH, ending_all_ranks
 from distributed.job_store import host_address
-from distributed.launch import SECONDS_TO_FLUSH, Launch, job_nodes
+from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
@@ -301,8 +302,13 @@ def _nccl_options(role: str) -> Any:
 def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) -> Context:
     """Meet the other ranks and start the watchdog; collective over all ranks.
 
-    Errors end the process as `rendezvous.meet` says; a watchdog that cannot be started does too.
+    Errors end the process as `rendezvous.meet` says, and an exception ends all ranks.
     """
+    with ending_all_ranks():
+        return _start(launch, run, meet_within)
+
+
+def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
     meeting = meet(launch, run, meet_within)
     import torch
 
@@ -343,16 +349,20 @@ def _start_process_groups(context: Context) -> None:
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
     address, monitor = None, None
-    if context.rank == 0:
-        job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key
-        (*address, _), monitor = start_monitor(host, *job)
-    exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
-    address = exchange.agree(address, lambda values: values[0])
-    own = context.rank, context.node, context.end_all_ranks, monitor
     try:
+        if context.rank == 0:
+            job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key
+            (*address, _), monitor = start_monitor(host, *job)
+        exchange = StoreExchange(context.store, context.rank, context.size, "monitor")
+        address = exchange.agree(address, lambda values: values[0])
+        own = context.rank, context.node, context.end_all_ranks, monitor
         context.watchdog = Watchdog(context.recorder, (*address, context.monitor_key), *own)
-    except OSError:
+    except OSError as error:
         if monitor:
             monitor.kill()
-        raise
+        if context.size > 1:
+            raise
+        text = f"note: no watchdog, since this machine has no loopback network: {error.strerror}"
+        print(text, file=sys.stderr, flush=True)
+        return
     atexit.register(context.watchdog.close)  # sys.exit deregisters from the monitor too

@@ -38,6 +38,7 @@ from distributed.launch import Launch, Local, node_name
 TIMEOUT = timedelta(minutes=30)  # of the store's own calls
 CONNECTIONS, OTHER_FILES = 2, 256  # of each rank to the store; that a rank has open beside
 FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.1  # seconds between two looks
+SECONDS_TO_CONNECT = 60.0  # to rank 0, which listens already: the network's own attempts
 SECONDS_FOR_FILE = 60.0  # until a file of rank 0 is seen on the other nodes
 KEY = "trine rendezvous"  # in torchrun's store: the name of the file
 # Linux: setsockopt's number, and a filter of one instruction: keep 0 bytes of each packet.
@@ -109,6 +110,7 @@ def _connect(address: Address, server: "_Server | None") -> tuple[JobStore, list
     import torch.distributed as dist
 
     host, port, secret = address
+    _check_reachable(host, port)
     needed = CONNECTIONS - 1 if server else CONNECTIONS  # the server's own is the first
     stores = [server.store] if server else []
     for _ in range(needed):
@@ -116,6 +118,14 @@ def _connect(address: Address, server: "_Server | None") -> tuple[JobStore, list
         stores[-1].check(["x"])  # it has been accepted
     ends = [own for _, own, other in connections() if other == (host, port)]
     return JobStore(bytes.fromhex(secret), *stores), ends
+
+
+def _check_reachable(host: str, port: int) -> None:
+    """OSError if rank 0, which listens there, cannot be reached.
+
+    torch would try for half an hour what the network refuses, and print its stack at each attempt.
+    """
+    socket.create_connection((host, port), SECONDS_TO_CONNECT).close()
 
 
 def _meet_over_mpi(server: "_Server | None") -> JobStore:
@@ -245,6 +255,7 @@ class _Server:
         port = listener.getsockname()[1]
         self.address: Address = (host, port, os.urandom(32).hex())
         self.listener = listener.dup()
+        _check_reachable(host, port)  # torch's server is a client of its own
         self.store = dist.TCPStore(
             host,
             port,

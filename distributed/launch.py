@@ -11,19 +11,21 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from config.messages import UserError, exit_with
+from distributed.early_end import SECONDS_TO_FLUSH
 from distributed.placement import allowed_cores, threads_asked_for
 
-SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
+SECONDS_FOR_SIGNALS = 0.02  # for a thread to handle what was received just before
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class Launch:
     @property
     def exit_delay(self) -> float:
         """Seconds that ranks wait before they exit for an error that another rank reports."""
-        # Launchers end all ranks when the first exits, and ranks start seconds apart where many
-        # read their modules from one disk; but MPICH's mpirun waits for each.
-        return 1.0 if self.launcher == "mpirun" else 10.0
+        # All ranks are ended when the first exits (early_end.py), and ranks start seconds apart
+        # where many read their modules from one disk.
+        return 10.0 if self.size > 1 else 0.0
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Launch:
@@ -212,7 +214,8 @@ def _local_by_mpi(launch: Launch) -> Local:
     if not MPI.Is_initialized():
         if launch.launcher == "srun":
             _prefer_libfabric(MPI.Get_library_version())
-        MPI.Init_thread()
+        with _ended_by_signals():
+            MPI.Init_thread()
     world = MPI.COMM_WORLD
     if (world.size, world.rank) != (launch.size, launch.rank):
         raise UserError(
@@ -225,6 +228,23 @@ def _local_by_mpi(launch: Launch) -> Local:
     _unlink_shared_memory()
     one_node = node.size == world.size
     return Local(node.rank, node.size, one_node, len(sharing), sharing.index(node.rank))
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGINT end this process at once, in a block that holds Python's lock.
+
+    MPI_Init does, perhaps for minutes, so that no handler of Python would run. A launcher ends the
+    other ranks when one dies of a signal.
+    """
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    time.sleep(SECONDS_FOR_SIGNALS)
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def _unlink_shared_memory() -> None:

@@ -8,6 +8,7 @@ The store, to which only the ranks are connected: job_store.py.
 import dataclasses
 import faulthandler
 import os
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,7 +50,7 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
 
     A rank that has not met all others in time prints where it waits and exits with status 1. If
     launcher and MPI disagree, or the device or backend asked for is not there, the first rank of
-    each node prints the error and every rank that sees it exits with status 2.
+    each node that sees it prints the error and the job ends with status 2.
     """
     node, index = node_name(), launch.rank  # index 0, of the ranks that see a mistake, prints it
     # From a thread that needs no Python lock: MPI_Init holds it.
@@ -76,7 +77,9 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
             exchange.leave()
             raise
     except UserError as mistake:
-        exit_with(mistake, index == 0, launch.exit_delay)
+        if index:  # the first rank that sees it ends the others, unless this one is alone with it
+            time.sleep(launch.exit_delay)
+        exit_with(mistake)
     rank, size = launch.rank, launch.size
     parts = store, opened.part("values", second=True), opened.part("groups"), opened.key("monitor")
     return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)

@@ -12,6 +12,8 @@ A signal or file seen by any rank takes effect on all ranks at the same step bou
 with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
 SIGUSR1, ends all ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at
 the time limit that SIGUSR1 announced, when the save can still finish in time.
+Before all ranks have met nothing can be saved together: there the first SIGTERM or SIGINT ends a
+rank, and with it the job.
 docs/clusters.md has which signals each launcher passes on to the ranks.
 """
 
@@ -30,6 +32,7 @@ from collections.abc import Callable
 import psutil
 
 from config.run_options import Run
+from distributed.early_end import end_job
 from distributed.launch import Launch
 
 STOPPED_EARLY = 75
@@ -59,6 +62,7 @@ class Signals:
     def __init__(self, end: Callable[[int], None] = os._exit):
         self.end = end
         self.first: signal.Signals | None = None
+        self._meeting = False  # this rank waits for others, or they for it
         self._launcher: int | None = None  # its process id, if this rank is to end with it
         self._since: dict[bool, float] = {}  # when SIGUSR1 (True), or another signal, came first
         self._reader, self._writer = socket.socketpair()
@@ -69,13 +73,20 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def follow(self, launch: Launch) -> None:
-        """End all ranks at once when torchrun ends: if it is killed, it leaves them running.
+        """End all ranks at the first SIGTERM or SIGINT until they have met, and when torchrun ends.
 
-        The kernel then sends SIGTERM. What mpirun and srun have on each node ends ranks itself.
+        A killed torchrun leaves its ranks running: the kernel sends them SIGTERM. What mpirun and
+        srun have on each node ends ranks itself.
         """
+        self._meeting = launch.size > 1
+        self._end_meeting()  # a signal was perhaps received already
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def have_met(self, end: Callable[[int], None]) -> None:
+        """From here on a signal saves and stops; `end` ends all ranks with a status."""
+        self._meeting, self.end = False, end
 
     def close(self) -> None:
         """Restore the previous handlers; only in the main thread."""
@@ -96,10 +107,16 @@ class Signals:
         self.first = self.first or number
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
+        self._end_meeting()
         # Torchrun's ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second.
         since = self._since.setdefault(number == signal.SIGUSR1, now)
         if now - since >= SECONDS_OF_ONE_SIGNAL:
             self._end_now(f"{number.name} as the second signal", 128 + number)
+
+    def _end_meeting(self) -> None:
+        if self._meeting and self.first in (signal.SIGTERM, signal.SIGINT):
+            self.end = end_job
+            self._end_now(f"{self.first.name} before all ranks have met", 128 + self.first)
 
     def _end_now(self, why: str, status: int) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more

@@ -4,13 +4,16 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ from ranks import (
 
 from config.messages import UserError
 from distributed.context import Context, await_other_threads
-from distributed.launch import Launch, Local, check_launch, discover
+from distributed.launch import Launch, Local, check_launch, discover, node_name
 from distributed.mesh import Mesh
 
 WORKER = "tests/failing_worker.py"
@@ -303,6 +306,85 @@ def test_the_wait_for_a_rank_that_does_not_start_is_limited(jobs):
     assert ranks_in(outcome, "of 2") == []
     assert "Timeout (0:00:08)!" in outcome.err
     assert re.search(r'launch.py", line \d+ in _local_by_mpi', outcome.err)
+
+
+EARLY = "tests/early_worker.py"
+SMALL = "--layers 1 --hidden 8 --heads 2 --seq-length 8 --vocab-size 32 --global-batch-size 2"
+LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "where, culprit, said",
+    [
+        ("import", 1, "has no package 'torch'"),
+        ("late", 0, "OSError: [Errno 5] planted"),
+        ("mpi", 1, "OSError: [Errno 5] planted"),
+        ("mistake", 1, "error: planted: no such device"),
+        ("connect", 0, "OSError: [Errno 5] planted"),
+        ("connect", 1, "OSError: [Errno 5] planted"),
+    ],
+)
+def test_a_rank_that_fails_before_all_have_met_ends_the_job(
+    launcher, where, culprit, said, tmp_path
+):
+    if (launcher, where) == ("torchrun", "mpi"):
+        pytest.skip("torchrun's ranks start no MPI")
+    words = [EARLY, where, str(culprit), *SMALL.split(), "--steps", "1", "--out", str(tmp_path)]
+    outcome = start([*LAUNCHERS[launcher], *words], timeout=120)
+    assert outcome.status not in (0, 75)
+    assert outcome.err.count(said) == 1, outcome.err
+    name = f"rank {culprit} of 2 on "
+    assert (f"{name}{node_name()} failed:" in outcome.err) == said.startswith("OSError")
+    assert none_left(str(tmp_path)) == []
+
+
+NO_LOOPBACK = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; "
+
+
+@pytest.mark.parametrize("before", ["", NO_LOOPBACK], ids=["no network", "no loopback address"])
+def test_without_a_network_several_ranks_end_and_one_trains(before, tmp_path):
+    shell = ["unshare", "-n", "sh", "-c", f'{before}exec "$@"', "sh"]
+    if start([*shell, "true"]).status:
+        pytest.skip("this user may not make a network")
+    train = [sys.executable, "train.py", *SMALL.split(), "--steps", "1", "--out", str(tmp_path)]
+    alone = start([*shell, *train], timeout=120)
+    assert alone.status == 0, alone.err
+    assert "note: no watchdog, since this machine has no loopback network" in alone.err
+    outcome = start([*shell, *mpi_command(2), *train], timeout=120)
+    assert outcome.status == 1
+    assert f"rank 0 of 2 on {node_name()} failed:" in outcome.err
+    assert "c10d" not in outcome.err
+    assert none_left(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path):
+    """Rank 0 is stopped before it meets the other; torchrun would kill it after 30 s."""
+    words = [EARLY, "stop", "0", *SMALL.split(), "--steps", "1", "--out", str(tmp_path / "run")]
+    with Job([*LAUNCHERS[launcher], *words], tmp_path) as job:
+        job.wait_for(lambda: len(meeting_ranks(job)) == 2)
+        stopped, waiting = sorted(meeting_ranks(job), key=lambda p: p.status() != "stopped")
+        waiting.send_signal(number)
+        waiting.wait(30)
+        if launcher == "torchrun":
+            stopped.kill()
+        assert job.status() not in (0, 75)
+        assert psutil.wait_procs([stopped], timeout=30)[1] == []
+        if launcher == "torchrun":  # in MPI_Init the kernel ends it, and the launcher says so
+            assert f"{number.name} before all ranks have met: ending at once" in job.text
+
+
+def meeting_ranks(job: Job) -> list[psutil.Process]:
+    """The ranks of a job once one is stopped and the other waits for it for a second."""
+    ranks = []
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        if EARLY in process.cmdline()[1:2] or EARLY in process.cmdline()[2:3]:
+            ranks.append(process)
+    states = [process.status() for process in ranks]
+    time.sleep(0.2)
+    return ranks if "stopped" in states and "rank 1 begins" in job.text else []
 
 
 def test_a_mistake_is_printed_once_before_torch_is_imported(tmp_path):
