@@ -15,7 +15,6 @@ if __name__ == "__main__":  # a signal during the imports waits until Signals() 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 from config import messages  # first: it ends a Python that is too old
-
 from distributed.early_end import ending_all_ranks
 
 with ending_all_ranks(), messages.installed():

@@ -30,6 +30,8 @@ LAYOUTS = {
     "tp": (("--tp 2", 2), ("--tp 2 --pp 2", 4), ("--tp 2", 4), ("--tp 4", 4)),
     "pp": (("--pp 2", 2), ("--tp 2 --pp 2", 4), ("--pp 2", 4), ("--pp 4", 4)),
     "dp": (("", 2), ("--tp 2", 4), ("--pp 2", 4), ("", 4)),
+    "zero 3": (("--zero 3", 2), ("--zero 3 --tp 2", 4), ("--zero 3", 4)),
+    "cp": (("--cp 2", 2), ("--cp 2 --tp 2", 4), ("--cp 2", 4), ("--cp 4", 4)),
 }
 SEED = 20261120
 SECONDS_WITHOUT_HANG = 10.0  # in which a job must end that does not hang (else fault_worker.LIMIT)
@@ -40,7 +42,7 @@ def draw(rounds: int) -> list[dict]:
     chance, jobs = random.Random(SEED), []
     for number in range(rounds):
         axis = list(LAYOUTS)[number % len(LAYOUTS)]
-        for fault in FAULTS + LESS_OFTEN * (number // 3 % 3 == 0):
+        for fault in FAULTS + LESS_OFTEN * (number // len(LAYOUTS) % 3 == 0):
             layout, ranks = chance.choice(LAYOUTS[axis])
             culprit = chance.randrange(ranks)
             if layout == "--pp 4" and fault == "data":

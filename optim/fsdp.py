@@ -2,11 +2,13 @@
 
 torch gathers a block's weights before it runs and frees them after, forward and backward, and
 reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
-sharded over the replicas is each tensor rank's own part. Communication is torch's, not
-collectives.py. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
+sharded over the replicas is each tensor rank's own part. torch decides when to communicate, and
+calls the replicas' `Group` for it: so the flight recorder knows every gather and every sum.
+Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +18,28 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from config.schema import Training
+from distributed.collectives import Handle
 from distributed.mesh import Mesh
 from optim.buckets import Key, ParamGroup, key_of
 from parallel import ParamFactory
+
+
+@dataclass
+class GroupCollective:
+    """A collective of a `Group` in the form in which fully_shard calls one."""
+
+    start: Callable[[Tensor, Tensor], Handle]  # all_gather or reduce_scatter of the group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for an input or an output of that many elements."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> None:
+        """Start the collective and wait for it, on a GPU in the stream that is current.
+
+        options: torch's process group, operation (always a sum) and async_op are the group's.
+        """
+        self.start(output_tensor, input_tensor).wait()
 
 
 class FullyShardedGroup(ParamGroup):
@@ -89,10 +110,16 @@ def shard_fully(
     if factory.shard is None:
         raise ValueError("the stage's blocks were not sharded when they were drawn")
     factory.shard(stage)
+    replicas = factory.mesh.replicas
+    # torch declares their type in a module of its own alone.
+    all_gather: Any = GroupCollective(replicas.at_once.all_gather)
+    reduce_scatter: Any = GroupCollective(replicas.at_once.reduce_scatter)
     for part in stage.modules():
         if isinstance(part, FSDPModule):  # the loss is divided by the global batch already
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+            part.set_custom_all_gather(all_gather)
+            part.set_custom_reduce_scatter(reduce_scatter)
     by_key: dict[Key, list[nn.Parameter]] = {}
     for p in stage.parameters():
         by_key.setdefault(key_of(p.spec, training.optimizer), []).append(p)

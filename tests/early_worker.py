@@ -27,6 +27,8 @@ class Fails:
 
 
 def fail(error: Exception):
+    """A function that raises."""
+
     def failing(*arguments, **options):
         raise error
 
@@ -34,6 +36,7 @@ def fail(error: Exception):
 
 
 def plant(where: str) -> None:
+    """Have this rank fail there."""
     from config.messages import UserError
     from distributed import launch, rendezvous
 
@@ -54,6 +57,8 @@ def plant(where: str) -> None:
 
 
 if __name__ == "__main__":
+    # As in train.py, but from here on: a signal waits until train.py handles it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     names = "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"
     own = next((os.environ[name] for name in names if name in os.environ), "0")
     if own == sys.argv[2]:

@@ -315,7 +315,7 @@ LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
-    "where, culprit, said",
+    ("where", "culprit", "said"),
     [
         ("import", 1, "has no package 'torch'"),
         ("late", 0, "OSError: [Errno 5] planted"),

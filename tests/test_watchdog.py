@@ -239,6 +239,8 @@ JOBS = [
     ("--pp 2", 2, "killed", 0),
     ("--tp 2", 2, "stopped", 0),
     ("--tp 2 --pp 2", 4, "stopped", 3),
+    ("--zero 3", 2, "stopped", 1),
+    ("--zero 3 --tp 2", 4, "loop", 2),
     ("", 2, "data", 1),
     ("--tp 2 --pp 2", 4, "data", 1),
     ("--pp 2", 2, "loop", 1),
