@@ -324,6 +324,7 @@ LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
         ("connect", 0, "OSError: [Errno 5] planted"),
         ("connect", 1, "OSError: [Errno 5] planted"),
     ],
+    ids=["import", "late", "mpi", "mistake", "connect-0", "connect-1"],
 )
 def test_a_rank_that_fails_before_all_have_met_ends_the_job(
     launcher, where, culprit, said, tmp_path
@@ -359,7 +360,7 @@ def test_without_a_network_several_ranks_end_and_one_trains(before, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path):
     """Rank 0 is stopped before it meets the other; torchrun would kill it after 30 s."""
     words = [EARLY, "stop", "0", *SMALL.split(), "--steps", "1", "--out", str(tmp_path / "run")]
