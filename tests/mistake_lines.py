@@ -58,12 +58,18 @@ OF_RUNS = {
 --zero 2 --optimizer muon | --optimizer muon needs whole matrices: use --zero 0 or 1, not 2
 --schedule zigzag | --schedule is one of gpipe, 1f1b, interleaved, zb-h1, zb-v, auto, not 'zigzag'
 --schedule zb-v | --schedule zb-v needs a pipeline: pp is 1
+--schedule interleaved --virtual-stages 1 | --virtual-stages must be at least 2, not 1
 --virtual-stages 3 | --virtual-stages 3 needs --schedule interleaved, not 1f1b
 --partition 3,2 | --partition 3,2 has 2 stages, but pp is 1
 --partition 2;2 | --partition is balanced, blocks, layers or a list like 3,4,4,3, not '2;2'
 --partition -1,5 | --partition: expected one argument
 --recompute all | --recompute is one of none, selective, full, not 'all'
 --recompute-layers 2 | --recompute-layers 2 needs --recompute selective or full
+--recompute full --recompute-layers 5 | --recompute-layers 5 is more than the model has: layers(4)
+--recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
+--objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
+--objective fim --eod-token 0 --fim-tokens 1 1 2 | --fim-tokens 1 1 2 and --eod-token 0 need four
+--objective fim --eod-token 2 --fim-tokens 1 2 3 | --fim-tokens 1 2 3 and --eod-token 2 need four
 --micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
 --micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
 --global-batch-size 5B | --global-batch-size must be at most 1048576, not 5000000000
@@ -110,6 +116,8 @@ OF_RUNS = {
 --resume a-file | --resume a-file: there is no such folder
 --load-weights-only | --load-weights-only needs --resume, to say which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
+--save-switch nowhere/x/stop | --save-switch nowhere/x/stop can never appear: there is no folder
+--kill-switch nowhere/x/stop | --kill-switch nowhere/x/stop can never appear: there is no folder
 --save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
