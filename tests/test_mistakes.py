@@ -13,7 +13,7 @@ from mistake_cases import CASES
 from ranks import ROOT
 
 from config import command_line, validation
-from config.messages import UserError
+from config.messages import UserError, check_file
 from distributed.launch import check_launch, discover
 from distributed.placement import threads_asked_for
 from planner import memory
@@ -128,6 +128,23 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
         validation.check_folder("--out", str(tmp_path / "link" / "run"))
+
+
+def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    before = {path.name: path.lstat().st_mtime_ns for path in tmp_path.iterdir()}
+    for name in ("old", "link", "new", "pipe"):
+        check_file(str(tmp_path / name))
+    check_file(None)
+    assert {path.name: path.lstat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert (tmp_path / "old").read_text() == "kept"
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere" / "file")
+    cases = {"a/b": "No such file", ".": "Is a directory", "x" * 300: "File name too long"}
+    for name, why in (cases | {"old/b": "Not a directory", "lost": "No such file"}).items():
+        with pytest.raises(UserError, match=f"cannot write .*: {why}"):
+            check_file(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("flag", ["--kill-switch", "--save-switch"])
