@@ -99,6 +99,12 @@ OF_RUNS = {
 --skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
+--data few --answers-only | --answers-only: few has no few.targets.bin and .idx, which mark answers
+--data cut --answers-only | cut has 100 tokens, but cut.targets has marks of 50
+--data cut --answers-only --eval-data a=few | --answers-only: few has no few.targets.bin and .idx
+--eval-data a=few:7 | --eval-data a asks for 7 samples, few has 6 of 16 tokens
+--eval-data a=few --seq-length 100 | --eval-data a: few holds 100 tokens, but one sample takes
+--data only --eval-data a=few:999999999999 | --eval-data a asks for 999999999999 samples, few has 6
 --eval-samples -1 | --eval-samples must be at least 0, not -1
 --steps 0 | --steps must be at least 1, not 0
 --steps 1e-3 | --steps: invalid int value: '1e-3'

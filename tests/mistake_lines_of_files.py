@@ -51,6 +51,7 @@ dir dir --prompt text | unrecognized arguments: dir
 --eval-data nowhere | --eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books
 --eval-data a=nowhere | nowhere.idx does not exist
 --eval-data a=only | only.idx does not exist
+--eval-data a=few:7000 | --eval-data a asks for 7000 samples, few has
 --eval-data a=b a=c | --eval-data a=c: another set is called a
 --eval-data | --eval-data: expected at least one argument
 """,
