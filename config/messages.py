@@ -122,6 +122,19 @@ def sentences() -> Iterator[None]:
         exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
 
 
+def check_decoded(flag: str, text: str) -> None:
+    """Raise UserError if Python could not decode a text of the command line by the locale.
+
+    Python then keeps each byte as a surrogate (PEP 383), which no tokenizer or UTF-8 file takes.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        encoding = sys.getfilesystemencoding()
+        hint = "write it in UTF-8"
+        if encoding != "utf-8":
+            hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        raise UserError(f"{flag} has bytes that are not {encoding}, {text!a}: {hint}")
+
+
 def check_file(path: str | None) -> None:
     """Raise UserError if a file that a program writes at its end cannot be written; None: no file.
 

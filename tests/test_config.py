@@ -97,6 +97,17 @@ def test_a_mistake_gets_its_sentence(words, ranks, sentence):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "hint"),
+    [("ascii", "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"), ("utf-8", "write it in UTF-8")],
+)
+def test_bytes_that_the_locale_cannot_decode_are_named(monkeypatch, encoding, hint):
+    monkeypatch.setattr(messages.sys, "getfilesystemencoding", lambda: encoding)
+    sentence = rf"--sample-prompt has bytes that are not {encoding}, 'h.udcc3.udca9': {hint}"
+    with pytest.raises(UserError, match=sentence):
+        parse([*BASE.split(), "--sample-prompt", "h\udcc3\udca9"])
+
+
 def test_a_model_must_be_given():
     with pytest.raises(UserError, match="--heads: give them, or --model PRESET"):
         parse(["--layers", "2", "--hidden", "8"])
