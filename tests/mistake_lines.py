@@ -145,7 +145,7 @@ OF_RUNS = {
 --sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
 --sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
 --sample-every -1 | --sample-every must be at least 0, not -1
-LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é | has bytes that are not ascii
+LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é | are not ascii
 --sample-every x | --sample-every: invalid int value: 'x'
 --sample-every 2 --sample-prompt | --sample-prompt: expected at least one argument
 --sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
