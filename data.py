@@ -39,6 +39,7 @@ from corpora.sample_order import (
     GPTSamples,
     TextSpan,
     TooFewTokens,
+    eval_samples,
     split_ranges,
     tokens_per_epoch,
 )
@@ -148,14 +149,11 @@ def _eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[st
     about = model.seq_length, config.training.seed, model.vocab_size, "stable", cache
     found: dict[str, tuple[Samples, int]] = {}
     notes = []
-    for name, prefix, asked in parse_eval_sets(config.data.eval_data or ()):
+    for asked in parse_eval_sets(config.data.eval_data or ()):
+        name, prefix, _ = asked
         dataset = _open(prefix, config, cache)
         every = range(len(dataset))
-        there = (tokens_per_epoch(dataset, every, model.seq_length) - 1) // model.seq_length
-        count = asked or there
-        if count > there:
-            wanted = f"--eval-data {name} asks for {count} samples"
-            raise UserError(f"{wanted}, {prefix} has {there} of {model.seq_length} tokens")
+        count, there = eval_samples(asked, dataset.tokens, model.seq_length)
         share = config.layout.micro_batch_size * config.layout.dp
         found[name] = GPTSamples(dataset, every, -(-count // share) * share, *about), count
         notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")

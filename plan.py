@@ -52,10 +52,18 @@ READ_BY |= dict.fromkeys(("nodes", "gpus"), ON_GPUS)
 READ_OF_LAYOUT = {"model": (), "rampup": ("tp", "pp", "cp")}  # a ramp-up without --deadline
 READ_OF_LAYOUT["shapes"] = ("tp", "cp", "micro_batch_size", "recompute")
 LEANEST = ("largest", "smallest")  # questions that try layouts of their own
-LIMITS = {"nodes": 1e6, "gpus": 1e6, "top": math.inf, "tokens": 1e18, "size": 1e16}
+LIMITS = {
+    "nodes": 1e6,
+    "gpus": 1e6,
+    "top": math.inf,
+    "rehearse": math.inf,
+    "tokens": 1e18,
+    "size": 1e16,
+}
 LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
 LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
 LIMITS |= {"deadline": 1e5}  # days
+WRITTEN = ("trace", "stages", "write", "json", "picture")  # options that name a file to write
 QUESTIONS = questions.QUESTIONS | model_questions.QUESTIONS
 QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
 # Questions that try layouts: of a run they take model and training, and its layout is one of many.
@@ -81,6 +89,10 @@ def ask(arguments: list[str]) -> Answer:
     options, rest = parser().parse_known_args(arguments)
     if options.question in ("constants", "calibrate", "gap") and rest:
         raise UserError(f"unknown argument {rest[0]!r}: see plan.py {options.question} --help")
+    for name in WRITTEN:
+        path = getattr(options, name, None)
+        if isinstance(path, str):  # --json names a file for gap alone
+            messages.check_file(path)
     if options.question == "constants":
         return questions.constants()
     if options.question == "calibrate":

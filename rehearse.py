@@ -28,12 +28,14 @@ from argparse import Namespace
 from dataclasses import replace
 
 from config.command_line import parse_request
-from config.messages import Parser, UserError, exit_with, write_file
+from config.messages import Parser, UserError, check_file, exit_with, write_file
 from config.schema import Config
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
 from schedules.automatic import settled
+
+MOST_RANKS = 1_000_000  # of --world
 
 
 def main(arguments: list[str]) -> int:
@@ -46,6 +48,8 @@ def main(arguments: list[str]) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
+    for path in (options.json, options.write):
+        check_file(path)
     usual = "cpu" if options.on == "cpu" else "a100-80"
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
@@ -138,8 +142,8 @@ def _parser() -> Parser:
 
 def _nodes(options: Namespace, per_node: int) -> int:
     """The number of nodes; UserError if it does not divide the ranks."""
-    if options.world < 1:
-        raise UserError(f"--world must be at least 1, not {options.world}")
+    if not 1 <= options.world <= MOST_RANKS:
+        raise UserError(f"--world must be from 1 to {MOST_RANKS}, not {options.world}")
     if options.nodes is None:
         fewest = -(-options.world // per_node)
         return next(n for n in range(fewest, options.world + 1) if options.world % n == 0)

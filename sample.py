@@ -27,10 +27,9 @@ with messages.installed():
     from checkpointing.index import Index
     from checkpointing.verification import check_files, make_model
     from config import command_line, validation
-    from config.data_options import parse_eval_sets
     from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape
-    from corpora import token_files
+    from corpora import sample_order
     from distributed.context import Context, prepare, start
     from distributed.early_end import ending_all_ranks
     from distributed.launch import Launch, discover
@@ -70,8 +69,7 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
         model = make_model(index.attributes("model"), index.path)
         origin = json.loads(str(index.attributes("run")["config"]))
     if given.eval_data:
-        for each in parse_eval_sets(given.eval_data):
-            token_files.check_pair(each.prefix)
+        sample_order.check_eval_sets(tuple(given.eval_data), model.seq_length)
         return Task(folder, given, _config(given, model, ranks))
     above = [os.path.join(folder, up) for up in ("", "..", "../..")]  # an import's is above
     text = Text(given.tokenizer or find_tokenizer(above, _corpora(origin)), model.vocab_size)

@@ -21,7 +21,6 @@ with ending_all_ranks(), messages.installed():
     import psutil
 
     from config.command_line import parse_request
-    from config.data_options import parse_eval_sets
     from config.messages import UserError, exit_with
     from config.schema import Config
     from config.validation import check, check_paths
@@ -76,13 +75,13 @@ def check_machine(config: Config, launch: Launch) -> None:
         node = psutil.virtual_memory().total + psutil.swap_memory().total
         memory.check_fits(memory.least_of_run(config), config, node)
         sample_order.split_ranges(config.data.split, 0)
-        prefixes = [each.prefix for each in parse_eval_sets(config.data.eval_data or ())]
+        answers = config.data.answers_only
+        sample_order.check_eval_sets(config.data.eval_data or (), config.model.seq_length, answers)
         if config.data.data != ("synthetic",):
             own, weights = blends.parse_blend(config.data.data)
             blends.shares_by_phase(config.data.data_schedule or (), len(own), weights is not None)
-            prefixes += own
-        for prefix in prefixes:
-            token_files.check_pair(prefix)
+            for prefix in own:
+                token_files.check_pair(prefix, answers)
         text.prompts_of_run(config)
         note = text.unused_rows(config)
         trackers.check(config)

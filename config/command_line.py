@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from config import families, spelling
-from config.messages import Parser, UserError, nearest
+from config.messages import Parser, UserError, check_decoded, nearest
 from config.needs import check_used, unused_rotary
 from config.run_options import Run
 from config.schema import GROUPS, Config, ModelShape
@@ -47,7 +47,7 @@ MOST_BYTES = 2**20  # of a TOML file
 # An option that says no more than none: a program's default or a resumed run may replace it.
 AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-TEXT = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]+")  # without control characters, UTF-8
+TEXT = re.compile(r"[^\x00-\x1f\x7f]+")  # without control characters
 LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "minimum": (operator.ge, "at least"),
     "maximum": (operator.le, "at most"),
@@ -347,6 +347,8 @@ def _checked(flag: str, kind: Any, value: Any) -> None:
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"{flag} takes {KINDS[kind]}, not {value!r}")
+    if isinstance(value, str):
+        check_decoded(flag, value)
     if isinstance(value, str) and not TEXT.fullmatch(value):
         raise UserError(f"{flag} is empty or has control characters: {value!r}")
     if isinstance(value, float) and not math.isfinite(value):

@@ -13,6 +13,7 @@ import difflib
 import errno
 import os
 import sys
+import tempfile
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
@@ -119,6 +120,39 @@ def sentences() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is left in the buffer
         read = error.errno != errno.EPIPE
         exit_with(UserError(f"cannot write the output: {error.strerror}"), read, delay=0.0)
+
+
+def check_decoded(flag: str, text: str) -> None:
+    """Raise UserError if Python could not decode a text of the command line by the locale.
+
+    Python then keeps each byte as a surrogate (PEP 383), which no tokenizer or UTF-8 file takes.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        encoding = sys.getfilesystemencoding()
+        hint = "write it in UTF-8"
+        if encoding != "utf-8":
+            hint = "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"
+        raise UserError(f"{flag} has bytes that are not {encoding}, {text!a}: {hint}")
+
+
+def check_file(path: str | None) -> None:
+    """Raise UserError if a file that a program writes at its end cannot be written; None: no file.
+
+    The file stays as it is: one that is not there is not made, and a pipe is not opened.
+    """
+    if path is None:
+        return
+    target = os.path.realpath(path)  # a link may lead to a file that is not there yet
+    try:
+        if os.path.isfile(target) or os.path.isdir(target):
+            with open(target, "ab"):
+                pass
+        elif not os.path.exists(target):
+            tempfile.TemporaryFile(dir=os.path.dirname(target)).close()
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(target)  # an error for a name that is too long
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_file(path: str | None, text: str) -> None:

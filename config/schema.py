@@ -185,7 +185,7 @@ class Layout:
         "numbers: F, B, W of a block and of the head",
     )
     virtual_stages: int = option(
-        None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=1
+        None, "stages of each pipeline rank with --schedule interleaved, default: 2", minimum=2
     )
     partition: str = option(
         "balanced", "blocks per stage: balanced by time, blocks, layers, or a list N,N,..."

@@ -30,8 +30,9 @@ def check(config: Config, ranks: int) -> Config:
     parse_eval_sets(config.data.eval_data or ())
     _check_data_schedule(config)
     _check_curriculum(config)
-    _check_objective(config.data, config.model)
+    _check_objective(config)
     check_sharding(layout, config.training)
+    _check_recomputed_counts(layout, config.model.layers)
     _check_search(layout)
     refusal = refusal_of_vocab_pp(config.training, config.data, config.run)
     if layout.vocab_pp and refusal:
@@ -221,6 +222,22 @@ def _check_recomputed(layout: Layout) -> None:
         raise UserError(f"{given} has {count} stages, but the layout has {layout.stages}")
 
 
+def _check_recomputed_counts(layout: Layout, layers: int) -> None:
+    """Raise UserError if more blocks are to be recomputed than the model or a stage has."""
+    number, counts = layout.recompute_layers, layout.recomputed_of_stage
+    if number is not None and number > layers:
+        raise UserError(f"--recompute-layers {number} is more than the model has: layers({layers})")
+    if counts is None:
+        return
+    given = f"--recompute-blocks {layout.recompute_blocks}"
+    if sum(counts) > layers:
+        raise UserError(f"{given} recomputes {sum(counts)} blocks, but layers is {layers}")
+    for stage, blocks in enumerate(explicit_partition(layout, layers) or ()):
+        if counts[stage] > blocks:
+            there = f"--partition {layout.partition} places {blocks} there"
+            raise UserError(f"{given} recomputes {counts[stage]} of stage {stage}, but {there}")
+
+
 def explicit_partition(layout: Layout, layers: int) -> list[int] | None:
     """Blocks per stage if --partition is a list, else None; UserError if the list does not fit."""
     text = layout.partition
@@ -318,8 +335,15 @@ def check_sharding(layout: Layout, training: Training) -> None:
     _check_recomputed(layout)
 
 
-def _check_objective(data: Data, model: ModelShape) -> None:
+def _check_objective(config: Config) -> None:
     """Raise UserError if the masks and the objective do not go together, or lack a token's id."""
+    data, model = config.data, config.model
+    shortest = config.length(0)
+    if data.objective == "prefix" and shortest < 2:
+        raise UserError(
+            "--objective prefix divides each sample into a prefix and what follows it, so samples "
+            f"need 2 tokens or more, not {shortest}"
+        )
     fim = data.objective == "fim"
     needs_end = {"--reset-attention": data.reset_attention, "--mask-eod-loss": data.mask_eod_loss}
     needs_end |= {"--reset-positions": data.reset_positions, "--objective fim": fim}
@@ -331,6 +355,13 @@ def _check_objective(data: Data, model: ModelShape) -> None:
         for token in ids:
             if token is not None and not 0 <= token < model.vocab_size:
                 raise UserError(f"{flag}: {token} is not below vocab-size({model.vocab_size})")
+    marks = [] if data.fim_tokens is None else [*data.fim_tokens, data.eod_token]
+    if len(set(marks)) < len(marks):
+        *ids, end = marks
+        raise UserError(
+            f"--fim-tokens {' '.join(map(str, ids))} and --eod-token {end} need four ids that "
+            "differ: otherwise the model cannot tell the marks apart"
+        )
     if data.reset_positions and model.positions == "alibi":
         raise UserError("--reset-positions: --positions alibi knows distances only, no positions")
     if data.answers_only and data.objective != "causal":
@@ -384,6 +415,10 @@ def check_paths(config: Config) -> None:
     for flag, path in (("--kill-switch", run.kill_switch), ("--save-switch", run.save_switch)):
         if path and os.path.isdir(path):
             raise UserError(f"{flag} {path} is a folder, not a file that may appear")
+        folder = os.path.dirname(os.path.abspath(path)) if path else os.sep
+        made = os.path.join(os.path.abspath(run.out), "").startswith(os.path.join(folder, ""))
+        if not os.path.isdir(folder) and not made:
+            raise UserError(f"{flag} {path} can never appear: there is no folder {folder}")
     if run.kill_switch and os.path.exists(run.kill_switch):
         raise UserError(f"--kill-switch {run.kill_switch} exists: remove it to train")
     if run.resume not in (None, "auto") and not os.path.isdir(run.resume):

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from config.data_options import EvalSet, parse_eval_sets
 from config.messages import UserError
 from corpora.compiled import shuffle
 from corpora.mapped_files import ArrayCache
-from corpora.token_files import IndexedDataset
+from corpora.token_files import IndexedDataset, check_pair
 
 RULE = 1  # version of the rules below: cached orders of another one are not used
 BLOCK = 1 << 16  # sequences handled at a time: their temporary arrays fit into a core's cache
@@ -156,6 +157,31 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
         needed = f"one sample takes seq-length({seq_length}) + 1"
         raise TooFewTokens(f"{where} hold {tokens} tokens, but {needed}")
     return tokens
+
+
+def eval_samples(asked: EvalSet, tokens: int, seq_length: int) -> tuple[int, int]:
+    """How many samples a set of --eval-data takes, and how many its corpus of so many tokens has;
+    UserError if these are fewer, or none.
+    """
+    there = (tokens - 1) // seq_length
+    if there < 1:
+        needed = f"one sample takes seq-length({seq_length}) + 1"
+        has = f"{asked.prefix} holds {tokens} tokens"
+        raise TooFewTokens(f"--eval-data {asked.name}: {has}, but {needed}")
+    count = asked.samples or there
+    if count > there:
+        wanted = f"--eval-data {asked.name} asks for {count} samples"
+        raise UserError(f"{wanted}, {asked.prefix} has {there} of {seq_length} tokens")
+    return count, there
+
+
+def check_eval_sets(words: tuple, seq_length: int, answers: bool = False) -> None:
+    """UserError if a pair of --eval-data cannot be read, or has too few samples.
+
+    answers: whether the pairs must have marks of answers.
+    """
+    for each in parse_eval_sets(words):
+        eval_samples(each, check_pair(each.prefix, answers), seq_length)
 
 
 def _build(

@@ -56,7 +56,7 @@ class IndexedDataset:
         self.identity = [_identity(path) for path in (self._index_path, self._tokens_path)]
         self._index, self._tokens = _map(self._index_path), _open(self._tokens_path)
         weakref.finalize(self, os.close, self._tokens)
-        self.token_type, sequences, boundaries = self._read_header(self._index.bytes)
+        self.token_type, sequences, boundaries = _read_header(self._index_path, self._index.bytes)
         self.unsigned = np.dtype(f"<u{self.token_type.itemsize}")
         places = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
         # An array of modes (one byte per sequence) may follow; text does not use it.
@@ -138,27 +138,6 @@ class IndexedDataset:
         """The document that a sequence belongs to."""
         return int(np.searchsorted(self.documents, sequence, side="right")) - 1
 
-    def _read_header(self, index: np.ndarray) -> tuple[np.dtype, int, int]:
-        path = self._index_path
-        if len(index) < HEADER.size:
-            found = f"{path} is cut short: {len(index)} bytes"
-            raise UserError(f"{found}, the header has {HEADER.size}")
-        magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
-        if magic != MAGIC:
-            raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
-        if version != VERSION:
-            raise UserError(f"{path} has format version {version}, only {VERSION} is known")
-        if code not in TOKEN_TYPES:
-            known = ", ".join(f"{c} ({np.dtype(t)})" for c, t in TOKEN_TYPES.items())
-            raise UserError(f"{path} has dtype code {code}; token ids are one of {known}")
-        expected = HEADER.size + 12 * sequences + 8 * boundaries
-        if len(index) not in (expected, expected + sequences):
-            raise UserError(
-                f"{path} has {len(index)} bytes, but its header ({sequences} sequences, "
-                f"{boundaries} document boundaries) needs {expected}"
-            )
-        return np.dtype(TOKEN_TYPES[code]), sequences, boundaries
-
     def _check(self) -> dict[str, np.ndarray]:
         """Raise UserError if lengths, offsets or boundaries are wrong; nothing is to be kept."""
         self._check_documents()
@@ -202,6 +181,28 @@ class IndexedDataset:
             raise UserError(f"{found}, but {path} describes {expected}")
 
 
+def _read_header(path: str, index: np.ndarray) -> tuple[np.dtype, int, int]:
+    """Type of the tokens, sequences and boundaries, by an .idx; UserError if they are wrong."""
+    if len(index) < HEADER.size:
+        found = f"{path} is cut short: {len(index)} bytes"
+        raise UserError(f"{found}, the header has {HEADER.size}")
+    magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
+    if magic != MAGIC:
+        raise UserError(f"{path} is not a token index: it starts with {magic!r}, not {MAGIC!r}")
+    if version != VERSION:
+        raise UserError(f"{path} has format version {version}, only {VERSION} is known")
+    if code not in TOKEN_TYPES:
+        known = ", ".join(f"{c} ({np.dtype(t)})" for c, t in TOKEN_TYPES.items())
+        raise UserError(f"{path} has dtype code {code}; token ids are one of {known}")
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if len(index) not in (expected, expected + sequences):
+        raise UserError(
+            f"{path} has {len(index)} bytes, but its header ({sequences} sequences, "
+            f"{boundaries} document boundaries) needs {expected}"
+        )
+    return np.dtype(TOKEN_TYPES[code]), sequences, boundaries
+
+
 def _map(path: str) -> MappedFile:
     with _opening(path):
         return MappedFile(path)
@@ -241,10 +242,26 @@ def _identity(path: str) -> list:
     return [os.path.realpath(path), facts.st_size, *times, facts.st_ino]
 
 
-def check_pair(prefix: str) -> None:
-    """UserError if the pair does not exist or cannot be read; its contents are not looked at."""
-    for suffix in (".idx", ".bin"):
-        _map(prefix + suffix)
+def check_pair(prefix: str, answers: bool = False) -> int:
+    """The tokens of a pair by the header of its index and the size of its .bin; nothing else is
+    read. UserError if the pair does not exist or cannot be read, or has no such header.
+
+    answers: whether there must be a pair of marks too, of as many tokens.
+    """
+    index, tokens = _map(prefix + ".idx"), _map(prefix + ".bin")
+    token_type, _, _ = _read_header(prefix + ".idx", index.bytes)
+    count = len(tokens.bytes) // token_type.itemsize
+    if not answers:
+        return count
+    if not os.path.exists(prefix + ANSWERS + ".idx"):
+        raise UserError(
+            f"--answers-only: {prefix} has no {prefix}{ANSWERS}.bin and .idx, which mark answers; "
+            "scripts/prepare_chats.py writes them"
+        )
+    marks = check_pair(prefix + ANSWERS)
+    if marks != count:
+        raise UserError(f"{prefix} has {count} tokens, but {prefix}{ANSWERS} has marks of {marks}")
+    return count
 
 
 def token_type_of(vocab_size: int) -> np.dtype:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from config.messages import UserError
+from config.messages import UserError, check_decoded
 from config.schema import Config
 from corpora.blends import parse_blend
 
@@ -58,6 +58,7 @@ class Text:
 
     def encode(self, prompt: str, flag: str = "--prompt") -> list[int]:
         """The ids of a prompt; UserError, with the flag that gave it, if it has none."""
+        check_decoded(flag, prompt)
         if self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt).ids
             if not ids:

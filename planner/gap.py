@@ -12,11 +12,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.messages import UserError
 from config.schema import Config, coordinates
+from config.validation import check_split
 from planner import block_costs, compare, hardware, op_costs, remedies, replay, run_files
 from planner.job import Job
 from planner.questions import FULL_BATCH, Answer
@@ -60,21 +60,19 @@ def read(run: str) -> Measured:
 
     Saves and evaluations are those of all steps until the last one measured.
     """
-    facts, file = run_files.facts_of(run), Path(run) / "times.jsonl"
-    rows = run_files.rows_of(file)
-    if not rows:
-        raise UserError(f"{file} has no measured step yet: the first one is step 4")
-    config = run_files.config_of(run)
+    config, (_, device) = run_files.config_of(run), run_files.cluster_of(run)
     layout, model, steps = config.layout, config.model, []
+    check_split(model, layout)
+    rows = run_files.times_of(run, layout.tp * layout.pp * layout.cp * (layout.dp or 1))
+    if not rows:
+        raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
     try:
-        # A run of one rank has no backend, also on a GPU.
-        device = facts["cluster"]["places"][0]["device"].partition(":")[0]
         held = sum(len(rank["passes"]) for rank in rows[-1]["ranks"])
         kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
         kinds += 4 if layout.vocab_pp else 0
         # After a save or an evaluation ranks begin at other times: where there are, take others.
         plain = [row for row in rows if not any(rank["apart"] for rank in row["ranks"])] or rows
-        for row in plain[-max(1, MOST_PASSES // held) :]:
+        for row in plain[-max(1, MOST_PASSES // max(1, held)) :]:
             order = of_layout(model, layout, len(row["ranks"][0]["passes"]) // kinds, device)
             steps.append(replay.Step(row, layout, order))
         count = sum(row["steps"] for row in rows)
@@ -82,8 +80,8 @@ def read(run: str) -> Measured:
             phase: sum(row["spent"].get(phase, 0.0) for row in rows) / count
             for phase in ("save", "evaluate", "sample", "check replicas")
         }
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{run}/times.jsonl has other rows than this version: {error!r}") from None
+    except ValueError as error:
+        raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
     specs = stage_specs(model, layout, part_costs(model, device))
     excess = replay.slow_ranks(steps, [spec.share for spec in specs])
     passes, sent, notes = _facts(steps, excess)
@@ -130,7 +128,7 @@ def _facts(
 
 def _job(run: str, name: str | None, measured: Measured) -> Job | None:
     """The measured steps on the machine of that name, or the first that has the run's device."""
-    device = run_files.facts_of(run)["cluster"]["device"]
+    device, _ = run_files.cluster_of(run)
     machines = [hardware.load(name) for name in ([name] if name else hardware.names())]
     found = next((each for each in machines if name or each.has_device(device)), None)
     if found is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from config import families
-from config.command_line import build
+from config.command_line import build, check_option
 from config.messages import UserError
 from config.schema import GROUPS, Config, ModelShape
 from planner.hardware import Machine
@@ -24,6 +24,16 @@ OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
 OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
 WARM_UP_STEPS = 2  # that are not measured
 FEWEST_STEPS = 3
+LARGEST_NUMBER = 1e15  # microseconds in times.jsonl: 30 years
+AXES_OF_WAITS = ("tp", "cp", "dp", "p2p")  # kinds of waits that every row has
+# Values that telemetry/step_times.py writes, and those of run.json that a plan reads: a dictionary
+# has these keys and may have others, a list has any number of such values, float is any number.
+AROUND = {name: [float] for name in ("log", "begin", "reduce", "optimizer", "statistics")}
+RANK = {"passes": [[float]], "around": AROUND, "node": str}
+RANK |= dict.fromkeys(("apart", "total", "began", "offset", "error"), float)
+ROW = {"steps": float, "spent": dict, "waits": [str], "ranks": [RANK]}
+CLUSTER = {"device": str, "places": [{"device": str}]}
+NAMES = {dict: "an object", list: "a list", str: "a text", float: "a number of at most 15 digits"}
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,8 @@ def options_of(path: str) -> dict[str, Any]:
         decided = ("partition", "recompute_blocks")
         found = {name: value for name, value in found.items() if name not in decided}
         found["schedule"] = "auto"
+    for name, value in found.items():
+        check_option(name, tuple(value) if isinstance(value, list) else value)
     shape = ModelShape(**groups["model"])
     derived = shape.derived() | {"max_positions": shape.seq_length}
     return {name: value for name, value in found.items() if derived.get(name) != value}
@@ -87,7 +99,66 @@ def facts_of(path: str) -> dict[str, Any]:
     config = facts.get("config")
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise UserError(f"{found} is no run.json: it has no configuration of a run")
+    groups = {group: dict for group in OF_RUN if group in config}
+    there = {"config": groups} | ({"cluster": dict} if "cluster" in facts else {})
+    check_shape(facts, there, found)
     return facts
+
+
+def cluster_of(path: str) -> tuple[str, str]:
+    """The name of a run's device, and the kind of rank 0's, such as cuda, which is there for a run
+    of one rank too; UserError if the run's run.json has none.
+    """
+    facts = facts_of(path)
+    check_shape(facts, {"cluster": CLUSTER}, f"{path}/run.json")
+    places = facts["cluster"]["places"]
+    if not places:
+        raise UserError(f"{path}/run.json has no places of ranks in its cluster")
+    return facts["cluster"]["device"], places[0]["device"].partition(":")[0]
+
+
+def times_of(path: str, ranks: int) -> list[dict[str, Any]]:
+    """The measured steps of a run on that many ranks, whose values are what readers expect;
+    UserError, with the line, if times.jsonl has other values.
+    """
+    file = Path(path) / "times.jsonl"
+    rows = rows_of(file)
+    for number, row in enumerate(rows, start=1):
+        where = f"{file}, line {number}"
+        check_shape(row, ROW, where)
+        check_shape(list(row["spent"].values()), [float], f"{where}: spent")
+        if len(row["ranks"]) != ranks:
+            there = f"{where} has times of {len(row['ranks'])} ranks"
+            raise UserError(f"{there}, but the run has {ranks}")
+        waits = len(row["waits"])
+        complete = set(AXES_OF_WAITS) <= set(row["waits"]) and row["steps"] >= 1
+        for rank in row["ranks"]:
+            lengths = {len(each) for each in rank["passes"]} | {4 + waits}
+            around = {len(rank["around"][name]) for name in AROUND} | {1 + waits}
+            complete = complete and len(lengths) == len(around) == 1
+            complete = complete and 0 <= rank["apart"] < rank["total"]
+        if not complete:
+            raise UserError(f"{where} has not the numbers of a measured step")
+    return rows
+
+
+def check_shape(value: Any, shape: Any, where: str) -> None:
+    """Raise UserError, which says where, unless a value of JSON is as `shape` says; see ROW."""
+    if isinstance(shape, dict | list):
+        check_shape(value, type(shape), where)
+    if isinstance(shape, dict):
+        for key, part in shape.items():
+            check_shape(value.get(key), part, f"{where}: {key}")
+    elif isinstance(shape, list):
+        for each in value:
+            check_shape(each, shape[0], where)
+    elif shape is float:
+        # NaN is not below anything; true and false are whole numbers for Python.
+        fits = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
+        if not fits:
+            raise UserError(f"{where} has {value!a:.60}, not {NAMES[float]}")
+    elif not isinstance(value, shape):
+        raise UserError(f"{where} has {value!a:.60}, not {NAMES[shape]}")
 
 
 def read(path: str, machine: Machine) -> Run:

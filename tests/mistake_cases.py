@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,13 @@ FILES: dict[str, bytes | str] = {
     "a.txt": "a text",
     "latin.txt": "Zürich".encode("latin-1"),
     "only.bin": b"\0" * 64,
+    # 100 tokens of 2 bytes in one sequence, and marks of 50 tokens.
+    "few.bin": b"\0" * 200,
+    "few.idx": struct.pack("<9sQBQQiqqq", b"MMIDIDX", 1, 8, 1, 2, 100, 0, 0, 1),
+    "cut.bin": b"\0" * 200,
+    "cut.idx": struct.pack("<9sQBQQiqqq", b"MMIDIDX", 1, 8, 1, 2, 100, 0, 0, 1),
+    "cut.targets.bin": b"\0" * 50,
+    "cut.targets.idx": struct.pack("<9sQBQQiqqq", b"MMIDIDX", 1, 1, 1, 2, 50, 0, 0, 1),
     "bad.jsonl": '{"text": "a"}\n{"tex',
     "latin1.toml": "[layout]\ntp = 1\n# Zürich\n".encode("latin-1"),
     "utf16.toml": "[layout]\ntp = 1\n".encode("utf-16"),

@@ -58,12 +58,18 @@ OF_RUNS = {
 --zero 2 --optimizer muon | --optimizer muon needs whole matrices: use --zero 0 or 1, not 2
 --schedule zigzag | --schedule is one of gpipe, 1f1b, interleaved, zb-h1, zb-v, auto, not 'zigzag'
 --schedule zb-v | --schedule zb-v needs a pipeline: pp is 1
+--schedule interleaved --virtual-stages 1 | --virtual-stages must be at least 2, not 1
 --virtual-stages 3 | --virtual-stages 3 needs --schedule interleaved, not 1f1b
 --partition 3,2 | --partition 3,2 has 2 stages, but pp is 1
 --partition 2;2 | --partition is balanced, blocks, layers or a list like 3,4,4,3, not '2;2'
 --partition -1,5 | --partition: expected one argument
 --recompute all | --recompute is one of none, selective, full, not 'all'
 --recompute-layers 2 | --recompute-layers 2 needs --recompute selective or full
+--recompute full --recompute-layers 5 | --recompute-layers 5 is more than the model has: layers(4)
+--recompute full --recompute-blocks 5 | --recompute-blocks 5 recomputes 5 blocks, but layers is 4
+--objective prefix --seq-length 1 | samples need 2 tokens or more, not 1
+--objective fim --eod-token 0 --fim-tokens 1 1 2 | --fim-tokens 1 1 2 and --eod-token 0 need four
+--objective fim --eod-token 2 --fim-tokens 1 2 3 | --fim-tokens 1 2 3 and --eod-token 2 need four
 --micro-batch-size 0 | --micro-batch-size must be at least 1, not 0
 --micro-batch-size 3 | micro-batch-size(3) * dp(1) = 3 does not divide global-batch-size(8)
 --global-batch-size 5B | --global-batch-size must be at most 1048576, not 5000000000
@@ -93,6 +99,12 @@ OF_RUNS = {
 --skip-samples 10-20 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 20:10 | --skip-samples takes A:B, from sample A up to but not including B, not
 --skip-samples 0:10 5:15 | --skip-samples: 0:10 and 5:15 overlap
+--data few --answers-only | --answers-only: few has no few.targets.bin and .idx, which mark answers
+--data cut --answers-only | cut has 100 tokens, but cut.targets has marks of 50
+--data cut --answers-only --eval-data a=few | --answers-only: few has no few.targets.bin and .idx
+--eval-data a=few:7 | --eval-data a asks for 7 samples, few has 6 of 16 tokens
+--eval-data a=few --seq-length 100 | --eval-data a: few holds 100 tokens, but one sample takes
+--data only --eval-data a=few:999999999999 | --eval-data a asks for 999999999999 samples, few has 6
 --eval-samples -1 | --eval-samples must be at least 0, not -1
 --steps 0 | --steps must be at least 1, not 0
 --steps 1e-3 | --steps: invalid int value: '1e-3'
@@ -110,6 +122,8 @@ OF_RUNS = {
 --resume a-file | --resume a-file: there is no such folder
 --load-weights-only | --load-weights-only needs --resume, to say which weights
 --save-switch dir | --save-switch dir is a folder, not a file that may appear
+--save-switch nowhere/x/stop | --save-switch nowhere/x/stop can never appear: there is no folder
+--kill-switch nowhere/x/stop | --kill-switch nowhere/x/stop can never appear: there is no folder
 --save-switch '' | no value, after '--save-switch': is a variable not set?
 --kill-switch dir | --kill-switch dir is a folder, not a file that may appear
 --kill-switch a-file | --kill-switch a-file exists: remove it to train
@@ -131,6 +145,7 @@ OF_RUNS = {
 --sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
 --sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
 --sample-every -1 | --sample-every must be at least 0, not -1
+LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é | are not ascii
 --sample-every x | --sample-every: invalid int value: 'x'
 --sample-every 2 --sample-prompt | --sample-prompt: expected at least one argument
 --sample-every 2 --sample-prompt '' | no value, after '--sample-prompt': is a variable not set?
@@ -274,6 +289,8 @@ layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
 layouts --model 176b --gpus 10000000000 | --gpus must be below 1e+06, not 1e+10
 layouts --model 176b --nodes two | --nodes: invalid int value: 'two'
+layouts --model 176b --rehearse -1 | --rehearse must be above 0, not -1
+layouts --model 176b --rehearse 0 | --rehearse must be above 0, not 0
 layouts --model 176b --top -1 | --top must be above 0, not -1
 layouts --model 176b --calibration zero.toml | --calibration needs --gpu: which machine was it
 stages --model 176b --tp 9 | tp(9) does not divide heads(112)
@@ -301,6 +318,11 @@ rampup --rampup-batch-size 16 16 1600 --deadline 9 | how long is the run? give -
 layouts --model 176b --deadline 3 | --deadline goes with rampup, not layouts
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
 timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
+timeline --schedule auto --pp 2 --trace nowhere/t.json | cannot write nowhere/t.json: No such file
+rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
+calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
+gap nowhere --json nowhere/gap.json | cannot write nowhere/gap.json: No such file or directory
+gap nowhere --picture dir | cannot write dir: Is a directory
 timeline --pp 2 --steps 3 --train-samples 8 | give one of --steps and --train-samples; both were
 smallest --model 176b --hidden 100000000 | heads(112) does not divide hidden(100000000)
 model --layers 2 --hidden 30 --heads 4 | heads(4) does not divide hidden(30)

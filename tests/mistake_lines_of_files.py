@@ -47,10 +47,12 @@ dir dir --prompt text | unrecognized arguments: dir
 --prompt 1 --max-tokens 5 --precision fp8 | --precision is one of auto, fp64, fp32, bf16, fp16
 --prompt 1 --max-tokens 5 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --promt 1 | unrecognized arguments: --promt 1
+LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --prompt é | --prompt has bytes that are not ascii
 --prompt 1 --greedy | unrecognized arguments: --greedy
 --eval-data nowhere | --eval-data takes NAME=PREFIX or NAME=PREFIX:SAMPLES such as books=data/books
 --eval-data a=nowhere | nowhere.idx does not exist
 --eval-data a=only | only.idx does not exist
+--eval-data a=few:7000 | --eval-data a asks for 7000 samples, few has
 --eval-data a=b a=c | --eval-data a=c: another set is called a
 --eval-data | --eval-data: expected at least one argument
 """,

@@ -61,6 +61,16 @@ def test_dp_follows_from_the_ranks():
         ("--pp 2 --partition 1,2,1", 2, "has 3 stages, but pp is 2"),
         ("--pp 2 --schedule zb-v --partition 1,3", 2, "but pp is 2, each with 2 stages"),
         ("--pp 2 --schedule interleaved --virtual-stages 9", 2, "pp(2) * 9 is more stages than"),
+        (
+            "--pp 2 --partition 1,3 --recompute full --recompute-blocks 2,2",
+            2,
+            "recomputes 2 of stage 0, but --partition 1,3 places 1 there",
+        ),
+        (
+            "--seq-length 8 --objective prefix --curriculum 1:8:4:1",
+            1,
+            "samples need 2 tokens or more, not 1",
+        ),
         ("--partition evenly", 1, "or a list like 3,4,4,3, not 'evenly'"),
         (
             "--seq-length 30 --tp 4 --sequence-parallel",
@@ -85,6 +95,17 @@ def test_a_mistake_gets_its_sentence(words, ranks, sentence):
         configure(f"{BASE} {words}", ranks)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "hint"),
+    [("ascii", "set LC_ALL=C.UTF-8, or PYTHONUTF8=1"), ("utf-8", "write it in UTF-8")],
+)
+def test_bytes_that_the_locale_cannot_decode_are_named(monkeypatch, encoding, hint):
+    monkeypatch.setattr(messages.sys, "getfilesystemencoding", lambda: encoding)
+    sentence = rf"--sample-prompt has bytes that are not {encoding}, 'h.udcc3.udca9': {hint}"
+    with pytest.raises(UserError, match=sentence):
+        parse([*BASE.split(), "--sample-prompt", "h\udcc3\udca9"])
 
 
 def test_a_model_must_be_given():

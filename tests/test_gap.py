@@ -3,17 +3,22 @@
 import itertools
 import json
 import math
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from ranks import fork_one, start_ranks
 
 import plan
 from config.command_line import parse
+from config.messages import UserError
 from distributed.store import StoreExchange
-from planner import gap, remedies, replay
+from planner import gap, remedies, replay, run_files
 from schedules import schedule, simulation
 from telemetry import step_times
 from watchdog.flight_recorder import FlightRecorder
@@ -240,6 +245,39 @@ def test_a_run_without_measured_steps_is_a_sentence(tmp_path, capsys):
         plan.main(["gap", str(tmp_path / "none")])
     assert ended.value.code == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def row_of_one_rank() -> dict:
+    """A row of times.jsonl: one rank, one micro-batch."""
+    none = [0] * (1 + len(WAITS))
+    around = {name: [10, *none[1:]] for name in run_files.AROUND}
+    passes = [[0, 100, 0, 0, *none[1:]], [100, 300, 0, 0, *none[1:]]]
+    rank = {"passes": passes, "around": around, "apart": 0, "total": 350, "node": "a"}
+    rank |= {"began": 5.0, "offset": 0.0, "error": 0.0}
+    return {"iteration": 4, "steps": 1, "spent": {}, "waits": WAITS, "ranks": [rank]}
+
+
+WRONG = st.sampled_from([None, {}, [], "x", True, math.nan, 10**400, 1e308, [{}]])
+KEYS = st.sampled_from(["steps", "spent", "waits", "ranks"])
+KEYS_OF_RANK = st.sampled_from([*run_files.RANK])
+
+
+@given(st.one_of(st.tuples(KEYS), st.tuples(st.just("ranks"), st.just(0), KEYS_OF_RANK)), WRONG)
+@settings(max_examples=60, deadline=None)
+def test_a_row_with_other_values_is_refused_when_it_is_read(keys, wrong):
+    row = row_of_one_rank()
+    at = row
+    for key in keys[:-1]:
+        at = at[key]
+    assume(wrong != {} or keys != ("spent",))
+    at[keys[-1]] = wrong
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "times.jsonl"
+        file.write_text(json.dumps(row_of_one_rank()) + "\n")
+        assert len(run_files.times_of(folder, 1)) == 1
+        file.write_text(json.dumps(row) + "\n")
+        with pytest.raises(UserError, match=r"times\.jsonl, line 1"):
+            run_files.times_of(folder, 1)
 
 
 SHARES = {"peak": 0.35, "gemm": 0.2, "attention": 0.031, "elementwise": 0.06, "recompute": -0.009}

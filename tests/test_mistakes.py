@@ -13,7 +13,7 @@ from mistake_cases import CASES
 from ranks import ROOT
 
 from config import command_line, validation
-from config.messages import UserError
+from config.messages import UserError, check_file
 from distributed.launch import check_launch, discover
 from distributed.placement import threads_asked_for
 from planner import memory
@@ -128,6 +128,34 @@ def test_a_folder_that_can_be_written_is_left_as_it_is(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "link")
     with pytest.raises(UserError, match=r"cannot write in .*: Too many levels"):
         validation.check_folder("--out", str(tmp_path / "link" / "run"))
+
+
+def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
+    (tmp_path / "old").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    os.mkfifo(tmp_path / "pipe")
+    before = {path.name: path.lstat().st_mtime_ns for path in tmp_path.iterdir()}
+    for name in ("old", "link", "new", "pipe"):
+        check_file(str(tmp_path / name))
+    check_file(None)
+    assert {path.name: path.lstat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert (tmp_path / "old").read_text() == "kept"
+    (tmp_path / "lost").symlink_to(tmp_path / "nowhere" / "file")
+    cases = {"a/b": "No such file", ".": "Is a directory", "x" * 300: "File name too long"}
+    for name, why in (cases | {"old/b": "Not a directory", "lost": "No such file"}).items():
+        with pytest.raises(UserError, match=f"cannot write .*: {why}"):
+            check_file(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("flag", ["--kill-switch", "--save-switch"])
+def test_a_switch_may_be_in_a_folder_that_the_run_makes(tmp_path, flag):
+    words = "--layers 4 --hidden 64 --heads 4 --vocab-size 100 --steps 1"
+    for folder in (tmp_path, tmp_path / "a", tmp_path / "a" / "b"):
+        given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(folder / "stop")]
+        validation.check_paths(command_line.parse(given))
+    given = [*words.split(), "--out", str(tmp_path / "a" / "b"), flag, str(tmp_path / "a-b" / "x")]
+    with pytest.raises(UserError, match=f"{flag} .* can never appear: there is no folder .*a-b"):
+        validation.check_paths(command_line.parse(given))
 
 
 def test_only_what_certainly_does_not_fit_is_refused():

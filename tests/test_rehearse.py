@@ -335,7 +335,10 @@ def test_what_does_not_fit_is_a_finding():
     [
         (["--world", "6", "--tp", "4"], "tp(4) * pp(1) * dp(?) does not divide 6 ranks"),
         (["--world", "8", "--nodes", "3"], "nodes(3) does not divide world(8)"),
-        (["--world", "0"], "--world must be at least 1, not 0"),
+        (["--world", "2305843009213693951"], "from 1 to 1000000, not 2305843009213693951"),
+        (["--world", "0"], "--world must be from 1 to 1000000, not 0"),
+        (["--gpu", "h10", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: No such file"),
+        (["--gpu", "h10", "--write", "."], "cannot write .: Is a directory"),
         (["--gpu", "h10"], "no machine is called 'h10'"),
         (
             ["--optimizer", "adamw8bit"],
