@@ -87,7 +87,7 @@ def _lost_rank(folder: Path, after: float) -> str | None:
     file = folder / "case.json"
     try:
         kind = json.loads(file.read_text())["kind"] if file.stat().st_mtime >= after else None
-    except (OSError, ValueError):  # no case, or one that could not be written to its end
+    except (OSError, ValueError, RecursionError):  # no case, or one that is cut short or hostile
         return None
     return kind if kind in LOST else None
 
