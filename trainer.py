@@ -38,12 +38,11 @@ from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
 from schedules.automatic import settled
 from schedules.partition import StageSpec, part_costs, stage_specs
-from telemetry import memory_report, step_stats
+from telemetry import memory_report, replica_check, step_stats
 from telemetry.layer_stats import LayerStats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
 from telemetry.pass_times import with_measured_costs
-from telemetry.replica_check import unequal_replicas
 from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
 from telemetry.step_trace import StepTrace
@@ -428,10 +427,5 @@ def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> No
 
 
 def check_replicas(state: TrainState, iteration: int) -> None:
-    """Raise RuntimeError, naming parameters and ranks, if copies of a weight have drifted apart."""
-    unequal = unequal_replicas(state.stages, state.optimizer, state.factory.mesh)
-    if unequal:
-        raise RuntimeError(
-            f"after iteration {iteration} replicas are no longer equal: {'; '.join(unequal[:5])}"
-            + (f" and {len(unequal) - 5} more" if len(unequal) > 5 else "")
-        )
+    """`replica_check.check` of a run's state; collective over the world."""
+    replica_check.check(state.stages, state.optimizer, state.factory.mesh, iteration)

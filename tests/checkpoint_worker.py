@@ -21,6 +21,7 @@ from config import schema as configuration
 from config import validation
 from config.command_line import build
 from distributed.context import Context
+from telemetry.replica_check import unequal_replicas
 
 BATCH = 4
 writer.SPREAD_ELEMENTS = 64  # so that replicas write shares of these small tensors too
@@ -100,7 +101,7 @@ def run(config: configuration.Config, before: int, after: int, context=None) -> 
         checkpoints.save(progress)
     numbers, _ = steps(state, samples, progress, after)
     checkpoints.close()
-    unequal = trainer.unequal_replicas(state.stages, state.optimizer, mesh)
+    unequal = unequal_replicas(state.stages, state.optimizer, mesh)
     if unequal:
         raise RuntimeError(f"{config.layout}: {unequal}")
     return {"numbers": numbers, "lines": lines, "progress": dataclasses.asdict(progress)}

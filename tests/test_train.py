@@ -8,6 +8,8 @@ import os
 import resource
 import signal
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import golden_worker
@@ -251,6 +253,40 @@ def test_a_bit_that_makes_the_loss_nan_is_a_fault_of_hardware_and_not_of_trainin
     assert "replicas are no longer equal: embedding.positions.weight weight" in outcome.err
     assert "max-nan-steps" not in outcome.err
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_00000004"]
+
+
+@pytest.mark.slow
+def test_of_three_copies_the_one_that_differs_names_its_rank(tmp_path):
+    """Rank 2 sees the difference last; a supervisor leaves out the node of the rank in the case."""
+    words = SMALL + f"--steps 9 --zero 0 --check-replicas-every 4 --device cpu --out {tmp_path} "
+    words += "--global-batch-size 6"
+    outcome = fork_ranks(3, "tests/late_worker.py", "drift", "2", "3", *words.split())
+    assert outcome.status not in (0, 2, 75)
+    assert "weight differs over dp: ranks [2] against [0, 1]" in outcome.err
+    assert outcome.err.startswith("rank 2 of 3 ")
+    assert culprits(tmp_path) == [2]
+
+
+@pytest.mark.slow
+def test_a_stage_whose_copies_are_equal_does_not_call_the_fault_divergence(tmp_path):
+    """The second stage sees NaN and equal copies; the first one sees the difference, and later."""
+    words = SMALL + f"--steps 12 --zero 0 --pp 2 --max-nan-steps 2 --device cpu --out {tmp_path} "
+    words += "--layers 2 --global-batch-size 8"
+    outcome = fork_ranks(4, "tests/late_worker.py", "huge", "1", "6", *words.split())
+    assert outcome.status not in (0, 2, 75), outcome.err
+    assert "max-nan-steps" not in outcome.err
+    assert "replicas are no longer equal: embedding.positions.weight weight" in outcome.err
+    assert "there is no majority, so nobody can say which copy is wrong" in outcome.err
+    assert culprits(tmp_path)[0] in (0, 1)
+
+
+def culprits(out: Path) -> list[int]:
+    """The ranks that the run's case names, once the monitor has written it."""
+    case = out / "hang" / "case.json"
+    limit = time.monotonic() + 60
+    while not (case.exists() and case.read_text().endswith("}")) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return json.loads(case.read_text())["culprits"]
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
