@@ -36,7 +36,7 @@ HASHED = 2 * HASHED_AT_ONCE
 @contextlib.contextmanager
 def fake_devices(context: RecordingContext, gpu: str) -> Iterator[Meter]:
     """Make torch see GPUs of that name, all of them fake, and meter what happens on them."""
-    meter = Meter(context.trace, {} if context.roles is None else context.roles)
+    meter = Meter(context.trace)
     with contextlib.ExitStack() as stack:
         for owner, name, value in _replacements(context, meter, gpu):
             stack.enter_context(replaced(owner, name, value))

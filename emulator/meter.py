@@ -52,10 +52,9 @@ class Meter(TorchDispatchMode):
     peaks: by phase. kernels: launched, by phase; since `start`. Stops of the host go to the trace.
     """
 
-    def __init__(self, trace: Trace, roles: dict[str, str]):
-        """roles: of torch's process groups by name, where it has some."""
+    def __init__(self, trace: Trace):
         super().__init__()
-        self.trace, self.recorder, self.roles = trace, trace.recorder, roles
+        self.trace, self.recorder = trace, trace.recorder
         self.now, self.peaks = 0, defaultdict[str, Peak](Peak)
         self.kernels = Counter[str]()
         self.pinned = weakref.WeakSet[Any]()  # storages
@@ -88,9 +87,6 @@ class Meter(TorchDispatchMode):
             return self._pin(ATEN.clone.default(args[0]))
         pinned = kwargs.pop("pin_memory", False) and kwargs.get("device") in (None, CPU)
         result = self._run(function, args, kwargs)
-        if function.namespace == "c10d":
-            self._collective(function, args)
-            return result
         facts = self._functions.get(function) or self._facts(function)
         if pinned:
             self._pin(result)
@@ -112,13 +108,6 @@ class Meter(TorchDispatchMode):
         facts = _Function(bool(views) and all(views), launches)
         self._functions[function] = facts
         return facts
-
-    def _collective(self, function: Any, args: tuple) -> None:
-        """A collective of torch's own code (--zero 3). Its wait is taken to follow at once."""
-        group = torch.distributed.ProcessGroup.unbox(args[2]).group_name
-        gathers = "allgather" in str(function)
-        kind, whole = ("all_gather", args[0]) if gathers else ("reduce_scatter", args[1])
-        self.trace.operation(kind, self.roles[group], whole, "" if gathers else "SUM").wait()
 
     # -- bytes and kernels ------------------------------------------------------------------
 

@@ -169,7 +169,7 @@ class RecordingContext(LoneContext):
 
     trace: Trace
     rows: dict[str, list[tuple[int, ...]]]
-    roles: dict[str, str] | None = None  # of torch's fake process groups by name, if there are any
+    has_handles: bool = False  # whether torch has (fake) process groups, which --zero 3 asks for
 
     def group(self, rows, role: str) -> Group:
         """This rank's group, which records unless it has no other rank."""
@@ -177,9 +177,8 @@ class RecordingContext(LoneContext):
         own, handle = self.own_row(rows), None
         if len(own) == 1:
             return Group(own)
-        if self.roles is not None:
+        if self.has_handles:
             handle = torch.distributed.new_group(list(own))
-            self.roles[handle.group_name] = role
         return RecordingGroup(own, own.index(self.rank), handle, role, self.trace)
 
 
