@@ -317,7 +317,7 @@ class Checkpointer:
             if not (self._broadcast(self._lacks_room) and self._await_room(limit, stop_requested)):
                 name, newest = folders.folder_name(progress.iteration), self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
-            self._last_step = -1
+            self._last_step = self._checked_step = -1  # the wait may have been long
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
         """Wait until another save may find room; False if none has come by `limit`. Collective."""
