@@ -325,7 +325,7 @@ def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
     words = SMALL + "--steps 30 --save-every 10 --log-every 1000 --tensorboard --profile-step 2 "
     command = limited(*words.split(), "--device", "cpu", "--out", str(tmp_path))
     outcome = start(command, PYTHONDONTWRITEBYTECODE="1")
-    assert outcome.status == 2, outcome.err
+    assert outcome.status == 1, outcome.err  # no mistake of the user
     written = whole_rows(tmp_path / "metrics.jsonl")
     assert 5 < len(written) < 30
     assert written == list(range(1, len(written) + 1))
