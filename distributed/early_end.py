@@ -75,7 +75,8 @@ def end_job(status: int, by_pmi: bool = True) -> NoReturn:
             output.flush()
     time.sleep(SECONDS_TO_FLUSH)
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+    # An MPI that is not the launcher's has a world of this rank alone: it cannot end the others.
+    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason is printed: hide MPI_Abort's
         mpi.COMM_WORLD.Abort(status)
     if by_pmi and "TORCHELASTIC_RUN_ID" not in os.environ:
