@@ -135,7 +135,7 @@ def times_of(path: str, ranks: int) -> list[dict[str, Any]]:
         for rank in row["ranks"]:
             lengths = {len(each) for each in rank["passes"]} | {4 + waits}
             around = {len(rank["around"][name]) for name in AROUND} | {1 + waits}
-            complete = complete and len(lengths) == len(around) == 1
+            complete = complete and len(lengths) == len(around) == 1 and rank["passes"] != []
             complete = complete and 0 <= rank["apart"] < rank["total"]
         if not complete:
             raise UserError(f"{where} has not the numbers of a measured step")

@@ -41,16 +41,16 @@ def assert_close(
     about: what the failure's message begins with.
     """
     difference = relative_difference(values, others, scale)
-    return assert_within(difference, tolerance, f"{about}: {values} for {others}")
+    return assert_within(difference, tolerance, about, f"{values} for {others}")
 
 
-def assert_within(difference: float, tolerance: float, about: Any = "") -> float:
+def assert_within(difference: float, tolerance: float, about: Any = "", numbers: str = "") -> float:
     """Fail unless the difference is at most the tolerance; the difference."""
     if file_name := os.environ.get("TEST_DIFFERENCES"):
         test = os.environ.get("PYTEST_CURRENT_TEST", "").removesuffix(" (call)")
         with open(file_name, "a") as file:
             file.write(json.dumps([test, float(difference), float(tolerance)]) + "\n")
-    assert difference <= tolerance, f"{difference} > {tolerance}: {about}"
+    assert difference <= tolerance, f"{about}: {difference} > {tolerance} {numbers}"
     return difference
 
 

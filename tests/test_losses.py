@@ -138,7 +138,7 @@ def monitor(tmp_path):
             for i in range(20):
                 writer.add_document(np.arange(5 + i % 7) % 31)
     corpora = f"--data 0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'b'}"
-    config = configure(f"{corpora} --split 100,0,0 --steps 60 --out {tmp_path} --spike-sigma 4")
+    config = configure(f"{corpora} --split 100,0,0 --steps 100 --out {tmp_path} --spike-sigma 4")
     samples, lines = data.build(config).train, []
     monitor = LossMonitor(config, samples, Progress(), log(lines.append))
     random.seed(0)
