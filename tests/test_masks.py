@@ -289,7 +289,7 @@ def test_blocks_are_those_of_the_dense_mask(bounds, block):
     """A whole block has no hidden pair, and no pair that is seen is in a block that is left out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_masks, "BLOCK", block)
-        blocks = visible_blocks(*bounds)
+        blocks = visible_blocks(*bounds, bounds[0].shape[1])
     dense = visible(*bounds, None, torch.float64).dense[:, 0]
     batch, size = bounds[0].shape
     places = torch.arange(size)
@@ -326,7 +326,9 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi):
     score = alibi_score(slopes.float()) if alibi else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
-        ours = flex_attention(q, k, v, score, visible_blocks(*bounds), enable_gqa=True)
+        ours = flex_attention(
+            q, k, v, score, visible_blocks(*bounds, bounds[0].shape[1]), enable_gqa=True
+        )
     assert_close(ours, expected, 1e-5, scale=1.0)
 
 
@@ -341,7 +343,7 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
         for length in lengths:
             q, k, v = torch.randn(3, 1, 2, length, 16)
             stops = torch.arange(1, length + 1)[None]
-            blocks = visible_blocks(torch.zeros_like(stops), stops)
+            blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
             mask = attention_masks.Mask(None, blocks, alibi_score(slopes.float()))
             ours = attention_masks.flex(q, k, v, mask, False)
             bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32)
