@@ -176,7 +176,7 @@ def attention(
 
 def flex(q, k, v, mask, grouped):
     """The kernel of flex_attention, by what it allocates: as flash, the keys read by groups."""
-    if grouped:
+    if grouped and q.dtype == torch.float32:  # flash takes groups, the other kernel does not
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
 

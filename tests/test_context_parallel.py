@@ -10,6 +10,7 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention import _attend, own_places
+import attention
+from attention import _attend, own_places, recomputed
 from config import validation
 from config.command_line import parse
 from config.messages import UserError
@@ -294,6 +296,55 @@ def test_gathered_keys_take_flash_where_it_runs(monkeypatch, capability, dtype, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(2, 4, 32, width))
     assert chunk_kernel(q) == kernel
+
+
+class CountedGroup(ThreadGroup):
+    """Notes which operations there are."""
+
+    def __init__(self, *about):
+        super().__init__(*about)
+        self.calls: list[str] = []
+
+    def all_gather(self, output, source):
+        self.calls.append("all_gather")
+        return super().all_gather(output, source)
+
+    def reduce_scatter(self, output, source):
+        self.calls.append("reduce_scatter")
+        return super().reduce_scatter(output, source)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, masked, again):
+    """One collective each way, and one more where attention is recomputed; no fp32 is made of
+    bf16, whose products take the tensor cores of a GPU.
+    """
+    length, cp, types, calls = 24, 2, set(), []
+    qkv = sample(length, 4, 1, torch.bfloat16)
+    seen = Seen(*documents(length, True), None) if masked else None
+
+    def kept(run: Callable) -> Callable:
+        def noted(*about):
+            types.update(t.dtype for t in about[:3])
+            return run(*about)
+
+        return noted
+
+    for name in ("masked_attention", "causal_attention"):
+        monkeypatch.setattr(attention, name, kept(getattr(attention, name)))
+
+    def work(rank: int, wires: dict) -> None:
+        group = CountedGroup(tuple(range(cp)), rank, wires)
+        own = [group.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
+        bias = bias_of(seen, own[0], length, group)
+        run = partial(recomputed, _attend) if again else _attend
+        run(*own, bias, group).sum().backward()
+        calls.append(group.calls)
+
+    on_threads(cp, work)
+    assert calls == [["all_gather"] * (1 + again) + ["reduce_scatter"]] * cp
+    assert types == {torch.bfloat16}
 
 
 def test_chunks_are_balanced():
