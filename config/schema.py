@@ -226,7 +226,7 @@ class Layout:
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     def over_heads(self, model: ModelShape) -> int:
-        """How many of the cp ranks share attention's heads; the others form a ring."""
+        """How many of the cp ranks share attention's heads; over the others keys are gathered."""
         return math.gcd(self.cp, model.kv_heads // self.tp)
 
     @property
