@@ -26,8 +26,14 @@ from corpora.attention_masks import (
     masked_attention,
     takes_flex,
 )
-from distributed.collectives import sum_both_ways
-from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
+from distributed.collectives import Group, sum_both_ways
+from distributed.context_parallel import (
+    causal_attention,
+    chunk_kernel,
+    gather_tokens,
+    to_heads,
+    to_tokens,
+)
 from parallel import ColumnLinear, ParamFactory, RowLinear
 
 # In the backward pass, as far as it needs it. Nothing is drawn: no generator's state is kept.
@@ -49,7 +55,15 @@ def alibi_bias(
     of so many samples: (1, a, s, s), or a mask without s x s numbers.
     """
     slopes = factory.mesh.heads.shard(local_slopes(model, factory)).to(factory.device)
-    return causal_alibi(slopes, samples, length, model.head_size, factory.dtype)
+    places = own_places(factory.mesh.kv, length, factory.device)
+    return causal_alibi(slopes, samples, length, model.head_size, factory.dtype, places)
+
+
+def own_places(group: Group, length: int, device: torch.device) -> Tensor | None:
+    """Of the tokens whose queries this rank has, in a sample of that length; None: all tokens."""
+    if group.size == 1:
+        return None
+    return group.balanced_shard(torch.arange(length, device=device), 0)
 
 
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -117,7 +131,7 @@ class Attention(nn.Module):
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
         turned = rotary if self.norms is None else None
         q, k, v = self.split(self.qkv(x), self.queries, self.d, turned)
@@ -125,21 +139,17 @@ class Attention(nn.Module):
             q, k = self.norms(q, k)
             q, k = (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
         if isinstance(bias, Past):
-            mixed = _attend(q, *bias.extend(self, k, v))
+            mixed = _attend(q, *bias.extend(self, k, v), Group())
         else:
             q, k, v = to_heads(q, k, v, self.mesh.heads)
             mixed = to_tokens(self._mix(q, k, v, bias), self.mesh.heads)
         return self.out(mixed)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
-        """Attention of this rank's heads: (s, b, heads, d) each -> (s, b, a d). bias: of the form
-        that a ring takes, or attention without one.
-        """
-        if self.mesh.ring.size > 1:  # which keeps no scores: there is nothing to recompute
-            return ring_attention(q, k, v, bias, self.mesh.ring)
-        if self.recompute and torch.is_grad_enabled():
-            return recomputed(_attend, q, k, v, bias)
-        return _attend(q, k, v, bias)
+        """Attention of this rank's heads: (s, b, heads, d) each -> (s, b, a d)."""
+        if self.recompute and torch.is_grad_enabled():  # then keys are gathered again, too
+            return recomputed(_attend, q, k, v, bias, self.mesh.kv)
+        return _attend(q, k, v, bias, self.mesh.kv)
 
 
 def _split_heads(
@@ -152,21 +162,25 @@ def _split_heads(
     return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None) -> Tensor:
-    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d)."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None, group: Group) -> Tensor:
+    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d).
+
+    group: ranks with other tokens of the samples, whose keys and values are gathered.
+    """
+    k, v = gather_tokens(k, v, group)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
     if isinstance(bias, Mask):
-        grouped = q.shape[2] != k.shape[2]
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-        mixed = masked_attention(q, k, v, bias, grouped)
+        mixed = masked_attention(q, k, v, bias, q.shape[1] != k.shape[1])
+    elif bias is None and group.size > 1:
+        mixed = causal_attention(q, k, v, group)
     else:
         mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
     return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
 def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
-    """Call torch's attention, or what says which kernel it chooses for these arguments."""
-    grouped = q.shape[2] != k.shape[2]
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
+    """Call torch's attention, or what says which kernel it chooses; (b, heads, s, d) each."""
+    grouped = q.shape[1] != k.shape[1]
     return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
 
 
@@ -205,11 +219,9 @@ def attention_kernel(
     UserError if masks need a kernel that a GPU does not have.
     """
     mesh, alibi, s = factory.mesh, model.positions == "alibi", model.seq_length
-    over = f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
+    over = f", keys of {mesh.kv.size} ranks" * (mesh.kv.size > 1)
+    over += f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
     of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
-    if mesh.ring.size > 1:
-        kernel = ring_kernel(torch.empty(model.head_size, **of), masked or alibi)
-        return f"{kernel} in a ring of {mesh.ring.size} ranks{over}"
     flex, on_gpu = takes_flex(model.head_size, **of), factory.device.type == "cuda"
     if masked and on_gpu and not flex:
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
@@ -219,10 +231,15 @@ def attention_kernel(
         return f"torch {'flex' if flex else 'scaled_dot_product'}_attention, of masks{over}"
     if alibi and flex:
         return f"torch flex_attention, of ALiBi{over}"
+    if mesh.kv.size > 1 and not alibi:
+        kernel = chunk_kernel(torch.empty(model.head_size, **of))
+        return f"torch scaled_dot_product_attention, {kernel}{over}"
     parts = mesh.tp.size * mesh.heads.size
     qkv = torch.empty(s, micro_batch, model.qkv_width // parts, **of)
     queries = model.heads // model.kv_heads
-    q, k, v = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
-    bias = torch.empty(1, model.heads // parts, s, s, **of) if alibi else None
-    choice = _call_attention(torch._fused_sdp_choice, q, k, v, bias)
+    whole = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
+    rows = s // mesh.kv.size  # queries of this rank
+    bias = torch.empty(1, model.heads // parts, rows, s, **of) if alibi else None
+    choice = _call_attention(torch._fused_sdp_choice, q[:, :, :rows], k, v, bias)
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"

@@ -17,12 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import Attention, alibi_bias, local_slopes, recomputed, rotary_tables
+from attention import (
+    Attention,
+    alibi_bias,
+    local_slopes,
+    own_places,
+    recomputed,
+    rotary_tables,
+)
 from config.schema import Layout, ModelShape
 from corpora.attention_masks import Mask, Past, visible
 from data import Batch
 from distributed.collectives import Group
-from distributed.context_parallel import Seen
 from loss import cross_entropy
 from parallel import (
     ColumnLinear,
@@ -113,12 +119,12 @@ class Block(nn.Module):
         self.mlp = MLP(factory, f"{name}.mlp", model, std)
         self.recompute, self.kind = recompute == "full", model.block
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
+    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
             return recomputed(self._run, x, bias, rotary)
         return self._run(x, bias, rotary)
 
-    def _run(self, x: Tensor, bias: Tensor | Mask | Past | Seen | None, rotary) -> Tensor:
+    def _run(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
         if self.kind == "post-norm":
             x = x + self.attention_norm(self.attention(x, bias, rotary))
             return x + self.mlp_norm(self.mlp(x))
@@ -322,9 +328,9 @@ class Stage(nn.Module):
             p.passes = 2  # gradients in a micro-batch: one of each stage's backward
         alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
         self.cp, self.heads = factory.mesh.cp, factory.mesh.heads
-        self.ring = factory.mesh.ring.size > 1  # which makes no matrix of scores
+        self.kv = factory.mesh.kv
         self.bias: Tensor | Mask | None = None
-        makes, about = alibi and not masked and not self.ring, (model, factory)
+        makes, about = alibi and not masked, (model, factory)
         self._alibi = functools.partial(alibi_bias, *about, layout.micro_batch_size)
         self._length = 0 if makes else None  # of the bias
         self.slopes = None
@@ -374,15 +380,13 @@ class Stage(nn.Module):
             x = block(x, bias, rotary)
         return x if self.output_norm is None else self.output_norm(x)
 
-    def _bias_of(self, batch: Batch | None) -> Tensor | Mask | Seen | None:
+    def _bias_of(self, batch: Batch | None) -> Tensor | Mask | None:
         """What the tokens see, as attention takes it."""
         starts, stops = (None, None) if batch is None else (batch.starts, batch.stops)
-        if self.ring:
-            plain = starts is None and self.slopes is None
-            return None if plain else Seen(starts, stops, self.slopes)
         if starts is None or stops is None:
             return self.bias
-        return visible(starts, stops, self.slopes, self.dtype)
+        places = own_places(self.kv, starts.shape[1], starts.device)
+        return visible(starts, stops, self.slopes, self.dtype, places)
 
 
 def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:

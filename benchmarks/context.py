@@ -1,17 +1,20 @@
 """A context that no rank holds alone: the loss, and what activations take, with and without --cp.
 
     python benchmarks/context.py --tokens 131072 --cp 4
+    python benchmarks/context.py --tokens 32768 --cp 4 --rounds 5 --before ../before
 
 One step of a small model on one sample of that many tokens, on one rank and on --cp ranks of this
 machine: loss and gradient norm; the bytes of the tensors that the forward pass saves for the
 backward pass, each storage once and parameters not, of the rank that saves most; the largest
-resident memory of a rank beyond what it had before the step; seconds.
+resident memory of a rank beyond what it had before the step; seconds, the median of --rounds.
+With --before the step on --cp ranks of another checkout is measured too, in turn with this one's.
 """
 
 import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,12 +74,13 @@ def peak_of_process() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(ranks: int, words: list[str]) -> dict:
-    """The step on so many ranks, of one thread each."""
+def run(ranks: int, words: list[str], root: Path = ROOT) -> dict:
+    """The step on so many ranks, of one thread each, by the program in the folder `root`."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
-        command = ["mpirun", "-n", str(ranks), sys.executable, __file__, "--answer", str(out)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        program = str(root / "benchmarks/context.py")
+        command = ["mpirun", "-n", str(ranks), sys.executable, program, "--answer", str(out)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
         subprocess.run([*command, "--", *words], env=environment, check=True)
         return json.loads(out.read_text())
 
@@ -90,6 +94,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--before", type=Path, help="another checkout, measured on --cp ranks too")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if options.answer:
@@ -100,15 +106,24 @@ def main() -> None:
     names = ("layers", "hidden", "heads", "kv_heads")
     shape = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     shape += [f"--seq-length={options.tokens}", *SHAPE.split()]
-    one = run(1, shape)
-    many = run(options.cp, [*shape, f"--cp={options.cp}"])
+    shared = [*shape, f"--cp={options.cp}"]
+    found: dict[str, list[dict]] = {"one rank": [run(1, shape)], f"cp {options.cp}": []}
+    if options.before:
+        found["before"] = []
+    for _ in range(options.rounds):
+        found[f"cp {options.cp}"].append(run(options.cp, shared))
+        if options.before:
+            found["before"].append(run(options.cp, shared, options.before.resolve()))
     print(f"{options.tokens:,} tokens, {' '.join(shape)}")
     print("| | loss | gradient norm | saved, MB a rank | resident, MB a rank | s |")
     print("|---|---|---|---|---|---|")
-    for name, row in (("one rank", one), (f"cp {options.cp}", many)):
+    for name, rows in found.items():
+        row, seconds = rows[0], [row["seconds"] for row in rows]
+        row["seconds"] = statistics.median(seconds)
         megabytes = f"{row['saved'] / 1e6:.1f} | {row['resident'] / 1e6:.0f}"
         print(f"| {name} | {row['loss']:.8f} | {row['norm']:.8f} | {megabytes} | ", end="")
-        print(f"{row['seconds']:.1f} |")
+        print(f"{row['seconds']:.1f} ({min(seconds):.1f} to {max(seconds):.1f}) |")
+    one, many = found["one rank"][0], found[f"cp {options.cp}"][0]
     ratios = [many[key] / one[key] for key in ("saved", "resident", "seconds")]
     off = [abs(many[key] / one[key] - 1) for key in ("loss", "norm")]
     print(f"| ratio | off by {off[0]:.1e} | off by {off[1]:.1e} | ", end="")

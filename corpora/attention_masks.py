@@ -75,34 +75,54 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float64)
 
 
-def visible(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Mask:
+def visible(
+    starts: Tensor,
+    stops: Tensor,
+    slopes: Tensor | None,
+    dtype: torch.dtype,
+    places: Tensor | None = None,
+) -> Mask:
     """The mask with which token q sees tokens starts[q] to stops[q] - 1; both are (b, s).
 
     slopes: of ALiBi for the local heads (a,); the score falls with the distance, on both sides.
+    places: of the tokens that have queries here, (q,), in order or not; None: all tokens.
     """
+    length = starts.shape[1]
+    if places is not None:
+        starts, stops = starts[:, places], stops[:, places]
     if starts.device.type == "cuda":
-        score = None if slopes is None else alibi_score(slopes.float())
-        return Mask(None, visible_blocks(starts, stops), score)
-    return Mask(_dense(starts, stops, slopes, dtype))
+        score = None if slopes is None else alibi_score(slopes.float(), places)
+        return Mask(None, visible_blocks(starts, stops, length), score)
+    return Mask(_dense(starts, stops, slopes, dtype, length, places))
 
 
-def _dense(starts: Tensor, stops: Tensor, slopes: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(b, 1, s, s) of bool, or with ALiBi (b, a, s, s) of what is added to the scores."""
-    places = torch.arange(starts.shape[1], device=starts.device)
-    seen = (places >= starts[..., None]) & (places < stops[..., None])
+def _dense(
+    starts: Tensor,
+    stops: Tensor,
+    slopes: Tensor | None,
+    dtype: torch.dtype,
+    length: int,
+    places: Tensor | None,
+) -> Tensor:
+    """(b, 1, q, s) of bool, or with ALiBi (b, a, q, s) of what is added to the scores."""
+    keys = torch.arange(length, device=starts.device)
+    seen = (keys >= starts[..., None]) & (keys < stops[..., None])
     if slopes is None:
         return seen[:, None]
-    distance = (places[:, None] - places).abs()
+    queries = keys if places is None else places
+    distance = (queries[:, None] - keys).abs()
     bias = -slopes[:, None, None] * distance
     return bias.to(dtype).masked_fill(~seen[:, None], -torch.inf)
 
 
-def visible_blocks(starts: Tensor, stops: Tensor) -> BlockMask:
-    """The blocks of keys that each block of queries sees: wholly, or in part, or maybe in part."""
-    size, count = starts.shape[1], -(-starts.shape[1] // BLOCK)
-    least, most = (_by_block(starts, by, count) for by in ("amin", "amax"))
-    shortest, longest = (_by_block(stops, by, count) for by in ("amin", "amax"))
-    begin = torch.arange(count, device=starts.device) * BLOCK
+def visible_blocks(starts: Tensor, stops: Tensor, length: int) -> BlockMask:
+    """The blocks of keys that each block of queries sees: wholly, or in part, or maybe in part.
+
+    starts, stops: of each query, (b, q); length: keys.
+    """
+    least, most = (_by_block(starts, by) for by in ("amin", "amax"))
+    shortest, longest = (_by_block(stops, by) for by in ("amin", "amax"))
+    begin = torch.arange(-(-length // BLOCK), device=starts.device) * BLOCK
     seen = (least[..., None] < begin + BLOCK) & (longest[..., None] > begin)  # b, queries, keys
     whole = (most[..., None] <= begin) & (shortest[..., None] >= begin + BLOCK)
 
@@ -110,13 +130,14 @@ def visible_blocks(starts: Tensor, stops: Tensor) -> BlockMask:
         return (k >= starts[b, q]) & (k < stops[b, q])
 
     kinds = (*_listed(seen & ~whole), *_listed(whole))
-    return BlockMask.from_kv_blocks(*kinds, BLOCK, sees, (size, size))
+    return BlockMask.from_kv_blocks(*kinds, BLOCK, sees, (starts.shape[1], length))
 
 
-def _by_block(values: Tensor, by: str, count: int) -> Tensor:
-    """The smallest or largest value of each block: (b, s) -> (b, count). The last block repeats
+def _by_block(values: Tensor, by: str) -> Tensor:
+    """The smallest or largest value of each block: (b, q) -> (b, blocks). The last block repeats
     the last value.
     """
+    count = -(-values.shape[1] // BLOCK)
     more = count * BLOCK - values.shape[1]
     filled = torch.cat([values, values[:, -1:].expand(-1, more)], 1)
     return getattr(filled.unflatten(1, (count, BLOCK)), by)(2)
@@ -135,27 +156,37 @@ def takes_flex(head_size: int, dtype: torch.dtype, device: torch.device) -> bool
 
 
 def causal_alibi(
-    slopes: Tensor, samples: int, length: int, head_size: int, dtype: torch.dtype
+    slopes: Tensor,
+    samples: int,
+    length: int,
+    head_size: int,
+    dtype: torch.dtype,
+    places: Tensor | None = None,
 ) -> Tensor | Mask:
-    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, s, s); or
-    where flex_attention computes them, a mask for so many samples.
+    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, q, s); or
+    where flex_attention computes them, a mask for so many samples. places: as of `visible`.
 
     Written as -slope * distance, so that the near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
-        return visible(torch.zeros_like(stops), stops, slopes, dtype)
-    place = torch.arange(length, dtype=torch.float64, device=slopes.device)
-    distance = place[:, None] - place  # (s, s), of query and key
+        return visible(torch.zeros_like(stops), stops, slopes, dtype, places)
+    keys = torch.arange(length, dtype=torch.float64, device=slopes.device)
+    queries = keys if places is None else places
+    distance = queries[:, None] - keys  # (q, s)
     bias = -slopes[:, None, None] * distance
     return bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype)
 
 
-def alibi_score(slopes: Tensor) -> Callable:
-    """ALiBi as flex_attention takes it: what a score becomes; slopes of the local heads (a,)."""
+def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
+    """ALiBi as flex_attention takes it: what a score becomes; slopes of the local heads (a,).
+
+    places: as of `visible`.
+    """
 
     def score(value: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return value - slopes[h] * (q - k).abs()
+        query = q if places is None else places[q]
+        return value - slopes[h] * (query - k).abs()
 
     return score
 

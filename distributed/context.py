@@ -46,7 +46,7 @@ COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a h
 # Roles of groups whose operations the next product waits for: where a product is ready as soon,
 # NCCL's kernel gets its SMs first and is hidden behind the product. Megatron-LM offers the same as
 # --high-priority-stream-groups.
-HIGH_PRIORITY = ("tp", "cp", "heads", "ring")
+HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
 # The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of its role; NCCL
 # chooses for the others. A message runs from when it is started until the other side is there too,
 # and until then its SMs compute nothing; with --vocab-pp messages of several groups run at once,

@@ -1,40 +1,25 @@
-"""Attention of ranks that share a sample's tokens (--cp): over heads, then in a ring.
+"""Attention of ranks that share a sample's tokens (--cp): over heads, then over gathered keys.
 
-    q, k, v = to_heads(q, k, v, mesh.heads)            of fewer heads, more tokens
-    mixed = ring_attention(q, k, v, seen, mesh.ring)   keys and values go round
-    mixed = to_tokens(mixed, mesh.heads)               of all heads, this rank's tokens
+    q, k, v = to_heads(q, k, v, mesh.heads)      fewer heads, more tokens
+    k, v = gather_tokens(k, v, mesh.kv)          keys and values of all tokens
+    mixed = causal_attention(q, k, v, mesh.kv)   or attention with this rank's rows of a mask
+    mixed = to_tokens(mixed, mesh.heads)         all heads, this rank's tokens
 
 A rank has chunks i and 2 cp - 1 - i of a sample's 2 cp equal chunks (Group.balanced_shard): with a
-causal mask each has the same to do. `heads` are neighbours, as many as divide the key/value heads
-(arXiv 2309.14509): together their tokens are such a pair of longer chunks, of a ring of cp / heads
-ranks (arXiv 2310.01889), in which no tensor is as long as the sample.
+causal mask all ranks have the same work. `heads` are neighbours, as many as divide the key/value
+heads (arXiv 2309.14509): together their tokens are such a pair of longer chunks. Among the other
+cp / heads ranks, `kv`, keys and values are gathered (arXiv 2407.21783, section 3.3.2), of which
+there are few if they do not divide by cp.
 
 Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/value heads.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from distributed.collectives import Group, Handle
-
-aten = torch.ops.aten
-ROWS = 256  # queries whose scores the form without a kernel holds at once
-
-
-class Seen(NamedTuple):
-    """What queries of a ring see, where it is not all tokens up to their own, or not all equally.
-
-    starts, stops: token q sees tokens starts[q] to stops[q] - 1, (b, s) of the whole sample, or
-    None. slopes: by which scores fall with the distance, (a,), or None.
-    """
-
-    starts: Tensor | None
-    stops: Tensor | None
-    slopes: Tensor | None
-
+from distributed.collectives import Group
 
 # ---- All-to-all over heads -----------------------------------------------------------------------
 
@@ -62,8 +47,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...
         return q, k, v
     parts = [t.unflatten(2, (n, -1)) for t in (q, k, v)]  # s b n heads/n d
     sent = torch.cat(parts, 3).movedim(2, 0).contiguous()
-    first, second = _Exchange.apply(sent, group).chunk(2, 1)  # n s/2 b heads/n d
-    whole = torch.cat([first, second.flip(0)]).flatten(0, 1)
+    whole = _in_order(_Exchange.apply(sent, group))
     return whole.split([t.shape[3] for t in parts], 2)
 
 
@@ -77,207 +61,111 @@ def to_tokens(mixed: Tensor, group: Group) -> Tensor:
     return received.movedim(0, 2).flatten(2)
 
 
-# ---- Ring ----------------------------------------------------------------------------------------
+def _in_order(shares: Tensor) -> Tensor:
+    """The tokens of n ranks' balanced shards in the sample's order: (n, s, ...) -> (n s, ...)."""
+    first, second = shares.chunk(2, 1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, seen: Seen | None, ring: Group) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v over the tokens of all ranks: (s, b, heads, d) -> (s, b, a d)."""
-    q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-    return _Ring.apply(q, k, v, seen, ring).permute(2, 0, 1, 3).flatten(2)
+# ---- Gathered keys and values --------------------------------------------------------------------
 
 
-def ring_kernel(q: Tensor, seen: bool) -> str:
-    """What computes a ring's attention of such queries: `flash`, torch's kernel, or `math`."""
-    width = q.shape[-1]
-    fits = q.dtype in (torch.float16, torch.bfloat16) and width % 8 == 0 and width <= 256
-    if q.is_cuda:  # flash attention is written for GPUs from Ampere on
-        fits = fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "math" if seen or (q.is_cuda and not fits) else "flash"
+class _Gather(torch.autograd.Function):
+    """All-gather along dimension 0; the backward pass sums what each rank adds to a gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        gathered = x.new_empty(group.size * len(x), *x.shape[1:])
+        group.at_once.all_gather(gathered, x).wait()
+        return gathered
+
+    @staticmethod
+    def backward(ctx, grad):
+        summed = grad.new_empty(len(grad) // ctx.group.size, *grad.shape[1:])
+        ctx.group.at_once.reduce_scatter(summed, grad.contiguous()).wait()
+        return summed, None
 
 
-class _Ring(torch.autograd.Function):
-    """Of every rank's keys and values, which come one after the other, a part of the softmax.
+def gather_tokens(k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
+    """Keys and values of all n ranks' tokens in their order: (s, b, g, d) -> (n s, b, g, d)."""
+    if group.size == 1:
+        return k, v
+    gathered = _Gather.apply(torch.cat([k, v], -1), group)
+    return _in_order(gathered.unflatten(0, (group.size, -1))).chunk(2, -1)
 
-    Parts are joined by the logarithms of their sums of exponentials. Kept for the backward pass:
-    queries, the rank's own keys and values, the output and these logarithms.
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
+    """Softmax(q k^T / sqrt(d)) v of the tokens of this rank's two chunks over all tokens up to
+    them: q (b, a, s, d), k and v (b, g, n s, d) -> (b, a, s, d).
+    """
+    half, heads = q.shape[2] // 2, q.shape[1]
+    if k.shape[1] != heads and not (q.is_cuda and chunk_kernel(q) == "flash_attention"):
+        # The other kernels take a key/value head for each head.
+        k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    ends = (group.rank + 1) * half, (2 * group.size - group.rank) * half
+    parts = [
+        _attend_last(chunk, k[:, :, :end], v[:, :, :end])
+        for chunk, end in zip(q.chunk(2, 2), ends, strict=True)
+    ]
+    return torch.cat(parts, 2)
+
+
+def chunk_kernel(q: Tensor) -> str:
+    """Which of torch's kernels `causal_attention` takes for such queries."""
+    if not q.is_cuda:
+        return "flash_attention"
+    half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
+    # Flash attention is written for GPUs from Ampere on.
+    if half and torch.cuda.get_device_capability(q.device) >= (8, 0):
+        return "flash_attention"
+    return "math" if q.dtype == torch.float64 else "efficient_attention"
+
+
+def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of queries that are the last of the keys' tokens; (b, heads, s, d) each."""
+    grouped = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if not q.is_cuda:
+        return _LastOnCpu.apply(q, k, v)
+    mask = causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+class _LastOnCpu(torch.autograd.Function):
+    """`_attend_last` by torch's flash attention on a CPU, which has no such mask, and would have to
+    write one of q x k numbers: the keys before the queries are all seen, of the others those up to
+    the query. Both parts of the softmax are joined by the logarithms of their sums.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, seen, ring):
-        flash = ring_kernel(q, seen is not None) == "flash"
-        part_of = _Flash(ring) if flash else _Math(seen, ring, q)
-        exact = torch.promote_types(q.dtype, torch.float32)
-        total = q.new_zeros(q.shape, dtype=exact)
-        log_sum = q.new_full(q.shape[:3], -torch.inf, dtype=exact)
-        for source, (keys, values) in _round(torch.stack([k, v]), ring):
-            rows, columns = _shown(ring, source, q.shape[2], seen)
-            of_part = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-            mixed, sums = part_of.forward(*of_part, source)
-            before = log_sum[:, :, rows]
-            after = torch.logaddexp(before, sums)
-            scaled = total[:, :, rows] * (before - after).exp()[..., None]
-            total[:, :, rows] = scaled + mixed * (sums - after).exp()[..., None]
-            log_sum[:, :, rows] = after
-        mixed = total.to(q.dtype)
+    def forward(ctx, q, k, v):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        (before, sums), (own, own_sums) = (
+            kernel(q, keys, values, 0.0, causal) for keys, values, causal in _parts(q, k, v)
+        )
+        log_sum = torch.logaddexp(sums, own_sums)
+        shares = ((part - log_sum).exp()[..., None] for part in (sums, own_sums))
+        mixed = sum(part * share for part, share in zip((before, own), shares, strict=True))
+        mixed = mixed.to(q.dtype)
         ctx.save_for_backward(q, k, v, mixed, log_sum)
-        ctx.part_of, ctx.seen, ctx.ring = part_of, seen, ring
         return mixed
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, mixed, log_sum = ctx.saved_tensors
-        ring, exact = ctx.ring, log_sum.dtype
-        dq, moving = q.new_zeros(q.shape, dtype=exact), None
-        for source, (keys, values) in _round(torch.stack([k, v]), ring):
-            rows, columns = _shown(ring, source, q.shape[2], ctx.seen)
-            of_part = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
-            of_rows = (t[:, :, rows].contiguous() for t in (grad, mixed, log_sum))
-            own, *others = ctx.part_of.backward(*of_part, *of_rows, source)
-            dq[:, :, rows] += own
-            # The gradients of a rank's keys and values follow them round, and one step further.
-            added = moving.wait() if moving else q.new_zeros(2, *k.shape, dtype=exact)
-            for whole, part in zip(added, others):
-                whole[:, :, columns] += part
-            moving = _Moving(added, ring)
-        return dq.to(q.dtype), *moving.wait().to(q.dtype), None, None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found = [
+            kernel(grad, q, keys, values, mixed, log_sum, 0.0, causal)
+            for keys, values, causal in _parts(q, k, v)
+        ]
+        dq, dk, dv = zip(*found, strict=True)
+        return dq[0] + dq[1], torch.cat(dk, 2), torch.cat(dv, 2)
 
 
-class _Moving:
-    """A tensor on its way to the next rank of a ring, and the previous rank's to this one."""
-
-    def __init__(self, sent: Tensor, ring: Group):
-        self.received = torch.empty_like(sent)
-        to, source = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        self.handles: list[Handle] = []
-        # NCCL may run a group's messages one after the other: neighbours must not both send first.
-        for sends in (ring.rank % 2 == 0, ring.rank % 2 == 1):
-            handle = ring.send(sent, to) if sends else ring.receive(self.received, source)
-            self.handles.append(handle)
-
-    def wait(self) -> Tensor:
-        """The previous rank's tensor."""
-        for handle in self.handles:
-            handle.wait()
-        return self.received
-
-
-def _round(own: Tensor, ring: Group) -> Iterator[tuple[int, Tensor]]:
-    """Each rank of the ring and its tensor, this one first; meanwhile the next one is coming."""
-    for step in range(ring.size):
-        moving = _Moving(own, ring) if step + 1 < ring.size else None
-        yield (ring.rank - step) % ring.size, own
-        own = moving.wait() if moving else own
-
-
-def _shown(ring: Group, source: int, tokens: int, seen: Seen | None) -> tuple[slice, slice]:
-    """Which of this rank's queries see keys of that rank, and which of these they see."""
-    first, second, every = slice(tokens // 2), slice(tokens // 2, None), slice(None)
-    if source == ring.rank or (seen and seen.starts is not None):
-        return every, every
-    return (every, first) if source < ring.rank else (second, every)
-
-
-class _Flash:
-    """A part of the softmax by torch's kernels: all keys are seen, of this rank's own those up to
-    the query's.
-    """
-
-    def __init__(self, ring: Group):
-        # random: state that the backward kernel on a GPU takes; without dropout it is not used.
-        self.own, self.random = ring.rank, ()
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """(b, a, s, d), and the logarithms of sums (b, a, s)."""
-        k, v = (_repeated(t, q.shape[1]) for t in (k, v))
-        if not q.is_cuda:
-            kernel = aten._scaled_dot_product_flash_attention_for_cpu
-            return kernel(q, k, v, 0.0, source == self.own)
-        found = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, source == self.own)
-        self.random = found[6:8]
-        return found[0], found[1]
-
-    def backward(self, q, k, v, grad, mixed, log_sum, source: int) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v, by the whole output and its logarithms of sums."""
-        groups, heads = k.shape[1], q.shape[1]
-        k, v = (_repeated(t, heads) for t in (k, v))
-        about = grad, q, k, v, mixed, log_sum
-        if not q.is_cuda:
-            kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            found = kernel(*about, 0.0, source == self.own)
-        else:
-            lengths, last = (None, None, q.shape[2], k.shape[2]), (0.0, source == self.own)
-            kernel = aten._scaled_dot_product_flash_attention_backward
-            found = kernel(*about, *lengths, *last, *self.random)
-        return found[0], _summed(found[1], groups), _summed(found[2], groups)
-
-
-class _Math:
-    """A part of the softmax with masks, with ALiBi or in a precision that has no kernel: of ROWS
-    queries at a time the scores are written, and computed again in the backward pass.
-    """
-
-    def __init__(self, seen: Seen | None, ring: Group, q: Tensor):
-        self.ring, self.tokens, self.device = ring, q.shape[2], q.device
-        self.exact, self.scale = torch.promote_types(q.dtype, torch.float32), q.shape[-1] ** -0.5
-        starts, stops, slopes = seen or (None, None, None)
-        self.slopes = None if slopes is None else slopes.to(self.exact)[:, None, None]
-        own = self._places(ring.rank)[None]
-        self.starts = torch.zeros_like(own) if starts is None else ring.balanced_shard(starts, 1)
-        self.stops = own + 1 if stops is None else ring.balanced_shard(stops, 1)
-
-    def _places(self, rank: int) -> Tensor:
-        """Of the tokens of a rank of the ring in the sample; (s,)."""
-        half, size = self.tokens // 2, self.ring.size
-        begins = rank * half, (2 * size - 1 - rank) * half
-        return torch.cat([torch.arange(a, a + half, device=self.device) for a in begins])
-
-    def _blocks(self, q: Tensor, k: Tensor, source: int) -> Iterator[tuple[slice, Tensor]]:
-        """Rows of q, and their scores; -inf where a key is not seen."""
-        # A part is of all of this rank's queries or of the last, and of all keys or the first.
-        skipped = self.tokens - q.shape[2]
-        places, keys = self._places(self.ring.rank), self._places(source)[: k.shape[2]]
-        for begin in range(0, q.shape[2], ROWS):
-            rows = slice(begin, min(begin + ROWS, q.shape[2]))
-            here = slice(skipped + rows.start, skipped + rows.stop)
-            scores = (q[:, :, rows] @ k.mT).mul_(self.scale)  # b a rows keys
-            if self.slopes is not None:
-                scores -= self.slopes * (places[here, None] - keys).abs()
-            seen = (keys >= self.starts[:, here, None]) & (keys < self.stops[:, here, None])
-            yield rows, scores.masked_fill_(~seen[:, None], -torch.inf)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        """As of _Flash; where a query sees no key it is 0, and its logarithm -inf."""
-        q, k, v = (_repeated(t.to(self.exact), q.shape[1]) for t in (q, k, v))
-        mixed, log_sum = torch.empty_like(q), q.new_empty(q.shape[:3])
-        for rows, scores in self._blocks(q, k, source):
-            log_sum[:, :, rows] = scores.logsumexp(-1)
-            mixed[:, :, rows] = self._shares(scores, log_sum[:, :, rows]) @ v
-        return mixed, log_sum
-
-    def _shares(self, scores: Tensor, log_sum: Tensor) -> Tensor:
-        """Exponentials of scores, which are overwritten, over their sums; 0 where these are 0."""
-        return scores.sub_(log_sum.clamp(min=torch.finfo(self.exact).min)[..., None]).exp_()
-
-    def backward(self, q, k, v, grad, mixed, log_sum, source: int) -> tuple[Tensor, ...]:
-        """As of _Flash."""
-        groups, heads = k.shape[1], q.shape[1]
-        q, k, v, grad, mixed = (_repeated(t.to(self.exact), heads) for t in (q, k, v, grad, mixed))
-        dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-        offset = (grad * mixed).sum(-1, keepdim=True)
-        for rows, scores in self._blocks(q, k, source):
-            shares = self._shares(scores, log_sum[:, :, rows])
-            dv += shares.mT @ grad[:, :, rows]
-            dscores = (grad[:, :, rows] @ v.mT - offset[:, :, rows]).mul_(shares).mul_(self.scale)
-            dq[:, :, rows] = dscores @ k
-            dk += dscores.mT @ q[:, :, rows]
-        return dq, _summed(dk, groups), _summed(dv, groups)
-
-
-def _repeated(t: Tensor, heads: int) -> Tensor:
-    """Key/value heads (b, g, s, d) as often as there are query heads: (b, heads, s, d)."""
-    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
-
-
-def _summed(gradient: Tensor, groups: int) -> Tensor:
-    """The gradient of `_repeated`'s input."""
-    return gradient.unflatten(1, (groups, -1)).sum(2)
+def _parts(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Keys and values before the queries, and those of the queries' tokens, which are causal."""
+    past = k.shape[2] - q.shape[2]
+    before = k[:, :, :past], v[:, :, :past], False
+    return [before, (k[:, :, past:], v[:, :, past:], True)]

@@ -25,7 +25,8 @@ class Mesh:
 
     axes: ranks along each axis; place: this rank's position on each. tp, cp, dp: the groups along
     these. replicas: ranks that hold the same parameters and see other tokens (dp and cp together).
-    heads: ranks of cp that share attention's heads; ring: those that hold the same heads.
+    heads: ranks of cp that share attention's heads; kv: those that hold the same heads, whose keys
+    and values are gathered.
     forward (also pp), backward: the ranks of this pipeline, once for activations and once for their
     gradients, so that the two never wait for one another on a GPU stream. tied: the first and the
     last of these. world: all. recorder: what this rank does, and the groups' operations.
@@ -64,12 +65,12 @@ class Mesh:
 
         self.tp, self.cp, self.dp = along("tp", "tp"), along("cp", "cp"), along("dp", "dp")
         self.replicas = self.dp if self.cp.size == 1 else along("replicas", "dp", "cp")
-        self.heads, self.ring = Group((self.rank,)), self.cp
+        self.heads, self.kv = Group((self.rank,)), self.cp
         if over_heads > 1:
             shared = rows_along(self.axes, ("cp",))
             n, starts = over_heads, range(0, self.cp.size, over_heads)
             self.heads = own_group([row[i : i + n] for row in shared for i in starts], "heads")
-            self.ring = own_group([row[i::n] for row in shared for i in range(n)], "ring")
+            self.kv = own_group([row[i::n] for row in shared for i in range(n)], "kv")
         self.pp = self.forward = along("forward", "pp")
         self.backward = along("backward", "pp")
         self._channels = {"F": [self.forward] * 4, "B": [self.backward] * 4}

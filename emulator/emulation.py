@@ -20,7 +20,6 @@ import data
 import trainer
 from config.schema import Config
 from distributed.placement import allowed_cores, physical_cores
-from emulator.links import RINGS
 from emulator.rehearsal import shortened, stages_of
 from emulator.stand_ins import EmulatedContext, Operation, emulated_context
 from pipeline import Execution
@@ -166,9 +165,8 @@ def _part(operation: Operation, kind: str) -> str:
     """Which part of a step an operation belongs to: the action's own kind if it is part of that."""
     if operation.role in ("dp", "replicas"):
         return "gather" if operation.kind == "all_gather" else "reduce"
-    # Between stages, which the schedule prices, or what a ring's rank receives while it sends.
-    beside = operation.kind == "receive" or operation.role not in RINGS
-    return "message" if operation.kind in ("send", "receive") and beside else kind
+    # The schedule prices messages between stages.
+    return "message" if operation.kind in ("send", "receive") else kind
 
 
 def composed(

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import parallel
 from corpora import attention_masks
+from distributed import context_parallel
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
@@ -31,6 +32,7 @@ from telemetry.replica_check import HASHED_AT_ONCE
 
 # Weights are drawn, and hashed, by chunks: those that follow the first ones take no more memory.
 HASHED = 2 * HASHED_AT_ONCE
+LOWER_RIGHT = object()  # stands in for the mask of torch.nn.attention.bias.causal_lower_right
 
 
 @contextlib.contextmanager
@@ -107,6 +109,8 @@ def _replacements(
     yield F, "scaled_dot_product_attention", attention
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
+    # Its class of tensors cannot be made where operations are counted.
+    yield context_parallel, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
@@ -156,6 +160,8 @@ def attention(
 
     The latter has no grouped queries, nor any kernel fp64: torch then writes the scores.
     """
+    if attn_mask is LOWER_RIGHT:  # kernels have it as they have the other causal mask
+        attn_mask, is_causal = None, True
     if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.dtype == torch.float64 or enable_gqa:
@@ -170,7 +176,7 @@ def attention(
 
 def flex(q, k, v, mask, grouped):
     """The kernel of flex_attention, by what it allocates: as flash, the keys read by groups."""
-    if grouped:
+    if grouped and q.dtype == torch.float32:  # flash takes groups, the other kernel does not
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)
 

@@ -20,8 +20,6 @@ from planner.hardware import Machine
 MEASURED_AS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
 MEASURED_AS |= {"all_gather": "all-gather", "send": "p2p", "receive": "p2p"}
 MEASURED_AS |= {"all_to_all": "all-gather"}  # which brings a rank as much
-# Roles of groups in which each rank sends to the next one, while it receives.
-RINGS = ("ring", "cp")
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,11 @@ class MachineLinks:
 
     def seconds(self, operation: Operation) -> float:
         """Of one operation."""
-        kind, role, ranks, size = operation
-        messages = kind in ("send", "receive")
-        if messages and role not in RINGS:
+        kind, _, ranks, size = operation
+        if kind in ("send", "receive"):
             of_stage = self.layout.tp * self.layout.cp * self.layout.dp
             return op_costs.message(self.machine, of_stage, float(size), self.layout.tp)
         link = op_costs.ring(self.machine, len(ranks), ranks[1] - ranks[0])
-        if messages:
-            return size / link.speed + link.latency
         share = 1.0 if kind == "all_reduce" else 0.5
         return share * op_costs.all_reduce(link, len(ranks), float(size))
 

@@ -186,7 +186,7 @@ def stages_of(config: Config) -> list[list[int]]:
 
 
 def alike(config: Config) -> list[list[int]]:
-    """Ranks that do the same: those of a stage, at one place of their rings."""
+    """Ranks that do the same: those of a stage, at one place among those that gather keys."""
     layout, of_place = config.layout, dict[tuple[int, int], list[int]]()
     for rank in range(math.prod(layout.axes.values())):
         at = coordinates(rank, layout.axes)

@@ -36,28 +36,25 @@ def linear(job: Job, rows: int, outs: int, ins: int, alike: int) -> tuple[float,
 
 def attention(job: Job) -> tuple[float, float]:
     """Seconds of a block's attention core. With cp, all-to-alls before and after it give a rank
-    some heads of more tokens, and what remains of cp is a ring: what products do not hide of it.
+    some heads of more tokens, and keys and values are gathered over the other ranks of cp.
     """
     model, layout, machine, size = job.model, job.layout, job.machine, job.number_bytes
     shape = model.seq_length, model.head_size, model.heads // layout.tp, layout.micro_batch_size
     forward, backward = (one / job.cp for one in op_costs.attention(machine, *shape, size))
     turned = size * job.tokens / layout.tp * (model.qkv_width + model.attention_width)
     exposed = op_costs.all_to_all(machine, layout.over_heads(model), layout.tp, turned)
-    there, back = ring(job)
-    return max(forward, there) + exposed, max(backward, back) + exposed
+    exposed += gathered(job)
+    return forward + exposed, backward + exposed
 
 
-def ring(job: Job) -> tuple[float, float]:
-    """Seconds in which a block's keys and values go round the ring of cp; in backward their
-    gradients follow, in fp32 and one step further.
+def gathered(job: Job) -> float:
+    """Seconds to gather a block's keys and values over the ranks of cp that have the same heads, or
+    in backward to sum their gradients, in the same precision.
     """
     model, layout, heads = job.model, job.layout, job.layout.over_heads(job.model)
-    ranks, elements = job.cp // heads, 2 * model.kv_heads * model.head_size * job.tokens / layout.tp
-    if ranks == 1:
-        return 0.0, 0.0
+    ranks, own = job.cp // heads, 2 * model.kv_heads * model.head_size * job.tokens / layout.tp
     link = op_costs.ring(job.machine, ranks, layout.tp * heads)
-    there = (ranks - 1) * (job.number_bytes * elements / link.speed + link.latency)
-    return there, there + ranks * (4.0 * elements / link.speed + link.latency)
+    return op_costs.all_reduce(link, ranks, job.number_bytes * own * ranks) / 2
 
 
 def dispatched(job: Job) -> float:

@@ -402,6 +402,9 @@ def block_activations(job: Job, scores: bool) -> float:
     experts, active = model.mlps
     widths = model.qkv_width + model.attention_width + active * (model.up_width + model.ffn_hidden)
     widths += normed_width(model) * (1 if software.fused_norms else 4)
+    if scores:  # else recomputed, for which keys and values are gathered again
+        gathered_from = job.cp // job.layout.over_heads(model) - 1
+        widths += gathered_from * (model.qkv_width - model.attention_width)
     outside += 4.0 * active * model.hidden if experts > 1 else 0.0  # sent to experts, and back
     if model.activation == "swiglu" and not (software.keeps_scores and software.fused_elementwise):
         widths += active * model.ffn_hidden  # SiLU's result: torch has it as a kernel of its own

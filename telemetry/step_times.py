@@ -23,7 +23,7 @@ FIRST_STEPS = range(4, 20, 2)  # measured, whatever the interval
 LEAST_INTERVAL, PASSES_PER_STEP = 10, 500  # so that the store is busy for less than 1 % of a run
 WAITS = ("p2p", "tp", "cp", "dp", "tied", "world")  # what is waited for, as a row counts it
 ROLE_WAITS = {"tp": "tp", "cp": "cp", "dp": "dp", "replicas": "dp", "tied": "tied"}
-ROLE_WAITS |= {"heads": "cp", "ring": "cp", "world": "world"}  # others send between stages
+ROLE_WAITS |= {"heads": "cp", "kv": "cp", "world": "world"}  # others send between stages
 
 
 class StepTimes:

@@ -10,9 +10,11 @@ import random
 import re
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,15 +23,23 @@ from compare import assert_within, relative_difference
 from ranks import mpirun
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import attention
+from attention import _attend, own_places, recomputed
 from config import validation
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import Layout
-from corpora.attention_masks import alibi_slopes
+from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
-from distributed.context_parallel import Seen, ring_attention, ring_kernel, to_heads, to_tokens
+from distributed.context_parallel import (
+    causal_attention,
+    chunk_kernel,
+    to_heads,
+    to_tokens,
+)
 from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
@@ -69,6 +79,37 @@ class ThreadGroup(Group):
             lambda: [self.receive(o, j).wait() for j, o in enumerate(output.chunk(self.size))]
         )
 
+    def all_gather(self, output, source):
+        return self.all_to_all(output, torch.cat([source] * self.size))
+
+    def reduce_scatter(self, output, source):
+        received = torch.empty_like(source)
+        handle = self.all_to_all(received, source)
+
+        def add() -> None:
+            handle.wait()
+            output.copy_(torch.stack(received.chunk(self.size)).sum(0))
+
+        return Done(add)
+
+
+class Seen(NamedTuple):
+    """Token q sees tokens starts[q] to stops[q] - 1, (b, s); slopes: of ALiBi, (a,)."""
+
+    starts: Tensor | None
+    stops: Tensor | None
+    slopes: Tensor | None
+
+
+def bias_of(seen: Seen | None, like: Tensor, length: int, group: Group):
+    """As a stage makes it, for samples of that length."""
+    places = own_places(group, length, like.device)
+    if seen is None:
+        return None
+    if seen.starts is not None and seen.stops is not None:
+        return visible(seen.starts, seen.stops, seen.slopes, like.dtype, places)
+    return causal_alibi(seen.slopes, like.shape[1], length, like.shape[3], like.dtype, places)
+
 
 def on_threads(count: int, work: Callable[[int, dict], None]) -> None:
     """work(rank, wires) on so many threads at once; raises what one of them raised."""
@@ -99,13 +140,13 @@ def mixed_by_ranks(qkv, cp: int, over_heads: int, seen: Seen | None) -> tuple[li
     def work(rank: int, wires: dict) -> None:
         neighbours = tuple(range(rank - rank % over_heads, rank - rank % over_heads + over_heads))
         heads = ThreadGroup(neighbours, rank, wires)
-        ring = ThreadGroup(tuple(range(rank % over_heads, cp, over_heads)), rank, wires)
+        kv = ThreadGroup(tuple(range(rank % over_heads, cp, over_heads)), rank, wires)
         share = Group(whole.ranks, rank)
         own = [share.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
         slopes = None if seen is None or seen.slopes is None else heads.shard(seen.slopes)
         local = None if seen is None else seen._replace(slopes=slopes)
         q, k, v = to_heads(*own, heads)
-        mixed = to_tokens(ring_attention(q, k, v, local, ring), heads)
+        mixed = to_tokens(_attend(q, k, v, bias_of(local, q, len(qkv[0]), kv), kv), heads)
         mixed.backward(share.balanced_shard(weights_of(mixed.shape[2], len(qkv[0]), mixed), 0))
         found[rank] = [mixed.detach(), *(t.grad for t in own)]
 
@@ -176,7 +217,7 @@ def documents(length: int, prefix: bool) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("kind", ["causal", "alibi", "documents", "prefix", "prefix, alibi"])
 def test_attention_of_several_ranks_is_that_of_one(dtype, cp, over_heads, groups, kind):
-    """In a ring, after an all-to-all over heads, and in both; masks may hide a rank's keys."""
+    """Gathering keys, after an all-to-all over heads, and both; masks may hide a rank's keys."""
     length, heads, seen = 24, 4, None
     qkv = sample(length, heads, groups, dtype)
     if kind != "causal":
@@ -204,46 +245,106 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("alibi", [False, True])
-def test_a_ring_makes_no_matrix_of_scores(alibi):
+def test_gathered_keys_make_no_matrix_of_scores():
     """Of 4,096 tokens on 4 ranks: neither the sample's, s x s, nor a rank's own."""
     length, cp = 4096, 4
     qkv = [t[:, :1].clone() for t in sample(length, 2, 1, torch.float32)]
-    slopes, made = alibi_slopes(2) if alibi else None, []
+    made = []
 
     def work(rank: int, wires: dict) -> None:
-        ring = ThreadGroup(tuple(range(cp)), rank, wires)
-        own = [ring.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
+        group = ThreadGroup(tuple(range(cp)), rank, wires)
+        own = [group.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
         with Largest():
-            mixed = ring_attention(*own, Seen(None, None, slopes) if alibi else None, ring)
+            mixed = _attend(*own, None, group)
             mixed.sum().backward()
         made.append(mixed.isfinite().all().item())
 
     Largest.most = 0
     on_threads(cp, work)
     assert made == [True] * cp
-    assert 0 < Largest.most <= 2 * 256 * length // cp  # heads, rows at a time, keys of a rank
+    assert 0 < Largest.most <= 2 * 2 * 8 * length  # keys and values, repeated for each head
+
+
+def test_on_a_gpu_a_chunk_is_attended_with_a_mask_that_torch_knows(monkeypatch):
+    """causal_lower_right, by which flash attention needs no matrix; here torch writes it."""
+    q, k, v = (t.permute(1, 2, 0, 3) for t in sample(24, 4, 2, torch.float64))
+    for rank in range(3):
+        group = Group((0, 1, 2), rank)
+        own = group.balanced_shard(q, 2)
+        parts = []
+        for chunk, end in zip(own.chunk(2, 2), (4 * (rank + 1), 4 * (6 - rank)), strict=True):
+            mask, kv = causal_lower_right(4, end), (k[:, :, :end], v[:, :, :end])
+            parts.append(F.scaled_dot_product_attention(chunk, *kv, mask, enable_gqa=True))
+        found = causal_attention(own, k, v, group)
+        assert torch.allclose(found, torch.cat(parts, 2), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "width", "seen", "kernel"),
+    ("capability", "dtype", "width", "kernel"),
     [
-        ((9, 0), torch.bfloat16, 64, False, "flash"),
-        ((8, 0), torch.float16, 256, False, "flash"),
-        ((7, 5), torch.float16, 64, False, "math"),
-        ((7, 0), torch.float16, 64, False, "math"),
-        ((9, 0), torch.bfloat16, 64, True, "math"),
-        ((9, 0), torch.bfloat16, 12, False, "math"),
-        ((9, 0), torch.float32, 64, False, "math"),
+        ((9, 0), torch.bfloat16, 64, "flash_attention"),
+        ((8, 0), torch.float16, 256, "flash_attention"),
+        ((7, 5), torch.float16, 64, "efficient_attention"),
+        ((7, 0), torch.float16, 64, "efficient_attention"),
+        ((9, 0), torch.bfloat16, 12, "flash_attention"),
+        ((9, 0), torch.float32, 64, "efficient_attention"),
+        ((9, 0), torch.float64, 64, "math"),
     ],
 )
-def test_a_ring_of_gpus_takes_flash_where_it_runs(
-    monkeypatch, capability, dtype, width, seen, kernel
-):
-    """Before Ampere torch refuses it, in the first step."""
+def test_gathered_keys_take_flash_where_it_runs(monkeypatch, capability, dtype, width, kernel):
+    """Before Ampere torch has another kernel, in which each head needs a key of its own."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     q = SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(2, 4, 32, width))
-    assert ring_kernel(q, seen) == kernel
+    assert chunk_kernel(q) == kernel
+
+
+class CountedGroup(ThreadGroup):
+    """Notes which operations there are."""
+
+    def __init__(self, *about):
+        super().__init__(*about)
+        self.calls: list[str] = []
+
+    def all_gather(self, output, source):
+        self.calls.append("all_gather")
+        return super().all_gather(output, source)
+
+    def reduce_scatter(self, output, source):
+        self.calls.append("reduce_scatter")
+        return super().reduce_scatter(output, source)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_and_values_are_gathered_at_once_in_their_precision(monkeypatch, masked, again):
+    """One collective each way, and one more where attention is recomputed; no fp32 is made of
+    bf16, whose products take the tensor cores of a GPU.
+    """
+    length, cp, types, calls = 24, 2, set(), []
+    qkv = sample(length, 4, 1, torch.bfloat16)
+    seen = Seen(*documents(length, True), None) if masked else None
+
+    def kept(run: Callable) -> Callable:
+        def noted(*about):
+            types.update(t.dtype for t in about[:3])
+            return run(*about)
+
+        return noted
+
+    for name in ("masked_attention", "causal_attention"):
+        monkeypatch.setattr(attention, name, kept(getattr(attention, name)))
+
+    def work(rank: int, wires: dict) -> None:
+        group = CountedGroup(tuple(range(cp)), rank, wires)
+        own = [group.balanced_shard(t, 0).clone().requires_grad_() for t in qkv]
+        bias = bias_of(seen, own[0], length, group)
+        run = partial(recomputed, _attend) if again else _attend
+        run(*own, bias, group).sum().backward()
+        calls.append(group.calls)
+
+    on_threads(cp, work)
+    assert calls == [["all_gather"] * (1 + again) + ["reduce_scatter"]] * cp
+    assert types == {torch.bfloat16}
 
 
 def test_chunks_are_balanced():
@@ -256,7 +357,7 @@ def test_chunks_are_balanced():
         assert all((share.diff() > 0).all() for share in shares)
 
 
-def test_neighbours_share_heads_and_the_others_form_rings():
+def test_neighbours_share_heads_and_the_others_gather_keys():
     class Context:
         """Makes groups without ranks."""
 
@@ -275,8 +376,8 @@ def test_neighbours_share_heads_and_the_others_form_rings():
         tp, cp = rank % 2, rank // 2
         first = 2 * (cp // 2)
         assert mesh.heads.ranks == tuple(2 * c + tp for c in (first, first + 1))
-        assert mesh.ring.ranks == tuple(2 * c + tp for c in (cp % 2, cp % 2 + 2))
-        assert (mesh.heads.rank, mesh.ring.rank) == (cp % 2, cp // 2)
+        assert mesh.kv.ranks == tuple(2 * c + tp for c in (cp % 2, cp % 2 + 2))
+        assert (mesh.heads.rank, mesh.kv.rank) == (cp % 2, cp // 2)
         assert mesh.replicas.ranks == mesh.cp.ranks
 
 
@@ -324,7 +425,11 @@ FACTORS = {
     "vocab_pp": (False, True),
     "micro_batch_size": (1, 2),
     "positions": tuple(POSITIONS),
-    "kv_heads": (1, 2, 8),  # of a tensor rank: with 1 and 2 there is a ring, of all of 4 with 1
+    "kv_heads": (
+        1,
+        2,
+        8,
+    ),  # of a tensor rank: with 1 and 2 keys are gathered, of all of 4 ranks with 1
     "sees": ("all", "documents", "prefix", "lengths"),
     "precision": ("fp32", "fp64"),
 }
@@ -392,7 +497,10 @@ def test_a_run_with_cp_goes_on_with_one_rank(tmp_path):
     ]
     assert [outcome.status for outcome in done] == [0, 0], done
     assert "tp 1 x pp 1 x cp 2 x dp 1" in done[0].out
-    assert "attention: flash in a ring of 2 ranks" in done[0].out
+    assert (
+        "attention: torch scaled_dot_product_attention, flash_attention, keys of 2 ranks"
+        in done[0].out
+    )
     assert json.loads(Path(before, "run.json").read_text())["config"]["layout"]["cp"] == 2
     rows, rest = facts_of(before), facts_of(after)
     assert len(rows) == 4 + 2 + 1  # steps, evaluations, the test split

@@ -18,7 +18,9 @@ from ranks import start_ranks
 import data
 import trainer
 from config import validation
+from distributed.collectives import Group
 from distributed.context import start as start_cluster
+from distributed.context_parallel import causal_attention
 from distributed.launch import Launch
 from parallel import draw_normal
 from watchdog import flight_recorder
@@ -45,6 +47,7 @@ LAYOUTS = [
     {"pp": 2},
     {"zero": 1},
     {"zero": 2},
+    {"cp": 2, "kv_heads": 1},
 ]
 
 
@@ -84,6 +87,30 @@ def test_the_other_update_rules_on_the_gpu(cuda_device, optimizer):
         pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     options = {"optimizer": optimizer, "hidden": 256}
     assert_close(losses(options, cuda_device), losses(options, "cpu"), 1e-2)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("width", [16, 20])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 4e-2)],
+)
+def test_a_share_of_the_tokens_on_the_gpu(cuda_device, dtype, tolerance, width, groups):
+    """Over all keys of three ranks, and its gradients: flash attention's causal mask must be that
+    of the last tokens, which fp64 on the CPU has by two kernels.
+    """
+    torch.manual_seed(1)
+    drawn = [torch.randn(2, heads, 96, width) for heads in (4, groups, groups)]
+    for rank in range(3):
+        group, found = Group((0, 1, 2), rank), []
+        for device, precision in ((cuda_device, dtype), ("cpu", torch.float64)):
+            q, k, v = (t.to(device, precision, copy=True).requires_grad_() for t in drawn)
+            mixed = causal_attention(group.balanced_shard(q, 2), k, v, group)
+            mixed.square().sum().backward()
+            found.append([mixed, *(t.grad for t in (q, k, v))])
+        for own, expected in zip(*found, strict=True):
+            off = (own.double().cpu() - expected).abs().max() / expected.abs().max()
+            assert off.item() <= tolerance
 
 
 def test_weights_do_not_depend_on_the_device(cuda_device):

@@ -188,18 +188,16 @@ def test_a_step_is_emulated_and_its_calibration_taken(tmp_path):
     assert machine.gemm_fraction != hardware.load("cpu").gemm_fraction
 
 
-def test_a_ring_of_cp_sends_what_the_planner_prices(tmp_path):
-    """Keys and values once, and their gradients in fp32 once more than that."""
+def test_ranks_of_cp_gather_what_the_planner_prices(tmp_path):
+    """Keys and values, and their gradients."""
     out, words = tmp_path / "out.json", f"{SHAPE} --kv-heads 1 --cp 2 --steps 1 --precision bf16"
     done = run("rehearse.py", "--on", "cpu", "--world", "2", *words.split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
     (stage,) = json.loads(out.read_text())["stages"]
     config = check(parse(words.split()), 2)
     job = Job(config.model, config.layout, config.training, hardware.load("cpu"))
-    planned = dict(zip("FB", block_costs.ring(job), strict=True))
-    for kind, seconds in planned.items():
-        assert stage["crossing"][kind] == pytest.approx(4 * seconds)
-    assert planned["B"] > 3 * planned["F"]
+    for kind in "FB":
+        assert stage["crossing"][kind] == pytest.approx(4 * block_costs.gathered(job))
 
 
 @pytest.mark.parametrize(

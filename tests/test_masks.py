@@ -27,6 +27,7 @@ from corpora import attention_masks
 from corpora.attention_masks import alibi_score, alibi_slopes, visible, visible_blocks
 from corpora.objectives import Objective, fill_in_the_middle
 from corpora.token_files import IndexedDatasetWriter
+from distributed.collectives import Group
 
 EOD, S = 3, 16
 
@@ -283,19 +284,24 @@ def intervals(draw):
     return [torch.from_numpy(np.stack([row[name] for row in rows])) for name in ("starts", "stops")]
 
 
-@given(intervals(), st.sampled_from([4, 16, 128]))
+@given(intervals(), st.sampled_from([4, 16, 128]), st.sampled_from([1, 2, 3]))
 @settings(max_examples=100, deadline=None)
-def test_blocks_are_those_of_the_dense_mask(bounds, block):
-    """A whole block has no hidden pair, and no pair that is seen is in a block that is left out."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_masks, "BLOCK", block)
-        blocks = visible_blocks(*bounds)
-    dense = visible(*bounds, None, torch.float64).dense[:, 0]
+def test_blocks_are_those_of_the_dense_mask(bounds, block, cp):
+    """A whole block has no hidden pair, and no pair that is seen is in a block that is left out;
+    with cp for the queries of one rank, where their number divides.
+    """
     batch, size = bounds[0].shape
     places = torch.arange(size)
+    group = Group(tuple(range(cp if size % (2 * cp) == 0 else 1)))
+    own = group.balanced_shard(places, 0)
+    dense = visible(*bounds, None, torch.float64, own).dense[:, 0]
+    assert torch.equal(dense, visible(*bounds, None, torch.float64).dense[:, 0, own])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_masks, "BLOCK", block)
+        blocks = visible_blocks(*(bound[:, own] for bound in bounds), size)
     for b in range(batch):
-        listed = torch.zeros(size, size, dtype=torch.bool)
-        for q in range(-(-size // block)):
+        listed = torch.zeros(len(own), size, dtype=torch.bool)
+        for q in range(-(-len(own) // block)):
             rows = slice(q * block, (q + 1) * block)
             for whole, numbers, indices in (
                 (False, blocks.kv_num_blocks, blocks.kv_indices),
@@ -307,12 +313,14 @@ def test_blocks_are_those_of_the_dense_mask(bounds, block):
                     listed[rows, columns] = True
                     assert dense[b, rows, columns].all() or not whole
         assert not (dense[b] & ~listed).any()
-        assert torch.equal(blocks.mask_mod(b, 0, places[:, None], places), dense[b])
+        rows = torch.arange(len(own))[:, None]
+        assert torch.equal(blocks.mask_mod(b, 0, rows, places), dense[b])
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize("alibi", [False, True])
-def test_flex_attention_gives_what_the_dense_mask_does(alibi):
-    """By torch's own reference of it, on the CPU, without compiling."""
+def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
+    """By torch's own reference of it, on the CPU, without compiling; with cp a rank's queries."""
     torch.manual_seed(1)
     rows = [
         row_of(torch.randint(60, (201,)), k, objective="prefix", reset_attention=True)
@@ -321,12 +329,14 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi):
     bounds = [torch.from_numpy(np.stack([r[name] for r in rows])) for name in ("starts", "stops")]
     q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
     slopes = alibi_slopes(4) if alibi else None
-    mask = visible(*bounds, slopes, torch.float32)
+    own = Group(tuple(range(cp)), cp - 1).balanced_shard(torch.arange(200), 0)
+    mask, q = visible(*bounds, slopes, torch.float32, own), q[:, :, own]
     expected = attention_masks.masked_attention(q, k, v, mask, True)
-    score = alibi_score(slopes.float()) if alibi else None
+    score = alibi_score(slopes.float(), own if cp > 1 else None) if alibi else None
+    blocks = visible_blocks(*(bound[:, own] for bound in bounds), 200)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is not compiled
-        ours = flex_attention(q, k, v, score, visible_blocks(*bounds), enable_gqa=True)
+        ours = flex_attention(q, k, v, score, blocks, enable_gqa=True)
     assert_close(ours, expected, 1e-5, scale=1.0)
 
 
@@ -341,7 +351,7 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
         for length in lengths:
             q, k, v = torch.randn(3, 1, 2, length, 16)
             stops = torch.arange(1, length + 1)[None]
-            blocks = visible_blocks(torch.zeros_like(stops), stops)
+            blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
             mask = attention_masks.Mask(None, blocks, alibi_score(slopes.float()))
             ours = attention_masks.flex(q, k, v, mask, False)
             bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32)

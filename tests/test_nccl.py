@@ -34,7 +34,7 @@ TOLERANCES = {
 WIDE = {"hidden": 128, "heads": 4, "seq_length": 64, "precision": "bf16"}
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
 ROTARY = {"positions": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-RING = {"cp": 2, "kv_heads": 1}  # with several, heads are exchanged and nothing goes round
+GATHERED = {"cp": 2, "kv_heads": 1}  # with several, heads are exchanged, no keys gathered
 # The last ones are those that a deadlock is most likely in.
 CASES = {
     2: [
@@ -54,8 +54,8 @@ CASES = {
         {"zero": 3},
         {"zero": 3} | WIDE,
         {"cp": 2},
-        RING,
-        RING | WIDE,
+        GATHERED,
+        GATHERED | WIDE,
         {"pp": 2, "schedule": "zb-h1"},
         {"pp": 2, "schedule": "interleaved", "virtual_stages": 2, "layers": 4},
         {"pp": 2, "schedule": "zb-v", "layers": 4},
@@ -68,7 +68,7 @@ CASES = {
         {"pp": 2, "zero": 1, "overlap_param_gather": True},
         SEQUENCE | {"pp": 2} | WIDE,
         {"tp": 2, "zero": 3},
-        RING | {"pp": 2},
+        GATHERED | {"pp": 2},
     ],
 }
 

@@ -217,8 +217,8 @@ def test_the_table_and_the_command_have_cp():
     assert short.text.splitlines()[1].split()[:3] == ["tp", "pp", "dp"]
 
 
-def test_attention_with_cp_is_heads_by_all_to_all_then_a_ring():
-    """With as many key/value heads as ranks there is no ring, with one there is nothing else."""
+def test_attention_with_cp_is_heads_by_all_to_all_then_a_gather():
+    """With as many key/value heads as ranks no keys are gathered; with one nothing else is."""
     training, seconds = Training(global_batch_size=8, precision="bf16"), {}
     for kv_heads in (1, 2, 8):
         model = replace(LONG, kv_heads=kv_heads)
@@ -230,11 +230,23 @@ def test_attention_with_cp_is_heads_by_all_to_all_then_a_ring():
         row = 2 * job.tokens
         width = model.qkv_width + model.attention_width
         turned = op_costs.all_to_all(A100, kv_heads, 1, row * width)
-        sent = (8 // kv_heads - 1) * row * 2 * kv_heads * model.head_size / A100.nvlink.speed
-        assert forward == pytest.approx(max(alone[0] / 8, sent) + turned, rel=1e-2)
-        assert backward == pytest.approx(max(alone[1] / 8, 2 * sent) + turned, rel=1e-2)
+        sent = row * 2 * kv_heads * model.head_size / A100.nvlink.speed + A100.nvlink.latency
+        sent *= 8 // kv_heads - 1
+        assert forward == pytest.approx(alone[0] / 8 + sent + turned)
+        assert backward == pytest.approx(alone[1] / 8 + sent + turned)
         seconds[kv_heads] = forward
         assert (turned > 0) == (kv_heads > 1)
+
+
+def test_keys_and_values_that_are_gathered_are_held():
+    """Of the tokens of all ranks that gather them, unless attention is recomputed."""
+    training = Training(global_batch_size=8, precision="bf16")
+    for kv_heads, others in ((1, 7), (2, 3), (8, 0)):
+        model = replace(LONG, kv_heads=kv_heads)
+        job = Job(model, Layout(cp=8, dp=1), training, A100)
+        held = memory.block_activations(job, True) - memory.block_activations(job, False)
+        keys = 2 * kv_heads * model.head_size * job.tokens
+        assert held == 2 * keys * others
 
 
 def test_no_more_blocks_are_recomputed_than_memory_asks():

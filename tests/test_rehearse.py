@@ -106,8 +106,8 @@ def host() -> list[dict]:
     now_and_then = "--stats-every 5 --sample-every 5 --sample-prompt 1 --eval-samples 4"
     lines = [
         f"{SHAPE} --tp 2 --pp 2 --sequence-parallel {now_and_then}",
-        f"{SHAPE} --tp 2 --pp 2 --cp 2 --check-replicas-every 3",
-        f"{SHAPE} --tp 2 --zero 2",
+        f"{SHAPE} --tp 2 --pp 2 --cp 2 --kv-heads 2 --check-replicas-every 3",
+        f"{SHAPE} --tp 2 --cp 2 --zero 2",
     ]
     outcome = start([sys.executable, "tests/host_worker.py", "8", "2", *lines])
     assert outcome.status == 0, outcome.err

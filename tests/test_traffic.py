@@ -1,0 +1,58 @@
+"""Bytes that kernels of a GPU would move through its memory, counted on tensors without elements.
+
+What fits in the GPU's L2 cache is taken to stay there between kernels.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config.schema import LOGITS_AT_ONCE
+from distributed.mesh import Mesh
+from loss import cross_entropy
+from parallel import ParamSpec
+
+# Half of the L2 of an H100, which has 50 MB in two halves: a kernel reads one tensor of that size
+# and writes another.
+CACHED = 25e6
+META = torch.device("meta")
+# They read or write one number of a row, or none.
+FEW = ("aten::empty", "aten::new_empty", "aten::gather", "aten::scatter")
+
+
+class Traffic(TorchDispatchMode):
+    """Counts `bytes` of the tensors that operations read and write, of storages above CACHED."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        returned = [r.alias_info for r in function._schema.returns]
+        view = bool(returned) and all(alias and not alias.is_write for alias in returned)
+        if view or function._schema.name.startswith(FEW):
+            return result
+        arguments = zip(function._schema.arguments, args)
+        written = [value for of, value in arguments if of.alias_info and of.alias_info.is_write]
+        # A tensor that is overwritten is returned, too.
+        read = [x for x in tree_leaves((args, kwargs)) if all(x is not w for w in written)]
+        read += written if not function._schema.name.endswith("copy_") else []
+        for x in [*read, *tree_leaves(result)]:
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() > CACHED:
+                self.bytes += x.numel() * x.element_size()
+        return result
+
+
+def test_the_loss_reads_and_writes_the_logits_a_few_times(monkeypatch):
+    """Their largest, their exponentials and their gradient: reads of 2 bytes, and a write. The
+    logits in fp32, a few at a time, stay in the cache: else it would be 48 bytes.
+    """
+    monkeypatch.setitem(LOGITS_AT_ONCE, "meta", LOGITS_AT_ONCE["cuda"])
+    words, spec = 50304, ParamSpec("w", (50257, 1), 0, 0, 50257, True)
+    logits = torch.empty(2048, 4, words, dtype=torch.bfloat16, device=META, requires_grad=True)
+    labels = torch.empty(2048, 4, dtype=torch.int64, device=META)
+    scaled = logits * 1.0
+    with Traffic() as traffic:
+        losses = cross_entropy(scaled, labels, Mesh().tp, spec)
+        torch.autograd.grad(losses.sum(), scaled)
+    assert 8 <= traffic.bytes / logits.numel() <= 9
