@@ -265,7 +265,7 @@ def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: in
     program = str(Path(__file__).with_name("rehearse.py"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answers.json"
-        words += ["--world", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
+        words += ["--gpus", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
         words += ["--calibration", options.calibration] if options.calibration else []
         done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True)
         if not out.exists():
@@ -312,7 +312,7 @@ def parser() -> ArgumentParser:
     return found
 
 
-def _add_flags(question: str, parser: ArgumentParser) -> None:
+def _add_flags(question: str, parser: Parser) -> None:
     """The planner's own flags; --help shows those that the question reads."""
 
     def add(name: str, text: str, **kind: Any) -> None:
@@ -326,7 +326,8 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
     parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
     add("gpus_per_node", "of a node, if not as in the machine's file", type=int, metavar="N")
     add("nodes", "full nodes (default 1)", type=int)
-    add("gpus", "GPUs, in place of nodes", type=int)
+    shown = question in READ_BY["gpus"]
+    parser.add_gpus("GPUs, in place of nodes" if shown else SUPPRESS)
     add("calibration", "measured rates of this machine, TOML", metavar="FILE")
     add("top", "lines to print (default 20)", type=int)
     add("rejected", "print every rejected layout", action="store_true", default=None)

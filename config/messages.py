@@ -82,6 +82,13 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
 
+    def add_gpus(self, text: str, default: int | None = None) -> None:
+        """Add --gpus, the number of ranks, and its other spellings, which --help does not list."""
+        self.add_argument("--gpus", type=int, metavar="N", help=text, default=default)
+        for flag in ("--ranks", "--world"):
+            hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            self.add_argument(flag, dest="gpus", type=int, **hidden)
+
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(message + "; see --help" * ("are required" in message))

@@ -131,7 +131,7 @@ class Fewer:
 
     def _rehearse(self, row: dict[str, Any]) -> tuple[bool, str]:
         """Whether that layout can be started, and what the rehearsal says of it."""
-        words = ["--world", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
+        words = ["--gpus", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
             words += [*self.machine, "--json", str(file), *self.words(row["flags"])]

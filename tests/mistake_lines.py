@@ -343,14 +343,14 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --calibration link.toml | the calibration link.toml needs alpha and beta in [network], not
 """,
     "tune.py": """
-@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu --ranks 8 --launch 'env {ranks}'
+@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu --gpus 8 --launch 'env {ranks}'
 --launch mpirun | --launch 'mpirun' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch 'mpirun -n {rank}' | --launch 'mpirun -n {rank}' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch "mpirun -n {ranks} 'x" | is not a command
 --launch 'no-such-mpirun -n {ranks}' | cannot start 'no-such-mpirun' of --launch
---ranks eight | --ranks: invalid int value: 'eight'
---ranks 0 | --ranks must be above 0, below 1e+18, not 0
---ranks -8 | --ranks must be above 0, below 1e+18, not -8
+--gpus eight | --gpus: invalid int value: 'eight'
+--gpus 0 | --gpus must be above 0, below 1e+18, not 0
+--gpus -8 | --gpus must be above 0, below 1e+18, not -8
 --try tp=x | --try tp=x: --tp takes a whole number, not 'x'
 --try micro-batch-size=0 | --try micro-batch-size=0: --micro-batch-size must be at least 1, not 0
 --try tp | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute, zero
@@ -380,19 +380,19 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
 --models 1b3 --model gpt2-124m | give --model or --models, not both
---models 1b3 --min-ranks | --models is of a search: leave it out, or --min-ranks
+--models 1b3 --min-gpus | --models is of a search: leave it out, or --min-gpus
 --gain 5 --all | --gain is of a search: leave it out, or --all
 --reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
 --risk 0.2 --max-params | --risk is of a search: leave it out, or --max-params
 --calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
---ranks 7 --out new | no layout can run on 7 ranks: see the reasons above
+--gpus 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'
 --budgett 5 | unknown argument '--budgett'
 """,
     "tune.py, what it needs": """
 @/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu
 | give --launch: see python tune.py --help
---ranks 8 | give --launch: see python tune.py --help
---launch 'env {ranks}' | give --ranks: see python tune.py --help
+--gpus 8 | give --launch: see python tune.py --help
+--launch 'env {ranks}' | give --gpus: see python tune.py --help
 """,
 }
