@@ -110,7 +110,7 @@ def ask(arguments: list[str]) -> Answer:
 def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
     """The question that the options ask, and the words that are train.py's; raises UserError."""
     _check(options)
-    machine = hardware.load(options.gpu or "a100-80", options.calibration)
+    machine = _machine(options.gpu or "a100-80", options.calibration)
     notes = []
     if options.gpus_per_node:
         there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
@@ -155,6 +155,14 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
         print(f"note: {note}", file=sys.stderr)
     question = Question(options, replace(config, model=model), request.given, machine)
     return question, rest
+
+
+def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
+    """The machine of --gpu, after its note for the user; raises UserError."""
+    machine = hardware.load(name, calibration)
+    if machine.note:
+        print(f"note: {machine.note}", file=sys.stderr)
+    return machine
 
 
 def _defaults(
@@ -215,13 +223,15 @@ def _calibrated(options: Namespace) -> Answer:
     """The constants that runs determine, written if --write says where."""
     if not options.gpu:
         raise UserError("calibrate needs --gpu: the machine of the runs, or the one most like it")
-    machine = hardware.load(options.gpu)
+    machine = _machine(options.gpu)
     runs = [run_files.read(path, machine) for path in options.runs]
     return calibration.answer(calibration.fit(runs, machine), options.write)
 
 
 def _gap(options: Namespace) -> Answer:
     """Where a run's time went; its data and its picture in the files that were named."""
+    if options.gpu:
+        _machine(options.gpu)
     found = gap.gap(options.run, options.gpu)
     if options.picture:
         gap.draw(cast(dict[str, Any], found.data), options.picture)
@@ -321,7 +331,7 @@ def _add_flags(question: str, parser: Parser) -> None:
         parser.add_argument(flag, help=text if shown else SUPPRESS, **kind)
 
     names = ", ".join(hardware.names())
-    add("gpu", f"machine: {names}, or a FILE.toml like one", metavar="NAME")
+    add("gpu", f"machine: {names}; a family such as a100; or a FILE.toml like one", metavar="NAME")
     add("config", "TOML file of options, a run's folder, its run.json, or a checkpoint")
     parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
     add("gpus_per_node", "of a node, if not as in the machine's file", type=int, metavar="N")

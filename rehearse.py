@@ -7,7 +7,7 @@ All of train.py's options are taken, and these:
 
     --gpus N        ranks of the run, one for each GPU, default 1
     --nodes N       on so many nodes, default: as few as the GPUs of a node allow
-    --gpu NAME      a machine of hardware/, default a100-80; with --on cpu: cpu
+    --gpu NAME      a machine as for plan.py, default a100-80; with --on cpu: cpu
     --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
@@ -62,7 +62,7 @@ def _rehearse(arguments: list[str]) -> int:
     other *= config.run.device not in ("auto", device)
     config, choice = settled(replace(config, layout=layout), device)
     found = choice.notes(config.layout.schedule_costs) if choice else []
-    for note in [*request.notes, *fused, *other, *found]:
+    for note in [*filter(None, [machine.note]), *request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.gpus // nodes))

@@ -59,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--launch", metavar="WORDS", help="what starts the ranks, such as 'srun -n {ranks}'")
     found.add_gpus("ranks to use, one for each GPU, all of them in every layout")
-    add("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
+    )
     add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
     add("--models", nargs="+", metavar="PRESET", help="several shapes to choose from")
     add("--tokens", type=float, help="tokens to train on, to report how many days that takes")

@@ -6,6 +6,8 @@ import plan
 import rehearse
 import tune
 from config.messages import UserError
+from planner import hardware
+from tuner.session import Session
 
 GPT = ["--layers", "4", "--hidden", "64", "--heads", "4"]
 
@@ -31,3 +33,64 @@ def test_the_number_of_gpus_has_one_name_and_two_accepted_spellings(flag, capsys
 @pytest.mark.parametrize("flag", ["--min-gpus", "--min-ranks"])
 def test_the_fewest_gpus_are_found_by_either_name(flag):
     assert tune.parser().parse_known_args([flag])[0].min_gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "note"),
+    [
+        ("a100", "a100-80", "a100: taken as a100-80; others: a100-40, a100-fms"),
+        ("V100", "v100-32", "V100: taken as v100-32; others: v100-16"),
+        ("a100-40gb", "a100-40", "a100-40gb: taken as a100-40"),
+        ("NVIDIA-A100-SXM4-80GB", "a100-80", "NVIDIA-A100-SXM4-80GB: taken as a100-80"),
+        ("H100-80GB", "h100", "H100-80GB: taken as h100"),
+        ("mi300", "mi300x", "mi300: taken as mi300x"),
+        ("h100", "h100", ""),
+    ],
+)
+def test_a_family_of_gpus_is_taken_as_one_member_with_a_note(name, taken, note):
+    machine = hardware.load(name)
+    assert (machine.name, machine.note) == (taken, note)
+    assert machine == hardware.load(taken)
+
+
+def test_another_card_of_the_same_gpu_is_not_taken_for_it():
+    for name in ("a100-pcie", "h100-nvl", "h100-pcie", "b100", "a10g"):
+        with pytest.raises(UserError, match="no machine is called"):
+            hardware.load(name)
+
+
+def test_a_machine_with_the_facts_of_another_program_names_the_one_to_take():
+    for name in hardware.names():
+        machine = hardware.load(name)
+        other = machine.software != hardware.Software() and machine.device != "CPU"
+        assert other == bool(machine.note), name
+    assert "train.py is planned with h100" in hardware.load("h100-megatron").note
+
+
+def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys, monkeypatch):
+    note = "note: v100: taken as v100-32; others: v100-16"
+    plan.ask(["layouts", *GPT, "--gpu", "v100", "--gpus", "1", "--global-batch-size", "8"])
+    assert note in capsys.readouterr().err
+    with pytest.raises(UserError, match="nowhere"):
+        plan.ask(["calibrate", "nowhere", "--gpu", "v100"])
+    assert note in capsys.readouterr().err
+    with pytest.raises(UserError, match="nowhere"):
+        plan.ask(["gap", "nowhere", "--gpu", "v100"])
+    assert note in capsys.readouterr().err
+    words = [
+        *GPT,
+        "--gpu",
+        "v100",
+        "--gpus",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--launch",
+        "env {ranks}",
+    ]
+    Session(*tune.parser().parse_known_args(words))
+    assert note in capsys.readouterr().err
+    monkeypatch.setattr(rehearse, "_emulate", lambda *_: 0)
+    words = [*GPT, "--gpu", "v100", "--on", "cpu"]
+    assert rehearse.main(words) == 0
+    assert note in capsys.readouterr().err

@@ -97,7 +97,7 @@ class Session:
             raise UserError("give --model or --models, not both")
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         request = self._request(*options.models[:1])
-        for note in request.notes:
+        for note in [*filter(None, [self.machine.note]), *request.notes]:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
         self.tried = sweeps.tried_values(options.tried, options.sweep)
