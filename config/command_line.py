@@ -44,6 +44,7 @@ def _first_options(family: str | None) -> dict[str, Any]:
 
 PRESETS, ALIASES = _load_presets()
 MOST_BYTES = 2**20  # of a TOML file
+BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # two units of one option
 # An option that says no more than none: a program's default or a resumed run may replace it.
 AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -128,9 +129,20 @@ def parse_request(
         names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
         raise UserError(_unknown("argument", names))
     file = values.pop("config", None)
-    given = translated.finish((_options_of_file(file) if file else {}) | values)
+    options = _options_of_file(file) if file else {}
+    if BATCH_SIZES & values.keys():
+        options = {name: value for name, value in options.items() if name not in BATCH_SIZES}
+    given = options | values
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
     given = _with_resumed(given)
+    if given.keys() >= BATCH_SIZES:
+        raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
+    if "batch_tokens" in given:
+        tokens = given.pop("batch_tokens")
+        check_option("batch_tokens", tokens)
+        model = build(defaults(given) | given, [] if plans else None).model
+        given["global_batch_size"] = samples_of(tokens, model.seq_length)
+    given = translated.finish(given)
     lacks: list[str] = []
     config = build(defaults(given) | given, lacks if plans else None)
     check_used(config, given)
@@ -139,6 +151,25 @@ def parse_request(
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     return Request(config, frozenset(given), tuple(notes), given.get("model"))
+
+
+def samples_of(tokens: int, length: int) -> int:
+    """The samples of `length` tokens in a batch of `tokens`; UserError if they are not whole.
+
+    Nothing is rounded: a unit such as M is a power of ten, and where the power of two would be
+    whole the error says how to write it.
+    """
+    samples, rest = divmod(tokens, length)
+    if not rest:
+        return samples
+    near = " and ".join(f"{n} x {length} = {n * length}" for n in (samples, samples + 1) if n)
+    text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
+    text += f"; the nearest: {near}"
+    for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
+        if tokens * two % (ten * length) == 0:
+            binary = tokens * two // ten
+            raise UserError(f"{text}; or {tokens / ten:g}{unit} = {binary // length} x {length}")
+    raise UserError(text)
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:

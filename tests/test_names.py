@@ -5,6 +5,7 @@ import pytest
 import plan
 import rehearse
 import tune
+from config.command_line import parse_request
 from config.messages import UserError
 from planner import hardware
 from tuner.session import Session
@@ -94,3 +95,71 @@ def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys, monke
     words = [*GPT, "--gpu", "v100", "--on", "cpu"]
     assert rehearse.main(words) == 0
     assert note in capsys.readouterr().err
+
+
+SHORT = [*GPT, "--seq-length", "8192"]
+
+
+@pytest.mark.parametrize(
+    ("written", "samples"), [("4Mi", 512), ("4194304", 512), ("8192", 1), ("512Ki", 64)]
+)
+def test_a_batch_in_tokens_is_a_number_of_samples(written, samples):
+    request = parse_request([*SHORT, "--batch-tokens", written])
+    assert request.config.training.global_batch_size == samples
+    assert request.config.training.batch_tokens is None
+    assert "global_batch_size" in request.given
+
+
+def test_a_unit_of_ten_is_taken_as_written_where_it_divides():
+    request = parse_request([*GPT, "--seq-length", "4000", "--batch-tokens", "4M"])
+    assert request.config.training.global_batch_size == 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("4M", "488 x 8192 = 3997696 and 489 x 8192 = 4005888; or 4Mi = 512 x 8192"),
+        ("0.5M", "61 x 8192 = 499712 and 62 x 8192 = 507904; or 0.5Mi = 64 x 8192"),
+        ("512K", "62 x 8192 = 507904 and 63 x 8192 = 516096; or 512Ki = 64 x 8192"),
+        ("3", "the nearest: 1 x 8192 = 8192"),
+        ("0", "--batch-tokens must be at least 1, not 0"),
+        ("-8192", "--batch-tokens must be at least 1, not -8192"),
+        ("64T", "--global-batch-size must be at most 1048576, not 7812500000"),
+        ("8192 --global-batch-size 1", "--global-batch-size and --batch-tokens; both were given"),
+    ],
+)
+def test_a_batch_of_tokens_that_is_no_whole_samples_is_refused(written, sentence):
+    with pytest.raises(UserError) as error:
+        parse_request([*SHORT, "--batch-tokens", *written.split()])
+    assert str(error.value).endswith(sentence)
+
+
+def test_a_batch_in_tokens_of_a_file_and_of_a_flag(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nbatch_tokens = 16384\n")
+    words = [*SHORT, "--config", str(file)]
+    size = lambda *more: parse_request([*words, *more]).config.training.global_batch_size  # noqa: E731
+    assert size() == 2
+    assert size("--global-batch-size", "7") == 7
+    file.write_text("[training]\nglobal_batch_size = 9\n")
+    assert size("--batch-tokens", "32768") == 4
+    file.write_text("[training]\nglobal_batch_size = 9\nbatch_tokens = 16384\n")
+    with pytest.raises(UserError, match="both were given"):
+        size()
+
+
+def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
+    words = [*SHORT, "--batch-tokens", "16384", "--lr-warmup-iters", "10", "--steps", "100"]
+    assert parse_request(words).config.training.lr_warmup_samples == 20
+
+
+def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
+    batch = [*SHORT, "--batch-tokens", "65536", "--gpu", "cpu"]
+    assert plan.ask(["layouts", *batch, "--gpus", "2"]).data["global_batch_size"] == 8
+    words = [*batch, "--gpus", "2", "--out", str(tmp_path), "--launch", "env {ranks}"]
+    session = Session(*tune.parser().parse_known_args(words))
+    assert session.config.training.global_batch_size == 8
+    seen = []
+    monkeypatch.setattr(rehearse, "_emulate", lambda _, config, *__: seen.append(config) or 0)
+    assert rehearse.main([*batch, "--on", "cpu"]) == 0
+    assert seen[0].training.global_batch_size == 8
