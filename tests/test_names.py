@@ -5,7 +5,7 @@ import pytest
 import plan
 import rehearse
 import tune
-from config.command_line import parse_request
+from config.command_line import MIXTURES, PRESETS, means_preset, parse_request, preset
 from config.messages import UserError
 from planner import hardware
 from tuner.session import Session
@@ -163,3 +163,116 @@ def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(rehearse, "_emulate", lambda _, config, *__: seen.append(config) or 0)
     assert rehearse.main([*batch, "--on", "cpu"]) == 0
     assert seen[0].training.global_batch_size == 8
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("EleutherAI/pythia-1.4b", "pythia-1.4b"),
+        ("EleutherAI/pythia-1.4b-deduped", "pythia-1.4b"),
+        ("EleutherAI/gpt-neox-20b", "gpt-neox-20b"),
+        ("openai-community/gpt2-xl", "gpt2-1.5b"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("bigscience/bloom", "bloom-176b"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+    ],
+)
+def test_names_of_repositories_find_their_preset(name, expected):
+    request = parse_request(["--model", name])
+    assert request.config.model == PRESETS[expected]
+    assert f"--model {name} is the preset {expected}" in request.notes
+
+
+def test_a_preset_by_its_own_name_has_no_note():
+    for name in ("llama-3-8b", "Llama-3-8B", "176b"):
+        assert not any("is the preset" in note for note in parse_request(["--model", name]).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "meta-llama/Llama-9-8B",
+            "no preset is called 'meta-llama/Llama-9-8B', and there is no such file; did you mean "
+            "'llama-3-8b' or 'llama-3.1-8b' or 'llama-2-7b'?",
+        ),
+        # Another vocabulary than that of version 0.1; longer rotary waves than those of the preset.
+        ("mistralai/Mistral-7B-v0.3", "did you mean 'mistral-7b'"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "did you mean 'qwen3-30b-a3b'"),
+        ("deepseek-ai/DeepSeek-V3", "and there is no such file; train.py --help lists them"),
+        ("mixtral-8x7", "did you mean 'mixtral-8x7b' or"),
+    ],
+)
+def test_an_unknown_model_names_the_nearest(name, sentence):
+    with pytest.raises(UserError) as error:
+        parse_request(["--model", name])
+    assert sentence in str(error.value)
+
+
+def test_a_folder_is_not_taken_for_a_repository(tmp_path, monkeypatch):
+    """Nor is a path that is written wrong, in a folder that exists."""
+    monkeypatch.chdir(tmp_path)
+    assert means_preset("runs/llama-3-8b")
+    (tmp_path / "runs").mkdir()
+    assert not means_preset("runs/llama-3-8b")
+    assert not means_preset("a/b/llama-3-8b")
+    assert not means_preset("meta-llama/Llama-3.1-8B/config.json")
+    with pytest.raises(UserError, match="there is no such file, and no preset of that name"):
+        parse_request(["--model", "runs/llama-3-8b"])
+    (tmp_path / "Llama-2-7b-hf").mkdir()
+    assert not means_preset("Llama-2-7b-hf")
+    (tmp_path / "llama-2-7b").mkdir()
+    assert means_preset("llama-2-7b")
+
+
+# As published: the parameters of the files, and about how many of them a token goes through.
+# gpt-oss-20b has 20,914,757,184: with the biases of its routers and a sink in each head.
+MIXTURES_PUBLISHED = {
+    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, 12.9e9),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 3.3e9),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, 22.2e9),
+    "allenai/OLMoE-1B-7B-0924": (6_919_161_856, 1.3e9),
+    "openai/gpt-oss-20b": (20_914_757_184 - 24 * (32 + 64), 4.2e9),  # 3.6 without the embedding
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES_PUBLISHED)
+def test_mixtures_of_experts_are_planned_by_name_and_refused_elsewhere(name, capsys):
+    found = plan.ask(["model", "--model", name]).data
+    total, active = MIXTURES_PUBLISHED[name]
+    assert found["parameters"] == total
+    assert found["active"] == pytest.approx(active, rel=0.03)
+    assert "train.py cannot train with mixtures of experts" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"has \d+ experts, \d for each token: it can be planned"):
+        preset(name)
+
+
+def test_a_mixture_is_planned_as_its_config_json_would_be():
+    line = "layouts --gpu h100 --nodes 2 --tp 1 --pp 2 --micro-batch-size 1 --global-batch-size 64"
+    words = [*line.split(), "--seq-length", "4096"]
+    shape = (
+        "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn-hidden 14336 --no-tied --no-bias"
+    )
+    shape += " --vocab-size 32000 --positions rotary --norm rmsnorm --activation swiglu"
+    shape += " --rotary-base 1e6 --experts 8 --experts-per-token 2"
+    by_name = plan.ask([*words, "--model", "mixtral-8x7b"]).data
+    assert by_name == plan.ask([*words, *shape.split()]).data
+    assert len(MIXTURES) == 5
+
+
+def test_what_gpt_oss_lacks_is_a_note(capsys):
+    plan.ask(["model", "--model", "gpt-oss-20b"])
+    notes = capsys.readouterr().err
+    assert "a window of 128 tokens" in notes
+    assert "a learned sink" in notes
