@@ -5,6 +5,7 @@ import pytest
 import plan
 import rehearse
 import tune
+from config import validation
 from config.command_line import MIXTURES, PRESETS, means_preset, parse_request, preset
 from config.messages import UserError
 from planner import hardware
@@ -276,3 +277,13 @@ def test_what_gpt_oss_lacks_is_a_note(capsys):
     notes = capsys.readouterr().err
     assert "a window of 128 tokens" in notes
     assert "a learned sink" in notes
+
+
+def test_the_printed_command_of_a_plan_in_these_names_is_what_train_takes():
+    """As train.py checks it; tests/test_planner_search.py has the launchers."""
+    line = "layouts --model meta-llama/Llama-3.2-1B --gpu a100 --world 8 --batch-tokens 1Mi"
+    found = plan.ask([*line.split(), "--tp", "1", "--pp", "1"]).data
+    config = validation.check(parse_request(found["command"][2:]).config, 8)
+    assert found["launcher"] == ["mpirun", "-n", "8"]
+    assert config.model == PRESETS["llama-3.2-1b"]
+    assert config.training.global_batch_size == 128
