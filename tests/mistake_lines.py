@@ -159,7 +159,9 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --stats-every | --stats-every: expected one argument
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
---model gpt2 | no preset is called 'gpt2'
+--model gpt9 | no preset is called 'gpt9'
+--model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B', and there is no such file
+--model mistralai/Mixtral-8x7B-v0.1 | has 8 experts, 2 for each token: it can be planned
 --model '' | no value, after '--model': is a variable not set?
 --model dir | --model dir: it has no config.json, and is no run's: no run.json
 --model nowhere/config.json | --model nowhere/config.json: there is no such file, and no preset of
@@ -283,7 +285,7 @@ OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 
 layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'
-layouts --model 176b --gpu a100 | no machine is called 'a100'
+layouts --model 176b --gpu b100 | no machine is called 'b100'
 layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
