@@ -110,7 +110,7 @@ def ask(arguments: list[str]) -> Answer:
 def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
     """The question that the options ask, and the words that are train.py's; raises UserError."""
     _check(options)
-    machine = hardware.load(options.gpu or "a100-80", options.calibration)
+    machine = _machine(options.gpu or "a100-80", options.calibration)
     notes = []
     if options.gpus_per_node:
         there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
@@ -155,6 +155,14 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
         print(f"note: {note}", file=sys.stderr)
     question = Question(options, replace(config, model=model), request.given, machine)
     return question, rest
+
+
+def _machine(name: str, calibration: str | None = None) -> hardware.Machine:
+    """The machine of --gpu, after its note for the user; raises UserError."""
+    machine = hardware.load(name, calibration)
+    if machine.note:
+        print(f"note: {machine.note}", file=sys.stderr)
+    return machine
 
 
 def _defaults(
@@ -215,13 +223,15 @@ def _calibrated(options: Namespace) -> Answer:
     """The constants that runs determine, written if --write says where."""
     if not options.gpu:
         raise UserError("calibrate needs --gpu: the machine of the runs, or the one most like it")
-    machine = hardware.load(options.gpu)
+    machine = _machine(options.gpu)
     runs = [run_files.read(path, machine) for path in options.runs]
     return calibration.answer(calibration.fit(runs, machine), options.write)
 
 
 def _gap(options: Namespace) -> Answer:
     """Where a run's time went; its data and its picture in the files that were named."""
+    if options.gpu:
+        _machine(options.gpu)
     found = gap.gap(options.run, options.gpu)
     if options.picture:
         gap.draw(cast(dict[str, Any], found.data), options.picture)
@@ -265,7 +275,7 @@ def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: in
     program = str(Path(__file__).with_name("rehearse.py"))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answers.json"
-        words += ["--world", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
+        words += ["--gpus", str(gpus), "--gpu", options.gpu or "a100-80", "--json", str(out)]
         words += ["--calibration", options.calibration] if options.calibration else []
         done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True)
         if not out.exists():
@@ -312,7 +322,7 @@ def parser() -> ArgumentParser:
     return found
 
 
-def _add_flags(question: str, parser: ArgumentParser) -> None:
+def _add_flags(question: str, parser: Parser) -> None:
     """The planner's own flags; --help shows those that the question reads."""
 
     def add(name: str, text: str, **kind: Any) -> None:
@@ -321,12 +331,13 @@ def _add_flags(question: str, parser: ArgumentParser) -> None:
         parser.add_argument(flag, help=text if shown else SUPPRESS, **kind)
 
     names = ", ".join(hardware.names())
-    add("gpu", f"machine: {names}, or a FILE.toml like one", metavar="NAME")
+    add("gpu", f"machine: {names}; a family such as a100; or a FILE.toml like one", metavar="NAME")
     add("config", "TOML file of options, a run's folder, its run.json, or a checkpoint")
     parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
     add("gpus_per_node", "of a node, if not as in the machine's file", type=int, metavar="N")
     add("nodes", "full nodes (default 1)", type=int)
-    add("gpus", "GPUs, in place of nodes", type=int)
+    shown = question in READ_BY["gpus"]
+    parser.add_gpus("GPUs, in place of nodes" if shown else SUPPRESS)
     add("calibration", "measured rates of this machine, TOML", metavar="FILE")
     add("top", "lines to print (default 20)", type=int)
     add("rejected", "print every rejected layout", action="store_true", default=None)

@@ -1,13 +1,13 @@
 """Rehearses a run of any size without its cluster: the real trainer of every distinct rank, on fake
 GPUs. Will every collective meet? Will it fit?
 
-    python rehearse.py --world 384 --nodes 48 --gpu a100-80 --model bloom-176b --tp 4 --pp 12 ...
+    python rehearse.py --gpus 384 --nodes 48 --gpu a100-80 --model bloom-176b --tp 4 --pp 12 ...
 
 All of train.py's options are taken, and these:
 
-    --world N       ranks of the run, default 1
+    --gpus N        ranks of the run, one for each GPU, default 1
     --nodes N       on so many nodes, default: as few as the GPUs of a node allow
-    --gpu NAME      a machine of hardware/, default a100-80; with --on cpu: cpu
+    --gpu NAME      a machine as for plan.py, default a100-80; with --on cpu: cpu
     --calibration FILE  what was measured of --gpu, its memory too, as for plan.py
     --all-ranks     run every rank, not only those that may differ
     --json FILE     write the answers as data too
@@ -35,7 +35,7 @@ from emulator import device_guard
 from planner import hardware
 from schedules.automatic import settled
 
-MOST_RANKS = 1_000_000  # of --world
+MOST_RANKS = 1_000_000  # of --gpus
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +54,7 @@ def _rehearse(arguments: list[str]) -> int:
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
     request = parse_request(rest, __doc__, lambda _: {"precision": machine.precision})
-    config = check_any_length(request.config, options.world)
+    config = check_any_length(request.config, options.gpus)
     fused = ["--compile: what it fuses is rehearsed as it is"] * config.run.compile
     layout = config.layout.automatic(config.length_divisor, on_gpu=options.on != "cpu")
     device = "cpu" if options.on == "cpu" else "cuda"
@@ -62,10 +62,10 @@ def _rehearse(arguments: list[str]) -> int:
     other *= config.run.device not in ("auto", device)
     config, choice = settled(replace(config, layout=layout), device)
     found = choice.notes(config.layout.schedule_costs) if choice else []
-    for note in [*request.notes, *fused, *other, *found]:
+    for note in [*filter(None, [machine.note]), *request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
     if options.on:
-        return _emulate(options, config, replace(machine, node=options.world // nodes))
+        return _emulate(options, config, replace(machine, node=options.gpus // nodes))
     if options.links or options.write:
         raise UserError("--links and --write are about seconds: give --on cpu|cuda")
     if config.training.optimizer == "adamw8bit":
@@ -75,7 +75,7 @@ def _rehearse(arguments: list[str]) -> int:
     from emulator import answers, rehearsal
     from emulator.progress import Progress
 
-    case = rehearsal.Case(config, options.world, nodes, machine.device, options.all_ranks)
+    case = rehearsal.Case(config, options.gpus, nodes, machine.device, options.all_ranks)
     show = Progress("ranks rehearsed", len(rehearsal.ranks_of(case)))
     try:
         (run,) = rehearsal.rehearse([case], show)
@@ -91,7 +91,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     """Measure each stage on the device, and print and write the step of the world."""
     if options.all_ranks:
         raise UserError("--all-ranks is about operations: --on runs one rank of each stage")
-    if config.layout.zero == 3 and options.world > 1:
+    if config.layout.zero == 3 and options.gpus > 1:
         raise UserError("--on does not emulate --zero 3, whose groups are torch's own")
     if config.layout.vocab_pp:
         raise UserError("--on does not emulate --vocab-pp: its passes wait for other stages")
@@ -111,13 +111,13 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         both = f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}"
         raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
     link = links.MachineLinks(machine, config.layout)
-    price = links.MeasuredLinks(options.world, options.links) if options.links else link
+    price = links.MeasuredLinks(options.gpus, options.links) if options.links else link
     show = Progress("stages measured", config.layout.pp)
     try:
-        stages = emulation.measured(config, options.world, machine.node, options.on, show)
+        stages = emulation.measured(config, options.gpus, machine.node, options.on, show)
     finally:
         show.close()
-    answer = emulation_report.report(config, options.world, machine, stages, price.seconds)
+    answer = emulation_report.report(config, options.gpus, machine, stages, price.seconds)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
     rates = [f"{name} = {json.dumps(value)}" for name, value in answer.rates.items()]
@@ -130,7 +130,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
 
 def _parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--world", type=int, default=1)
+    parser.add_gpus("ranks of the run", default=1)
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--verbose", action="store_true")
@@ -142,13 +142,13 @@ def _parser() -> Parser:
 
 def _nodes(options: Namespace, per_node: int) -> int:
     """The number of nodes; UserError if it does not divide the ranks."""
-    if not 1 <= options.world <= MOST_RANKS:
-        raise UserError(f"--world must be from 1 to {MOST_RANKS}, not {options.world}")
+    if not 1 <= options.gpus <= MOST_RANKS:
+        raise UserError(f"--gpus must be from 1 to {MOST_RANKS}, not {options.gpus}")
     if options.nodes is None:
-        fewest = -(-options.world // per_node)
-        return next(n for n in range(fewest, options.world + 1) if options.world % n == 0)
-    if options.nodes < 1 or options.world % options.nodes:
-        raise UserError(f"nodes({options.nodes}) does not divide world({options.world})")
+        fewest = -(-options.gpus // per_node)
+        return next(n for n in range(fewest, options.gpus + 1) if options.gpus % n == 0)
+    if options.nodes < 1 or options.gpus % options.nodes:
+        raise UserError(f"nodes({options.nodes}) does not divide gpus({options.gpus})")
     return options.nodes
 
 

@@ -1,11 +1,11 @@
 """Measured search for the fastest layout: starts train.py for a few steps at a time.
 
-    python tune.py --model 176b --gpu a100-80 --ranks 384 --launch "srun -n {ranks}" \\
+    python tune.py --model 176b --gpu a100-80 --gpus 384 --launch "srun -n {ranks}" \\
         --global-batch-size 2048 --budget 120m
     python tune.py --config run.toml --gpu cpu --calibration runs/allreduce/calibration.toml \\
-        --ranks 8 --launch "mpirun -n {ranks}" --budget 12 --try zero=0,1
+        --gpus 8 --launch "mpirun -n {ranks}" --budget 12 --try zero=0,1
     python tune.py ... --sweep micro-batch            one axis, every value
-    python tune.py ... --max-params | --min-ranks     by bisection with real runs
+    python tune.py ... --max-params | --min-gpus      by bisection with real runs
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
@@ -58,8 +58,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add = found.add_argument
     add("--launch", metavar="WORDS", help="what starts the ranks, such as 'srun -n {ranks}'")
-    add("--ranks", type=int, help="ranks to use, all of them in every layout")
-    add("--gpu", metavar="NAME", help="machine: " + ", ".join(hardware.names()))
+    found.add_gpus("ranks to use, one for each GPU, all of them in every layout")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help="machine: a family such as a100, or one of " + ", ".join(hardware.names()),
+    )
     add("--calibration", metavar="FILE", help="measured rates, as benchmarks/allreduce.py writes")
     add("--models", nargs="+", metavar="PRESET", help="several shapes to choose from")
     add("--tokens", type=float, help="tokens to train on, to report how many days that takes")
@@ -80,7 +84,8 @@ def parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")
     add("--max-params", action="store_true", help="find the largest model that trains here")
-    add("--min-ranks", action="store_true", help="find the fewest ranks that train the model")
+    add("--min-gpus", action="store_true", help="find the fewest GPUs that train the model")
+    add("--min-ranks", action="store_true", dest="min_gpus", help=argparse.SUPPRESS)
     return found
 
 

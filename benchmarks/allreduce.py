@@ -246,6 +246,8 @@ def main() -> None:
     given.line_rate = rate[0] if rate else None
     world = host or TorchWorld(launch, Run(device=given.device), layout)
     prints = world.rank == 0
+    if prints and machine and machine.note:
+        print(f"note: {machine.note}", file=sys.stderr)
     if prints:
         what = ", ".join(f"{k}: {v}" for k, v in world.what.items())
         print(what)

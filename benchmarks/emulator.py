@@ -81,7 +81,7 @@ def measure_links(folder: Path) -> Path:
 def emulate(ranks: int, options: str, links: Path, folder: Path) -> float:
     """Seconds per step by rehearse.py."""
     out = folder / "emulated.json"
-    words = f"rehearse.py --on cpu --world {ranks} {SHAPE} {options} --links {links} --json {out}"
+    words = f"rehearse.py --on cpu --gpus {ranks} {SHAPE} {options} --links {links} --json {out}"
     run([sys.executable, *words.split()])
     return json.loads(out.read_text())["seconds"]
 

@@ -51,7 +51,7 @@ def emulator(device: str, section: Section) -> None:
     if machine is None:
         section.add("hardware/ has no machine for the device that is here")
         return
-    words = f"{EMULATED[device]} --tp 2 --pp 2 --world 8 --on {device} --gpu {machine.name}"
+    words = f"{EMULATED[device]} --tp 2 --pp 2 --gpus 8 --on {device} --gpu {machine.name}"
     section.add(f"`rehearse.py {words}`:", "", "```", rehearse(*words.split()), "```")
 
 

@@ -82,7 +82,7 @@ def on_two_cores(name: str) -> None:
     from rehearsal_cases import CASES
 
     world, words = CASES[name]
-    command = f"rehearse.py --world {world} --gpu h100 {words}"
+    command = f"rehearse.py --gpus {world} --gpu h100 {words}"
     before, began, used = os.getloadavg()[0], time.monotonic(), processor_seconds()
     start = ["taskset", "-c", "0,1", sys.executable, *command.split()]
     subprocess.run(start, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)

@@ -25,15 +25,32 @@ from config.schema import GROUPS, Config, ModelShape
 from config.validation import check_shape
 
 
-def _load_presets() -> tuple[dict[str, ModelShape], dict[str, str]]:
-    """Every named shape in the file's order, and other names for some of them."""
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A named shape whose blocks have experts, each an MLP of ffn_hidden: plan.py alone takes it.
+
+    experts: the planner's options by name. lacks: sentences about what is left out of the model.
+    """
+
+    shape: ModelShape
+    experts: dict[str, int]
+    lacks: list[str]
+
+
+def _load_presets() -> tuple[dict[str, ModelShape], dict[str, Mixture], dict[str, str]]:
+    """Named shapes in the file's order, those with experts, and other names for some of them."""
     tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
     shapes = {
         name: ModelShape(*sizes, **(_first_options(family.get("name")) | family["shared"]))
-        for family in tree["family"]
+        for family in tree["family"] + tree["mixture"]
         for name, sizes in family["models"].items()
     }
-    return shapes, tree["aliases"]
+    mixtures = {
+        name: Mixture(shapes.pop(name), family["experts"], family.get("lacks", []))
+        for family in tree["mixture"]
+        for name in family["models"]
+    }
+    return shapes, mixtures, tree["aliases"]
 
 
 def _first_options(family: str | None) -> dict[str, Any]:
@@ -42,8 +59,11 @@ def _first_options(family: str | None) -> dict[str, Any]:
     return {name: allowed[0] for name, allowed in options.items()}
 
 
-PRESETS, ALIASES = _load_presets()
+PRESETS, MIXTURES, ALIASES = _load_presets()
+# What names of repositories have at the end, and the shape does not depend on.
+ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
 MOST_BYTES = 2**20  # of a TOML file
+BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # two units of one option
 # An option that says no more than none: a program's default or a resumed run may replace it.
 AUTOMATIC = ("precision", "auto")
 KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
@@ -56,19 +76,40 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
+def preset_name(name: str) -> str:
+    """The name of a preset in lower case, where `name` may be that of a repository, such as
+    meta-llama/Meta-Llama-3-8B; of no preset if there is none.
+    """
+    plain = ENDINGS.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
+    return ALIASES.get(plain, plain)
+
+
+def means_preset(name: str) -> bool:
+    """Whether a --model is meant as a preset and not as a path: OWNER/MODEL without a folder OWNER,
+    or a name that no file or folder has.
+    """
+    owner = name.rpartition("/")[0]
+    path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
+    return not path or name.lower() in {*PRESETS, *MIXTURES, *ALIASES}
+
+
 def preset(name: str) -> ModelShape:
-    """The shape of that name, upper or lower case; UserError names the nearest if there is none."""
-    key = ALIASES.get(name.lower(), name.lower())
+    """The shape of that name; UserError if it has experts, or with the nearest if there is none."""
+    key = preset_name(name)
+    if key in MIXTURES:
+        experts = "{experts} experts, {experts_per_token} for each token"
+        text = experts.format(**MIXTURES[key].experts)
+        raise UserError(f"{name} has {text}: it can be planned (plan.py --model), not trained yet")
     if key not in PRESETS:
-        hint = nearest(key, [*PRESETS, *ALIASES]) or "; train.py --help lists them"
-        raise UserError(f"no preset is called {name!r}{hint}")
+        hint = nearest(key, [*PRESETS, *MIXTURES], 0.5, most=3) or "; train.py --help lists them"
+        no_file = ", and there is no such file" if "/" in name else ""
+        raise UserError(f"no preset is called {name!r}{no_file}{hint}")
     return PRESETS[key]
 
 
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
     """The shape of a preset or of a file, and sentences about what it leaves out."""
-    known = {*PRESETS, *ALIASES}
-    if name.lower() in known or not families.is_path(name):
+    if means_preset(name):
         return preset(name), []
     options, lacks = families.read(name, seq_length)
     return make_model(options, name), lacks
@@ -128,17 +169,50 @@ def parse_request(
         names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
         raise UserError(_unknown("argument", names))
     file = values.pop("config", None)
-    given = translated.finish((_options_of_file(file) if file else {}) | values)
+    options = _options_of_file(file) if file else {}
+    if BATCH_SIZES & values.keys():
+        options = {name: value for name, value in options.items() if name not in BATCH_SIZES}
+    given = options | values
     given = {name: value for name, value in given.items() if (name, value) != AUTOMATIC}
     given = _with_resumed(given)
+    if given.keys() >= BATCH_SIZES:
+        raise UserError("give one of --global-batch-size and --batch-tokens; both were given")
+    if "batch_tokens" in given:
+        tokens = given.pop("batch_tokens")
+        check_option("batch_tokens", tokens)
+        model = build(defaults(given) | given, [] if plans else None).model
+        given["global_batch_size"] = samples_of(tokens, model.seq_length)
+    given = translated.finish(given)
     lacks: list[str] = []
     config = build(defaults(given) | given, lacks if plans else None)
     check_used(config, given)
     notes = [*translated.notes, *(f"planned, but not trained here: {each}" for each in lacks)]
+    name = given.get("model", "")
+    if "/" in name and means_preset(name):
+        notes.append(f"--model {name} is the preset {preset_name(name)}")
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     return Request(config, frozenset(given), tuple(notes), given.get("model"))
+
+
+def samples_of(tokens: int, length: int) -> int:
+    """The samples of `length` tokens in a batch of `tokens`; UserError if they are not whole.
+
+    Nothing is rounded: a unit such as M is a power of ten, and where the power of two would be
+    whole the error says how to write it.
+    """
+    samples, rest = divmod(tokens, length)
+    if not rest:
+        return samples
+    near = " and ".join(f"{n} x {length} = {n * length}" for n in (samples, samples + 1) if n)
+    text = f"--batch-tokens {tokens} is not a whole number of samples of seq-length({length})"
+    text += f"; the nearest: {near}"
+    for unit, ten, two in (("Mi", 10**6, 2**20), ("Ki", 10**3, 2**10)):
+        if tokens * two % (ten * length) == 0:
+            binary = tokens * two // ten
+            raise UserError(f"{text}; or {tokens / ten:g}{unit} = {binary // length} x {length}")
+    raise UserError(text)
 
 
 def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +322,8 @@ def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argpar
             continue
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
-            text = "start from a named shape: " + ", ".join(PRESETS)
+            text = f"start from a named shape: {', '.join(PRESETS)}, or a repository's name for one"
+            text += f" (for plan.py alone: {', '.join(MIXTURES)})"
             text += ", or that of a config.json of transformers, a run's folder, a checkpoint"
             section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
         for f in dataclasses.fields(cls):

@@ -177,11 +177,6 @@ def read(path: str, seq_length: int | None = None) -> tuple[dict[str, Any], list
     return model, []
 
 
-def is_path(name: str) -> bool:
-    """Whether a --model that is no preset is meant as a path."""
-    return "/" in name or name.endswith(".json") or os.path.exists(name)
-
-
 def of_run(folder: str) -> str | None:
     """The run.json of a run's folder, or of that of a checkpoint, if there is one."""
     real = os.path.realpath(folder)

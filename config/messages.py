@@ -82,6 +82,13 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         return cls(description=head, epilog=rest, formatter_class=form, allow_abbrev=False)
 
+    def add_gpus(self, text: str, default: int | None = None) -> None:
+        """Add --gpus, the number of ranks, and its other spellings, which --help does not list."""
+        self.add_argument("--gpus", type=int, metavar="N", help=text, default=default)
+        for flag in ("--ranks", "--world"):
+            hidden: dict[str, Any] = {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+            self.add_argument(flag, dest="gpus", type=int, **hidden)
+
     def error(self, message: str) -> NoReturn:
         """Raise the message as a UserError."""
         raise UserError(message + "; see --help" * ("are required" in message))
@@ -200,12 +207,12 @@ def printable(text: str, keep: str = "\n\t") -> str:
     return "".join(shown)
 
 
-def nearest(name: str, known: Iterable[str], at_least: float = 0.6) -> str:
+def nearest(name: str, known: Iterable[str], at_least: float = 0.6, most: int = 1) -> str:
     """`; did you mean ...?` with at most three known names that have `name` between dashes, or
-    the most similar one; or an empty string.
+    the `most` similar ones; or an empty string.
     """
     names = sorted((each for each in known if f"-{name}-" in f"-{each}-"), key=len)
-    names = names[:3] or difflib.get_close_matches(name, [*known], 1, at_least)
+    names = names[:3] or difflib.get_close_matches(name, [*known], most, at_least)
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 

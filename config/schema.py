@@ -279,6 +279,8 @@ class Training:
         minimum=1,
         maximum=batches.LARGEST,
     )
+    # Only command lines and files have it; global_batch_size is calculated from it.
+    batch_tokens: int = option(None, "global-batch-size in tokens, such as 4Mi", minimum=1)
     rampup_batch_size: tuple = option(
         None,
         "START INCREMENT SAMPLES: begin with START samples per step and grow by INCREMENT, up to "

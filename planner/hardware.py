@@ -3,6 +3,7 @@
     machine = load("a100-80")                          # hardware/a100-80.toml
     machine = load("a100-80", "measured.toml")         # with rates that were measured there
     machine = load("mine.toml")                        # a file of one's own
+    machine = load("A100")                             # a family: machine.note says which member
 
 One TOML file per machine in `hardware/`; `like = "NAME"` starts from another file. Published
 numbers have their source there. A name in place of a number is a constant fitted on measured rows:
@@ -22,7 +23,7 @@ from config.messages import UserError, nearest
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
 # Those of op_costs.KERNELS.
 KERNEL_NAMES = ("flash", "flash1", "flash2", "triton", "efficient", "flash3", "cudnn")
-FITTED = "fitted"  # the one file of the folder that is not a machine
+FITTED, FAMILIES = "fitted", "families"  # the files of the folder that are not a machine
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Machine:
     bf16: bool = True  # whether it has bf16 arithmetic
     fp8: float = 0.0  # dense fp8 FLOP/s over half-precision's; 0: none
     watts: float = 0.0  # of one GPU at its limit, by the datasheet; 0: not stated
+    note: str = field(default="", compare=False)  # for a user who names this machine
     software: Software = field(default_factory=Software)
     fitted_range: dict[str, list[float]] = field(default_factory=dict, compare=False)
     sources: dict[str, str] = field(default_factory=dict, compare=False)
@@ -164,7 +166,7 @@ class Constant:
 
 def names() -> list[str]:
     """The machines in `hardware/`."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml") if path.stem != FITTED)
+    return sorted({path.stem for path in FOLDER.glob("*.toml")} - {FITTED, FAMILIES})
 
 
 def constants() -> list[Constant]:
@@ -192,8 +194,23 @@ def load(name: str, calibration: str | None = None, **fitted: float) -> Machine:
     for an unknown machine or a calibration of another device.
     """
     values = {c.name: c.value for c in constants()} | fitted
-    machine = _build(name, _merged(name), values)
+    known = names()
+    taken = name if name in known else _member(name, known)
+    machine = _build(taken, _merged(taken), values)
+    if taken != name:
+        others = [other for other in known if other.startswith(name.lower()) and other != taken]
+        note = f"{name}: taken as {taken}" + (f"; others: {', '.join(others)}" if others else "")
+        machine = replace(machine, note=note)
     return calibrate(machine, calibration) if calibration else machine
+
+
+def _member(name: str, known: list[str]) -> str:
+    """The known machine that another spelling means, such as NVIDIA-A100-SXM4-80GB, or a family of
+    GPUs; any other name as it is.
+    """
+    plain = re.sub(r"-sxm\d?|(?<=\d)gb", "", name.lower()).removeprefix("nvidia-")
+    taken = read_toml(FOLDER / f"{FAMILIES}.toml", FAMILIES).get(plain, plain)
+    return taken if taken in known else name
 
 
 def _merged(name: str) -> dict[str, Any]:
@@ -204,7 +221,7 @@ def _merged(name: str) -> dict[str, Any]:
         own = read_toml(FOLDER / f"{name}.toml", name)
     else:
         others = f"; there are {', '.join(names())}, and files that end in .toml"
-        raise UserError(f"no machine is called {name!r}{nearest(name, names()) or others}")
+        raise UserError(f"no machine is called {name!r}{nearest(name, names(), 0.8) or others}")
     base = _merged(own.pop("like")) if "like" in own else {}
     tables = {k: base.get(k, {}) | v for k, v in own.items() if isinstance(v, dict)}
     return base | own | tables

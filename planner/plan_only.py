@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from config import families
+from config.command_line import MIXTURES, means_preset, preset_name
 from config.messages import UserError
 from config.schema import ModelShape
 from planner.hardware import Machine
@@ -54,8 +55,8 @@ def applied(
     if not given:
         return model, machine, []
     if options.question in OTHERS:
-        name = next(iter(given)).replace("_", "-")
-        raise UserError(f"--{name} goes with layouts, days and stages, not {options.question}")
+        what = "a model with experts" if options.experts else f"--{next(iter(given))}"
+        raise UserError(f"{what} goes with layouts, days and stages, not {options.question}")
     if given.pop("fp8", False):
         if not machine.fp8:
             raise UserError(f"--fp8: {machine.name} has no fp8 arithmetic; h100, h200 and b200 do")
@@ -79,9 +80,11 @@ def _check(model: PlanOnly, has_experts: bool) -> None:
 
 
 def of_config(name: str) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Of a --model that is a config.json with experts: options of the shape, those of FLAGS, and
-    sentences on what else it has; nothing for any other. UserError if it cannot be planned.
+    """Of a --model with experts, a preset or a config.json: options of the shape, those of FLAGS,
+    and sentences on what else it has; nothing for any other. UserError if it cannot be planned.
     """
+    if means_preset(name) and (found := MIXTURES.get(preset_name(name))):
+        return asdict(found.shape), found.experts, found.lacks
     file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
     if file.suffix != ".json" or not file.is_file():
         return {}, {}, []

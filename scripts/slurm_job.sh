@@ -51,7 +51,7 @@ not_rejected() { # by the rehearsal; without an answer of it the run is started
     echo "rehearsing on fake GPUs, $GPU: $LOGS/rehearsal.txt"
     rm -f "$LOGS/rehearsal.json"
     local nodes=$((SLURM_JOB_NUM_NODES - ${SPARE_NODES:-0}))
-    .venv/bin/python rehearse.py --world $((nodes * SLURM_NTASKS_PER_NODE)) \
+    .venv/bin/python rehearse.py --gpus $((nodes * SLURM_NTASKS_PER_NODE)) \
         --nodes "$nodes" --gpu "$GPU" --json "$LOGS/rehearsal.json" "${@:2}" \
         >"$LOGS/rehearsal.txt" 2>&1 || status=$?
     if [ $status = 0 ]; then

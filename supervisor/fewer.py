@@ -62,6 +62,7 @@ class Fewer:
         every = [field.name for field in fields(Layout)]
         answer = self._plan(command.used, to_words(self.config.layout, always=every), "--risk", "1")
         rows, rejected = answer["ranked"], answer["rejected"]
+        self.planned_on = answer.get("machine", options.gpu)  # of a family such as a100: a member
         self.seconds: float | None = rows[0]["seconds"] if rows else None
         self.rejected: str = rejected[0]["reason"] if rejected else "no layout is left"
 
@@ -83,7 +84,7 @@ class Fewer:
             raise UserError(f"the planner finds no layout on {left} nodes")
         for row in rows[:MOST_REHEARSED]:
             slowdown = row["seconds"] / self.seconds
-            times = f"a step {slowdown:.2f} times as long, as predicted on {self.options.gpu}"
+            times = f"a step {slowdown:.2f} times as long, as predicted on {self.planned_on}"
             if slowdown > limit:
                 said = said or f"{times}: above --max-slowdown {limit:g}"
                 break
@@ -131,7 +132,7 @@ class Fewer:
 
     def _rehearse(self, row: dict[str, Any]) -> tuple[bool, str]:
         """Whether that layout can be started, and what the rehearsal says of it."""
-        words = ["--world", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
+        words = ["--gpus", str(self._ranks(row["nodes"])), "--nodes", str(row["nodes"])]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answers.json")
             words += [*self.machine, "--json", str(file), *self.words(row["flags"])]

@@ -159,7 +159,9 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --stats-every | --stats-every: expected one argument
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
---model gpt2 | no preset is called 'gpt2'
+--model gpt9 | no preset is called 'gpt9'
+--model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B', and there is no such file
+--model mistralai/Mixtral-8x7B-v0.1 | has 8 experts, 2 for each token: it can be planned
 --model '' | no value, after '--model': is a variable not set?
 --model dir | --model dir: it has no config.json, and is no run's: no run.json
 --model nowhere/config.json | --model nowhere/config.json: there is no such file, and no preset of
@@ -283,7 +285,7 @@ OMP_NUM_THREADS=none | OMP_NUM_THREADS is 'none', not a number of threads above 
 layout | QUESTION: invalid choice: 'layout'
 layouts | the model has no --layers, --hidden, --heads: give them, or --model PRESET
 layouts --model 176 | no preset is called '176'
-layouts --model 176b --gpu a100 | no machine is called 'a100'
+layouts --model 176b --gpu b100 | no machine is called 'b100'
 layouts --model 176b --gpu '' | no value, after '--gpu': is a variable not set?
 layouts --model 176b --nodes 0 | --nodes must be above 0, not 0
 layouts --model 176b --nodes 2 --gpus 16 | give --nodes(2) or --gpus(16), not both
@@ -343,14 +345,14 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --calibration link.toml | the calibration link.toml needs alpha and beta in [network], not
 """,
     "tune.py": """
-@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu --ranks 8 --launch 'env {ranks}'
+@/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu --gpus 8 --launch 'env {ranks}'
 --launch mpirun | --launch 'mpirun' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch 'mpirun -n {rank}' | --launch 'mpirun -n {rank}' has no {ranks}, as in 'mpirun -n {ranks}'
 --launch "mpirun -n {ranks} 'x" | is not a command
 --launch 'no-such-mpirun -n {ranks}' | cannot start 'no-such-mpirun' of --launch
---ranks eight | --ranks: invalid int value: 'eight'
---ranks 0 | --ranks must be above 0, below 1e+18, not 0
---ranks -8 | --ranks must be above 0, below 1e+18, not -8
+--gpus eight | --gpus: invalid int value: 'eight'
+--gpus 0 | --gpus must be above 0, below 1e+18, not 0
+--gpus -8 | --gpus must be above 0, below 1e+18, not -8
 --try tp=x | --try tp=x: --tp takes a whole number, not 'x'
 --try micro-batch-size=0 | --try micro-batch-size=0: --micro-batch-size must be at least 1, not 0
 --try tp | --try takes AXIS=V,V with AXIS one of tp, pp, micro-batch-size, recompute, zero
@@ -380,19 +382,19 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
 --models 1b3 --model gpt2-124m | give --model or --models, not both
---models 1b3 --min-ranks | --models is of a search: leave it out, or --min-ranks
+--models 1b3 --min-gpus | --models is of a search: leave it out, or --min-gpus
 --gain 5 --all | --gain is of a search: leave it out, or --all
 --reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
 --risk 0.2 --max-params | --risk is of a search: leave it out, or --max-params
 --calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
---ranks 7 --out new | no layout can run on 7 ranks: see the reasons above
+--gpus 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'
 --budgett 5 | unknown argument '--budgett'
 """,
     "tune.py, what it needs": """
 @/tune.py --layers 4 --hidden 64 --heads 4 --gpu cpu
 | give --launch: see python tune.py --help
---ranks 8 | give --launch: see python tune.py --help
---launch 'env {ranks}' | give --ranks: see python tune.py --help
+--gpus 8 | give --launch: see python tune.py --help
+--launch 'env {ranks}' | give --gpus: see python tune.py --help
 """,
 }

@@ -174,7 +174,7 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
 
 
 def test_a_rehearsal_runs_uncompiled_and_says_so():
-    done = train("rehearse.py", "--world", "2", "--tp", "2", "--device", "auto")
+    done = train("rehearse.py", "--gpus", "2", "--tp", "2", "--device", "auto")
     assert done.returncode == 0, done.stderr
     assert "note: --compile: what it fuses is rehearsed as it is" in done.stderr
     assert "note: --device cpu: rehearsed on fake GPUs" in done.stderr

@@ -80,7 +80,7 @@ def test_dp_follows_from_the_ranks():
         ("--train-samples 9", 1, "give one of --steps and --train-samples; both were given"),
         ("--min-lr 1.0", 1, "min-lr(1.0) is above lr(0.0003)"),
         ("--modle x", 1, "unknown argument '--modle'; did you mean '--model'?"),
-        ("--model gpt2-123m", 1, "no preset is called 'gpt2-123m'; did you mean 'gpt2-124m'?"),
+        ("--model gpt2-123m", 1, "no preset is called 'gpt2-123m'; did you mean 'gpt2-124m' or"),
         ("--model 13b", 1, "did you mean 'opt-13b' or 'olmo2-13b' or 'llama-2-13b'?"),
         ("--model x", 1, "no preset is called 'x'; train.py --help lists them"),
         ("--sample 4", 1, "did you mean '--sample-every' or '--sample-prompt'?"),

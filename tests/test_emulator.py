@@ -163,7 +163,7 @@ def test_a_step_is_emulated_and_its_calibration_taken(tmp_path):
     links.write_text('device = "CPU"\n[nvlink]\nalpha = 1e-4\nbeta = 1e9\n')
     words = [*SHAPE.split(), "--tp", "2", "--pp", "2"]
     files = ["--json", str(out), "--write", str(rates), "--calibration", str(links)]
-    done = run("rehearse.py", "--on", "cpu", "--world", "8", *words, *files)
+    done = run("rehearse.py", "--on", "cpu", "--gpus", "8", *words, *files)
     assert done.returncode == 0, done.stderr
     assert "8 ranks, of which 0, 4 were run in turn" in done.stdout
     answer = json.loads(out.read_text())
@@ -191,7 +191,7 @@ def test_a_step_is_emulated_and_its_calibration_taken(tmp_path):
 def test_ranks_of_cp_gather_what_the_planner_prices(tmp_path):
     """Keys and values, and their gradients."""
     out, words = tmp_path / "out.json", f"{SHAPE} --kv-heads 1 --cp 2 --steps 1 --precision bf16"
-    done = run("rehearse.py", "--on", "cpu", "--world", "2", *words.split(), "--json", str(out))
+    done = run("rehearse.py", "--on", "cpu", "--gpus", "2", *words.split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
     (stage,) = json.loads(out.read_text())["stages"]
     config = check(parse(words.split()), 2)
@@ -203,7 +203,7 @@ def test_ranks_of_cp_gather_what_the_planner_prices(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--on", "cpu", "--zero", "3", "--world", "2"], "does not emulate --zero 3"),
+        (["--on", "cpu", "--zero", "3", "--gpus", "2"], "does not emulate --zero 3"),
         (["--on", "cpu", "--gpu", "a100-80"], "has 'A100', and here is 'CPU': give --gpu cpu"),
         (["--on", "cpu", "--all-ranks"], "--all-ranks is about operations: --on runs one rank"),
         (["--write", "x.toml"], "--links and --write are about seconds"),

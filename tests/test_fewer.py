@@ -117,7 +117,7 @@ def test_what_the_rehearsal_rejects_is_not_started(monkeypatch):
     first = found.best(2)
     assert len(said) == 2
     assert said[0] != said[1]
-    assert said[1][:4] == ["--world", str(2 * first.nodes), "--nodes", str(first.nodes)]
+    assert said[1][:4] == ["--gpus", str(2 * first.nodes), "--nodes", str(first.nodes)]
     failed = subprocess.CompletedProcess([], 1, "", "Traceback\nKeyError: 3\n")
     monkeypatch.setattr(
         fewer,

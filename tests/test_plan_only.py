@@ -225,7 +225,10 @@ def test_fp8_is_faster_where_there_is_any(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("largest --gpu h100 --experts 8", "--experts goes with layouts, days and stages"),
+        (
+            "largest --gpu h100 --experts 8",
+            "a model with experts goes with layouts, days and stages",
+        ),
         ("model --model 1b3 --ep 8", "need --experts N"),
         ("model --model 1b3 --experts 8 --ep 3", r"ep\(3\) does not divide experts\(8\)"),
         ("model --model 1b3 --experts 8 --experts-per-token 9", "9 is not 1 to experts"),

@@ -68,7 +68,7 @@ def test_plan_rehearsal_and_tuner_decide_by_the_machine(name, expected, tmp_path
         options, rest = plan.parser().parse_known_args(["layouts", "--gpu", name, *RUN, *words])
         question, _ = plan.question_of(options, rest)
         assert question.config.training.precision == expected
-        tuned = [*RUN, "--ranks", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
+        tuned = [*RUN, "--gpus", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
         tuned = session.Session(*tune.parser().parse_known_args([*tuned, "--gpu", name, *words]))
         assert tuned.config.training.precision == expected
         row = tuned.command(SimpleNamespace(config=tuned.config, ranks=8))
@@ -76,7 +76,7 @@ def test_plan_rehearsal_and_tuner_decide_by_the_machine(name, expected, tmp_path
 
 
 def test_a_tuner_of_runs_on_cpus_takes_fp32(tmp_path):
-    words = [*RUN, "--ranks", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
+    words = [*RUN, "--gpus", "8", "--launch", "true {ranks}", "--out", str(tmp_path)]
     words += ["--device", "cpu"]  # for the plan of a GPU machine
     asked = session.Session(*tune.parser().parse_known_args(words))
     assert asked.config.training.precision == "fp32"

@@ -248,7 +248,7 @@ def run(*words: str) -> subprocess.CompletedProcess:
 @pytest.mark.slow
 def test_the_command_answers_in_words_and_as_data(tmp_path):
     out = tmp_path / "answers.json"
-    done = run("--world", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
+    done = run("--gpus", "4", "--json", str(out), *SHAPE.split(), "--tp", "2", "--all-ranks", *FEW)
     assert done.returncode == 0, done.stderr
     for question in ("Will every collective meet? Yes", "Will it fit? Yes"):
         assert question in done.stdout
@@ -262,7 +262,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
 
 def test_progress_is_on_standard_error_and_what_developers_need_is_asked_for():
     """In a pipe a line per quarter at most; on a terminal one line that is rewritten."""
-    words = ["--world", "2", "--all-ranks", *SHAPE.split(), *FEW, "--hidden", "32"]
+    words = ["--gpus", "2", "--all-ranks", *SHAPE.split(), *FEW, "--hidden", "32"]
     done = run(*words)
     assert done.returncode == 0, done.stderr
     shown = [line.partition(",")[0] for line in done.stderr.splitlines()]
@@ -296,7 +296,7 @@ def test_a_pipe_has_few_lines_of_progress(capsys):
 @pytest.mark.slow
 def test_one_micro_batch_over_two_stages_does_not_deadlock():
     """Two steps would hang on GPUs if a rank received a gradient during its first forward pass."""
-    done = run("--world", "2", *SHAPE.split(), "--pp", "2", "--micro-batch-size", "8")
+    done = run("--gpus", "2", *SHAPE.split(), "--pp", "2", "--micro-batch-size", "8")
     assert done.returncode == 0, done.stdout
     assert "a step of 1 micro-batches" in done.stdout
     assert "no deadlock" in done.stdout
@@ -325,7 +325,7 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
 @pytest.mark.slow
 def test_what_does_not_fit_is_a_finding():
     words = ["--hidden", "8192", "--heads", "64", "--layers", "2", "--precision", "bf16"]
-    done = run("--world", "1", "--gpu", "v100-16", *words, "--global-batch-size", "1")
+    done = run("--gpus", "1", "--gpu", "v100-16", *words, "--global-batch-size", "1")
     assert done.returncode == 1, done.stderr
     assert "Will it fit? No: rank 0 of stage 0 needs" in done.stdout
 
@@ -333,10 +333,10 @@ def test_what_does_not_fit_is_a_finding():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--world", "6", "--tp", "4"], "tp(4) * pp(1) * dp(?) does not divide 6 ranks"),
-        (["--world", "8", "--nodes", "3"], "nodes(3) does not divide world(8)"),
-        (["--world", "2305843009213693951"], "from 1 to 1000000, not 2305843009213693951"),
-        (["--world", "0"], "--world must be from 1 to 1000000, not 0"),
+        (["--gpus", "6", "--tp", "4"], "tp(4) * pp(1) * dp(?) does not divide 6 ranks"),
+        (["--gpus", "8", "--nodes", "3"], "nodes(3) does not divide gpus(8)"),
+        (["--gpus", "2305843009213693951"], "from 1 to 1000000, not 2305843009213693951"),
+        (["--gpus", "0"], "--gpus must be from 1 to 1000000, not 0"),
         (["--gpu", "h10", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: No such file"),
         (["--gpu", "h10", "--write", "."], "cannot write .: Is a directory"),
         (["--gpu", "h10"], "no machine is called 'h10'"),

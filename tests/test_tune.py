@@ -28,7 +28,7 @@ SMALL = "--zero 1 --schedule 1f1b --partition balanced --no-sequence-parallel"
 
 def tuned(out: Path, *words: str, ranks_: int = 8, **environment: str):
     """Run tune.py to its end: its outcome, and the trials that it stored."""
-    command = [sys.executable, "tune.py", *SHAPE.split(), "--gpu", "cpu", "--ranks", str(ranks_)]
+    command = [sys.executable, "tune.py", *SHAPE.split(), "--gpu", "cpu", "--gpus", str(ranks_)]
     command += ["--launch", FAKE, "--out", str(out), *words]
     done = ranks.start(command, 600, TEST_FOLDER=str(out), **environment)
     path = out / "trials.jsonl"
@@ -38,7 +38,7 @@ def tuned(out: Path, *words: str, ranks_: int = 8, **environment: str):
 
 def new_session(out: Path, *words: str) -> session.Session:
     """A session that has not begun."""
-    command = [*SHAPE.split(), "--ranks", "8", "--launch", FAKE, "--gpu", "cpu", "--out", str(out)]
+    command = [*SHAPE.split(), "--gpus", "8", "--launch", FAKE, "--gpu", "cpu", "--out", str(out)]
     return session.Session(*tune.parser().parse_known_args([*command, *words]))
 
 
@@ -124,7 +124,7 @@ def test_trials_have_the_layout_of_the_file(tmp_path):
 
 def test_the_folder_is_the_given_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = [*SHAPE.split(), "--ranks", "8", "--launch", FAKE, "--gpu", "cpu"]
+    words = [*SHAPE.split(), "--gpus", "8", "--launch", FAKE, "--gpu", "cpu"]
     parse = tune.parser().parse_known_args
     assert session.Session(*parse(words)).out == Path("runs/tune")
     assert session.Session(*parse([*words, "--out", "runs/latest"])).out == Path("runs/latest")
@@ -247,7 +247,7 @@ def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, 
     failures = json.dumps({"hang": {"pp": 4}})
     environment = {"FAKE_FAILURES": failures, "TEST_FOLDER": str(tmp_path)}
     command = [sys.executable, "tune.py", *SHAPE.split(), *SMALL.split(), "--gpu", "cpu"]
-    command += ["--ranks", "8", "--launch", FAKE, "--out", str(tmp_path), "--all"]
+    command += ["--gpus", "8", "--launch", FAKE, "--out", str(tmp_path), "--all"]
     environment |= {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     process = subprocess.Popen(
         command,
@@ -279,7 +279,7 @@ def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, 
 def test_a_killed_search_leaves_no_launcher(tmp_path):
     launcher = f"{sys.executable} -c 'import time; time.sleep(600)' {{ranks}}"
     command = [sys.executable, "tune.py", *SHAPE.split(), *SMALL.split(), "--gpu", "cpu"]
-    command += ["--ranks", "8", "--launch", launcher, "--out", str(tmp_path)]
+    command += ["--gpus", "8", "--launch", launcher, "--out", str(tmp_path)]
     environment = {"TEST_FOLDER": str(tmp_path)}
     with ranks.Job(command, tmp_path, **environment) as job:
         job.wait_for(lambda: any("sleep(600) 8" in line for line in processes_of(tmp_path)))
@@ -293,7 +293,7 @@ def test_a_killed_search_leaves_no_launcher(tmp_path):
 
 def test_several_models_are_searched_one_after_the_other(tmp_path):
     words = ["--models", "gpt2-124m", "gpt2-355m", "--seq-length", "64", "--gpu", "cpu"]
-    words += ["--ranks", "2", "--launch", FAKE, "--out", str(tmp_path)]
+    words += ["--gpus", "2", "--launch", FAKE, "--out", str(tmp_path)]
     asked, searched = session.Session(*tune.parser().parse_known_args(words)), []
     asked._search = lambda config: (searched.append(config), asked.wanted.update(any=None))
     asked._measure()
@@ -304,7 +304,7 @@ def test_several_models_are_searched_one_after_the_other(tmp_path):
 def test_of_several_models_one_that_does_not_fit_ends_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
     words = "--tp 1 --pp 1 --zero 0 --micro-batch-size 1 --recompute full --seq-length 64"
-    words += f" --gpu cpu --ranks 1 --out {tmp_path} --models 1b3 gpt2-124m"
+    words += f" --gpu cpu --gpus 1 --out {tmp_path} --models 1b3 gpt2-124m"
     asked = session.Session(*tune.parser().parse_known_args([*words.split(), "--launch", FAKE]))
     asked.run()
     assert {trial.status for trial in asked.store.trials} == {"ok"}
@@ -389,7 +389,7 @@ def test_the_largest_model_and_the_fewest_ranks(tmp_path):
     assert "the budget of 2 is spent" in done.out
     assert len(few) == 2 < len(stored)
     limit = {"FAKE_PARAMETERS": str(4 * 64**2 // 3)}
-    done, stored = tuned(tmp_path / "b", "--min-ranks", ranks_=8, **limit)
+    done, stored = tuned(tmp_path / "b", "--min-gpus", ranks_=8, **limit)
     assert done.status == 0, done.err
     assert "on 4 ranks" in done.out
     assert len(stored) <= 3
@@ -398,13 +398,13 @@ def test_the_largest_model_and_the_fewest_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--ranks", "8"], "give --launch"),
-        (["--launch", "mpirun -n {ranks}"], "give --ranks"),
-        (["--launch", "mpirun", "--ranks", "8"], r"has no \{ranks\}"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--budget", "soon"], "--budget is a number"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--try", "shoes=2"], "--try takes AXIS"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--try", "zero=9"], "is one of"),
-        (["--launch", "x {ranks}", "--ranks", "8", "--gpu", "a100"], "no machine is called"),
+        (["--gpus", "8"], "give --launch"),
+        (["--launch", "mpirun -n {ranks}"], "give --gpus"),
+        (["--launch", "mpirun", "--gpus", "8"], r"has no \{ranks\}"),
+        (["--launch", "x {ranks}", "--gpus", "8", "--budget", "soon"], "--budget is a number"),
+        (["--launch", "x {ranks}", "--gpus", "8", "--try", "shoes=2"], "--try takes AXIS"),
+        (["--launch", "x {ranks}", "--gpus", "8", "--try", "zero=9"], "is one of"),
+        (["--launch", "x {ranks}", "--gpus", "8", "--gpu", "a100"], "no machine is called"),
     ],
 )
 def test_mistakes_are_sentences(words, sentence, tmp_path):

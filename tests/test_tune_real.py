@@ -20,7 +20,7 @@ def test_a_third_fails_for_real_and_the_rest_is_ranked(tmp_path):
     words += " --positions rotary --device cpu --timed 3 --time-limit 90 --tp 2 --sweep hidden"
     # With hidden 5120 weights and gradients have 2.5 GB on each rank: see planting_launcher.
     words += " --try hidden=32,48,64,80,96,128,5120"
-    command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--ranks", "2"]
+    command = [sys.executable, "tune.py", *words.split(), "--gpu", "cpu", "--gpus", "2"]
     done = ranks.start([*command, "--launch", LAUNCH, "--out", str(tmp_path)], 400)
     assert done.status == 0, done.err + done.out
     stored = [json.loads(s) for s in (tmp_path / "trials.jsonl").read_text().splitlines()]

@@ -33,7 +33,7 @@ def on_gpus(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
     monkeypatch.setenv("REJECTED", rejected)
     command = [*SHAPE.split(), *SMALL.split(), "--recompute", "none", "--micro-batch-size", "1"]
-    command += ["--ranks", "8", "--launch", FAKE, "--gpu", "v100-32", "--out", str(tmp_path)]
+    command += ["--gpus", "8", "--launch", FAKE, "--gpu", "v100-32", "--out", str(tmp_path)]
     return new_session(tmp_path, *command, "--all", *words), Path(f"{program}.calls")
 
 
@@ -61,7 +61,7 @@ def test_a_layout_that_the_rehearsal_rejects_is_never_queued(tmp_path, monkeypat
     assert len(lines) == len({t.key for t in stored})
     assert f"{len(lines)} layouts were rehearsed on fake GPUs" in told
     assert f"{bad} of them rejected" in told
-    assert all("--world 8 --gpu v100-32 --json " in line for line in lines)
+    assert all("--gpus 8 --gpu v100-32 --json " in line for line in lines)
 
 
 def test_a_layout_is_rehearsed_once_and_not_at_all_if_the_user_says_so(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ class Rehearser:
         out, began = runner.out(candidate, number), time.monotonic()
         answers, log = out / "rehearsal.json", out / "rehearsal.txt"
         answers.unlink(missing_ok=True)  # of a search that was stopped
-        command = [sys.executable, PROGRAM, "--world", str(candidate.ranks), "--gpu", self.gpu]
+        command = [sys.executable, PROGRAM, "--gpus", str(candidate.ranks), "--gpu", self.gpu]
         command += ["--calibration", self.calibration] if self.calibration else []
         command += ["--json", str(answers), *search_space.to_cli_args(candidate.config)]
         status, output = trials.execute(command, log, number, runner.time_limit)

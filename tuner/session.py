@@ -67,7 +67,7 @@ def raise_on_signals() -> None:
 
 def _settle(options: argparse.Namespace) -> None:
     """Fill in the defaults of OF_SEARCH; UserError for one that what is asked does not read."""
-    asked = [each for each in ("all", "sweep", "max_params", "min_ranks") if getattr(options, each)]
+    asked = [each for each in ("all", "sweep", "max_params", "min_gpus") if getattr(options, each)]
     for name, usual in OF_SEARCH.items():
         if getattr(options, name) is None:
             setattr(options, name, usual)
@@ -81,11 +81,11 @@ class Session:
 
     def __init__(self, options: argparse.Namespace, train_arguments: list[str]):
         """Read the whole command line: tune.py's flags and train.py's; raises UserError."""
-        for name in ("launch", "ranks"):
+        for name in ("launch", "gpus"):
             if getattr(options, name) is None:
                 raise UserError(f"give --{name}: see python tune.py --help")
         _settle(options)
-        for name in ("ranks", "timed", "time_limit", "tokens", "gain", "reference_every"):
+        for name in ("gpus", "timed", "time_limit", "tokens", "gain", "reference_every"):
             value, least = getattr(options, name), name in ("gain", "reference_every")
             if value is not None and not (0 < value < MOST or (least and value == 0)):
                 limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
@@ -97,7 +97,7 @@ class Session:
             raise UserError("give --model or --models, not both")
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
         request = self._request(*options.models[:1])
-        for note in request.notes:
+        for note in [*filter(None, [self.machine.note]), *request.notes]:
             print(f"note: {note}", file=sys.stderr)
         self.config = request.config
         self.tried = sweeps.tried_values(options.tried, options.sweep)
@@ -108,7 +108,7 @@ class Session:
         self.out = Path(self.config.run.out)
         folder = self.out / "trials"
         self.runner = Runner(options.launch, folder, options.timed, options.time_limit)
-        launcher = self.runner.launch_command(options.ranks)[0]
+        launcher = self.runner.launch_command(options.gpus)[0]
         check_folder("--out", self.config.run.out)
         self.store = TrialStore(self.out / "trials.jsonl")
         self.budget = Budget(options.budget, earlier_trials=len(self.store.trials))
@@ -123,7 +123,7 @@ class Session:
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
         self.subject, self.ending = "the fastest layout", "every layout has been measured"
-        self.view = ProgressView(options.ranks, self.budget)
+        self.view = ProgressView(options.gpus, self.budget)
 
     def _request(self, model: str = "") -> command_line.Request:
         """The run asked for, of one of --models, with its own folder if none is given, and with the
@@ -165,7 +165,7 @@ class Session:
             ending=self.ending,
             command=self.command,
             tokens=self.options.tokens,
-            title=f"{self.subject} on {self.options.ranks} ranks",
+            title=f"{self.subject} on {self.options.gpus} ranks",
         )
 
     def command(self, candidate: Candidate) -> list[str]:
@@ -187,13 +187,13 @@ class Session:
 
     def _measure(self) -> None:
         options = self.options
-        space = self.config, self.machine, options.ranks, self.held
+        space = self.config, self.machine, options.gpus, self.held
         if options.sweep:
             values = self.tried.get(options.sweep.replace("-", "_"), [])
             self.subject = f"sweep of {options.sweep}"
             runs, self.rejected = sweeps.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
-        elif options.max_params or options.min_ranks:
+        elif options.max_params or options.min_gpus:
             self.subject, find = "fewest ranks", sweeps.fewest_ranks
             if options.max_params:
                 self.subject, find = "the largest model", sweeps.largest_model
@@ -206,12 +206,12 @@ class Session:
                 except BudgetSpent:
                     self.ending = self.budget.ending
             if not self.wanted:
-                ranks = f"{options.ranks} ranks"
+                ranks = f"{options.gpus} ranks"
                 raise UserError(f"no layout can run on {ranks}: see the reasons above")
 
     def _search(self, config: Config) -> None:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
-        ranks = self.options.ranks
+        ranks = self.options.gpus
         found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
         found, risky = search_space.without_risk(found, self.options.risk)
         rejected = [*rejected, *risky]

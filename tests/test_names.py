@@ -1,0 +1,289 @@
+"""Names that users write: numbers and kinds of GPUs, models of a hub, batches in tokens."""
+
+import pytest
+
+import plan
+import rehearse
+import tune
+from config import validation
+from config.command_line import MIXTURES, PRESETS, means_preset, parse_request, preset
+from config.messages import UserError
+from planner import hardware
+from tuner.session import Session
+
+GPT = ["--layers", "4", "--hidden", "64", "--heads", "4"]
+
+
+@pytest.mark.parametrize("flag", ["--gpus", "--ranks", "--world"])
+def test_the_number_of_gpus_has_one_name_and_two_accepted_spellings(flag, capsys):
+    for parser in (tune.parser(), rehearse._parser()):
+        assert parser.parse_known_args([flag, "6"])[0].gpus == 6
+    words = ["layouts", *GPT, "--gpu", "cpu", flag, "2", "--global-batch-size", "8"]
+    assert plan.ask(words).data["gpus"] == 2
+    with pytest.raises(UserError, match=r"give --nodes\(1\) or --gpus\(2\), not both"):
+        plan.ask([*words, "--nodes", "1"])
+    for program in (tune.parser(), plan.parser()):
+        question = ["layouts"] * (program.prog == "plan.py")
+        with pytest.raises(SystemExit):
+            program.parse_args([*question, "--help"])
+        help_text = capsys.readouterr().out
+        assert "--gpus N" in help_text
+        assert "--ranks" not in help_text
+        assert "--world" not in help_text
+
+
+@pytest.mark.parametrize("flag", ["--min-gpus", "--min-ranks"])
+def test_the_fewest_gpus_are_found_by_either_name(flag):
+    assert tune.parser().parse_known_args([flag])[0].min_gpus
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "note"),
+    [
+        ("a100", "a100-80", "a100: taken as a100-80; others: a100-40, a100-fms"),
+        ("V100", "v100-32", "V100: taken as v100-32; others: v100-16"),
+        ("a100-40gb", "a100-40", "a100-40gb: taken as a100-40"),
+        ("NVIDIA-A100-SXM4-80GB", "a100-80", "NVIDIA-A100-SXM4-80GB: taken as a100-80"),
+        ("H100-80GB", "h100", "H100-80GB: taken as h100"),
+        ("mi300", "mi300x", "mi300: taken as mi300x"),
+        ("h100", "h100", ""),
+    ],
+)
+def test_a_family_of_gpus_is_taken_as_one_member_with_a_note(name, taken, note):
+    machine = hardware.load(name)
+    assert (machine.name, machine.note) == (taken, note)
+    assert machine == hardware.load(taken)
+
+
+def test_another_card_of_the_same_gpu_is_not_taken_for_it():
+    for name in ("a100-pcie", "h100-nvl", "h100-pcie", "b100", "a10g"):
+        with pytest.raises(UserError, match="no machine is called"):
+            hardware.load(name)
+
+
+def test_a_machine_with_the_facts_of_another_program_names_the_one_to_take():
+    for name in hardware.names():
+        machine = hardware.load(name)
+        other = machine.software != hardware.Software() and machine.device != "CPU"
+        assert other == bool(machine.note), name
+    assert "train.py is planned with h100" in hardware.load("h100-megatron").note
+
+
+def test_every_program_prints_what_a_family_was_taken_as(tmp_path, capsys, monkeypatch):
+    note = "note: v100: taken as v100-32; others: v100-16"
+    plan.ask(["layouts", *GPT, "--gpu", "v100", "--gpus", "1", "--global-batch-size", "8"])
+    assert note in capsys.readouterr().err
+    with pytest.raises(UserError, match="nowhere"):
+        plan.ask(["calibrate", "nowhere", "--gpu", "v100"])
+    assert note in capsys.readouterr().err
+    with pytest.raises(UserError, match="nowhere"):
+        plan.ask(["gap", "nowhere", "--gpu", "v100"])
+    assert note in capsys.readouterr().err
+    words = [
+        *GPT,
+        "--gpu",
+        "v100",
+        "--gpus",
+        "1",
+        "--out",
+        str(tmp_path),
+        "--launch",
+        "env {ranks}",
+    ]
+    Session(*tune.parser().parse_known_args(words))
+    assert note in capsys.readouterr().err
+    monkeypatch.setattr(rehearse, "_emulate", lambda *_: 0)
+    words = [*GPT, "--gpu", "v100", "--on", "cpu"]
+    assert rehearse.main(words) == 0
+    assert note in capsys.readouterr().err
+
+
+SHORT = [*GPT, "--seq-length", "8192"]
+
+
+@pytest.mark.parametrize(
+    ("written", "samples"), [("4Mi", 512), ("4194304", 512), ("8192", 1), ("512Ki", 64)]
+)
+def test_a_batch_in_tokens_is_a_number_of_samples(written, samples):
+    request = parse_request([*SHORT, "--batch-tokens", written])
+    assert request.config.training.global_batch_size == samples
+    assert request.config.training.batch_tokens is None
+    assert "global_batch_size" in request.given
+
+
+def test_a_unit_of_ten_is_taken_as_written_where_it_divides():
+    request = parse_request([*GPT, "--seq-length", "4000", "--batch-tokens", "4M"])
+    assert request.config.training.global_batch_size == 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("4M", "488 x 8192 = 3997696 and 489 x 8192 = 4005888; or 4Mi = 512 x 8192"),
+        ("0.5M", "61 x 8192 = 499712 and 62 x 8192 = 507904; or 0.5Mi = 64 x 8192"),
+        ("512K", "62 x 8192 = 507904 and 63 x 8192 = 516096; or 512Ki = 64 x 8192"),
+        ("3", "the nearest: 1 x 8192 = 8192"),
+        ("0", "--batch-tokens must be at least 1, not 0"),
+        ("-8192", "--batch-tokens must be at least 1, not -8192"),
+        ("64T", "--global-batch-size must be at most 1048576, not 7812500000"),
+        ("8192 --global-batch-size 1", "--global-batch-size and --batch-tokens; both were given"),
+    ],
+)
+def test_a_batch_of_tokens_that_is_no_whole_samples_is_refused(written, sentence):
+    with pytest.raises(UserError) as error:
+        parse_request([*SHORT, "--batch-tokens", *written.split()])
+    assert str(error.value).endswith(sentence)
+
+
+def test_a_batch_in_tokens_of_a_file_and_of_a_flag(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nbatch_tokens = 16384\n")
+    words = [*SHORT, "--config", str(file)]
+    size = lambda *more: parse_request([*words, *more]).config.training.global_batch_size  # noqa: E731
+    assert size() == 2
+    assert size("--global-batch-size", "7") == 7
+    file.write_text("[training]\nglobal_batch_size = 9\n")
+    assert size("--batch-tokens", "32768") == 4
+    file.write_text("[training]\nglobal_batch_size = 9\nbatch_tokens = 16384\n")
+    with pytest.raises(UserError, match="both were given"):
+        size()
+
+
+def test_megatrons_iterations_count_the_samples_of_a_batch_in_tokens():
+    words = [*SHORT, "--batch-tokens", "16384", "--lr-warmup-iters", "10", "--steps", "100"]
+    assert parse_request(words).config.training.lr_warmup_samples == 20
+
+
+def test_every_program_takes_a_batch_in_tokens(tmp_path, monkeypatch):
+    batch = [*SHORT, "--batch-tokens", "65536", "--gpu", "cpu"]
+    assert plan.ask(["layouts", *batch, "--gpus", "2"]).data["global_batch_size"] == 8
+    words = [*batch, "--gpus", "2", "--out", str(tmp_path), "--launch", "env {ranks}"]
+    session = Session(*tune.parser().parse_known_args(words))
+    assert session.config.training.global_batch_size == 8
+    seen = []
+    monkeypatch.setattr(rehearse, "_emulate", lambda _, config, *__: seen.append(config) or 0)
+    assert rehearse.main([*batch, "--on", "cpu"]) == 0
+    assert seen[0].training.global_batch_size == 8
+
+
+# ---- Models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama-3.1-70b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
+        ("Qwen/Qwen2.5-7B", "qwen2.5-7b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b"),
+        ("EleutherAI/pythia-1.4b", "pythia-1.4b"),
+        ("EleutherAI/pythia-1.4b-deduped", "pythia-1.4b"),
+        ("EleutherAI/gpt-neox-20b", "gpt-neox-20b"),
+        ("openai-community/gpt2-xl", "gpt2-1.5b"),
+        ("facebook/opt-13b", "opt-13b"),
+        ("bigscience/bloom", "bloom-176b"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+    ],
+)
+def test_names_of_repositories_find_their_preset(name, expected):
+    request = parse_request(["--model", name])
+    assert request.config.model == PRESETS[expected]
+    assert f"--model {name} is the preset {expected}" in request.notes
+
+
+def test_a_preset_by_its_own_name_has_no_note():
+    for name in ("llama-3-8b", "Llama-3-8B", "176b"):
+        assert not any("is the preset" in note for note in parse_request(["--model", name]).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "meta-llama/Llama-9-8B",
+            "no preset is called 'meta-llama/Llama-9-8B', and there is no such file; did you mean "
+            "'llama-3-8b' or 'llama-3.1-8b' or 'llama-2-7b'?",
+        ),
+        # Another vocabulary than that of version 0.1; longer rotary waves than those of the preset.
+        ("mistralai/Mistral-7B-v0.3", "did you mean 'mistral-7b'"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "did you mean 'qwen3-30b-a3b'"),
+        ("deepseek-ai/DeepSeek-V3", "and there is no such file; train.py --help lists them"),
+        ("mixtral-8x7", "did you mean 'mixtral-8x7b' or"),
+    ],
+)
+def test_an_unknown_model_names_the_nearest(name, sentence):
+    with pytest.raises(UserError) as error:
+        parse_request(["--model", name])
+    assert sentence in str(error.value)
+
+
+def test_a_folder_is_not_taken_for_a_repository(tmp_path, monkeypatch):
+    """Nor is a path that is written wrong, in a folder that exists."""
+    monkeypatch.chdir(tmp_path)
+    assert means_preset("runs/llama-3-8b")
+    (tmp_path / "runs").mkdir()
+    assert not means_preset("runs/llama-3-8b")
+    assert not means_preset("a/b/llama-3-8b")
+    assert not means_preset("meta-llama/Llama-3.1-8B/config.json")
+    with pytest.raises(UserError, match="there is no such file, and no preset of that name"):
+        parse_request(["--model", "runs/llama-3-8b"])
+    (tmp_path / "Llama-2-7b-hf").mkdir()
+    assert not means_preset("Llama-2-7b-hf")
+    (tmp_path / "llama-2-7b").mkdir()
+    assert means_preset("llama-2-7b")
+
+
+# As published: the parameters of the files, and about how many of them a token goes through.
+# gpt-oss-20b has 20,914,757,184: with the biases of its routers and a sink in each head.
+MIXTURES_PUBLISHED = {
+    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, 12.9e9),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, 3.3e9),
+    "Qwen/Qwen3-235B-A22B": (235_093_634_560, 22.2e9),
+    "allenai/OLMoE-1B-7B-0924": (6_919_161_856, 1.3e9),
+    "openai/gpt-oss-20b": (20_914_757_184 - 24 * (32 + 64), 4.2e9),  # 3.6 without the embedding
+}
+
+
+@pytest.mark.parametrize("name", MIXTURES_PUBLISHED)
+def test_mixtures_of_experts_are_planned_by_name_and_refused_elsewhere(name, capsys):
+    found = plan.ask(["model", "--model", name]).data
+    total, active = MIXTURES_PUBLISHED[name]
+    assert found["parameters"] == total
+    assert found["active"] == pytest.approx(active, rel=0.03)
+    assert "train.py cannot train with mixtures of experts" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"has \d+ experts, \d for each token: it can be planned"):
+        preset(name)
+
+
+def test_a_mixture_is_planned_as_its_config_json_would_be():
+    line = "layouts --gpu h100 --nodes 2 --tp 1 --pp 2 --micro-batch-size 1 --global-batch-size 64"
+    words = [*line.split(), "--seq-length", "4096"]
+    shape = (
+        "--layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn-hidden 14336 --no-tied --no-bias"
+    )
+    shape += " --vocab-size 32000 --positions rotary --norm rmsnorm --activation swiglu"
+    shape += " --rotary-base 1e6 --experts 8 --experts-per-token 2"
+    by_name = plan.ask([*words, "--model", "mixtral-8x7b"]).data
+    assert by_name == plan.ask([*words, *shape.split()]).data
+    assert len(MIXTURES) == 5
+
+
+def test_what_gpt_oss_lacks_is_a_note(capsys):
+    plan.ask(["model", "--model", "gpt-oss-20b"])
+    notes = capsys.readouterr().err
+    assert "a window of 128 tokens" in notes
+    assert "a learned sink" in notes
+
+
+def test_the_printed_command_of_a_plan_in_these_names_is_what_train_takes():
+    """As train.py checks it; tests/test_planner_search.py has the launchers."""
+    line = "layouts --model meta-llama/Llama-3.2-1B --gpu a100 --world 8 --batch-tokens 1Mi"
+    found = plan.ask([*line.split(), "--tp", "1", "--pp", "1"]).data
+    config = validation.check(parse_request(found["command"][2:]).config, 8)
+    assert found["launcher"] == ["mpirun", "-n", "8"]
+    assert config.model == PRESETS["llama-3.2-1b"]
+    assert config.training.global_batch_size == 128
