@@ -160,7 +160,7 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt9 | no preset is called 'gpt9'
---model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B', and there is no such file
+--model meta-llama/Llama-9-8B | no preset is called 'meta-llama/Llama-9-8B'
 --model mistralai/Mixtral-8x7B-v0.1 | has 8 experts, 2 for each token: it can be planned
 --model '' | no value, after '--model': is a variable not set?
 --model dir | --model dir: it has no config.json, and is no run's: no run.json
