@@ -1,28 +1,46 @@
 """Shows that each mend has a test that fails without it.
 
-    python benchmarks/undo_mends.py [--only WORD] [--jobs 2] [--table benchmarks/results/mends.md]
+    python benchmarks/undo_mends.py --verdicts VERDICTS.jsonl [--minutes 5] [--only WORD]
+    python benchmarks/undo_mends.py --verdicts VERDICTS.jsonl --minutes 0 --table FILE.md
 
 Each file of benchmarks/data/mends/ lists mends: a defect, the tests that would have seen it, and
 the text that stood in the code before. For each mend this program copies the tree, puts the old
-text back, runs the tests, and demands that each of them fails. An error while the tests are
-collected is no failure: then the undoing is wrong, and the row says so. A defect that was left has
-a reason.
+text back, runs the tests, and demands that each of them fails. A test that has not ended after
+--seconds has failed, and its processes are killed. An error while the tests are collected is no
+failure: then the undoing is wrong, and the row says so. A defect that was left has a reason.
+
+The list takes long, so it can be run in parts: with --minutes no mend is begun after that time,
+and VERDICTS.jsonl gets a row after each mend. A mend whose tests were seen to fail is not tried
+again while its entry is the same; mends that were never tried come before those that were tried
+without success. benchmarks/results/mends.md is written with --table.
 """
 
 import argparse
+import contextlib
+import hashlib
+import json
+import os
+import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 MENDS = ROOT / "benchmarks" / "data" / "mends"
-SECONDS = 900  # for the tests of one mend; a test that waits for ever without its mend has failed
+SHOWN = "every test fails without it"
+LEFT = "left"
+NOT_TRIED = "not tried yet"
 
 
 @dataclass(frozen=True)
@@ -36,14 +54,22 @@ class Mend:
     undo: tuple[dict[str, str], ...] = ()
     why: str = ""
 
+    @property
+    def digest(self) -> str:
+        """A number of the whole entry, by which a verdict on it is found again."""
+        return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:16]
+
 
 @dataclass
 class Outcome:
-    """The verdict on one mend, and the tests that passed although the mend was undone."""
+    """The verdict on one mend: tests that passed although it was undone, tests that never ended."""
 
     mend: Mend
     verdict: str
     passed: list[str] = field(default_factory=list)
+    endless: list[str] = field(default_factory=list)
+    commit: str = ""
+    seconds: float = 0.0
 
 
 def read_mends(folder: Path) -> list[Mend]:
@@ -93,16 +119,46 @@ def undo(mend: Mend, tree: Path) -> str:
     return ""
 
 
-def run_tests(tests: tuple[str, ...], tree: Path) -> dict[str, str]:
-    """What became of each test case, by its id: passed, failed, error or skipped."""
+def end_all(program: subprocess.Popen) -> None:
+    """Kill a program with all that it has started, also in other process groups."""
+    children = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(program.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    program.wait()
+
+
+def run_tests(tests: tuple[str, ...], tree: Path, seconds: float) -> dict[str, str]:
+    """What became of each test case, by its id: passed, failed, error, skipped or endless.
+
+    Each test is run alone if all together do not end, so that the endless ones are known.
+    """
     report = tree / "report.xml"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
+    quiet = subprocess.DEVNULL
+    program = subprocess.Popen(
+        command, cwd=tree, stdout=quiet, stderr=quiet, start_new_session=True
+    )
     try:
-        subprocess.run(command, cwd=tree, capture_output=True, timeout=SECONDS, check=False)
+        program.wait(seconds)
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(tests, "failed")
-    if not report.exists():
-        return {}
+        end_all(program)
+        if len(tests) == 1:
+            return {tests[0]: "endless"}
+        outcomes = {}
+        for test in tests:
+            outcomes.update(run_tests((test,), tree, seconds))
+        return outcomes
+    return read_report(report) if report.exists() else {}
+
+
+def read_report(report: Path) -> dict[str, str]:
+    """The outcome of each test case in a report of pytest."""
     outcomes = {}
     for case in ElementTree.parse(report).iter("testcase"):
         path = case.get("classname", "").replace(".", "/") + ".py"
@@ -122,27 +178,70 @@ def outcomes_of(test: str, outcomes: dict[str, str]) -> list[str]:
     return [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
 
 
-def try_without(mend: Mend) -> Outcome:
-    """Undo one mend in a copy of the tree and run its tests."""
+def try_without(mend: Mend, seconds: float) -> Outcome:
+    """Undo one mend in a copy of the tree and run its tests; seconds: the limit of their run."""
     if mend.why:
-        return Outcome(mend, "left")
-    with tempfile.TemporaryDirectory(prefix="undone-") as folder:
+        return Outcome(mend, LEFT)
+    with tempfile.TemporaryDirectory(prefix="undone-", ignore_cleanup_errors=True) as folder:
         tree = Path(folder)
         copy_tree(tree)
         problem = undo(mend, tree)
         if problem:
             return Outcome(mend, problem)
-        outcomes = run_tests(mend.tests, tree)
+        outcomes = run_tests(mend.tests, tree, seconds)
     passed = []
+    endless = []
     for test in mend.tests:
         results = outcomes_of(test, outcomes)
         if not results or set(results) <= {"error", "skipped"}:
             return Outcome(mend, f"{test} did not run")
-        if "failed" not in results:
+        if "endless" in results:
+            endless.append(test)
+        elif "failed" not in results:
             passed.append(test)
     if passed:
-        return Outcome(mend, "a test passes without the mend", passed)
-    return Outcome(mend, "every test fails without it")
+        return Outcome(mend, "a test passes without the mend", passed, endless)
+    return Outcome(mend, SHOWN, passed, endless)
+
+
+def timed(mend: Mend, seconds: float, commit: str) -> Outcome:
+    """`try_without`, with what it took and the commit of the tree."""
+    began = time.monotonic()
+    outcome = try_without(mend, seconds)
+    outcome.seconds = round(time.monotonic() - began, 1)
+    outcome.commit = commit
+    return outcome
+
+
+def read_verdicts(path: Path | None, mends: list[Mend]) -> dict[str, Outcome]:
+    """The last verdict on each mend whose entry has not changed since, by the entry's digest."""
+    by_digest = {mend.digest: mend for mend in mends}
+    verdicts = {}
+    if path is None or not path.exists():
+        return verdicts
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        mend = by_digest.get(row.pop("digest"))
+        if mend is not None:
+            row.pop("defect")
+            verdicts[mend.digest] = Outcome(mend, **row)
+    return verdicts
+
+
+def keep_verdict(path: Path, outcome: Outcome) -> None:
+    """Add one row to the file of verdicts."""
+    row = {"digest": outcome.mend.digest, "defect": outcome.mend.defect}
+    row |= {key: value for key, value in vars(outcome).items() if key != "mend"}
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def still_to_try(mends: list[Mend], verdicts: dict[str, Outcome]) -> list[Mend]:
+    """Mends without a verdict, then those whose tests did not show them at the last try."""
+    new = [mend for mend in mends if mend.digest not in verdicts]
+    settled = (SHOWN, LEFT)
+    again = [mend for mend in mends if mend not in new]
+    return new + [mend for mend in again if verdicts[mend.digest].verdict not in settled]
 
 
 def sort_key(outcome: Outcome) -> list[tuple[int, str]]:
@@ -163,29 +262,79 @@ def table(outcomes: list[Outcome]) -> str:
         verdict = outcome.verdict
         if outcome.passed:
             verdict += ": " + ", ".join(outcome.passed)
+        if outcome.endless:
+            verdict += "; without an end: " + ", ".join(outcome.endless)
         lines.append(f"| {mend.defect} | {mend.what} | {mend.subject}; {tests} | {verdict} |")
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def page(outcomes: list[Outcome], seconds: float) -> str:
+    """The results file: what was run where, the counts, and the table."""
+    shown = sum(outcome.verdict == SHOWN for outcome in outcomes)
+    left = sum(outcome.verdict == LEFT for outcome in outcomes)
+    untried = sum(outcome.verdict == NOT_TRIED for outcome in outcomes)
+    endless = sum(bool(outcome.endless) for outcome in outcomes)
+    commits = ", ".join(sorted({outcome.commit for outcome in outcomes if outcome.commit}))
+    hours = sum(outcome.seconds for outcome in outcomes) / 3600
+    other = len(outcomes) - shown - left - untried
+    lines = [
+        "# Each mend undone: do its tests fail?",
+        "",
+        f"    python benchmarks/undo_mends.py --verdicts FILE.jsonl --seconds {seconds:g}",
+        "",
+        f"Machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared;",
+        f"Python {platform.python_version()}, torch {torch.__version__},",
+        f"{time.strftime('%Y-%m-%d')}. The trees were those of {commits}.",
+        "",
+        f"{len(outcomes)} entries of benchmarks/data/mends: with {shown} mends undone every one of",
+        f"their tests failed, {left} defects were left with a reason, {other} are not shown by their",
+        f"tests, {untried} were not tried. Of the {shown}, {endless} have a test that did not end",
+        f"within {seconds:g} s, which counts as failed. The tests took {hours:.1f} hours, two mends",
+        "at a time.",
+        "",
+        table(outcomes),
+    ]
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="only mends whose defect contains this word")
     parser.add_argument("--jobs", type=int, default=2, help="mends that are tried at a time")
-    parser.add_argument("--table", type=Path, help="write the table to this file too")
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=240.0, help="limit for a mend's tests")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no mend after that")
+    parser.add_argument("--verdicts", type=Path, help="read and append verdicts, a row for each")
+    parser.add_argument("--table", type=Path, help="write the results to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
     mends = [mend for mend in read_mends(MENDS) if options.only in mend.defect]
-    outcomes = []
+    verdicts = read_verdicts(options.verdicts, mends)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    until = time.monotonic() + 60 * options.minutes
+
+    def settle(mend: Mend) -> None:
+        """Try one mend, if there is time, and record its verdict."""
+        if time.monotonic() >= until:
+            return
+        outcome = timed(mend, options.seconds, commit)
+        verdicts[mend.digest] = outcome
+        if options.verdicts:
+            keep_verdict(options.verdicts, outcome)
+        words = [outcome.verdict, *outcome.passed]
+        print(f"{mend.defect}: {' '.join(words)} ({outcome.seconds} s)", flush=True)
+
     with ThreadPoolExecutor(options.jobs) as pool:
-        for outcome in pool.map(try_without, mends):
-            print(
-                f"{outcome.mend.defect}: {outcome.verdict} {' '.join(outcome.passed)}", flush=True
-            )
-            outcomes.append(outcome)
-    text = table(outcomes)
+        list(pool.map(settle, still_to_try(mends, verdicts)))
+    outcomes = [verdicts.get(mend.digest, Outcome(mend, NOT_TRIED)) for mend in mends]
     if options.table:
-        options.table.write_text(text)
-    wrong = [o for o in outcomes if o.verdict not in ("left", "every test fails without it")]
-    print(f"{len(outcomes)} defects, {len(wrong)} whose tests do not show it")
+        options.table.write_text(page(outcomes, options.seconds))
+    wrong = [o for o in outcomes if o.verdict not in (LEFT, SHOWN)]
+    print(f"{len(outcomes)} defects, {len(wrong)} whose tests do not show it or were not run")
     return min(1, len(wrong))
 
 
