@@ -1,20 +1,31 @@
 """Every fault on every axis, many times: does the job end in time, is the right rank named?
 
-    python benchmarks/faults.py [ROUNDS] [WORKERS]        prints the table
+    python benchmarks/faults.py ROUNDS WORKERS --keep RESULTS.jsonl [--minutes 7]
+    python benchmarks/faults.py ROUNDS --keep RESULTS.jsonl --table       prints the table alone
 
 Jobs are those of tests/fault_worker.py: real runs of 2 and 4 ranks with one fault, started without
 a launcher, so that only the watchdog ends them. Layout and culprit are drawn at random for each
 round; the axis is one on which the culprit has peers. WORKERS such programs run side by side. Exit
 status 1 if a rank was not named correctly or a job did not end in time.
+
+The results are kept in RESULTS.jsonl, so that the list can be run in parts: jobs that are in it are
+not run again, and with --minutes no program is started after that time. A job whose culprit never
+came to its fault, such as a rank that has nothing to write, shows nothing about faults: such jobs
+are counted apart. So are jobs that did not begin.
 """
 
+import itertools
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +45,13 @@ LAYOUTS = {
     "cp": (("--cp 2", 2), ("--cp 2 --tp 2", 4), ("--cp 2", 4), ("--cp 4", 4)),
 }
 SEED = 20261120
+AT_A_TIME = 6  # jobs of one program, whose start takes seconds
 SECONDS_WITHOUT_HANG = 10.0  # in which a job must end that does not hang (else fault_worker.LIMIT)
 
 
 def draw(rounds: int) -> list[dict]:
     """The jobs: every fault once a round, on one axis a round; layout and culprit at random."""
-    chance, jobs = random.Random(SEED), []
+    chance, jobs, count = random.Random(SEED), [], itertools.count()
     for number in range(rounds):
         axis = list(LAYOUTS)[number % len(LAYOUTS)]
         for fault in FAULTS + LESS_OFTEN * (number // len(LAYOUTS) % 3 == 0):
@@ -48,48 +60,81 @@ def draw(rounds: int) -> list[dict]:
             if layout == "--pp 4" and fault == "data":
                 culprit = chance.choice((0, 3))  # stages between read no data
             job = {"axis": axis, "layout": layout, "ranks": ranks}
-            jobs.append(job | {"fault": fault, "culprit": culprit})
+            jobs.append(job | {"fault": fault, "culprit": culprit, "number": next(count)})
     return jobs
 
 
-def run(jobs: list[dict], workers: int) -> list[dict]:
-    """The results of all jobs; each worker runs its share one after the other."""
-    with tempfile.TemporaryDirectory() as folder:
-        programs = []
-        for number in range(workers):
-            own = Path(folder) / f"worker{number}"
-            own.mkdir()
-            (own / "jobs.json").write_text(json.dumps(jobs[number::workers]))
-            words = [sys.executable, str(ROOT / "tests/fault_worker.py"), own, own / "jobs.json"]
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            with open(own / "results", "w") as results:  # a pipe would fill
-                programs.append(subprocess.Popen(words, cwd=ROOT, env=environment, stdout=results))
-        statuses = [program.wait() for program in programs]
-        if any(statuses):
-            raise RuntimeError(f"the workers ended with {statuses}")
-        lines = "".join(path.read_text() for path in sorted(Path(folder).glob("*/results")))
-    return [json.loads(line) for line in lines.splitlines()]
+def read(path: Path, jobs: list[dict]) -> list[dict]:
+    """The results in the file of those jobs; a job that is drawn in another way has none."""
+    if not path.exists():
+        return []
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    drawn = {job["number"]: job for job in jobs}
+    return [each for each in results if drawn.get(each["number"], {}).items() <= each.items()]
+
+
+def run_some(jobs: list[dict]) -> list[dict]:
+    """The results of one program that runs these jobs one after the other.
+
+    If it ends early, the job it was at is a result with "error", and those behind it have none.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        words = [sys.executable, str(ROOT / "tests/fault_worker.py"), name, f"{name}/jobs.json"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode:
+        results.append(jobs[len(results)] | {"error": done.stderr[-2000:], "hit": False})
+    return results
+
+
+def run(jobs: list[dict], workers: int, keep: Path, minutes: float) -> None:
+    """Run the jobs and add their results to the file; start no program after `minutes`."""
+    until = time.monotonic() + 60 * minutes
+    writing = threading.Lock()
+
+    def run_and_keep(some: list[dict]) -> None:
+        if time.monotonic() >= until:
+            return
+        lines = "".join(json.dumps(result) + "\n" for result in run_some(some))
+        with writing, open(keep, "a") as file:
+            file.write(lines)
+
+    parts = [jobs[first : first + AT_A_TIME] for first in range(0, len(jobs), AT_A_TIME)]
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(run_and_keep, parts))
 
 
 def table(results: list[dict]) -> str:
-    """A row per fault and axis: rounds, how often rank 0 was the culprit, named, seconds."""
+    """A row per fault and axis: rounds, how often rank 0 was the culprit, named, seconds.
+
+    Named: cases with the culprit alone. Innocent: cases that name another rank, with it or without.
+    """
     cells = defaultdict(list)
     for result in results:
         cells[result["fault"], result["axis"]].append(result)
     lines = [
-        "| fault | axis | rounds | of rank 0 | named | job ended after, s: median, most |",
-        "| --- | --- | --: | --: | --: | --- |",
+        "| fault | axis | rounds | of rank 0 | named | innocent | ended after, s: median, most |",
+        "| --- | --- | --: | --: | --: | --: | --- |",
     ]
     order = FAULTS + LESS_OFTEN
     for (fault, axis), group in sorted(cells.items(), key=lambda c: order.index(c[0][0])):
         seconds = sorted(result["seconds"] for result in group)
         named = sum(result["named"] == [result["culprit"]] for result in group)
         first = sum(result["culprit"] == 0 for result in group)
+        others = sum(names_an_innocent(result) for result in group)
         lines.append(
-            f"| {fault} | {axis} | {len(group)} | {first} | {named} of {len(group)} | "
+            f"| {fault} | {axis} | {len(group)} | {first} | {named} of {len(group)} | {others} | "
             f"{seconds[len(seconds) // 2]}, {seconds[-1]} |"
         )
     return "\n".join(lines)
+
+
+def names_an_innocent(result: dict) -> bool:
+    """Whether the case names a rank that is not the culprit."""
+    return bool(set(result["named"] or ()) - {result["culprit"]})
 
 
 def check(result: dict) -> None:
@@ -100,26 +145,48 @@ def check(result: dict) -> None:
         raise RuntimeError(f"not in {limit:g} s: {json.dumps(result, indent=1)}")
 
 
+def summary(results: list[dict], drawn: int) -> tuple[str, list[str]]:
+    """The table with its totals, and what is wrong with each job that is not as expected."""
+    counted = [result for result in results if result["hit"]]
+    failed = [result for result in results if "error" in result]
+    missed = []
+    for result in counted:
+        try:
+            check(result)
+        except RuntimeError as error:
+            missed.append(str(error))
+    missed += [f"did not begin: {json.dumps(result)}" for result in failed]
+    innocent = sum(names_an_innocent(result) for result in counted)
+    text = (
+        f"{table(counted)}\n{len(counted) - len(missed) + len(failed)} of {len(counted)} as "
+        f"expected; {innocent} named a rank that was not the culprit. Not counted: "
+        f"{len(results) - len(counted) - len(failed)} whose culprit never came to its fault, "
+        f"{len(failed)} that did not begin, {drawn - len(results)} not run yet"
+    )
+    return text, missed
+
+
 def main() -> None:
-    """Run ROUNDS rounds, print the table, and exit with the failures if there are any."""
+    """Run what is not kept yet, print the table, and exit with the failures if there are any."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("rounds", type=int, nargs="?", default=21)
     parser.add_argument("workers", type=int, nargs="?", default=3)
+    parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of starting programs")
+    parser.add_argument("--table", action="store_true", help="run nothing")
     try:
         given = parser.parse_args()
         if min(given.rounds, given.workers) < 1:
             raise UserError(f"ROUNDS({given.rounds}) and WORKERS({given.workers}) are at least 1")
     except UserError as mistake:
         exit_with(mistake)
-    results = run(draw(given.rounds), given.workers)
-    print(table(results))
-    missed = []
-    for result in results:
-        try:
-            check(result)
-        except RuntimeError as error:
-            missed.append(str(error))
-    print(f"{len(results) - len(missed)} of {len(results)} as expected")
+    jobs = draw(given.rounds)
+    if not given.table:
+        there = {result["number"] for result in read(given.keep, jobs)}
+        missing = [job for job in jobs if job["number"] not in there]
+        run(missing, given.workers, given.keep, given.minutes)
+    text, missed = summary(read(given.keep, jobs), len(jobs))
+    print(text)
     if missed:
         sys.exit("\n".join(missed))
 

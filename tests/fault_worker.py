@@ -5,7 +5,8 @@
 
 The first form forks the ranks from this process after its imports, as kill_worker.py does, with no
 launcher that would end them: only the watchdog ends the job. This process is the subreaper of its
-descendants, used to find stray processes. Prints one JSON object per job.
+descendants, used to find stray processes. Prints one JSON object per job; "hit" says whether the
+culprit came to its fault.
 """
 
 import ctypes
@@ -37,20 +38,25 @@ TIMEOUT = 5.0  # --hang-timeout
 LIMIT = 30.0  # seconds; what has not ended by then is killed and reported as left
 FAULT_STEP = 4  # not among the first steps, for which the limit is longer
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+HIT = "fault_was_hit"  # a file in the run's folder
 PR_SET_CHILD_SUBREAPER = 36
 
 
 class Fault:
-    """Replaces a function, counts its calls, and calls `inject` before one of them."""
+    """Replaces a function, counts its calls, and calls `inject` before one of them.
 
-    def __init__(self, module, name: str, call: int, inject):
+    hit: a file that is made before that.
+    """
+
+    def __init__(self, module, name: str, call: int, inject, hit: Path):
         self.original, self.call, self.calls = getattr(module, name), call, 0
-        self.inject = inject
+        self.inject, self.hit = inject, hit
         setattr(module, name, self)
 
     def __call__(self, *arguments, **keywords):
         self.calls += 1
         if self.calls == self.call:
+            self.hit.touch()
             self.inject()
         return self.original(*arguments, **keywords)
 
@@ -76,22 +82,28 @@ def fail() -> None:
     raise ValueError("injected")
 
 
-def inject(fault: str) -> None:
-    """Inject the fault into this process, which is the culprit."""
+def inject(fault: str, folder: Path) -> None:
+    """Inject the fault into this process, which is the culprit of the run in that folder."""
+
+    def before(module, name: str, call: int, what) -> None:
+        Fault(module, name, call, what, folder / HIT)
+
     if fault in SIGNALS:
-        Fault(zero.Optimizer, "step", 10 * FAULT_STEP, lambda: os.kill(os.getpid(), SIGNALS[fault]))
+        before(
+            zero.Optimizer, "step", 10 * FAULT_STEP, lambda: os.kill(os.getpid(), SIGNALS[fault])
+        )
     elif fault == "data":
-        Fault(Prefetcher, "take", 4 * FAULT_STEP + 1, sleep_in_the_data_loader)
+        before(Prefetcher, "take", 4 * FAULT_STEP + 1, sleep_in_the_data_loader)
     elif fault == "loop":
-        Fault(zero.Optimizer, "step", FAULT_STEP, loop_for_ever)
+        before(zero.Optimizer, "step", FAULT_STEP, loop_for_ever)
     elif fault == "gil":
-        Fault(zero.Optimizer, "step", FAULT_STEP, hold_the_lock)
+        before(zero.Optimizer, "step", FAULT_STEP, hold_the_lock)
     elif fault == "raise":
-        Fault(zero.Optimizer, "step", FAULT_STEP, fail)
+        before(zero.Optimizer, "step", FAULT_STEP, fail)
     elif fault == "evaluate":
-        Fault(trainer, "evaluate", 1, sleep_in_the_data_loader)
+        before(trainer, "evaluate", 1, sleep_in_the_data_loader)
     elif fault == "write":
-        Fault(file_format, "write_shard", 1, sleep_in_the_data_loader)
+        before(file_format, "write_shard", 1, sleep_in_the_data_loader)
 
 
 def be_rank(rank: int, port: int, folder: Path, job: dict) -> None:
@@ -120,7 +132,7 @@ def do_job(launch: Launch, folder: Path, job: dict) -> None:
     if job["fault"] == "write":
         words += ["--save-every", str(FAULT_STEP)]
     if launch.rank == job["culprit"]:
-        inject(job["fault"])
+        inject(job["fault"], folder)
     trainer.main(validation.check(parse(words), launch.size), launch)
 
 
@@ -139,6 +151,7 @@ def run(folder: Path, job: dict, chance: random.Random) -> dict:
         wait_for_rows(folder / "metrics.jsonl", FAULT_STEP)
         time.sleep(1.2 + chance.uniform(0.0, 0.5))  # until a heartbeat has reported that
         began = time.monotonic()
+        (folder / HIT).touch()
         os.kill(ids[job["culprit"]], SIGNALS[job["fault"]])
     if job["fault"] == "suspended":
         suspend(ids, folder / "metrics.jsonl")
@@ -152,6 +165,7 @@ def run(folder: Path, job: dict, chance: random.Random) -> dict:
         "named": case["culprits"],
         "kind": case["kind"],
         "seconds": round(seconds, 1),
+        "hit": (folder / HIT).exists(),
         "statuses": statuses,
         "left": left,
         "output": output[-6000:],
@@ -230,7 +244,7 @@ def main() -> None:
         do_job(discover(), folder, jobs)
         return
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    chance = random.Random(len(jobs))
+    chance = random.Random(json.dumps(jobs))
     for number, job in enumerate(jobs):
         print(json.dumps(run(folder / f"job{number}", job, chance)), flush=True)
 
