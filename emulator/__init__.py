@@ -2,9 +2,9 @@
 
 device_guard compiles and loads what lets torch run on fake tensors of device cuda; fake_devices is
 the GPU, meter counts its bytes, kernels and stops of the host. recording stands for the other ranks
-and writes down what a rank does with them. rehearsal runs the distinct ranks of a world, matching
-compares their operations, nccl_rules finds deadlocks among them, answers says it in words; progress
-shows meanwhile how far it is.
+and writes down what a rank does with them. distinct_ranks chooses the ranks of a world to run,
+rehearsal runs them, matching compares their operations, nccl_rules finds deadlocks among them,
+answers says it in words; progress shows meanwhile how far it is.
 emulation measures one rank of each stage on a real device, with stand_ins for the other ranks and
 links for the seconds of what crosses ranks; emulation_report sets the step beside the planner's.
 """

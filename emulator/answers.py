@@ -68,7 +68,7 @@ def _header(about: dict[str, Any]) -> str:
     axes = f"tp {about['tp']} x pp {about['pp']}" + f" x cp {about['cp']}" * (about["cp"] > 1)
     text = f"{ranks} ranks, {axes} x dp {about['dp']}, {about['precision']}: {count} were run"
     if count < ranks:
-        text += ", the others are taken to do as one of their stage (--all-ranks runs all)"
+        text += ", each other one is taken to do as one of its stage"
     text += f"; a step of {about['micro_batches']} micro-batches"
     if about["micro_batches"] < about["micro_batches_of_run"]:
         text += f" in place of {about['micro_batches_of_run']}: these reach the steady state"
@@ -81,8 +81,12 @@ def _header(about: dict[str, Any]) -> str:
 def _meeting_text(run: Rehearsal, found: list[str]) -> str:
     if found:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
-    total = sum(e.number > 0 and e.kind != "wait" for trace in run.world.traces for e in trace)
-    return f"Will every collective meet? Yes: {total:,} operations of all ranks, no deadlock."
+    total = sum(e.number > 0 and e.kind != "wait" for own in run.records for e in own.events)
+    ran, rest = len(run.records), len(run.world.traces) - len(run.records)
+    text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"
+    if not rest:
+        return f"{text}, which are all; no deadlock."
+    return f"{text}, no deadlock if the other {rest} do as these (--all-ranks runs them)."
 
 
 # ---- Will it fit? --------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from checkpointing.writer import Writer, count_elements, saved_types, shards_to_
 from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
 from distributed.preflight import warms_up
+from emulator import distinct_ranks
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
@@ -104,7 +105,7 @@ class Case(NamedTuple):
 def rehearse(
     cases: Sequence[Case], show: Callable[[int], None] = lambda done: None
 ) -> list[Rehearsal]:
-    """Run the distinct ranks of `ranks_of` each case, each once, on this machine's cores.
+    """Run the ranks of `ranks_of` each case, each once, on this machine's cores.
 
     show: is told how many ranks have ended, whenever one has. Raises what the trainer raises, such
     as UserError.
@@ -136,14 +137,14 @@ def rehearse(
 
 def ranks_of(case: Case) -> Sequence[int]:
     """The ranks of a case that are run."""
-    return range(case.world) if case.all_ranks else distinct_ranks(case.config)
+    return range(case.world) if case.all_ranks else distinct_ranks.chosen(case.config)
 
 
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     """The world whose distinct ranks these are."""
     config, of_rank = case.config, {record.rank: record.events for record in records}
-    traces = {r: of_rank.get(r, of_rank[row[0]]) for row in alike(config) for r in row}
-    world = World(records[0].rows, [traces[rank] for rank in range(case.world)])
+    stands_in = distinct_ranks.taken_as(config, list(of_rank))
+    world = World(records[0].rows, [of_rank[rank] for rank in stands_in])
     most = max(level.batch for level in config.levels)
     count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
@@ -183,24 +184,6 @@ def stages_of(config: Config) -> list[list[int]]:
     for rank in range(math.prod(axes.values())):
         stages[coordinates(rank, axes)["pp"]].append(rank)
     return stages
-
-
-def alike(config: Config) -> list[list[int]]:
-    """Ranks that do the same: those of a stage, at one place among those that gather keys."""
-    layout, of_place = config.layout, dict[tuple[int, int], list[int]]()
-    for rank in range(math.prod(layout.axes.values())):
-        at = coordinates(rank, layout.axes)
-        place = at["pp"], at["cp"] // layout.over_heads(config.model)
-        of_place.setdefault(place, []).append(rank)
-    return list(of_place.values())
-
-
-def distinct_ranks(config: Config) -> list[int]:
-    """Ranks that may differ: the first of those alike; of the first and last stage also the last
-    rank, at the ends of tp and dp, which may hold padding, or other parts of the parameters.
-    """
-    stages = stages_of(config)
-    return sorted({stages[0][-1], stages[-1][-1], *(ranks[0] for ranks in alike(config))})
 
 
 # ---- One rank ------------------------------------------------------------------------------------

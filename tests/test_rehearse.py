@@ -252,6 +252,7 @@ def test_the_command_answers_in_words_and_as_data(tmp_path):
     assert done.returncode == 0, done.stderr
     for question in ("Will every collective meet? Yes", "Will it fit? Yes"):
         assert question in done.stdout
+    assert "operations of the 4 ranks that were run, which are all; no deadlock." in done.stdout
     answers = json.loads(out.read_text())
     assert answers["good"] is True
     assert answers["ranks_run"] == [0, 1, 2, 3]
@@ -291,6 +292,26 @@ def test_a_pipe_has_few_lines_of_progress(capsys):
         show(done)
     lines = capsys.readouterr().err.splitlines()
     assert [int(line.split()[2]) for line in lines] == [0, 100, 200, 300, 400]
+
+
+@pytest.mark.slow
+def test_the_verdict_is_about_the_ranks_that_were_run():
+    done = run("--gpus", "8", *SHAPE.split(), "--tp", "8", "--heads", "8", *FEW)
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks, tp 8 x pp 1 x dp 1, bf16: 3 were run, each other one" in done.stdout
+    text = "operations of the 3 ranks that were run, no deadlock if the other 5 do as these"
+    assert text in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "precision"), [("a100-80", "bf16"), ("v100-32", "fp16")])
+def test_the_precision_is_that_which_the_planner_takes_on_the_machine(gpu, precision):
+    words = f"--model gpt2-124m --layers 2 --gpu {gpu} --gpus 1 --global-batch-size 1"
+    done = run(*words.split())
+    assert f"dp 1, {precision}: 1 were run" in done.stdout, done.stderr
+    command = [sys.executable, "plan.py", "layouts", *words.split()]
+    planned = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert f"--precision {precision}" in planned.stdout
 
 
 @pytest.mark.slow
