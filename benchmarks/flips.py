@@ -1,21 +1,33 @@
 """Bits that flip in one rank's memory: what notices them, and what a restart continues from.
 
-    python benchmarks/flips.py          writes benchmarks/results/flips.md
+    python benchmarks/flips.py --keep RESULTS.jsonl [--minutes 7]      writes results/flips.md
 
-Two data replicas train a small model for 60 steps and save every 4 steps; replicas are compared
-before each save, and otherwise only every 1,000 steps. One bit of rank 1 flips in step 46. If that
-ends the run, it is resumed without the fault. The last loss is compared with that of a run without
-a fault: the same bits mean that no corrupted state was continued from.
+Two ranks train a small model for 60 steps and save every 4 steps; replicas are compared before each
+save, and otherwise only every 1,000 steps. One bit of one rank flips in step 46, after 32 steps
+from which the rule for spikes has its mean. If that ends the run, the cause is read from the report
+of the run (OUT/hang), and it is resumed without the fault. All weights and
+optimizer state of the last checkpoint are compared with those of a run without a fault: the same
+bits mean that no corrupted state was continued from.
+
+With --tp 2 there is one data replica, so ZeRO has nothing to shard, and these are run once.
+Results are kept in RESULTS.jsonl, so that the list can be run in parts: flips that are in it are
+not run again, and with --minutes none is begun after that time.
 """
 
+import argparse
+import hashlib
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
+import h5py
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,16 +36,36 @@ OPTIONS = (
     "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 64 --global-batch-size 8 "
     "--micro-batch-size 2 --device cpu --steps 60 --save-every 4 --max-nan-steps 3 --resume auto"
 )
-KINDS = ("weight", "exp_avg", "exp_avg_sq", "gradient")
-BITS = {"weight": (3, 22, 30), "exp_avg": (3, 30), "exp_avg_sq": (22,), "gradient": (30,)}
 STEP = 46
+ZERO_0, ZERO_1, TENSOR = "--zero 0", "--zero 1", "--tp 2"
+# What flips, its bit (of 32; 30 is the highest of the exponent), and the rank.
+OF_REPLICAS = (
+    ("weight", 3, 1),
+    ("weight", 22, 1),
+    ("weight", 22, 0),
+    ("weight", 30, 1),
+    ("exp_avg", 3, 1),
+    ("exp_avg", 22, 1),
+    ("exp_avg", 30, 1),
+    ("exp_avg_sq", 22, 1),
+    ("exp_avg_sq", 30, 1),
+    ("gradient", 22, 1),
+    ("gradient", 30, 1),
+)
+OF_TENSOR_RANKS = (("norm", 22, 1), ("norm", 30, 1), ("split", 22, 1))
+FLIPS = [
+    *((ZERO_0, *flip) for flip in OF_REPLICAS),
+    *((TENSOR, *flip) for flip in OF_TENSOR_RANKS),
+    *((ZERO_1, *flip) for flip in OF_REPLICAS),
+]
+SECONDS_FOR_THE_REPORT = 60.0  # which the monitor writes when the ranks have ended
 
 
-def train(out: Path, zero: int, fault: str, step: int) -> tuple[int, str]:
+def train(out: Path, layout: str, flip: str, rank: int, step: int) -> tuple[int, str]:
     """Status and standard error of one start of two ranks; step 0: without the fault."""
-    words = ["tests/corrupted_worker.py", fault, "1", str(step), *OPTIONS.split()]
-    words += ["--zero", str(zero), "--out", str(out)]
-    command = ["mpirun", "-n", "2", sys.executable, *words]
+    words = ["tests/corrupted_worker.py", f"flip:{flip}", str(rank), str(step)]
+    words += [*OPTIONS.split(), *layout.split(), "--out", str(out)]
+    command = [str(Path(sys.executable).with_name("mpirun")), "-n", "2", sys.executable, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode, done.stderr
@@ -44,59 +76,139 @@ def last_row(out: Path) -> dict:
     return json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def spiked(out: Path) -> bool:
-    """Whether a spike of the loss or of the gradient norm was recorded."""
+def last_state(out: Path) -> dict[str, str]:
+    """A digest of each array of the last checkpoint: weights and optimizer state of each rank."""
+    newest = max((out / "checkpoints").glob("step_*"))
+    digests = {}
+    for path in sorted(newest.glob("rank_*.h5")):
+        with h5py.File(path) as file:
+            for name, array in file.items():
+                digests[f"{path.name} {name}"] = hashlib.sha256(array[()].tobytes()).hexdigest()
+    return digests
+
+
+def failure(out: Path) -> str:
+    """The exception of the rank that the run's report says failed first, with its traceback."""
+    case = out / "hang" / "case.json"
+    limit = time.monotonic() + SECONDS_FOR_THE_REPORT
+    while not (case.exists() and case.read_text().endswith("}")):
+        if time.monotonic() > limit:
+            return ""
+        time.sleep(0.1)
+    first = json.loads(case.read_text())["first"]
+    return json.loads((out / "hang" / f"rank_{first:05d}.json").read_text())["error"]
+
+
+def cause(out: Path) -> str:
+    """Why the run ended, in words, from its report."""
+    error = failure(out)
+    if not error:
+        return "ended without a report"
+    found = re.search(r"after iteration (\d+) replicas are no longer equal: (\S+ \S+)", error)
+    if not found:
+        return error.strip().splitlines()[-1][:80]
+    when = f"the save of step {found[1]}"
+    if "in give_up" in error:
+        when = f"calling step {found[1]} diverged, after 3 losses that are NaN"
+    elif int(found[1]) % 4:
+        when = f"the end of step {found[1]}"
+    return f"comparing replicas before {when}: {found[2]}"
+
+
+def spikes(out: Path) -> str:
+    """Spikes of loss or gradient norm that were recorded since the flip; empty if none."""
     path = out / "spikes.jsonl"
-    return path.exists() and bool(path.read_text())
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    since = [f"{row['of']} of step {row['iteration']}" for row in rows if row["iteration"] >= STEP]
+    return f"a recorded spike: {', '.join(since[:2])}" if since else ""
 
 
-def examine(folder: Path, zero: int, kind: str, bit: int, clean: float) -> list[str]:
-    """The cells of one row of the table."""
-    out = folder / f"{zero}-{kind}-{bit}"
-    fault = f"flip:{kind}:{bit}"
-    status, error = train(out, zero, fault, STEP)
-    noticed = "nothing"
-    if "replicas are no longer equal" in error:
-        noticed = error.partition("after iteration ")[2].partition(" ")[0]
-        noticed = f"the check before the save of step {noticed}"
-    elif status:
-        noticed = error.strip().splitlines()[-1][:80]
-    elif spiked(out):
-        noticed = "a spike of the gradient norm or loss is recorded"
+def examine(folder: Path, layout: str, flip: tuple[str, int, int], clean: dict) -> dict:
+    """One row of the table: what noticed the flip, and what the last checkpoint is."""
+    kind, bit, rank = flip
+    out = folder / "flipped"
+    fault = f"{kind}:{bit}"
+    status, _ = train(out, layout, fault, rank, STEP)
+    noticed = spikes(out)
     resumed = ""
     if status:
+        noticed = cause(out)
         names = sorted(path.name for path in (out / "checkpoints").glob("step_*"))
         resumed = names[-1].removeprefix("step_").lstrip("0") if names else "0"
-        status, error = train(out, zero, fault, 0)
+        status, _ = train(out, layout, fault, rank, 0)
     loss = last_row(out)["loss"]
-    equal = "the same bits" if loss == clean else f"off by {abs(loss / clean - 1):.1e}"
+    outcome = "ended again"
+    if not status:
+        outcome = "the same bits"
+        if last_state(out) != clean["state"]:
+            outcome = f"other bits; the loss is off by {abs(loss / clean['loss'] - 1):.1e}"
     shutil.rmtree(out)
-    return [str(zero), kind, str(bit), noticed, resumed or "-", equal if not status else "ended"]
+    return {
+        "flip": [layout, *flip],
+        "noticed": noticed or "nothing",
+        "resumed": resumed or "-",
+        "outcome": outcome,
+    }
+
+
+def without_fault(folder: Path, layout: str) -> dict:
+    """Loss and state at the end of a run of that layout without a fault."""
+    out = folder / "clean"
+    status, error = train(out, layout, "weight:0", 0, 0)
+    if status:
+        raise SystemExit(error)
+    clean = {"loss": last_row(out)["loss"], "state": last_state(out)}
+    shutil.rmtree(out)
+    return clean
+
+
+def page(rows: list[dict]) -> str:
+    """The results file."""
+    text = (__doc__ or "").replace("      writes results/flips.md", "").strip()
+    ended = [row for row in rows if row["resumed"] != "-"]
+    same = sum(row["outcome"] == "the same bits" for row in ended)
+    lines = [f"# {text}", "", f"torch {torch.__version__}, 2 ranks on CPUs, a shared machine,"]
+    lines += [f"{time.strftime('%Y-%m-%d')}. Of {len(FLIPS)} flips {len(rows)} were run. The flip"]
+    lines += [f"ended {len(ended)} runs, which were resumed: {same} of them end with the bits of a"]
+    lines += ["run without a fault.", ""]
+    lines += [
+        "| layout | flipped | bit | rank | noticed by | resumed from step | last checkpoint |"
+    ]
+    lines += ["| --- | --- | --: | --: | --- | --: | --- |"]
+    for row in sorted(rows, key=lambda row: FLIPS.index(tuple(row["flip"]))):
+        cells = [*row["flip"], row["noticed"], row["resumed"], row["outcome"]]
+        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> list[dict]:
+    """The rows that are kept, of flips that are still on the list."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if tuple(row["flip"]) in FLIPS]
 
 
 def main() -> None:
-    """Try each flip and write the table."""
-    rows = []
+    """Try each flip that is not kept yet and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of beginning flips")
+    options = parser.parse_args()
+    until = time.monotonic() + 60 * options.minutes
+    there = [tuple(row["flip"]) for row in read(options.keep)]
+    clean: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for zero in (0, 1):
-            status, error = train(folder / "clean", zero, "flip:weight:0", 0)
-            if status:
-                raise SystemExit(error)
-            clean = last_row(folder / "clean")["loss"]
-            shutil.rmtree(folder / "clean")
-            for kind in KINDS:
-                for bit in BITS[kind]:
-                    rows.append(examine(folder, zero, kind, bit, clean))
-                    print(" | ".join(rows[-1]), flush=True)
-    text = (__doc__ or "").replace("          writes benchmarks/results/flips.md", "")
-    head = (
-        "| --zero | flipped | bit | noticed by | resumed from step | last loss against no fault |"
-    )
-    lines = [f"# {text.strip()}", "", f"torch {torch.__version__}, 2 ranks on CPUs.", ""]
-    lines += [head, "| --: | --- | --: | --- | --: | --- |"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
-    RESULTS.write_text("\n".join(lines) + "\n")
+        for layout, *flip in [each for each in FLIPS if each not in there]:
+            if time.monotonic() >= until:
+                break
+            if layout not in clean:
+                clean[layout] = without_fault(Path(name), layout)
+            row = examine(Path(name), layout, tuple(flip), clean[layout])
+            with open(options.keep, "a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+    RESULTS.write_text(page(read(options.keep)))
 
 
 if __name__ == "__main__":

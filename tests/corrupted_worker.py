@@ -6,8 +6,9 @@
 
 nan: the rank's activations are NaN in these steps. drift: the last bit of the first element of its
 first weight is flipped after these steps; huge: its highest bit of the exponent. flip:KIND:BIT: a
-bit of the first element of the first tensor of that kind that this rank has: weight, gradient, or
-the name of an optimizer's state such as exp_avg.
+bit of the first element of the first tensor of that kind that this rank has: weight, norm (a weight
+of one), split (a weight that is split over tensor ranks), gradient, or the name of an optimizer's
+state such as exp_avg.
 """
 
 import itertools
@@ -48,6 +49,13 @@ def plant_drift(steps: list[int], bit: int = 0) -> None:
     trainer.step = drifting
 
 
+WEIGHTS = {
+    "weight": lambda spec: True,
+    "norm": lambda spec: "norm" in spec.name,
+    "split": lambda spec: spec.dim is not None,
+}
+
+
 def plant_flip(kind: str, bit: int, steps: list[int]) -> None:
     """Flip a bit of a weight or of optimizer state after these steps, of a gradient in them."""
     step, update, count = trainer.step, zero.Optimizer.step, itertools.count(1)
@@ -59,8 +67,9 @@ def plant_flip(kind: str, bit: int, steps: list[int]) -> None:
     def stepping(state, *arguments):
         now[:] = next(count), state
         result = step(state, *arguments)
-        if now[0] in steps and kind == "weight":
-            flip(next(state.stages.parameters()).detach())
+        if now[0] in steps and kind in WEIGHTS:
+            weights = (p for p in state.stages.parameters() if WEIGHTS[kind](p.spec))
+            flip(next(weights).detach())
         elif now[0] in steps and kind != "gradient":
             shard = state.optimizer.owned()[0]
             values = shard.read(kind, shard.start, shard.stop).clone()
