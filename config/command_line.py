@@ -160,8 +160,13 @@ def parse_request(
 
     defaults: a program's own values for options that neither a flag nor the file gives, as a
     function of the options that were given; what was given is never overridden. plans: whether what
-    the engine cannot train of a --model is a note, not a UserError.
+    the engine cannot train of a --model is a note, not a UserError. `--help GROUP ...` prints the
+    options of these groups and ends the program.
     """
+    first, *groups = arguments or [""]
+    if first == "--help" and groups and GROUPS.keys() >= set(groups):
+        _parser(description.partition("\n")[0], groups).print_help()
+        raise SystemExit(0)
     translated = spelling.translate(arguments)
     flags, unknown = _parser(description).parse_known_args(translated.words)
     values = vars(flags)
@@ -314,7 +319,7 @@ def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argpar
     usage, form = "%(prog)s [--config FILE] [--OPTION VALUE ...]", RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
-    parser.epilog += " options are understood."
+    parser.epilog += f" options are understood. --help GROUP is shorter: {', '.join(GROUPS)}."
     absent: dict[str, Any] = {"default": argparse.SUPPRESS}
     parser.add_argument("--config", metavar="FILE", help="TOML file of these options", **absent)
     for group, cls in GROUPS.items():

@@ -205,7 +205,10 @@ def _load_file(name: str, end_token: str) -> Encoder:
     try:
         tokenizer = Tokenizer.from_str(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read --tokenizer {name}: {error.strerror}") from None
+        raise UserError(
+            f"cannot read --tokenizer {name}: {error.strerror}; it is a file or a folder of this "
+            "machine, and names of a hub are not fetched"
+        ) from None
     except Exception as error:  # the library raises a bare Exception
         raise UserError(f"--tokenizer {name} is not a tokenizer: {error}") from None
     return TokenizersEncoder(tokenizer, end_token, f"--tokenizer {name}")

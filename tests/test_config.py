@@ -295,6 +295,14 @@ def test_the_help_of_a_question_shows_what_it_takes():
         assert flag not in done.stdout
 
 
+def test_the_help_of_one_group_shows_its_options_alone():
+    command = [sys.executable, "train.py", "--help", "data"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "\n  --split" in done.stdout
+    assert "\n  --layers" not in done.stdout
+
+
 def test_what_a_preset_derives_is_derived_again():
     config = parse(["--model", "gpt2-124m", "--hidden", "1024", "--heads", "16"])
     assert (config.model.ffn_hidden, config.model.kv_heads) == (4096, 16)

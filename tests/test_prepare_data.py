@@ -320,6 +320,7 @@ def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):
         (["a.txt", "--vocab-size", "256"], r"--vocab-size\(256\) must hold 256 bytes"),
         (["a.txt", "--shuffle-seed", "-1"], r"--shuffle-seed\(-1\) must be in"),
         (["a.txt", "--tokenizer", "missing.json"], r"cannot read --tokenizer missing\.json"),
+        (["a.txt", "--tokenizer", "gpt2"], "names of a hub are not fetched"),
         (["a.txt", "--tokenizer", "a.txt"], r"--tokenizer a\.txt is not a tokenizer"),
         (["a.txt", "--out", "a.txt/c"], r"folder of --out, a\.txt: cannot write in"),
     ],
