@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 
 import published_rows
-from published_rows import integer
+from published_rows import WORDS, integer
 
 from config.schema import Layout, ModelShape, Training
 from planner import hardware
@@ -90,9 +90,9 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         micro_batch_size=micro,
         recompute=published_rows.recomputation(row),
         partition=row.get("partition") or _partition(layers, pp),
-        zero=min(1, int(row["zero_stage"] or 1)),
+        zero=WORDS["zero_stage"][row["zero_stage"]],
         sequence_parallel=_sequence_parallel(row, tp),
-        schedule=row.get("schedule") or "1f1b",
+        schedule=WORDS["schedule"][row.get("schedule", "")],
     )
     megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
     return Case(
@@ -118,23 +118,18 @@ def _partition(layers: int, pp: int) -> str:
 
 def _sequence_parallel(row: dict[str, str], tp: int) -> bool:
     """As the row says; where it says nothing, what the source is known to have used."""
-    stated = row.get("sequence_parallel")
-    if stated:
-        return stated == "True"
+    stated = WORDS["sequence_parallel"][row.get("sequence_parallel", "")]
+    if stated is not None:
+        return stated
     return tp > 1 and ("H100" in row["gpu"] or row["recompute"] == "selective")
 
 
 def _training(row: dict[str, str]) -> Training:
     return Training(
         global_batch_size=_batch(row),
-        precision=_precision(row),
-        optimizer="adamw8bit" if "8bit" in row["optimizer"] else "adamw",
+        precision=WORDS["precision"][row["precision"]],
+        optimizer=WORDS["optimizer"][row["optimizer"]],
     )
-
-
-def _precision(row: dict[str, str]) -> str:
-    """As the row says, in fp16 if it says nothing."""
-    return next((p for p in ("bf16", "fp32", "fp64") if row["precision"].startswith(p)), "fp16")
 
 
 def _machine(row: dict[str, str], date: str) -> str:

@@ -1,16 +1,20 @@
 """Published rows of measurements: read from CSV, and checked for contradictions.
 
 A row is a line of a CSV file in the columns of `benchmarks/data/measured_rows.csv`; tune.py writes
-its results in them too. `check` finds rows that contradict themselves or each other.
+its results in them too. `check` finds rows that contradict themselves or each other. Files with a
+column `machine` state more, which stated_rows reads.
 """
 
 import csv
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import row_table
+from row_table import Cells, Row, Table
+
 from config.messages import UserError
 from config.model_stats import FORMULAS, block_parameters, hardware_flops, model_flops, parameters
-from config.schema import ModelShape
+from config.schema import OPTIMIZERS, SCHEDULES, ModelShape
 
 # fmt: off
 COLUMNS = (
@@ -19,13 +23,52 @@ COLUMNS = (
     "status", "mem_gb", "sec_per_it", "tflops", "dp_clean", "gbs_clean", "sec_clean",
     "sec_derived", "formula", "dup_of", "quality", "note",
 )
-# fmt: on
 # Columns that rows may have besides: what tune.py varies and the published tables did not.
 OPTIONAL = ("kv_heads", "activation", "sequence_parallel", "schedule", "partition")
+# Columns for the reader of a table, and what tune.py says about its trials.
+INFORMATION = (
+    "source_file", "nodes", "tflops_clean", "trials", "sec_trials", "spread", "tokens_per_second",
+    "mfu", "hfu", "predicted_sec", "mem_gb_per_stage",
+)
+# Columns of files that have all of them: what the other files leave to be known.
+STATED = (
+    "machine", "norm", "positions", "bias", "tied", "chunks", "mem_kind", "tokens_per_gpu",
+    "inexpressible", "software",
+)
+STATED_OPTIONAL = ("engine", "cp", "fp8")
+WHOLE = (
+    "gpus", "layers", "hidden", "heads", "ffn", "seq", "vocab", "dp", "tp", "pp", "mbs", "gbs",
+    "dp_clean", "gbs_clean", "nodes", "kv_heads", "chunks", "cp",
+)
+NUMBERS = (
+    "size_b", "mem_gb", "sec_per_it", "tflops", "sec_clean", "sec_derived", "tflops_clean",
+    "tokens_per_gpu", "predicted_sec",
+)
+# fmt: on
 # What a row must have to describe a model and a layout.
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq", "tp", "pp", "gpus")
-RECOMPUTATION = {"true": "full", "full": "full", "selective": "selective"}
-RECOMPUTATION |= {"false": "none", "none": "none", "": "none"}
+RECOMPUTATION = {"none": "none", "selective": "selective", "full": "full"}
+RECOMPUTATION |= {"true": "full", "True": "full", "false": "none", "False": "none", "": "none"}
+YES_NO = {"True": True, "true": True, "False": False, "false": False}
+# fp16 where nothing is said, or was not certain; its optimizers are all Adam.
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "fp64": "fp64"}
+UNCERTAIN = {"": "fp16", "fp16?": "fp16", "fp16/mixed": "fp16"}
+ADAMS = ("", "adam", "adam (distributed)", "apex.FusedAdam", "apex.FusedAdam?", "torch.optim.Adam")
+OPTIMIZER = {name: name for name in OPTIMIZERS} | dict.fromkeys(ADAMS, "adamw")
+OPTIMIZER["adam8bit(bnb)"] = "adamw8bit"
+STATUS = {"ok": "ok", "OOM": "OOM", "oom": "OOM", "hang": "failed", "fail": "failed"}
+ZERO = {str(stage): stage for stage in range(4)}
+# The words of a column, and what they mean.
+WORDS = {
+    "status": STATUS,
+    "recompute": RECOMPUTATION,
+    "precision": PRECISIONS | UNCERTAIN,
+    "optimizer": OPTIMIZER,
+    "zero_stage": {"": 1} | ZERO,
+    "sequence_parallel": {"": None} | YES_NO,
+    "schedule": {"": "1f1b"} | {name: name for name in SCHEDULES},
+    "activation": {"": "gelu_tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"},
+}
 # Columns that make two rows the same configuration, beside those that each check names.
 SAME = ("gpu", "layers", "hidden", "heads", "tp", "pp", "zero_stage", "recompute", "precision")
 # Formulas that count the parameters of a nominal size in place of the shape's: billions.
@@ -33,21 +76,43 @@ NOMINAL = {"old-104B": 104.0, "old-1.3B": 1.3}
 NEAR = 0.004  # share by which printed TFLOPs may differ from a formula, besides rounding
 
 
-def read(path: str) -> list[dict[str, str]]:
-    """The rows of a CSV file; UserError if it cannot be read or lacks a column."""
-    try:
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a CSV file: {error}") from None
-    if not rows:
-        raise UserError(f"{path} has no rows")
-    missing = [name for name in COLUMNS if rows[0].get(name) is None]
-    if missing:
-        raise UserError(f"{path} has {len(rows)} rows and lacks the columns {', '.join(missing)}")
-    return rows
+def read_table(path: str) -> Table:
+    """The rows of a CSV file, with the mistakes in its numbers, and in its words if it does not
+    state the machine. UserError if it cannot be read, or has other columns.
+    """
+    known = (*COLUMNS, *OPTIONAL, *INFORMATION, *STATED, *STATED_OPTIONAL)
+    table = row_table.read(path, COLUMNS, known)
+    states = "machine" in table.columns
+    if not states and (more := [n for n in (*STATED, *STATED_OPTIONAL) if n in table.columns]):
+        where = "are read in files that have a column machine too"
+        raise UserError(f"{path}, line 1, columns: {', '.join(more)} {where}")
+    lacks = [name for name in (*OPTIONAL, *STATED) if name not in table.columns]
+    if states and lacks:
+        has = f"{path} has a column machine"
+        raise UserError(f"{has} and lacks the columns {', '.join(lacks)}")
+    for row in table.rows:
+        cells = Cells(row)
+        _check_cells(cells, {} if states else WORDS)
+        table.mistakes.extend(cells.mistakes)
+    return table
+
+
+def _check_cells(cells: Cells, words: dict[str, dict]) -> None:
+    """Note the cells that hold no number where there is one, and words that are not known."""
+    for column in WHOLE:
+        cells.whole(column, empty=1)
+    for column in NUMBERS:
+        cells.number(column, empty=0.0)
+    for column, known in words.items():
+        if column in cells.row:
+            cells.one_of(column, known)
+
+
+def read(path: str) -> list[Row]:
+    """The rows of a CSV file; UserError that lists all of its mistakes, if it has any."""
+    table = read_table(path)
+    table.refuse_mistakes()
+    return table.rows
 
 
 def read_tables(path: str) -> dict[str, list[str]]:
@@ -78,7 +143,7 @@ def integer(row: dict[str, str], *columns: str) -> int | None:
 
 def recomputation(row: dict[str, str]) -> str:
     """The row's recomputation as Layout names it; UserError if it is none of RECOMPUTATION."""
-    value = row["recompute"].lower()
+    value = row["recompute"]
     if value not in RECOMPUTATION:
         known = ", ".join(name for name in RECOMPUTATION if name)
         raise UserError(f"row {row['row_id']}, column recompute: is {value!r}, not one of {known}")

@@ -2,69 +2,33 @@
 
     found = read("benchmarks/data/public/aleph.csv")
 
-A value that is not understood is an error with its row and column, never a default. A row that uses
-what the planner cannot say (fp8, context parallelism) is set aside because of that column, before
-any prediction, and counted; so is one whose time another row of its file contradicts.
+A value that is not understood is an error with its line and column, never a default. A row whose
+time another row of its file contradicts is set aside, before any prediction, and counted.
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import published_rows
+import row_engines
+from published_rows import RECOMPUTATION, YES_NO
+from row_table import Cells, Table
 
-from config.command_line import read_toml
-from config.messages import UserError, nearest
+from config.messages import UserError
 from config.schema import SCHEDULES, Layout, ModelShape, Training
 from planner import hardware
 
-ENGINES = Path(__file__).parent / "data" / "engines.toml"
-# The engine of rows that have no column `engine`, by the letters that their names begin with.
-PREFIXES = {
-    "AA": "aleph",
-    "DG": "nemo-2025",
-    "FM": "fms-fsdp",
-    "MF": "llm-foundry",
-    "NL": "nemo-2023",
-    "TT": "torchtitan",
-    "UP": "nanotron",
-}
-YES_NO = {"True": True, "true": True, "False": False, "false": False}
-RECOMPUTE = published_rows.RECOMPUTATION
-STATUS = {"ok": "ok", "oom": "OOM", "crashed/oom": "OOM", "hang": "failed", "fail": "failed"}
-PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+# crashed/oom: any crash, by a source that does not tell one from another.
+STATUS = published_rows.STATUS | {"crashed/oom": "OOM"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
+ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "swiglu")}
+NORMS = {name: name for name in ("layernorm", "rmsnorm")}
+POSITIONS = {name: name for name in ("learned", "alibi", "rotary")}
+SCHEDULE = {"": "1f1b"} | {name: name for name in SCHEDULES}
 # What a memory figure counts: everything, what the allocator holds, or tensors alone.
 MEMORY_KINDS = ("", "nvidia-smi", "reserved", "allocated")
-# Attention kernels as sources write them, and as `Software.attention` has them.
-KERNELS = {
-    "torch": "math",
-    "fused": "fused",
-    "flash_attentionv1.0.8": "flash1",
-    "flash_attention2": "flash2",
-    "flash_attention2 + RMS kernel": "flash2",
-}
-# What a row used beyond the columns: software facts, or None: the planner cannot say it.
-USED: dict[str, dict[str, Any] | None] = {
-    "fp8": None,
-    "float8": None,
-    "context parallel 2": None,
-    "context parallel 4": None,
-    "context parallel 8": None,
-    "torch.compile": {"fused_norms": True, "fused_elementwise": True},
-    "async TP": {"overlap_tensor": 0.4},
-    "HSDP": {},
-    "interleaving": {},
-    "zero 3 with tp": {},
-    "zero 3 with tp and pp": {},
-    "selective op AC": {"keeps_products": True},
-    "per op SAC": {"keeps_products": True},
-    "selective layer AC": {"recompute_share": 0.5},
-    "selective AC (share of blocks not stated)": {"recompute_share": 0.5},
-}
-
 
 # A row that took longer than another one of its file allows by more than this factor is set aside.
 # Of the files but the playbook's, 513 rows, none is above 1.09.
@@ -99,7 +63,7 @@ class StatedRow:
         """What rows share among which a layout is chosen."""
         kept = self.layout.recompute, self.layout.sequence_parallel if "SP" in self.section else ""
         shape = self.model.layers, self.model.hidden, self.model.seq_length
-        gpus = self.layout.tp * self.layout.pp * self.layout.dp
+        gpus = self.layout.tp * self.layout.pp * self.layout.dp * self.layout.cp
         zero = min(1, self.layout.zero) if self.source == "ultrascale" else ""
         batch = self.training.global_batch_size
         return (self.section, self.machine, self.kernel, kept, zero, shape, gpus, batch)
@@ -138,11 +102,37 @@ class StatedRow:
         return replace(machine, software=replace(machine.software, **self.facts))
 
 
+class Reading(NamedTuple):
+    """The rows of a file that could be read, and the table that they are from."""
+
+    rows: list[StatedRow]
+    table: Table
+
+
 def read(path: str) -> list[StatedRow]:
-    """The rows of a CSV file; UserError naming row and column where a value is not understood."""
-    engines = read_toml(ENGINES, "engines.toml")
-    rows = [_row(r, Path(path).stem, engines) for r in published_rows.read(path)]
-    return _without_contradicted(_without_crashes(rows))
+    """The rows of a CSV file; UserError that lists all of its mistakes, if it has any."""
+    found = read_sound(path)
+    found.table.refuse_mistakes()
+    return found.rows
+
+
+def read_sound(path: str) -> Reading:
+    """The rows of a CSV file that have no mistake, and the mistakes of the others.
+
+    Raises UserError if it cannot be read, or has other columns.
+    """
+    table = published_rows.read_table(path)
+    reader, rows = RowReader(Path(path)), []
+    for row in table.rows:
+        cells = Cells(row)
+        stated = reader.read(cells)
+        if not cells.mistakes:
+            rows.append(stated)
+        table.mistakes.extend(cells.mistakes)
+    table.mistakes[:] = dict.fromkeys(table.mistakes)  # numbers were read twice
+    sound = {row["row_id"] for row in table.sound()}
+    rows = [row for row in rows if row.id in sound]
+    return Reading(_without_contradicted(_without_crashes(rows)), table)
 
 
 def _sizes(model: ModelShape) -> tuple[int, ...]:
@@ -189,201 +179,161 @@ def _without_contradicted(rows: list[StatedRow]) -> list[StatedRow]:
 
 def is_stated(path: str) -> bool:
     """Whether the file names each row's machine: the older tables do not."""
-    return "machine" in published_rows.read(path)[0]
+    return "machine" in published_rows.read_table(path).columns
 
 
-def _row(row: dict[str, str], source: str, engines: dict[str, dict]) -> StatedRow:
-    gpus, tp, pp = (_whole(row, name) for name in ("gpus", "tp", "pp"))
-    dp = _whole(row, "dp_clean" if row["dp_clean"] else "dp")
-    if tp * pp * dp != gpus:
-        raise _error(row, "dp", f"tp({tp}) * pp({pp}) * dp({dp}) is not {gpus} GPUs")
-    engine, model = engines[_engine(row, engines)], _shape(row)
-    layout = Layout(
-        tp=tp,
+class RowReader:
+    """Reads the rows of one file. Paths of machine files in it start from its folder."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.engines = row_engines.read_engines()
+        self.machines: dict[str, hardware.Machine | str] = {}  # or why there is none
+
+    def read(self, cells: Cells) -> StatedRow:
+        """The row; of no use if `cells` has noted mistakes."""
+        engine = row_engines.engine_of(cells, self.engines)
+        model, training = _shape(cells), _training(cells)
+        layout, gpus = _layout(cells, engine, model), cells.whole("gpus")
+        if not cells.mistakes:
+            _check_sizes(cells, gpus, layout, training)
+        machine = self._machine(cells, engine)
+        facts = row_engines.facts(cells, engine, machine)
+        if facts.get("fp8") and not self._has_fp8(machine):
+            cells.wrong("fp8", f"{machine} has no fp8 arithmetic")
+        observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
+        status = cells.one_of("status", STATUS)
+        refused = status == "OOM" and row_engines.refuses(engine, layout, training)
+        note = cells.text("note")
+        has_kernel = note.startswith(row_engines.KERNEL)
+        seconds = _seconds(cells)
+        gigabytes, kind = _memory(cells, observed.get("kind", ""))
+        if status == "ok" and seconds is None and gigabytes is None:
+            cells.wrong("sec_per_it", "is empty, as is mem_gb, of a run whose status is ok")
+        return StatedRow(
+            id=cells.row["row_id"],
+            source=self.path.stem,
+            section=cells.text("section"),
+            kernel=note.removeprefix(row_engines.KERNEL) if has_kernel else "",
+            model=model,
+            layout=layout,
+            training=training,
+            machine=machine,
+            facts=facts,
+            seconds=seconds,
+            gigabytes=gigabytes,
+            memory_kind=kind,
+            memory_of=observed.get("stage", ""),
+            memory_ahead=row_engines.memory_ahead(observed, model, layout, training),
+            ambiguous=cells.text("status") == "crashed/oom",
+            assumed=cells.text("quality") == "layout assumed",
+            status="failed" if refused else status,
+            aside="",
+        )
+
+    def _machine(self, cells: Cells, engine: dict[str, Any]) -> str:
+        """The row's machine, a file of hardware/ or a path of one's own, or the machine of its
+        engine's cluster with the same GPU.
+        """
+        name = cells.text("machine")
+        if name.endswith(".toml"):
+            name = str(self.path.parent / name)
+        elif name not in hardware.names():
+            known = ", ".join(hardware.names())
+            cells.wrong(
+                "machine", f"is {name!r}, no file that ends in .toml and not one of {known}"
+            )
+            return name
+        name = engine.get("machines", {}).get(name, name)
+        problem = self._loaded(name)
+        if isinstance(problem, str):
+            cells.wrong("machine", problem)
+        return name
+
+    def _loaded(self, name: str) -> "hardware.Machine | str":
+        """The machine of that name, or why there is none."""
+        if name not in self.machines:
+            try:
+                self.machines[name] = hardware.load(name)
+            except UserError as error:
+                self.machines[name] = str(error)
+        return self.machines[name]
+
+    def _has_fp8(self, name: str) -> bool:
+        """Whether that machine has fp8 arithmetic; also True of one that is unknown."""
+        machine = self.machines.get(name)
+        return not isinstance(machine, hardware.Machine) or machine.fp8 > 0
+
+
+def _layout(cells: Cells, engine: dict[str, Any], model: ModelShape) -> Layout:
+    pp = cells.whole("pp")
+    return Layout(
+        tp=cells.whole("tp"),
         pp=pp,
-        dp=dp,
-        micro_batch_size=_whole(row, "mbs"),
-        recompute=_one_of(row, "recompute", RECOMPUTE),
-        partition=row["partition"] or _partition(engine, model, pp),
-        zero=_one_of(row, "zero_stage", {str(stage): stage for stage in range(4)}),
-        sequence_parallel=_one_of(row, "sequence_parallel", YES_NO),
-        schedule=_one_of(row, "schedule", {"": "1f1b"} | {name: name for name in SCHEDULES}),
+        cp=cells.whole("cp", empty=1),
+        dp=cells.whole("dp_clean" if cells.text("dp_clean") else "dp"),
+        micro_batch_size=cells.whole("mbs"),
+        recompute=cells.one_of("recompute", RECOMPUTATION),
+        partition=cells.text("partition") or row_engines.partition(engine, model, pp),
+        zero=cells.one_of("zero_stage", published_rows.ZERO),
+        sequence_parallel=cells.one_of("sequence_parallel", YES_NO),
+        schedule=cells.one_of("schedule", SCHEDULE),
+        **engine.get("layout", {}),
     )
-    facts, aside = _facts(row, engines)
-    training = _training(row)
-    seconds = row["sec_clean"] or row["sec_per_it"]
-    observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
-    kind = observed.get("kind") or row["mem_kind"].rstrip("?").replace(" GiB", "")
+
+
+def _check_sizes(cells: Cells, gpus: int, layout: Layout, training: Training) -> None:
+    """Note a layout that does not make the GPUs, and a batch that it does not divide."""
+    tp, pp, cp, dp = layout.tp, layout.pp, layout.cp, layout.dp
+    if tp * pp * dp * cp != gpus:
+        product = f"tp({tp}) * pp({pp}) * dp({dp})" + f" * cp({cp})" * (cp > 1)
+        hint = f"; dp {gpus // (tp * pp * cp)} fits" if gpus % (tp * pp * cp) == 0 else ""
+        cells.wrong("dp", f"{product} is not {gpus} GPUs{hint}")
+        return
+    batch, micro = training.global_batch_size, layout.micro_batch_size
+    if batch % (micro * dp):
+        cells.wrong("gbs", f"is {batch}, not a multiple of mbs({micro}) * dp({dp})")
+
+
+def _seconds(cells: Cells) -> float | None:
+    """Seconds of a step, corrected ones if there are any."""
+    column = "sec_clean" if cells.text("sec_clean") else "sec_per_it"
+    return cells.number(column) if cells.text(column) else None
+
+
+def _memory(cells: Cells, observed: str) -> tuple[float | None, str]:
+    """Gigabytes of the figure, and what it counts: as `observed` of the engine, else as stated."""
+    stated = cells.text("mem_kind").rstrip("?")
+    kind = observed or stated.replace(" GiB", "")
     if kind not in MEMORY_KINDS:
-        raise _error(row, "mem_kind", f"is none of {', '.join(MEMORY_KINDS[1:])}")
-    unit = 2**30 / 1e9 if "GiB" in row["mem_kind"] else 1.0
-    status = _one_of(row, "status", STATUS, lower=True)
-    return StatedRow(
-        id=row["row_id"],
-        source=source,
-        section=row["section"],
-        kernel=row["note"].removeprefix("kernel=") if row["note"].startswith("kernel=") else "",
-        model=model,
-        layout=layout,
-        training=training,
-        machine=_machine(row, engines),
-        facts=facts,
-        seconds=_number(row, "sec_per_it", seconds) if seconds else None,
-        gigabytes=unit * _number(row, "mem_gb", row["mem_gb"]) if row["mem_gb"] else None,
-        memory_kind=kind,
-        memory_of=observed.get("stage", ""),
-        memory_ahead=_ahead(observed, model, layout, training),
-        ambiguous=row["status"] == "crashed/oom",
-        assumed=row["quality"] == "layout assumed",
-        status="failed" if status == "OOM" and _refused(row, engine, layout) else status,
-        aside=aside,
-    )
+        cells.wrong("mem_kind", f"is {stated!r}, none of {', '.join(MEMORY_KINDS[1:])}")
+    if not cells.text("mem_gb"):
+        return None, kind
+    unit = 2**30 / 1e9 if "GiB" in stated else 1.0
+    return unit * cells.number("mem_gb"), kind
 
 
-def _partition(engine: dict[str, Any], model: ModelShape, pp: int) -> str:
-    """The blocks of each stage as `--partition` has them."""
-    if engine.get("partition") == "by products":
-        return ",".join(map(str, _by_products(model, pp)))
-    return engine.get("partition") or ("layers" if model.layers % pp == 0 else "balanced")
-
-
-def _by_products(model: ModelShape, pp: int) -> list[int]:
-    """nanotron's rule: a stage is full with the block at which the products of all blocks up to
-    there reach its share of them and of the output matrix. Later stages may have no block.
-    """
-    block = 4 * model.hidden**2 + 3 * model.hidden * model.ffn_hidden
-    whole = model.layers * block + model.vocab_size * model.hidden
-    counts, stage, sum_ = [0] * pp, 0, 0
-    for _ in range(model.layers):
-        counts[stage], sum_ = counts[stage] + 1, sum_ + block
-        stage += stage < pp - 1 and sum_ >= whole * (stage + 1) / pp
-    return counts
-
-
-def _ahead(observed: dict, model: ModelShape, layout: Layout, training: Training) -> float:
-    """Gigabytes of whole activations that tensor ranks have passed to collectives which did not
-    run yet: the host is ahead of a GPU that waits for no other stage. Of a step with a single
-    micro-batch those of a forward, two a block: what a backward passes takes what it frees.
-    """
-    if layout.tp == 1 or layout.pp > 1:
-        return 0.0
-    most = observed.get("ahead", 0)
-    if training.global_batch_size == layout.micro_batch_size * layout.dp:
-        most = min(most, 2 * model.layers)
-    return 2e-9 * most * model.seq_length * layout.micro_batch_size * model.hidden
-
-
-def _refused(row: dict[str, str], engine: dict[str, Any], layout: Layout) -> bool:
-    """Whether the engine ends with another error than of memory: too few micro-batches."""
-    count = _whole(row, "gbs") // (layout.micro_batch_size * layout.dp)
-    return engine.get("needs_full_pipeline", False) and count < layout.pp - 1
-
-
-def _machine(row: dict[str, str], engines: dict[str, dict]) -> str:
-    """The row's machine, or that of its engine's cluster with the same GPU."""
-    name = _one_of(row, "machine", {name: name for name in hardware.names()})
-    return engines[_engine(row, engines)].get("machines", {}).get(name, name)
-
-
-def _engine(row: dict[str, str], engines: dict[str, dict]) -> str:
-    engine = row.get("engine") or PREFIXES.get(row["row_id"].split("-")[0], "trine")
-    if engine not in engines:
-        raise _error(row, "engine", f"is {engine!r}, not one of {', '.join(engines)}")
-    return engine
-
-
-def _facts(row: dict[str, str], engines: dict[str, dict]) -> tuple[dict[str, Any], str]:
-    """Software of the row's engine, over it what the row states; and why the row is set aside."""
-    engine = engines[_engine(row, engines)]
-    facts = engine.get("software", {}) | engine.get(row["machine"].split("-")[0], {})
-    facts |= engine.get(f"zero-{row['zero_stage']}", {})
-    chunks = _whole(row, "chunks")
-    if chunks > 1:
-        facts["virtual_stages"] = chunks
-    if row["note"].startswith("kernel="):
-        kernel = row["note"].removeprefix("kernel=")
-        if kernel not in KERNELS:
-            raise _error(row, "note", f"has the kernel {kernel!r}, not one of {', '.join(KERNELS)}")
-        facts |= {"attention": KERNELS[kernel], "fused_norms": "RMS" in kernel}
-    aside = ""
-    for name in filter(None, (part.strip() for part in row["inexpressible"].split(";"))):
-        if name not in USED:
-            raise _error(row, "inexpressible", f"has {name!r}; known: {', '.join(USED)}")
-        found = USED[name]
-        aside = aside or (name if found is None else "")
-        facts |= found or {}
-    if " PURE" in row["note"]:  # llm-foundry: gradients are reduced in half precision
-        facts["wire_bytes"] = 2
-    return facts | _stated_software(row), aside
-
-
-def _stated_software(row: dict[str, str]) -> dict[str, Any]:
-    """The column `software`: key=value, key=value, with the names of `Software`."""
-    types: dict[str, Callable] = {f.name: type(f.default) for f in fields(hardware.Software)}
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in row["software"].split(","))):
-        name, _, value = part.partition("=")
-        if name == "attention" and row["note"].startswith("kernel="):
-            continue  # the kernel says more
-        if name not in types:
-            hint = nearest(name, list(types)) or f"; known: {', '.join(types)}"
-            raise _error(row, "software", f"has {name!r}{hint}")
-        try:
-            found[name] = YES_NO[value] if types[name] is bool else types[name](value)
-        except (KeyError, ValueError):
-            raise _error(row, "software", f"has {part!r}") from None
-    return found
-
-
-def _shape(row: dict[str, str]) -> ModelShape:
+def _shape(cells: Cells) -> ModelShape:
+    heads = cells.whole("heads")
     return ModelShape(
-        _whole(row, "layers"),
-        _whole(row, "hidden"),
-        _whole(row, "heads"),
-        kv_heads=_whole(row, "kv_heads") if row["kv_heads"] else None,
-        ffn_hidden=_whole(row, "ffn") if row["ffn"] else None,
-        seq_length=_whole(row, "seq"),
-        vocab_size=_whole(row, "vocab"),
-        activation=_one_of(row, "activation", {n: n for n in ("gelu", "gelu_tanh", "swiglu")}),
-        norm=_one_of(row, "norm", {n: n for n in ("layernorm", "rmsnorm")}),
-        positions=_one_of(row, "positions", {n: n for n in ("learned", "alibi", "rotary")}),
-        bias=_one_of(row, "bias", YES_NO),
-        tied=_one_of(row, "tied", YES_NO),
+        cells.whole("layers"),
+        cells.whole("hidden"),
+        heads,
+        kv_heads=cells.whole("kv_heads", empty=heads),
+        ffn_hidden=cells.whole("ffn") if cells.text("ffn") else None,
+        seq_length=cells.whole("seq"),
+        vocab_size=cells.whole("vocab"),
+        activation=cells.one_of("activation", ACTIVATIONS),
+        norm=cells.one_of("norm", NORMS),
+        positions=cells.one_of("positions", POSITIONS),
+        bias=cells.one_of("bias", YES_NO),
+        tied=cells.one_of("tied", YES_NO),
     )
 
 
-def _training(row: dict[str, str]) -> Training:
+def _training(cells: Cells) -> Training:
     return Training(
-        global_batch_size=_whole(row, "gbs_clean" if row["gbs_clean"] else "gbs"),
-        precision=_one_of(row, "precision", {name: name for name in PRECISIONS}),
-        optimizer=_one_of(row, "optimizer", OPTIMIZERS),
+        global_batch_size=cells.whole("gbs_clean" if cells.text("gbs_clean") else "gbs"),
+        precision=cells.one_of("precision", published_rows.PRECISIONS),
+        optimizer=cells.one_of("optimizer", OPTIMIZERS),
     )
-
-
-def _one_of(row: dict[str, str], column: str, known: dict[str, Any], lower: bool = False) -> Any:
-    value = row.get(column) or ""
-    value = value.lower() if lower or column == "recompute" else value
-    if value not in known:
-        raise _error(row, column, f"is {value!r}, not one of {', '.join(map(str, known))}")
-    return known[value]
-
-
-def _whole(row: dict[str, str], column: str) -> int:
-    number = _number(row, column, row.get(column) or "")
-    if number != int(number) or number < 1:
-        raise _error(row, column, f"is {row[column]!r}, not a whole number above 0")
-    return int(number)
-
-
-def _number(row: dict[str, str], column: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = float("nan")
-    if not 0 <= number < float("inf"):
-        raise _error(row, column, f"is {value!r}, not a number")
-    return number
-
-
-def _error(row: dict[str, str], column: str, text: str) -> UserError:
-    return UserError(f"row {row['row_id']}, column {column}: {text}")
