@@ -1,29 +1,38 @@
 """How near the suite's comparisons come to their bounds, under several kinds of kernels.
 
-    python benchmarks/fp32_bounds.py          writes benchmarks/results/fp32_bounds.md
-    python benchmarks/fp32_bounds.py tests/test_compile.py     of these files alone
+    python benchmarks/fp32_bounds.py --keep RESULTS.jsonl [--minutes 5] [--files FILE ...]
 
 Runs every test file that compares numbers (tests/compare.py) once with each value of
 ATEN_CPU_CAPABILITY that this processor can run, and lists for each test the largest difference over
-its bound. Bounds below 1e-8 are those of fp64, which no processor's rounding comes near.
+its bound in benchmarks/results/fp32_bounds.md. Bounds below 1e-8 are those of fp64, which no
+processor's rounding comes near. Two files are run at a time, each in a process of its own.
+
+Results are kept in RESULTS.jsonl, a row for each file and kind of kernels, so that the list can be
+run in parts: rows that are there are not made again, and with --minutes none is begun after that.
 """
 
+import argparse
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fp32_bounds.md"
-KERNELS = ("default", "avx2", "avx512")
+KINDS = ("default", "avx2", "avx512")  # in the order of what processors have
 SMALLEST_BOUND = 1e-8
 LARGEST_SHARE = 1 / 3  # of a bound that a difference may take
+OWN_SHARE = "test_rounding_is_well_within_the_tolerance"  # their bounds are a third of another one
 
 
 def test_files() -> list[str]:
@@ -34,10 +43,17 @@ def test_files() -> list[str]:
     return [f"tests/{path.name}" for path in comparing if path.name not in without]
 
 
-def run(kernels: str, files: list[str]) -> tuple[dict[str, tuple[float, float, float]], str]:
-    """For each test its largest share of a bound, with difference and bound; pytest's last line."""
+def kernels_here() -> tuple[str, ...]:
+    """The values of ATEN_CPU_CAPABILITY that this processor can run."""
+    best = torch.backends.cpu.get_cpu_capability().lower()
+    return KINDS[: KINDS.index(best) + 1] if best in KINDS else KINDS[:1]
+
+
+def run(kernels: str, file: str) -> dict:
+    """One row: of each test the largest share of a bound, with difference and bound."""
     with tempfile.TemporaryDirectory() as folder:
         differences = Path(folder) / "differences"
+        differences.touch()
         environment = {
             **os.environ,
             "ATEN_CPU_CAPABILITY": kernels,
@@ -46,10 +62,8 @@ def run(kernels: str, files: list[str]) -> tuple[dict[str, tuple[float, float, f
             # that were compiled for other kernels gave NaN.
             "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         }
-        command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
-        done = subprocess.run(
-            [*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True
-        )
+        command = [sys.executable, "-m", "pytest", "-n", "0", file]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         lines = differences.read_text().splitlines()
     largest: dict[str, tuple[float, float, float]] = defaultdict(lambda: (0.0, 0.0, 0.0))
     for line in lines:
@@ -57,43 +71,81 @@ def run(kernels: str, files: list[str]) -> tuple[dict[str, tuple[float, float, f
         if bound >= SMALLEST_BOUND:
             name = test.removeprefix("tests/").partition("[")[0]
             largest[name] = max(largest[name], (difference / bound, difference, bound))
-    return largest, done.stdout.splitlines()[-1]
+    ended = done.stdout.strip().splitlines()[-1]
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    row = {"kernels": kernels, "file": file, "status": done.returncode, "ended": ended}
+    return row | {"failed": failed, "largest": largest}
+
+
+def run_missing(files: list[str], keep: Path, minutes: float) -> None:
+    """Make the rows that the file lacks, two at a time; begin none after `minutes`."""
+    there = {(row["kernels"], row["file"]) for row in read(keep)}
+    pairs = [(kernels, file) for kernels in kernels_here() for file in files]
+    until = time.monotonic() + 60 * minutes
+    writing = threading.Lock()
+
+    def make(pair: tuple[str, str]) -> None:
+        if time.monotonic() >= until:
+            return
+        row = run(*pair)
+        print(*pair, row["ended"], flush=True)
+        with writing, open(keep, "a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, [pair for pair in pairs if pair not in there]))
+
+
+def read(keep: Path) -> list[dict]:
+    """The rows that are kept."""
+    return [json.loads(line) for line in keep.read_text().splitlines()] if keep.exists() else []
+
+
+def page(rows: list[dict]) -> str:
+    """The results file."""
+    kinds = kernels_here()
+    shares: dict[str, dict[str, list[float]]] = defaultdict(dict)
+    for row in rows:
+        for test, triple in row["largest"].items():
+            shares[test][row["kernels"]] = triple
+    lines = []
+    above = []
+    for test, of_kind in sorted(shares.items()):
+        worst = max(of_kind.values())
+        cells = " | ".join(f"{of_kind[k][0]:.3f}" if k in of_kind else "-" for k in kinds)
+        lines.append(f"| `{test}` | {worst[1]:.1e} | {worst[2]:.1e} | {cells} |")
+        if worst[0] > LARGEST_SHARE and OWN_SHARE not in test:
+            above.append(test)
+    failed = [f"{line} ({row['kernels']})" for row in rows for line in row["failed"]]
+    run_files = [f"{sum(row['kernels'] == kind for row in rows)} with {kind}" for kind in kinds]
+    head = [
+        "# Differences over their bounds, under several kinds of kernels",
+        "",
+        "    python benchmarks/fp32_bounds.py --keep RESULTS.jsonl",
+        "",
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch",
+        f"{torch.__version__}, {time.strftime('%Y-%m-%d')}. Of each test the largest difference",
+        "over its bound, with `ATEN_CPU_CAPABILITY` as above the column; bounds of 1e-8 and more.",
+        f"Files run: {', '.join(run_files)},",
+        f"of {len(test_files())}. Above a third: {', '.join(above) or 'none'}. The bounds of",
+        f"`{OWN_SHARE}` and its twin are a third of the layouts' bound already.",
+        f"Tests that failed: {'; '.join(failed) or 'none'}.",
+        "",
+        f"| test | largest difference | its bound | {' | '.join(kinds)} |",
+        "| --- | --: | --: |" + " --: |" * len(kinds),
+    ]
+    return "\n".join([*head, *lines]) + "\n"
 
 
 def main() -> None:
-    """Run the tests under each kind of kernels and write the table."""
-    files = sys.argv[1:] or test_files()
-    results = {kernels: run(kernels, files) for kernels in KERNELS}
-    tests = sorted({test for largest, _ in results.values() for test in largest})
-    rows = []
-    above = []
-    for test in tests:
-        shares = [largest.get(test, (0.0, 0.0, 0.0)) for largest, _ in results.values()]
-        worst = max(shares)
-        cells = " | ".join(f"{share:.3f}" for share, _, _ in shares)
-        rows.append(f"| `{test}` | {worst[1]:.1e} | {worst[2]:.1e} | {cells} |")
-        if worst[0] > LARGEST_SHARE:
-            above.append(test)
-    header = " | ".join(KERNELS)
-    head = [
-        "# Differences over their bounds, under three kinds of kernels",
-        "",
-        "    python benchmarks/fp32_bounds.py",
-        "",
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
-        f"{torch.__version__}. Of each test the largest difference over its bound, with "
-        "`ATEN_CPU_CAPABILITY` as above the column; bounds of 1e-8 and more.",
-        f"Above a third: {', '.join(above) or 'none'}.",
-        "",
-        *(f"* {kernels}: {line}" for kernels, (_, line) in results.items()),
-        "",
-        f"| test | largest difference | its bound | {header} |",
-        "| --- | --: | --: |" + " --: |" * len(KERNELS),
-    ]
-    text = "\n".join([*head, *rows]) + "\n"
-    if files == test_files():
-        RESULTS.write_text(text)
-    print(text)
+    """Run what is missing and write the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of beginning files")
+    parser.add_argument("--files", nargs="*", help="test files, default: all that compare")
+    options = parser.parse_args()
+    run_missing(options.files or test_files(), options.keep, options.minutes)
+    RESULTS.write_text(page(read(options.keep)))
 
 
 if __name__ == "__main__":

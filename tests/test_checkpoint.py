@@ -199,9 +199,9 @@ def test_every_element_is_written_once_and_without_padding(saved):
         assert stored == elements
     for whole in wholes:
         assert whole.keys() == wholes[0].keys()
-        for tensor, other in zip(whole.values(), wholes[0].values()):
+        for name, tensor in whole.items():
             # After 5 steps of 1e-3 each.
-            np.testing.assert_allclose(tensor, other, rtol=0, atol=2e-6, equal_nan=False)
+            assert_close(tensor, wholes[0][name], 2e-6, name, scale=1.0)
 
 
 # ------------------------------------------------------------------------------------------------
