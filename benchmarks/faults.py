@@ -119,8 +119,8 @@ def table(results: list[dict]) -> str:
         "| fault | axis | rounds | of rank 0 | named | innocent | ended after, s: median, most |",
         "| --- | --- | --: | --: | --: | --: | --- |",
     ]
-    order = FAULTS + LESS_OFTEN
-    for (fault, axis), group in sorted(cells.items(), key=lambda c: order.index(c[0][0])):
+    order = [(fault, axis) for fault in FAULTS + LESS_OFTEN for axis in LAYOUTS]
+    for (fault, axis), group in sorted(cells.items(), key=lambda cell: order.index(cell[0])):
         seconds = sorted(result["seconds"] for result in group)
         named = sum(result["named"] == [result["culprit"]] for result in group)
         first = sum(result["culprit"] == 0 for result in group)
