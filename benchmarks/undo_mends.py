@@ -290,7 +290,7 @@ def page(outcomes: list[Outcome], seconds: float) -> str:
         f"of their tests failed, {left} defects were left with a reason, {other} are not shown by",
         f"their tests, {untried} were not tried. Of the {shown}, {endless} have a test that did",
         f"not end within {seconds:g} s, which counts as failed. The tests took {hours:.1f} hours,",
-        "two mends at a time.",
+        "two mends at a time. That the same tests pass with the mends is what the suite shows.",
         "",
         table(outcomes),
     ]

@@ -282,6 +282,14 @@ def test_a_row_with_other_values_is_refused_when_it_is_read(keys, wrong):
             run_files.times_of(folder, 1)
 
 
+@pytest.mark.parametrize("places", [7, {}, [], [7], [{"device": 7}]])
+def test_places_of_another_kind_are_refused_when_they_are_read(tmp_path, places):
+    facts = {"config": {"model": {}}, "cluster": {"device": "cpu", "places": places}}
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(UserError, match=r"run\.json.* places"):
+        run_files.cluster_of(str(tmp_path))
+
+
 SHARES = {"peak": 0.35, "gemm": 0.2, "attention": 0.031, "elementwise": 0.06, "recompute": -0.009}
 SHARES |= {"tp": 0.005, "cp": 0.0004, "dp": 0.011, "p2p": 0.012, "all ranks": 0.004, "bubble": 0.2}
 SHARES |= {"imbalance": 0.002, "slow ranks": 0.013, "variation": 0.013, "optimizer": 0.05}
