@@ -4,8 +4,9 @@
     python benchmarks/undo_mends.py --verdicts VERDICTS.jsonl --minutes 0 --table FILE.md
 
 Each file of benchmarks/data/mends/ lists mends: a defect, the tests that would have seen it, and
-the text that stood in the code before. For each mend this program copies the tree, puts the old
-text back, runs the tests, and demands that each of them fails. A test that has not ended after
+the text that stood in the code before; `environment` are variables that make a long test short,
+such as MISTAKES for tests/test_mistakes.py. For each mend this program copies the tree, puts the
+old text back, runs the tests, and demands that each of them fails. A test that has not ended after
 --seconds has failed, and its processes are killed. An error while the tests are collected is no
 failure: then the undoing is wrong, and the row says so. A defect that was left has a reason.
 
@@ -52,6 +53,7 @@ class Mend:
     subject: str = ""
     tests: tuple[str, ...] = ()
     undo: tuple[dict[str, str], ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
     why: str = ""
 
     @property
@@ -83,6 +85,7 @@ def read_mends(folder: Path) -> list[Mend]:
                 subject=entry.get("subject", ""),
                 tests=tuple(entry.get("tests", ())),
                 undo=tuple(entry.get("undo", ())),
+                environment=entry.get("environment", {}),
                 why=entry.get("why", ""),
             )
             if not mend.why and not (mend.tests and mend.undo):
@@ -132,18 +135,20 @@ def end_all(program: subprocess.Popen) -> None:
     program.wait()
 
 
-def run_tests(tests: tuple[str, ...], tree: Path, seconds: float) -> dict[str, str]:
+def run_tests(
+    tests: tuple[str, ...], tree: Path, seconds: float, environment: dict[str, str]
+) -> dict[str, str]:
     """What became of each test case, by its id: passed, failed, error, skipped or endless.
 
-    Each test is run alone if all together do not end, so that the endless ones are known.
+    environment: variables for the tests. Each test is run alone if all together do not end, so that
+    the endless ones are known.
     """
     report = tree / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests]
-    quiet = subprocess.DEVNULL
-    program = subprocess.Popen(
-        command, cwd=tree, stdout=quiet, stderr=quiet, start_new_session=True
-    )
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    variables = {**os.environ, **environment}
+    program = subprocess.Popen(command, cwd=tree, env=variables, start_new_session=True, **quiet)
     try:
         program.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -152,7 +157,7 @@ def run_tests(tests: tuple[str, ...], tree: Path, seconds: float) -> dict[str, s
             return {tests[0]: "endless"}
         outcomes = {}
         for test in tests:
-            outcomes.update(run_tests((test,), tree, seconds))
+            outcomes.update(run_tests((test,), tree, seconds, environment))
         return outcomes
     return read_report(report) if report.exists() else {}
 
@@ -188,7 +193,7 @@ def try_without(mend: Mend, seconds: float) -> Outcome:
         problem = undo(mend, tree)
         if problem:
             return Outcome(mend, problem)
-        outcomes = run_tests(mend.tests, tree, seconds)
+        outcomes = run_tests(mend.tests, tree, seconds, mend.environment)
     passed = []
     endless = []
     for test in mend.tests:
