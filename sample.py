@@ -31,7 +31,7 @@ with messages.installed():
     from config.schema import Config, ModelShape
     from corpora import sample_order
     from distributed.context import Context, prepare, start
-    from distributed.early_end import ending_all_ranks
+    from distributed.early_end import StartWatch, ending_all_ranks
     from distributed.launch import Launch, discover
     from generation.text import Text, find_tokenizer
 
@@ -175,16 +175,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: list[str]) -> None:
-    """Check what is asked, before torch is imported, then do it; exits with 2 after a mistake."""
+def main(arguments: list[str], watch: StartWatch) -> None:
+    """Check what is asked, before torch is imported, then do it; exits with 2 after a mistake.
+
+    watch: of this rank's start.
+    """
     launch = Launch("python")
     try:
-        launch = discover()
+        launch = dataclasses.replace(discover(), watch=watch)
         task = prepare_task(parse(arguments), launch.size)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     prepare(task.config.run, task.config.layout.pp)
+    watch.follow(task.config.run.out)
     context = start(launch, task.config.run)
+    watch.close()
     with context.failing_loudly():
         for line in run(task, context):
             if context.rank == 0:
@@ -194,5 +199,7 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    with ending_all_ranks():
-        main(sys.argv[1:])
+    watch = StartWatch()
+    watch.begin()
+    with ending_all_ranks(watch):
+        main(sys.argv[1:], watch)

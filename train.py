@@ -16,9 +16,14 @@ if __name__ == "__main__":  # a signal during the imports waits until Signals() 
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
 
 from config import messages  # first: it ends a Python that is too old
-from distributed.early_end import ending_all_ranks
+from distributed.early_end import StartWatch, ending_all_ranks
 
-with ending_all_ranks(), messages.installed():
+watch = StartWatch()
+if __name__ == "__main__":
+    watch.begin()
+with ending_all_ranks(watch), messages.installed():
+    from dataclasses import replace
+
     import psutil
 
     from config.command_line import parse_request
@@ -31,21 +36,22 @@ with ending_all_ranks(), messages.installed():
     from planner import hardware, memory
 
 
-def main(arguments: list[str]) -> None:
-    """Check the options, then train; exits with the status of the run.
+def main(arguments: list[str], watch: StartWatch) -> None:
+    """Check the options, then train; exits with the status of the run. watch: of this rank's start.
 
     --help, a typo or a batch that does not divide is answered before torch is imported.
     """
     share_heap()
     signals, launch = Signals(), Launch("python")
     try:
-        launch = discover()
+        launch = replace(discover(), watch=watch)
         signals.follow(launch)
         warning = check_launch(launch)
         if warning:
             print(f"note: {warning}", file=sys.stderr, flush=True)
         request = parse_request(arguments, __doc__)
         config = check(request.config, launch.size)
+        watch.follow(config.run.out)
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     if launch.rank == 0:
@@ -93,5 +99,5 @@ def check_machine(config: Config, launch: Launch) -> None:
 
 
 if __name__ == "__main__":
-    with ending_all_ranks():
-        main(sys.argv[1:])
+    with ending_all_ranks(watch):
+        main(sys.argv[1:], watch)

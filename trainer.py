@@ -345,6 +345,7 @@ class Trainer:
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
         self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
+        self.log.context.launch.watch.close()  # the start is over
         garbage.collect_after(iteration)
         self.trace.after(iteration)
         self.times.after(iteration)

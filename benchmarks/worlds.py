@@ -11,7 +11,8 @@ from config.messages import UserError
 from config.run_options import Run
 from config.schema import Layout, rows_along
 from distributed.context import start
-from distributed.launch import Launch, find_local, node_name
+from distributed.early_end import node_name
+from distributed.launch import Launch, find_local
 
 
 class TorchWorld:

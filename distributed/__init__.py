@@ -2,6 +2,7 @@
 
 launch           the launcher of this process, its rank and the number of ranks
 early_end        how a rank that fails before all have met ends the whole job
+start_watch      a process beside each rank that sees it killed or stopped before its first step
 rendezvous       devices and cores, the store, process groups: how ranks meet
 job_store        torch's key-value store, to which only the ranks are connected
 context          this process among all ranks; how a job ends

@@ -304,7 +304,7 @@ def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) ->
 
     Errors end the process as `rendezvous.meet` says, and an exception ends all ranks.
     """
-    with ending_all_ranks():
+    with ending_all_ranks(launch.watch):
         return _start(launch, run, meet_within)
 
 
@@ -322,6 +322,9 @@ def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
+        launch.watch.have_met()
+    else:
+        launch.watch.close()
     if context.size > 1:
         with context.failing_loudly():
             _start_process_groups(context)

@@ -33,7 +33,8 @@ from typing import Any
 import psutil
 
 from config.messages import UserError
-from distributed.launch import Launch, Local, node_name
+from distributed.early_end import node_name
+from distributed.launch import Launch, Local
 
 TIMEOUT = timedelta(minutes=30)  # of the store's own calls
 CONNECTIONS, OTHER_FILES = 2, 256  # of each rank to the store; that a rank has open beside

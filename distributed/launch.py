@@ -12,17 +12,16 @@ becomes four jobs of one rank that overwrite one another. Each way to get there 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from config.messages import UserError, exit_with
-from distributed.early_end import SECONDS_TO_FLUSH
+from distributed.early_end import SECONDS_TO_FLUSH, StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
 SECONDS_FOR_SIGNALS = 0.02  # for a thread to handle what was received just before
@@ -30,12 +29,16 @@ SECONDS_FOR_SIGNALS = 0.02  # for a thread to handle what was received just befo
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's environment variables say about this process."""
+    """What the launcher's environment variables say about this process.
+
+    watch: of this rank's start.
+    """
 
     launcher: str
     rank: int = 0
     size: int = 1
     mpi: bool = False
+    watch: StartWatch = field(default_factory=StartWatch, compare=False, repr=False)
 
     @property
     def exit_delay(self) -> float:
@@ -119,6 +122,7 @@ def end_job(launch: Launch, mistake: UserError) -> NoReturn:
     MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: meet them.
     """
     print(f"error: {mistake}", file=sys.stderr, flush=True)
+    launch.watch.close()
     if launch.mpi and launch.size > 1:
         _local_by_mpi(launch)
         from mpi4py import MPI
@@ -141,11 +145,6 @@ class Local:
     one_node: bool  # all ranks of the job are on this node
     sharing: int  # ranks of the node that are allowed the same cores
     place_among_sharing: int
-
-
-def node_name() -> str:
-    """Slurm's name of this node, which --exclude takes; the host's name without Slurm."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def job_nodes() -> int | None:

@@ -16,12 +16,13 @@ from typing import Any
 from config.messages import UserError, exit_with
 from config.run_options import Run
 from distributed import placement
+from distributed.early_end import SECONDS_TO_MEET, node_name
 from distributed.job_store import open_store
-from distributed.launch import Launch, Local, cores_asked_for, find_local, node_name
+from distributed.launch import Launch, Local, cores_asked_for, find_local
 from distributed.placement import Place
 from distributed.store import StoreExchange
 
-MEETING_TIMEOUT = timedelta(minutes=30)  # until all have met: the watchdog does not run yet
+MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from config.messages import UserError
-from distributed.launch import node_name
+from distributed.early_end import node_name
 from watchdog.heartbeat import process_state, start_time
 
 SECONDS_TO_RENEW, SECONDS_TO_WATCH, SECONDS_BETWEEN_LOOKS = 5.0, 30.0, 0.5

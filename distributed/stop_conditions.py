@@ -20,6 +20,7 @@ docs/clusters.md has which signals each launcher passes on to the ranks.
 import contextlib
 import ctypes
 import enum
+import functools
 import os
 import signal
 import socket
@@ -78,7 +79,8 @@ class Signals:
         A killed torchrun leaves its ranks running: the kernel sends them SIGTERM. What mpirun and
         srun have on each node ends ranks itself.
         """
-        self._meeting = launch.size > 1
+        if launch.size > 1:
+            self._meeting, self.end = True, functools.partial(end_job, launch.watch)
         self._end_meeting()  # a signal was perhaps received already
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
@@ -115,7 +117,6 @@ class Signals:
 
     def _end_meeting(self) -> None:
         if self._meeting and self.first in (signal.SIGTERM, signal.SIGINT):
-            self.end = end_job
             self._end_now(f"{self.first.name} before all ranks have met", 128 + self.first)
 
     def _end_now(self, why: str, status: int) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -32,7 +33,8 @@ from ranks import (
 
 from config.messages import UserError
 from distributed.context import Context, await_other_threads
-from distributed.launch import Launch, Local, check_launch, discover, node_name
+from distributed.early_end import node_name
+from distributed.launch import Launch, Local, check_launch, discover
 from distributed.mesh import Mesh
 
 WORKER = "tests/failing_worker.py"
@@ -311,33 +313,57 @@ def test_the_wait_for_a_rank_that_does_not_start_is_limited(jobs):
 EARLY = "tests/early_worker.py"
 SMALL = "--layers 1 --hidden 8 --heads 2 --seq-length 8 --vocab-size 32 --global-batch-size 2"
 LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
+# Without --kill-on-bad-exit=1, which would end the other ranks too.
+SRUN = ["srun", "--mpi=pmi2", "-N2", "-n2", sys.executable]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("where", "culprit", "said"),
     [
-        ("import", 1, "has no package 'torch'"),
-        ("late", 0, "OSError: [Errno 5] planted"),
-        ("mpi", 1, "OSError: [Errno 5] planted"),
-        ("mistake", 1, "error: planted: no such device"),
-        ("connect", 0, "OSError: [Errno 5] planted"),
-        ("connect", 1, "OSError: [Errno 5] planted"),
+        ("imports import", 1, "has no package 'torch'"),
+        ("imports raise", 0, "OSError: [Errno 5] planted"),
+        ("before raise", 1, "OSError: [Errno 5] planted"),
+        ("before mistake", 1, "error: planted: no such device"),
+        ("meeting raise", 0, "OSError: [Errno 5] planted"),
+        ("meeting raise", 1, "OSError: [Errno 5] planted"),
     ],
     ids=["import", "late", "mpi", "mistake", "connect-0", "connect-1"],
 )
 def test_a_rank_that_fails_before_all_have_met_ends_the_job(
     launcher, where, culprit, said, tmp_path
 ):
-    if (launcher, where) == ("torchrun", "mpi"):
-        pytest.skip("torchrun's ranks start no MPI")
-    words = [EARLY, where, str(culprit), *SMALL.split(), "--steps", "1", "--out", str(tmp_path)]
-    outcome = start([*LAUNCHERS[launcher], *words], timeout=120)
+    outcome = start(early(launcher, where, culprit, tmp_path), timeout=120)
     assert outcome.status not in (0, 75)
     assert outcome.err.count(said) == 1, outcome.err
     name = f"rank {culprit} of 2 on "
     assert (f"{name}{node_name()} failed:" in outcome.err) == said.startswith("OSError")
+    assert not (tmp_path / "hang").exists()
     assert none_left(str(tmp_path)) == []
+
+
+def early(launcher: str, where: str, culprit: int, out: Path) -> list[str]:
+    """The command of a job of two ranks, one of which fails at a moment in a way."""
+    train = [*SMALL.split(), "--steps", "1", "--out", str(out)]
+    return [*(LAUNCHERS | {"srun": SRUN})[launcher], EARLY, *where.split(), str(culprit), *train]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
+@pytest.mark.parametrize("where", ["imports kill", "before stop", "meeting kill", "after stop"])
+def test_a_rank_that_is_lost_during_the_start_ends_the_job(launcher, where, tmp_path, request):
+    """It would last for half an hour, and after the meeting for two minutes."""
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
+    outcome = start(early(launcher, where, 1, tmp_path), timeout=100)
+    assert outcome.status not in (0, 75)
+    assert outcome.err.count("DEAD: rank 1 ") == 1, outcome.err
+    stopped = "it was stopped (SIGSTOP) before " in outcome.err
+    assert stopped == where.endswith("stop")
+    case = json.loads((tmp_path / "hang/case.json").read_text())
+    assert (case["kind"], case["culprits"]) == ("dead", [1])
+    assert not (tmp_path / "hang.1").exists()  # no other rank has been reported
+    assert none_left(str(tmp_path)) == none_left("start_watch") == []
 
 
 NO_LOOPBACK = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; "
@@ -362,30 +388,19 @@ def test_without_a_network_several_ranks_end_and_one_trains(before, tmp_path):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path):
-    """Rank 0 is stopped before it meets the other; torchrun would kill it after 30 s."""
-    words = [EARLY, "stop", "0", *SMALL.split(), "--steps", "1", "--out", str(tmp_path / "run")]
-    with Job([*LAUNCHERS[launcher], *words], tmp_path) as job:
-        job.wait_for(lambda: len(meeting_ranks(job)) == 2)
-        stopped, waiting = sorted(meeting_ranks(job), key=lambda p: p.status() != "stopped")
+    """Rank 0 does not come to meet the other."""
+    with Job(early(launcher, "before sleep", 0, tmp_path / "run"), tmp_path) as job:
+        job.wait_for(lambda: all(f"rank {rank} comes to before" in job.text for rank in (0, 1)))
+        time.sleep(0.5)
+        started = psutil.Process(job.process.pid).children(recursive=True)
+        ranks = [process for process in started if EARLY in process.cmdline()[1:3]]
+        names = ("RANK", "PMI_RANK")
+        waiting = next(p for p in ranks if "1" in map(p.environ().get, names))
         waiting.send_signal(number)
-        waiting.wait(30)
-        if launcher == "torchrun":
-            stopped.kill()
         assert job.status() not in (0, 75)
-        assert psutil.wait_procs([stopped], timeout=30)[1] == []
+        assert psutil.wait_procs(ranks, timeout=30)[1] == []
         if launcher == "torchrun":  # in MPI_Init the kernel ends it, and the launcher says so
             assert f"{number.name} before all ranks have met: ending at once" in job.text
-
-
-def meeting_ranks(job: Job) -> list[psutil.Process]:
-    """The ranks of a job once one is stopped and the other waits for it for a second."""
-    ranks = []
-    for process in psutil.Process(job.process.pid).children(recursive=True):
-        if EARLY in process.cmdline()[1:2] or EARLY in process.cmdline()[2:3]:
-            ranks.append(process)
-    states = [process.status() for process in ranks]
-    time.sleep(0.2)
-    return ranks if "stopped" in states and "rank 1 begins" in job.text else []
 
 
 def test_a_mistake_is_printed_once_before_torch_is_imported(tmp_path):

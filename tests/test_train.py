@@ -351,7 +351,7 @@ shutil.disk_usage = full
 from checkpointing import save
 save.SECONDS_FOR_ROOM = 0.0
 import train
-train.main(sys.argv[1:])
+train.main(sys.argv[1:], train.watch)
 """
 
 

@@ -27,7 +27,7 @@ SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24  # lines: of waits, and of 
 
 
 def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
-    """The report as text for people. case: see monitor.py; out: the run's --out."""
+    """The report as text for people. case: see monitor.py; out: the run's --out, or empty."""
     culprits, graph = case["culprits"], WaitGraph(ranks)
     lines = ["", _RULE, f"{case['time']}: {_headline(case, ranks)}"]
     for rank in culprits[:SHOWN_CULPRITS]:
@@ -40,8 +40,8 @@ def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
     lines += _shortened(mismatches(graph))
     lines += ["who waits for whom:", *_describe_waits(graph)]
     lines += ["where the ranks are:", *_describe_places(ranks)]
-    lines += [f"stacks and records of every rank: {out}/hang/rank_*.json", _RULE]
-    return "\n".join(lines)
+    lines += [f"stacks and records of every rank: {out}/hang/rank_*.json"] if out else []
+    return "\n".join([*lines, _RULE])
 
 
 def _headline(case: dict[str, Any], ranks: Ranks) -> str:

@@ -324,7 +324,7 @@ class Monitor:
         status = self.ranks[case["first"]].exit_status if failed else 0
         if not status:
             case["culprits"] = find_culprits(case, WaitGraph(ranks))
-            self._report(case, ranks)
+            report(case, ranks, self.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
         self._end_ranks(status or 1, [] if failed else silent)
 
@@ -357,30 +357,6 @@ class Monitor:
         while first.descriptor in self.connections and time.monotonic() < until:
             self._receive()
 
-    def _report(self, case: dict[str, Any], ranks: Ranks) -> None:
-        """Write the files and print, each in a thread: the job must end even if one of them hangs.
-
-        A print fails if the launcher has ended; the files are then all that there is.
-        """
-        report = hang_report.format_report(case, ranks, self.out)
-
-        def write() -> None:
-            try:
-                hang_report.write_files(f"{self.out}/hang", case, ranks, report)
-            except OSError as error:
-                _print(f"the watchdog cannot write its files: {error}")
-
-        threads = [threading.Thread(target=write, daemon=True)]
-        if case["kind"] != "failed":  # then the rank itself has printed its error
-            threads.append(threading.Thread(target=_print, args=(report,), daemon=True))
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WRITE_TIMEOUT)
-        if threads[0].is_alive():
-            _print(f"the watchdog could not write {self.out}/hang in {WRITE_TIMEOUT:.0f} s")
-        time.sleep(FLUSH_SECONDS)
-
     def _end_ranks(self, status: int, unresponsive: list[Rank]) -> None:
         """Tell the ranks to end, and to kill the unresponsive ones of their node."""
         for rank in self.ranks.values():
@@ -393,6 +369,32 @@ class Monitor:
         for rank in self.ranks.values():
             if rank.node == self.node:
                 kill_process(rank.pid, rank.started)
+
+
+def report(case: dict[str, Any], ranks: Ranks, out: str) -> None:
+    """Write the files and print, each in a thread: the job must end even if one of them hangs.
+
+    A print fails if the launcher has ended; the files are then all that there is. out: the run's
+    --out; empty: there are no files.
+    """
+    text = hang_report.format_report(case, ranks, out)
+
+    def write() -> None:
+        try:
+            hang_report.write_files(f"{out}/hang", case, ranks, text)
+        except OSError as error:
+            _print(f"the watchdog cannot write its files: {error}")
+
+    threads = [threading.Thread(target=write, daemon=True)] if out else []
+    if case["kind"] != "failed":  # then the rank itself has printed its error
+        threads.append(threading.Thread(target=_print, args=(text,), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WRITE_TIMEOUT)
+    if out and threads[0].is_alive():
+        _print(f"the watchdog could not write {out}/hang in {WRITE_TIMEOUT:.0f} s")
+    time.sleep(FLUSH_SECONDS)
 
 
 def _receive_all(connection: socket.socket) -> tuple[bytes, bool]:
