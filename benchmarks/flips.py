@@ -115,12 +115,24 @@ def cause(out: Path) -> str:
     return f"comparing replicas before {when}: {found[2]}"
 
 
-def spikes(out: Path) -> str:
-    """Spikes of loss or gradient norm that were recorded since the flip; empty if none."""
-    path = out / "spikes.jsonl"
+def rows_since(path: Path) -> list[dict]:
+    """The rows of a file of the run from the step of the flip on; none if there is no file."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    since = [f"{row['of']} of step {row['iteration']}" for row in rows if row["iteration"] >= STEP]
-    return f"a recorded spike: {', '.join(since[:2])}" if since else ""
+    return [row for row in rows if row["iteration"] >= STEP]
+
+
+def traces(out: Path) -> str:
+    """Spikes and skipped updates since the flip, which a run without a fault has none of."""
+    found = [
+        f"a recorded spike: {row['of']} of step {row['iteration']}"
+        for row in rows_since(out / "spikes.jsonl")
+    ]
+    found += [
+        f"a norm that is not finite: the update of step {row['iteration']} is skipped"
+        for row in rows_since(out / "metrics.jsonl")
+        if row["skipped"]
+    ]
+    return "; ".join(found[:2])
 
 
 def examine(folder: Path, layout: str, flip: tuple[str, int, int], clean: dict) -> dict:
@@ -129,7 +141,7 @@ def examine(folder: Path, layout: str, flip: tuple[str, int, int], clean: dict) 
     out = folder / "flipped"
     fault = f"{kind}:{bit}"
     status, _ = train(out, layout, fault, rank, STEP)
-    noticed = spikes(out)
+    noticed = traces(out)
     resumed = ""
     if status:
         noticed = cause(out)
@@ -157,6 +169,8 @@ def without_fault(folder: Path, layout: str) -> dict:
     status, error = train(out, layout, "weight:0", 0, 0)
     if status:
         raise SystemExit(error)
+    if traces(out):
+        raise SystemExit(f"without a fault there is {traces(out)}")
     clean = {"loss": last_row(out)["loss"], "state": last_state(out)}
     shutil.rmtree(out)
     return clean
