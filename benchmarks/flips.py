@@ -52,7 +52,8 @@ OF_REPLICAS = (
     ("gradient", 22, 1),
     ("gradient", 30, 1),
 )
-OF_TENSOR_RANKS = (("norm", 22, 1), ("norm", 30, 1), ("split", 22, 1))
+# Rank 1 of two has only rows that pad the vocabulary of the first tensor that is split.
+OF_TENSOR_RANKS = (("norm", 22, 1), ("norm", 30, 1), ("split", 22, 0))
 FLIPS = [
     *((ZERO_0, *flip) for flip in OF_REPLICAS),
     *((TENSOR, *flip) for flip in OF_TENSOR_RANKS),
