@@ -320,7 +320,7 @@ rampup --rampup-batch-size 16 16 1600 --deadline 9 | how long is the run? give -
 layouts --model 176b --deadline 3 | --deadline goes with rampup, not layouts
 rampup --rampup-batch-size 16 16 1000 --global-batch-size 33 | a ramp-up from 16 by 16 over 1000
 timeline --trace nowhere/t.json | cannot write nowhere/t.json: No such file or directory
-timeline --schedule auto --pp 2 --trace nowhere/t.json | cannot write nowhere/t.json: No such file
+timeline --schedule auto --pp 8 --layers 32 --trace nowhere/t.json | cannot write nowhere/t.json
 rampup --rampup-batch-size 16 16 1600 --stages dir --deadline 9 | cannot write dir: Is a directory
 calibrate nowhere --gpu a100-80 --write nowhere/m.toml | cannot write nowhere/m.toml: No such file
 gap nowhere --json nowhere/gap.json | cannot write nowhere/gap.json: No such file or directory
