@@ -148,9 +148,3 @@ def memory_ahead(
     if training.global_batch_size == layout.micro_batch_size * layout.dp:
         most = min(most, 2 * model.layers)
     return 2e-9 * most * model.seq_length * layout.micro_batch_size * model.hidden
-
-
-def refuses(engine: dict[str, Any], layout: Layout, training: Training) -> bool:
-    """Whether the engine ends with another error than of memory: too few micro-batches."""
-    count = training.global_batch_size // (layout.micro_batch_size * layout.dp)
-    return engine.get("needs_full_pipeline", False) and count < layout.pp - 1

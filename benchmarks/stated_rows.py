@@ -2,11 +2,10 @@
 
     found = read("benchmarks/data/public/aleph.csv")
 
-A value that is not understood is an error with its line and column, never a default. A row whose
-time another row of its file contradicts is set aside, before any prediction, and counted.
+A value that is not understood is an error with its line and column, never a default. A row that its
+source calls invalid, with the reason, is set aside and counted.
 """
 
-import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +19,6 @@ from config.messages import UserError
 from config.schema import SCHEDULES, Layout, ModelShape, Training
 from planner import hardware
 
-# crashed/oom: any crash, by a source that does not tell one from another.
-STATUS = published_rows.STATUS | {"crashed/oom": "OOM"}
 OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
 ACTIVATIONS = {name: name for name in ("gelu", "gelu_tanh", "swiglu")}
 NORMS = {name: name for name in ("layernorm", "rmsnorm")}
@@ -30,9 +27,7 @@ SCHEDULE = {"": "1f1b"} | {name: name for name in SCHEDULES}
 # What a memory figure counts: everything, what the allocator holds, or tensors alone.
 MEMORY_KINDS = ("", "nvidia-smi", "reserved", "allocated")
 
-# A row that took longer than another one of its file allows by more than this factor is set aside.
-# Of the files but the playbook's, 513 rows, none is above 1.09.
-CONTRADICTED = 1.1
+INVALID = "invalid: "  # how the column `quality` begins that says why a row is set aside
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,6 @@ class StatedRow:
     memory_of: str  # first: of the first stage's GPU; empty: of the fullest one
     memory_ahead: float  # gigabytes in the figure that are free as soon as memory is short
     status: str
-    ambiguous: bool  # the status stands for any crash
     assumed: bool  # the source does not state the layout
     aside: str  # why it is not compared; empty if it is
 
@@ -67,35 +61,6 @@ class StatedRow:
         zero = min(1, self.layout.zero) if self.source == "ultrascale" else ""
         batch = self.training.global_batch_size
         return (self.section, self.machine, self.kernel, kept, zero, shape, gpus, batch)
-
-    @property
-    def samples_in_flight(self) -> int:
-        """Samples whose activations the first stage holds at once, in 1F1B."""
-        return self.layout.micro_batch_size * min(self.count, self.layout.pp)
-
-    @property
-    def count(self) -> int:
-        """Micro-batches of a replica in a step."""
-        return self.training.global_batch_size // (self.layout.micro_batch_size * self.layout.dp)
-
-    @property
-    def split(self) -> tuple:
-        """What rows share that divide a model in the same way, but for dp and micro-batch."""
-        layout = replace(self.layout, dp=1, micro_batch_size=1, partition="")
-        return self.machine, self.kernel, layout
-
-    def holds_no_more_than(self, other: "StatedRow") -> bool:
-        """Whether a rank needs no more memory than one of a row with the same `split`: in no fewer
-        replicas, which share the optimizer's state, with no larger micro-batches, no more samples
-        in flight, and a model that is no larger in any of its sizes.
-        """
-        sizes, others = _sizes(self.model), _sizes(other.model)
-        return (
-            self.layout.dp >= other.layout.dp
-            and self.layout.micro_batch_size <= other.layout.micro_batch_size
-            and self.samples_in_flight <= other.samples_in_flight
-            and all(own <= its for own, its in zip(sizes, others, strict=True))
-        )
 
     def on(self, machine: hardware.Machine) -> hardware.Machine:
         """The machine with this row's engine."""
@@ -132,49 +97,7 @@ def read_sound(path: str) -> Reading:
     table.mistakes[:] = dict.fromkeys(table.mistakes)  # numbers were read twice
     sound = {row["row_id"] for row in table.sound()}
     rows = [row for row in rows if row.id in sound]
-    return Reading(_without_contradicted(_without_crashes(rows)), table)
-
-
-def _sizes(model: ModelShape) -> tuple[int, ...]:
-    widths = model.hidden, model.qkv_width, model.attention_width, model.ffn_hidden
-    return (model.layers, model.seq_length, model.vocab_size, *widths)
-
-
-def _without_crashes(rows: list[StatedRow]) -> list[StatedRow]:
-    """The rows, less those labelled out of memory of which another row that ran held as much or
-    more. Of rows whose label stands for every crash alone.
-    """
-    ran: dict[tuple, list[StatedRow]] = {}
-    for row in rows:
-        if row.status == "ok":
-            ran.setdefault(row.split, []).append(row)
-    return [
-        replace(row, status="failed")
-        if row.ambiguous and any(row.holds_no_more_than(other) for other in ran.get(row.split, ()))
-        else row
-        for row in rows
-    ]
-
-
-def _without_contradicted(rows: list[StatedRow]) -> list[StatedRow]:
-    """The rows; set aside are those whose time another one contradicts that differs in dp and
-    micro-batch size alone: a row whose micro-batches are no larger takes no longer than the other,
-    or by the ratio of their numbers of micro-batches if it has more. Only measured times count.
-    """
-    alike: dict[tuple, list[StatedRow]] = {}
-    for row in rows:
-        if row.status == "ok" and row.seconds and not row.aside:
-            key = row.split, row.model, row.training, str(sorted(row.facts.items()))
-            alike.setdefault(key, []).append(row)
-    wrong: dict[str, str] = {}
-    for group in alike.values():
-        for row, other in itertools.permutations(group, 2):
-            if row.layout.micro_batch_size > other.layout.micro_batch_size:
-                continue
-            most = max(1.0, row.count / other.count) * other.seconds
-            if row.seconds > CONTRADICTED * most:
-                wrong[row.id] = f"contradicted by {other.id}"
-    return [replace(row, aside=wrong[row.id]) if row.id in wrong else row for row in rows]
+    return Reading(rows, table)
 
 
 def is_stated(path: str) -> bool:
@@ -202,8 +125,7 @@ class RowReader:
         if facts.get("fp8") and not self._has_fp8(machine):
             cells.wrong("fp8", f"{machine} has no fp8 arithmetic")
         observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
-        status = cells.one_of("status", STATUS)
-        refused = status == "OOM" and row_engines.refuses(engine, layout, training)
+        status, quality = cells.one_of("status", published_rows.STATUS), cells.text("quality")
         note = cells.text("note")
         has_kernel = note.startswith(row_engines.KERNEL)
         seconds = _seconds(cells)
@@ -225,10 +147,9 @@ class RowReader:
             memory_kind=kind,
             memory_of=observed.get("stage", ""),
             memory_ahead=row_engines.memory_ahead(observed, model, layout, training),
-            ambiguous=cells.text("status") == "crashed/oom",
-            assumed=cells.text("quality") == "layout assumed",
-            status="failed" if refused else status,
-            aside="",
+            assumed=quality == "layout assumed",
+            status=status,
+            aside=quality.removeprefix(INVALID) if quality.startswith(INVALID) else "",
         )
 
     def _machine(self, cells: Cells, engine: dict[str, Any]) -> str:
@@ -267,7 +188,7 @@ class RowReader:
 
 def _layout(cells: Cells, engine: dict[str, Any], model: ModelShape) -> Layout:
     pp = cells.whole("pp")
-    return Layout(
+    stated = Layout(
         tp=cells.whole("tp"),
         pp=pp,
         cp=cells.whole("cp", empty=1),
@@ -278,8 +199,9 @@ def _layout(cells: Cells, engine: dict[str, Any], model: ModelShape) -> Layout:
         zero=cells.one_of("zero_stage", published_rows.ZERO),
         sequence_parallel=cells.one_of("sequence_parallel", YES_NO),
         schedule=cells.one_of("schedule", SCHEDULE),
-        **engine.get("layout", {}),
     )
+    does = engine.get("layout", {}) | (engine.get("layout-with-pp", {}) if pp > 1 else {})
+    return replace(stated, **does)
 
 
 def _check_sizes(cells: Cells, gpus: int, layout: Layout, training: Training) -> None:

@@ -1,5 +1,6 @@
 """Measured rows that state their machine: read strictly, compared by source."""
 
+import collections
 import csv
 import json
 import re
@@ -224,43 +225,44 @@ def test_the_playbooks_stages_hold_what_its_first_rank_printed(public):
     raise AssertionError(f"no rows of {printed}")
 
 
-def test_what_the_playbook_labels_crashed_or_out_of_memory(public):
-    rows = [row for row in public if row.source == "ultrascale"]
-    few = [r for r in rows if r.samples_in_flight < r.layout.micro_batch_size * (r.layout.pp - 1)]
-    assert len(few) == 108
-    assert {row.status for row in few} == {"failed"}  # its engine asserts pp - 1 micro-batches
-    assert named(rows, "UP-20").status == "ok"
-    assert named(rows, "UP-1762").status == "failed"  # the same layout, which has run
-    assert named(rows, "UP-1966").status == "failed"  # ran in fewer replicas: UP-67
-    assert named(rows, "UP-1954").status == "failed"  # 1B, where 8B ran
-    assert named(rows, "UP-1797").status == "OOM"  # micro-batches of 16: nothing alike ran
-    assert sum(row.status == "OOM" for row in rows) == 388
-    assert {row.memory_kind for row in rows if row.gigabytes} == {"reserved"}
-
-
-def test_a_time_that_another_row_contradicts_sets_the_row_aside(tmp_path):
-    """dp, micro-batch, seconds; of 512 samples. The second has half of the first's micro-batches,
-    the fifth four times as many, of a quarter of the size.
+def test_what_the_playbooks_own_table_says_of_its_rows(public):
+    """Which failed without running out of memory, and which have stages and were measured before a
+    mistake in its pipeline was mended.
     """
-    with open(PUBLIC / "ultrascale.csv", newline="") as file:
-        first = next(csv.DictReader(file))
-    cases = [(1, 4, 10.0), (2, 4, 11.2), (2, 2, 10.9), (1, 2, 21.9), (1, 1, 44.1), (4, 8, 9.0)]
-    path = tmp_path / "rows.csv"
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, first)
-        writer.writeheader()
-        for number, (dp, micro, seconds) in enumerate(cases):
-            row = first | {"row_id": f"UP-{number}", "gpus": 8 * dp, "dp": dp, "dp_clean": dp}
-            row |= {"gbs": 512, "gbs_clean": 512, "mbs": micro, "tp": 2, "pp": 4}
-            writer.writerow(row | {"sec_per_it": seconds, "sec_clean": seconds})
-    rows = stated_rows.read(str(path))
-    wrong = {row.id: row.aside for row in rows if row.aside}
-    assert wrong == {"UP-1": "contradicted by UP-0", "UP-4": "contradicted by UP-0"}
+    rows = [row for row in public if row.source == "ultrascale"]
+    assert collections.Counter(row.status for row in rows) == {
+        "ok": 1026,
+        "OOM": 372,
+        "failed": 242,
+    }
+    aside = [row for row in rows if row.aside]
+    assert {row.aside for row in aside} == {"measured before its pipeline was mended"}
+    assert len(aside) == 266
+    assert all(row.layout.pp > 1 and row.status == "ok" for row in aside)
+    assert {row.memory_kind for row in rows if row.gigabytes} == {"reserved"}
+    others = [row for row in public if row.source != "ultrascale"]
+    assert {row.aside for row in others} == {""}
 
 
-def test_the_playbook_alone_has_rows_that_contradict_one_another(public):
-    found = [row.source for row in public if row.aside.startswith("contradicted")]
-    assert found == ["ultrascale"] * 232
+def test_a_row_that_its_source_calls_invalid_is_in_the_figures_of_all_rows_alone(titan):
+    slow = [r for r in titan if r.section == "TT h100" and r.seconds][:2]
+    rows = [replace(row, section="one", seconds=s) for row, s in zip(slow, (1.0, 4.0), strict=True)]
+    rows = [replace(rows[0], aside="too good"), rows[1], replace(rows[1], id="third", seconds=5.0)]
+    rows = [replace(row, model=slow[0].model, layout=slow[0].layout) for row in rows]
+    guesses = dict(zip((r.id for r in rows), (Guess(3, 9, 0), Guess(2, 9, 0), Guess(4, 9, 0))))
+    found = source_accuracy.compare(rows, guesses)
+    assert (found["rows"], found["set_aside"], found["time"]["n"]) == (3, 1, 2)
+    assert found["choice"]["regret"] == 0
+    assert found["choice_of_all"]["regret"] == 3
+
+
+def test_with_stages_torchtitan_gathers_and_reduces_once_in_a_step(titan):
+    assert {row.layout.zero for row in titan if row.layout.pp > 1} == {1}
+    assert {row.layout.zero for row in titan if row.layout.pp == 1} == {3}
+    values = {c.name: c.value for c in hardware.constants()}
+    rows = [row for row in titan if row.id in ("TT-T5a", "TT-T5b")]
+    for row, guess in zip(rows, source_accuracy.predict(rows, values).values(), strict=True):
+        assert guess.seconds == pytest.approx(row.seconds, rel=0.15)
 
 
 def test_what_a_host_that_is_ahead_has_reserved(public):
@@ -290,7 +292,7 @@ def test_a_layout_that_is_not_stated_recomputes_as_little_as_fits(public):
 
 
 def test_errors_of_sources_that_nothing_was_fitted_on(public):
-    """Mean errors of time, of memory, and out of memory, as results/plan_public.md has them."""
+    """Mean errors of time, of memory, and out of memory, as results/plan_rows.md has them."""
     values = {c.name: c.value for c in hardware.constants()}
     rows = source_accuracy.possible(public, values)
     guesses = source_accuracy.held_out(rows, rows, values)
@@ -306,9 +308,9 @@ def test_errors_of_sources_that_nothing_was_fitted_on(public):
     others = [row for row in rows if row not in plain]
     assert source_accuracy.compare(others, guesses)["time"]["mean"] <= 0.12
     playbook = figures["ultrascale"]
-    assert playbook["time_near_best"]["mean"] <= 0.11
-    assert playbook["memory"]["reserved"]["mean"] <= 0.12
+    assert playbook["time_near_best"]["mean"] <= 0.12
+    assert playbook["memory"]["reserved"]["mean"] <= 0.14
     assert figures["torchtitan"]["memory"]["reserved"]["mean"] <= 0.05
-    assert playbook["choice"]["regret"] <= 0.06
-    assert playbook["out_of_memory"]["found"] >= 0.87 * playbook["out_of_memory"]["ran_out"]
+    assert playbook["choice"]["regret"] <= 0.2
+    assert playbook["out_of_memory"]["found"] >= 0.92 * playbook["out_of_memory"]["ran_out"]
     assert figures["aleph"]["choice"]["best_picked"] >= 17
