@@ -81,6 +81,10 @@ class StartWatch:
         """Leave a death to the watchdog from here on. A stopped rank is still killed."""
         self._tell({"met": True})
 
+    def outlive(self) -> None:
+        """Have the process end the job if the launcher does not, some seconds after this rank."""
+        self._tell({"outlives": True})
+
     def close(self) -> None:
         """End the process; from any thread, and more than once."""
         process, self._process = self._process, None
@@ -105,10 +109,11 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        watch.close()
         if not end.code or not place_of_rank():
+            watch.close()
             raise
-        # Under srun only an exit gives the job this status: PMI's abort makes 137 of it.
+        # Under srun only an exit gives the job this status: PMI's abort makes 137 of it. Without
+        # --kill-on-bad-exit the other ranks go on, until the watch ends them.
         status = end.code if isinstance(end.code, int) else 1
         end_job(watch, status, by_pmi="SLURM_STEP_ID" not in os.environ)
     except BaseException as error:
@@ -138,10 +143,13 @@ def node_name() -> str:
 def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
     """End every rank with a status that is not 0, from any thread.
 
-    watch: of this rank, which then reports nothing. by_pmi: whether PMI may end the job where MPI
-    has not been started.
+    watch: of this rank, which then reports nothing. by_pmi: whether PMI may end the job at once
+    where MPI has not been started.
     """
-    watch.close()
+    if by_pmi:
+        watch.close()
+    else:
+        watch.outlive()
     for output in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             output.flush()

@@ -5,7 +5,7 @@ lost a rank. The other ranks cannot see it: they do not know one another yet, an
 Python's lock. So the rank starts this process (early_end.StartWatch), which reads from the kernel
 whether the rank is stopped, and kills it if it stays so. The rank holds the other end of the
 standard input; where that ends and the ranks have not met, the process reports the death and ends
-the job. It ends itself when the rank says that it fails, or has done its first step.
+the job. The rank ends it when it fails with a reason, or has done its first step.
 
 It belongs to the process group of its rank: launchers end whole groups, so that a death of which a
 launcher is the cause is not reported.
@@ -22,6 +22,8 @@ import time
 from distributed.early_end import SECONDS_TO_MEET, abort_by_pmi, node_name, place_of_rank
 
 SECONDS_BETWEEN_LOOKS, SECONDS_STOPPED = 1.0, 5.0  # at the rank; that it may be stopped
+# Longer than ranks wait that have found the same mistake as another one (Launch.exit_delay).
+SECONDS_TO_OUTLIVE = 12.0
 
 
 class Watched:
@@ -31,6 +33,7 @@ class Watched:
         self.pid, self.began, self.stopped = pid, time.monotonic(), 0  # in how many looks
         self.out = ""  # the folder of the run, when the rank has read its options
         self.met = False
+        self.outlives = False  # the rank ends on purpose, and the launcher may not end the others
         self.error: str | None = None  # why it was killed here
 
     def follow(self) -> None:
@@ -46,10 +49,13 @@ class Watched:
             *lines, received = (received + data).split(b"\n")
             for line in lines:
                 vars(self).update(json.loads(line))
+        with contextlib.suppress(OSError):
+            os.setsid()  # a launcher may end the rest of its group now
+        if self.outlives:
+            time.sleep(SECONDS_TO_OUTLIVE)
+            abort_by_pmi(1)
         # A rank that has waited for the others for so long has said where and ended.
-        if not self.met and time.monotonic() - self.began < SECONDS_TO_MEET:
-            with contextlib.suppress(OSError):
-                os.setsid()  # a launcher may end the rest of its group now
+        elif not self.met and time.monotonic() - self.began < SECONDS_TO_MEET:
             self._report()
             abort_by_pmi(1)
 

@@ -348,6 +348,20 @@ def early(launcher: str, where: str, culprit: int, out: Path) -> list[str]:
     return [*(LAUNCHERS | {"srun": SRUN})[launcher], EARLY, *where.split(), str(culprit), *train]
 
 
+def watches_left(test: Path) -> list[int]:
+    """The watches of starts with that variable TEST, after a moment to end."""
+    until = time.monotonic() + 5
+    while True:
+        found = []
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            words, environ = process.info["cmdline"] or [], process.info["environ"] or {}
+            if "start_watch" in " ".join(words) and environ.get("TEST") == str(test):
+                found.append(process.pid)
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
 @pytest.mark.parametrize("where", ["imports kill", "before stop", "meeting kill", "after stop"])
@@ -355,7 +369,7 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(launcher, where, tmp_
     """It would last for half an hour, and after the meeting for two minutes."""
     if launcher == "srun":
         request.getfixturevalue("slurm")
-    outcome = start(early(launcher, where, 1, tmp_path), timeout=100)
+    outcome = start(early(launcher, where, 1, tmp_path), timeout=100, TEST=str(tmp_path))
     assert outcome.status not in (0, 75)
     assert outcome.err.count("DEAD: rank 1 ") == 1, outcome.err
     stopped = "it was stopped (SIGSTOP) before " in outcome.err
@@ -363,7 +377,17 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(launcher, where, tmp_
     case = json.loads((tmp_path / "hang/case.json").read_text())
     assert (case["kind"], case["culprits"]) == ("dead", [1])
     assert not (tmp_path / "hang.1").exists()  # no other rank has been reported
-    assert none_left(str(tmp_path)) == none_left("start_watch") == []
+    assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_srun_ends_the_other_ranks_after_a_mistake_of_one(slurm, tmp_path):
+    """Without --kill-on-bad-exit=1 Slurm leaves them in MPI_Init."""
+    outcome = start(early("srun", "before mistake", 1, tmp_path), timeout=100, TEST=str(tmp_path))
+    assert outcome.status not in (0, 75)
+    assert outcome.err.count("error: planted: no such device") == 1
+    assert not (tmp_path / "hang").exists()
+    assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
 
 
 NO_LOOPBACK = "ip link set lo up; ip addr del 127.0.0.1/8 dev lo; "
