@@ -18,7 +18,7 @@
 # node: rehearse.py, a process, 10 s to a minute. A run that it rejects ends here with status 2.
 
 ranks() {
-    local words step status began spare=${SPARE_NODES:-0} fewer=()
+    local words step status spare=${SPARE_NODES:-0} fewer=()
     mkdir -p "$LOGS"
     if [ -n "${STAGES:-}" ]; then
         words=$(.venv/bin/python scripts/stages.py words "$STAGES" "$@") || return 2
@@ -27,7 +27,6 @@ ranks() {
     fi
     [ "${GPU:-none}" = none ] || not_rejected "$@" || return 2
     [ "${GPU:-none}" = none ] || fewer=(--gpu "$GPU" --max-slowdown "${MAX_SLOWDOWN:-1.5}")
-    began=$(date +%s)
     # Since Slurm 22.05 srun does not inherit --cpus-per-task from the job. A signal that comes before
     # Python handles it must not end it: SIGTERM follows at the limit.
     env --ignore-signal=USR1 .venv/bin/python supervise.py --spare-nodes "$spare" "${fewer[@]}" -- \
@@ -42,7 +41,7 @@ ranks() {
         kill -0 $step 2>/dev/null || break
     done
     echo "$(date +%FT%T) job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: status $status"
-    .venv/bin/python scripts/requeue.py "$status" "$began" "$@" || true # $status counts
+    .venv/bin/python scripts/requeue.py "$status" "$@" || true # $status counts
     return $status
 }
 

@@ -177,36 +177,31 @@ BY_SLURM = ("COMPLETING", "None", 3, "None")
     ],
 )
 def test_the_state_of_the_job_decides(status, job, requeued, reason, tmp_path):
-    decided = requeue.decide(status, 0.0, tmp_path, JOB.format(*job), 2)
+    decided = requeue.decide(status, tmp_path, JOB.format(*job), "7", 2)
     assert decided[0] == requeued
     assert reason in decided[1]
 
 
 def test_a_lost_rank_is_requeued_three_times_without_a_new_checkpoint(tmp_path):
-    """Cases are moved to hang.1, hang.2, ...; an earlier start's or an exception's is none."""
-    job, began = JOB.format(*RUNNING), 1000.0
+    """By the number of the start: an earlier start's loss, or an exception, is none. Nor is a case
+    in OUT/hang, the time of which is that of a file server.
+    """
+    job, kinds = JOB.format(*RUNNING), ["dead", "hang", "missing", "dead"]
 
-    def lose(number: int, kind: str = "dead") -> tuple[bool, str]:
-        if (tmp_path / "hang").exists():
-            (tmp_path / "hang").rename(tmp_path / f"hang.{number}")
-        write(tmp_path / "hang" / "case.json", json.dumps({"kind": kind}), began + number)
-        return requeue.decide(137, began, tmp_path, job, 2)
+    def lose(start: str, kind: str, newest: int | None = None) -> tuple[bool, str]:
+        journal = Journal(str(tmp_path), start)
+        journal.add(Evidence(137, kind, newest=newest), Decision(Action.PASS, "a signal"))
+        return requeue.decide(137, tmp_path, job, "7", 2)
 
-    def write(path, text: str, when: float) -> None:
-        path.parent.mkdir(parents=True)
-        path.write_text(text)
-        os.utime(path, (when, when))
-
-    kinds = ["dead", "hang", "missing", "dead"]
-    decided = [lose(number, kind) for number, kind in enumerate(kinds)]
+    assert not lose("7.1", "dead", 4)[0]  # the start before this one
+    (tmp_path / "hang").mkdir()
+    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
+    assert not requeue.decide(137, tmp_path, job, "7", 2)[0]
+    decided = [lose("7.2", kind) for kind in kinds]
     assert [requeued for requeued, _ in decided] == [True, True, True, False]
     assert "(dead), 4 times since the newest checkpoint" in decided[-1][1]
-    write(tmp_path / "checkpoints" / "step_00000008" / "manifest.json", "", began + 4.5)
-    assert lose(5)[0]
-    assert not requeue.decide(137, began + 60, tmp_path, job, 2)[0]  # this start lost none
-    assert not lose(6, "failed")[0]
-    (tmp_path / "hang" / "case.json").write_text('{"kind": "de')
-    assert not requeue.decide(1, began, tmp_path, job, 2)[0]
+    assert lose("7.2", "dead", 8)[0]
+    assert not lose("7.2", "failed", 8)[0]
 
 
 @pytest.mark.parametrize(("array", "calls"), [({}, 2), ({"SLURM_ARRAY_JOB_ID": "7"}, 1)])
@@ -215,7 +210,7 @@ def test_an_element_of_an_array_is_not_requeued(array, calls, tmp_path):
     text = JOB.format("RUNNING", "None", 0, "None")
     scontrol.write_text(f"#!/bin/sh\necho $@ >>{log}\ncat <<'E'\n{text}E\n")
     scontrol.chmod(0o755)
-    words = ["75", "1000", "train.py", "--tp", "2", "--out", str(tmp_path)]
+    words = ["75", "train.py", "--tp", "2", "--out", str(tmp_path)]
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **array}
     outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
     assert outcome.status == 0, outcome.err
@@ -236,9 +231,8 @@ cat <<'E'
 """)
     scontrol.chmod(0o755)
     (tmp_path / "run.toml").write_text(f'[run]\nout = "{tmp_path}"\n')
-    (tmp_path / "hang").mkdir()
-    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
-    words = ["137", "0", "train.py", "--tp", "2", "--config", str(tmp_path / "run.toml")]
+    Journal(str(tmp_path), "7.0").add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
+    words = ["137", "train.py", "--tp", "2", "--config", str(tmp_path / "run.toml")]
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     outcome = start([sys.executable, "scripts/requeue.py", *words], **environment)
     if answers:
@@ -251,7 +245,7 @@ cat <<'E'
 
 def test_a_requeue_outside_of_a_job_is_one_sentence():
     for environment in ({"SLURM_JOB_ID": ""}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "x"}):
-        words = [sys.executable, "scripts/requeue.py", "75", "0", "train.py"]
+        words = [sys.executable, "scripts/requeue.py", "75", "train.py"]
         outcome = start(words, **environment)
         assert (outcome.status, outcome.out, outcome.err.count("\n")) == (1, "", 1)
         assert outcome.err.startswith("error: SLURM_JOB_ID is ")
@@ -292,16 +286,15 @@ def test_batch_files_request_what_their_run_needs(name):
 
 def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
     """Though a rank was lost; an earlier start's decision does not count."""
-    (tmp_path / "hang").mkdir()
-    (tmp_path / "hang" / "case.json").write_text('{"kind": "dead"}')
     journal = Journal(str(tmp_path), "7.2")
     journal.add(Evidence(137, "dead"), Decision(Action.STOP, "6 restarts in an hour"))
-    job, now = JOB.format(*RUNNING), journal.entries[-1].at
-    assert requeue.decide(137, now - 5, tmp_path, job, 2) == (
+    job = JOB.format(*RUNNING)
+    assert requeue.decide(137, tmp_path, job, "7", 2) == (
         False,
         "the supervisor has stopped it: 6 restarts in an hour",
     )
     journal.add(Evidence(2, "preflight"), Decision(Action.QUEUE, "n1 cannot be used", ("n1",)))
-    assert requeue.decide(75, now - 5, tmp_path, job, 2) == (True, "n1 cannot be used")
-    os.utime(tmp_path / "hang" / "case.json", (now + 9, now + 9))
-    assert requeue.decide(137, now + 5, tmp_path, job, 2)[0]
+    assert requeue.decide(75, tmp_path, job, "7", 2) == (True, "n1 cannot be used")
+    later = Journal(str(tmp_path), "7.3")
+    later.add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
+    assert requeue.decide(137, tmp_path, job.replace("=2 ", "=3 "), "7", 3)[0]
