@@ -185,7 +185,13 @@ def page(rows: list[dict]) -> str:
     lines = [f"# {text}", "", f"torch {torch.__version__}, 2 ranks on CPUs, a shared machine,"]
     lines += [f"{time.strftime('%Y-%m-%d')}. Of {len(FLIPS)} flips {len(rows)} were run. The flip"]
     lines += [f"ended {len(ended)} runs, which were resumed: {same} of them end with the bits of a"]
-    lines += ["run without a fault.", ""]
+    hidden = [row for row in rows if row["flip"][0] == ZERO_1 and row["noticed"] == "nothing"]
+    changed = sum(row["outcome"] != "the same bits" for row in hidden)
+    lines += [f"run without a fault. Under ZeRO 1 nothing noticed {len(hidden)} of"]
+    lines += [
+        f"{len(OF_REPLICAS)} flips, and {changed} of these changed the state for good: sharded"
+    ]
+    lines += ["state has no copy, and weights are those of the rank that updates them.", ""]
     lines += [
         "| layout | flipped | bit | rank | noticed by | resumed from step | last checkpoint |"
     ]
