@@ -44,6 +44,7 @@ WAYS: dict[str, Callable[[], None]] = {
     "exit": lambda: sys.exit(3),
     "kill": _send(signal.SIGKILL),
     "stop": _send(signal.SIGSTOP),
+    "term": _send(signal.SIGTERM),
     "sleep": lambda: time.sleep(3600),
     "none": lambda: None,
 }

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -381,6 +383,32 @@ def test_a_rank_that_is_lost_during_the_start_ends_the_job(launcher, where, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit(2)"], ids=["kill", "exit"])
+def test_the_watch_of_a_rank_has_the_launcher_end_the_job(end):
+    """As under srun: it answers no command but the last if MPI has begun."""
+    code = "import os, sys; from distributed.early_end import StartWatch, ending_all_ranks; "
+    code += f"watch = StartWatch(); watch.begin()\nwith ending_all_ranks(watch): {end}"
+    launcher, of_rank = socket.socketpair()
+    with launcher, of_rank:
+        launcher.settimeout(60)
+        places = {"PMI_FD": str(of_rank.fileno()), "PMI_RANK": "1", "PMI_SIZE": "2"}
+        rank = subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, **places, "SLURM_STEP_ID": "0"},
+            pass_fds=[of_rank.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        of_rank.close()
+        said = b"".join(iter(lambda: launcher.recv(1024), b""))
+    assert said.splitlines()[-1] == b"cmd=abort exitcode=1"
+    _, err = rank.communicate(timeout=60)
+    assert rank.returncode == (2 if "exit" in end else -9)
+    assert ("DEAD: rank 1 on " in err) == ("kill" in end)
+
+
+@pytest.mark.slow
 def test_srun_ends_the_other_ranks_after_a_mistake_of_one(slurm, tmp_path):
     """Without --kill-on-bad-exit=1 Slurm leaves them in MPI_Init."""
     outcome = start(early("srun", "before mistake", 1, tmp_path), timeout=100, TEST=str(tmp_path))
@@ -409,20 +437,37 @@ def test_without_a_network_several_ranks_end_and_one_trains(before, tmp_path):
     assert none_left(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["imports", "before", "meeting", "after"])
+def test_a_signal_to_one_rank_of_srun_ends_the_job(moment, slurm, tmp_path):
+    """Without --kill-on-bad-exit=1; ranks that have met stop at their first boundary."""
+    outcome = start(early("srun", f"{moment} term", 1, tmp_path), timeout=100, TEST=str(tmp_path))
+    said = "SIGTERM before all ranks have met: ending at once" in outcome.err
+    assert said == (moment != "after"), outcome.err
+    assert (outcome.status == 75) == (moment == "after")
+    assert outcome.status
+    assert not (tmp_path / "hang").exists()
+    assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
+
+
+@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path):
+def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path, request):
     """Rank 0 does not come to meet the other."""
+    if launcher == "srun":
+        request.getfixturevalue("slurm")
     with Job(early(launcher, "before sleep", 0, tmp_path / "run"), tmp_path) as job:
         job.wait_for(lambda: all(f"rank {rank} comes to before" in job.text for rank in (0, 1)))
         time.sleep(0.5)
-        started = psutil.Process(job.process.pid).children(recursive=True)
-        ranks = [process for process in started if EARLY in process.cmdline()[1:3]]
-        names = ("RANK", "PMI_RANK")
-        waiting = next(p for p in ranks if "1" in map(p.environ().get, names))
-        waiting.send_signal(number)
+        ranks = {}
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            environ = process.info["environ"] or {}
+            rank = environ.get("RANK", environ.get("PMI_RANK"))
+            if rank and str(tmp_path / "run") in (process.info["cmdline"] or []):
+                ranks[rank] = process
+        ranks["1"].send_signal(number)
         assert job.status() not in (0, 75)
-        assert psutil.wait_procs(ranks, timeout=30)[1] == []
+        assert psutil.wait_procs(ranks.values(), timeout=30)[1] == []
         if launcher == "torchrun":  # in MPI_Init the kernel ends it, and the launcher says so
             assert f"{number.name} before all ranks have met: ending at once" in job.text
 
