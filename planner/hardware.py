@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.command_line import read_toml
 from config.messages import UserError, nearest
 
@@ -41,13 +43,14 @@ class Link:
         """Bytes per second that a long ring collective achieves."""
         return self.bandwidth * self.fraction
 
-    def over(self, nodes: float) -> float:
-        """Bytes per second that a long ring over that many nodes achieves."""
-        share, points = 1.0, self.by_nodes
+    def over(self, nodes: Any) -> Any:
+        """Bytes per second that a long ring over that many nodes, or each of a column, achieves."""
+        points = self.by_nodes
+        share = points[0][1] if points else 1.0
         for (low, before), (high, after) in pairwise(points):
-            along = math.log(min(max(nodes, low), high) / low) / math.log(high / low)
-            share *= (after / before) ** along
-        return self.speed * share * (points[0][1] if points else 1.0)
+            along = np.log(np.clip(nodes, low, high) / low) / math.log(high / low)
+            share = share * (after / before) ** along
+        return self.speed * share
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,42 @@
 """What every formula of the planner is about, and what follows from it at once.
 
-job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.load("a100-80"))
-memory.stages(job)
+    job = Job(preset("bloom-176b"), Layout(tp=4, pp=12, dp=8), training, hardware.load("a100-80"))
+    memory.stages(job)
+
+The layout may be one, or many of them as `Columns`: then each quantity is an array with a number
+for each layout. The formulas are the same for both.
 """
 
-from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+import numpy as np
 
 from config.messages import UserError
 from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
 from planner.plan_only import PlanOnly
+
+Column = Any  # a number, or an array with one for each layout
+
+
+class Columns(Layout):
+    """Many layouts: every field is an array with an entry for each of them.
+
+    `sequence_parallel` and `vocab_pp` are True or False in all of them; -1 is None in numbers.
+    """
+
+    @property
+    def splits_backward(self) -> Any:
+        """As of a Layout."""
+        return np.char.startswith(cast(Any, self.schedule), "zb")
+
+    @property
+    def stages_per_rank(self) -> Any:
+        """As of a Layout."""
+        folded = np.where(np.char.endswith(cast(Any, self.schedule), "-v"), 2, 1)
+        several = np.maximum(self.virtual_stages, 2)
+        return np.where(cast(Any, self.schedule) == "interleaved", several, folded)
 
 
 class Job(NamedTuple):
@@ -23,59 +48,69 @@ class Job(NamedTuple):
     machine: Machine
 
     @property
-    def gpus(self) -> int:
+    def gpus(self) -> Column:
         """GPUs of all replicas."""
         return self.layout.tp * self.layout.pp * self.shards
 
     @property
-    def cp(self) -> int:
+    def cp(self) -> Column:
         """Ranks that share the tokens of a sample."""
         return self.layout.cp
 
     @property
-    def shards(self) -> int:
+    def shards(self) -> Column:
         """Ranks with the same weights, over which --zero shards: those of dp, and of cp."""
         return self.layout.dp * self.cp
 
     @property
-    def zero(self) -> int:
+    def zero(self) -> Column:
         """The ZeRO stage; 0 where there is nothing to shard over."""
-        return self.layout.zero if self.shards > 1 else 0
+        return self.layout.zero * (self.shards > 1)
 
     @property
-    def ep(self) -> int:
+    def ep(self) -> Column:
         """Of these ranks, those over which a block's experts are spread."""
         if not isinstance(self.model, PlanOnly):
             return 1
-        of_node = max(1, self.machine.node // self.layout.tp)
-        return gcd(self.model.ep or gcd(self.model.experts, of_node), self.shards)
+        of_node = np.maximum(1, self.machine.node // self.layout.tp)
+        return np.gcd(self.model.ep or np.gcd(self.model.experts, of_node), self.shards)
 
     @property
-    def block_parameters(self) -> float:
+    def block_parameters(self) -> Column:
         """Parameters of a block that a tensor group holds: with `ep`, a part of the experts."""
         return block_parameters(self.model) - self.experts_elsewhere
 
     @property
-    def expert_parameters(self) -> float:
+    def expert_parameters(self) -> Column:
         """Of `block_parameters`, those of the experts, if there are several."""
         experts = self.model.mlps[0]
         return experts / self.ep * mlp_parameters(self.model) if experts > 1 else 0.0
 
     @property
-    def experts_elsewhere(self) -> float:
+    def experts_elsewhere(self) -> Column:
         """Parameters of a block's experts that other ranks of `ep` hold."""
         return (self.ep - 1) * self.expert_parameters
 
     @property
-    def sequence_parallel(self) -> bool:
+    def sequence_parallel(self) -> Column:
         """Whether norms and residuals are split over tp: as given, else as on such a machine."""
-        if self.layout.sequence_parallel is not None or self.layout.tp == 1:
-            return bool(self.layout.sequence_parallel)
+        if self.layout.sequence_parallel is not None:
+            return self.layout.sequence_parallel
         on_gpu = self.machine.device != "CPU"
         return self.layout.automatic(self.model.seq_length, on_gpu).sequence_parallel
 
     @property
-    def tokens(self) -> int:
+    def sequence_shards(self) -> Column:
+        """Ranks over which sequence parallelism splits norms and residuals: tp, or 1 without it."""
+        return np.where(self.sequence_parallel, self.layout.tp, 1)
+
+    @property
+    def over_heads(self) -> Column:
+        """How many of the cp ranks share attention's heads; over the others keys are gathered."""
+        return np.gcd(self.cp, self.model.kv_heads // self.layout.tp)
+
+    @property
+    def tokens(self) -> Column:
         """Tokens of one micro-batch on a rank, which are the rows of its activations."""
         return self.model.seq_length * self.layout.micro_batch_size // self.cp
 
@@ -85,22 +120,24 @@ class Job(NamedTuple):
         return 2 if self.training.precision in ("fp16", "bf16") else 4
 
     @property
-    def activation_bytes(self) -> float:
+    def activation_bytes(self) -> Column:
         """Bytes of one micro-batch between two blocks."""
-        return float(self.number_bytes) * self.tokens * self.model.hidden
+        return 1.0 * self.number_bytes * self.tokens * self.model.hidden
 
     @property
-    def vocab_columns(self) -> int:
+    def vocab_columns(self) -> Column:
         """Rows of the vocabulary, padding included, on one rank: columns of the logits."""
-        ranks = self.layout.tp * (self.layout.pp if self.layout.vocab_pp else 1)
-        return self.model.padded_vocab(self.layout) // ranks
+        layout = self.layout
+        ranks = layout.tp * np.where(layout.vocab_pp, layout.pp, 1)
+        multiple = layout.pad_vocab_multiple * ranks
+        return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
 
     @property
-    def micro_batches(self) -> int:
+    def micro_batches(self) -> Column:
         """Micro-batches of one replica in a step; UserError if the batch is too small for one."""
         samples, micro = self.training.global_batch_size, self.layout.micro_batch_size
         dp = self.layout.dp
-        if samples < micro * dp:
+        if np.any(samples < micro * dp):
             product = f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}"
             raise UserError(f"{product} is more than global-batch-size({samples})")
         return samples // (micro * dp)

@@ -6,17 +6,21 @@ Symbols: P parameters on the GPU, b micro-batch, s, h, V, t = tp, a heads.
     states       weights 2 + gradients 2..6 + workspace, each times P; 12..16 P / dp of Adam's
     activations  of every micro-batch in flight: 2 s b h per block under full recomputation
     working      the larger of the block that is being recomputed and the logits
+
+`stages` is exact for one layout. The formulas below it take the stages of one layout, or those of
+all layouts of a table (`Parts`), and give an array with a number for each stage.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from config.messages import UserError
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
-from config.schema import LOGITS_AT_ONCE, Config, Layout, bucket_elements
+from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE, Config
 from planner import hardware
-from planner.job import Job
+from planner.job import Column, Job
 from schedules import vocabulary
 from schedules.automatic import settled
 from schedules.compiler import long_schedule
@@ -53,73 +57,86 @@ class StageMemory:
     total: float
 
 
+class Parts(NamedTuple):
+    """What stages hold of a model, as arrays that broadcast with the columns of a job: number of
+    blocks, and whether there is the embedding, the head, and a copy of a tied vocabulary's matrix.
+    """
+
+    blocks: Column
+    embedding: Column
+    head: Column
+    tied: Column
+
+    @classmethod
+    def of(cls, specs: list[StageSpec]) -> "Parts":
+        """Those of one layout's stages."""
+        rows = [(spec.blocks, spec.embedding, spec.head, spec.tied) for spec in specs]
+        blocks, *flags = zip(*rows, strict=True)
+        return cls(np.array(blocks), *(np.array(flag) for flag in flags))
+
+
 def stages(job: Job) -> list[StageMemory]:
     """Memory of every pipeline rank's stages; UserError as `Job.micro_batches`."""
-    return [_rank(held, job) for held in _held(job, None)]
-
-
-def fullest(job: Job, in_flight: int | None = None) -> StageMemory:
-    """The fullest of `stages`; UserError as `Job.micro_batches`.
-
-    in_flight: of how many micro-batches each keeps activations, default: by the schedule.
-    """
-    most: dict[tuple, _Held] = {}
-    for held in _held(job, in_flight):
-        # Of ranks that hold alike stages, the one that keeps the most.
-        alike = tuple((spec.embedding, spec.head, spec.blocks) for spec in held.specs)
-        if alike not in most or held.activations > most[alike].activations:
-            most[alike] = held
-    return max((_rank(held, job) for held in most.values()), key=lambda stage: stage.total)
-
-
-def first(job: Job, in_flight: float) -> StageMemory:
-    """That of the first rank, if it has so many micro-batches in flight."""
-    return _rank(_held(job, in_flight)[0], job)
-
-
-class _Held(NamedTuple):
-    """The stages of a pipeline rank, what each keeps of one micro-batch, and what the rank keeps at
-    the most of those in flight: bytes of activations, and outputs of the head.
-    """
-
-    specs: list[StageSpec]
-    kept: list[float]
-    activations: float
-    heads: float
-
-
-def _held(job: Job, in_flight: float | None) -> list[_Held]:
-    """Of every pipeline rank, by the schedule unless `in_flight` is given."""
     layout, specs = job.layout, stage_specs(job.model, job.layout)
-    each, ends = _kept_of_block(job), [float(spec.head) for spec in specs]
-    again, of_kind = layout.recomputed_of_stage, dict[tuple, float]()  # most stages are alike
-    kept = []
-    for spec in specs:
-        kind = spec.last - spec.first, again and again[spec.index]
-        if kind not in of_kind:
-            of_kind[kind] = _kept(spec, job, each)
-        kept.append(of_kind[kind])
-    of_rank: list[tuple[list[StageSpec], list[float]]] = [([], []) for _ in range(layout.pp)]
-    for spec, size in zip(specs, kept, strict=True):
-        of_rank[spec.rank][0].append(spec)
-        of_rank[spec.rank][1].append(size)
-    if in_flight is not None:
-        several = layout.stages == layout.pp and not layout.vocab_pp
-        heads = in_flight if several else 1.0  # at least
-        return [_Held(*own, in_flight * sum(own[1]), heads) for own in of_rank]
+    parts, rank_of = Parts.of(specs), np.array([spec.rank for spec in specs])
+    kept = kept_of_stages(job, specs)
+    activations, heads = _at_the_most(job, kept, [float(spec.head) for spec in specs])
+    own = held_parameters(parts, job)
+
+    def of_ranks(values: Column) -> list[float]:
+        """The sums of the stages' values by rank."""
+        each = np.broadcast_to(values, len(specs))
+        return np.bincount(rank_of, each, minlength=layout.pp).tolist()
+
+    states = {name: of_ranks(value) for name, value in states_of(parts, job).items()}
+    working = np.zeros(layout.pp)
+    np.maximum.at(working, rank_of, working_of(parts, kept, np.array(heads)[rank_of], job))
+    fixed = {"buffers": float(buffers_of(job)), "context": float(job.machine.context)}
+    blocks, parameters = of_ranks(parts.blocks), of_ranks(own)
+    found = []
+    for rank in range(layout.pp):
+        row = {name: values[rank] for name, values in states.items()}
+        row |= {"activations": activations[rank], "working": float(working[rank])} | fixed
+        facts = {"stage": rank, "blocks": round(blocks[rank]), "parameters": parameters[rank]}
+        found.append(StageMemory(**facts, **row, total=sum(row.values())))
+    return found
+
+
+def fullest(job: Job) -> StageMemory:
+    """The fullest of `stages`; UserError as `Job.micro_batches`."""
+    return max(stages(job), key=lambda stage: stage.total)
+
+
+def kept_of_stages(job: Job, specs: list[StageSpec]) -> np.ndarray:
+    """Bytes that each stage keeps of one micro-batch until its backward."""
+    again = np.array([job.layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs])
+    redone, whole = kept_of_block(job)
+    return again * redone + (np.array([spec.blocks for spec in specs]) - again) * whole
+
+
+def _at_the_most(job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list[float], list[float]]:
+    """What each pipeline rank keeps at the most of all micro-batches in flight: bytes of
+    activations, and outputs of the head. kept, ends: of one micro-batch, by stage.
+    """
+    layout = job.layout
     if layout.vocab_pp:
-        # Beside activations, what the ranks send one another: E's until T, some more than are held.
-        sent = (layout.pp + 2) * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
-        most = vocabulary.most_held(layout, job.micro_batches, kept)
-        return [_Held(*own, size + sent, 1.0) for own, size in zip(of_rank, most, strict=True)]
-    virtual, software = layout.stages_per_rank, job.machine.software.virtual_stages
-    order = layout.schedule, layout.pp, job.micro_batches, virtual
+        most = vocabulary.most_held(layout, job.micro_batches, kept.tolist())
+        return [size + sent_to_ranks(job) for size in most], [1.0] * layout.pp
+    order = layout.schedule, layout.pp, job.micro_batches, layout.stages_per_rank
     schedule = long_schedule(*order, stage_costs(job.model, layout))
     # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
     # measured rows alone.
-    more = 1.0 + (layout.pp - 1) / (layout.pp * software) if software > 1 else 1.0
-    rows = zip(of_rank, schedule.most_held(kept), schedule.most_held(ends), strict=True)
-    return [_Held(*own, more * size, more * count) for own, size, count in rows]
+    chunks = job.machine.software.virtual_stages
+    more = 1.0 + (layout.pp - 1) / (layout.pp * chunks) if chunks > 1 else 1.0
+    activations, heads = schedule.most_held(kept.tolist()), schedule.most_held(ends)
+    return [more * size for size in activations], [more * count for count in heads]
+
+
+def sent_to_ranks(job: Job) -> Column:
+    """Bytes of what the ranks of --vocab-pp send one another beside activations: the results of E
+    until T, some more micro-batches than are held.
+    """
+    return (job.layout.pp + 2) * job.activation_bytes / job.sequence_shards
 
 
 def of_run(config: Config) -> list[dict[str, float]]:
@@ -174,180 +191,91 @@ def check_fits(table: list[dict[str, float]], config: Config, node: float) -> No
             raise UserError(f"a rank of stage {stage} needs, in GB, {shown}; {what}")
 
 
-# ---- One stage -----------------------------------------------------------------------------------
+# ---- Weights, gradients, optimizer state ---------------------------------------------------------
 
 
-def _rank(here: _Held, job: Job) -> StageMemory:
-    """Bytes of one pipeline rank."""
+def states_of(parts: Parts, job: Job) -> dict[str, Column]:
+    """Bytes of weights, gradients and optimizer state of each stage."""
     software = job.machine.software
     # Per parameter, before it is divided by dp; in fp32 the weights are their own master.
     state = 8.0 if job.number_bytes == 4 else software.sharded_bytes
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
-    own = [held_parameters(spec, job) for spec in here.specs]
-    each = [_laid_out(count, spec, job) for count, spec in zip(own, here.specs, strict=True)]
-    rank, blocks = here.specs[0].rank, sum(spec.blocks for spec in here.specs)
-    held, of_stages = sum(each), list(zip(here.specs, each, here.kept, strict=True))
-    optimizer = sharded_parameters(held, blocks, job) * state + _beside(held, here.specs, job)
-    gathered = software.gather_buffers * job.activation_bytes if job.layout.tp > 1 else 0.0
-    parts = {
-        "weights": sum(_weights(count, spec, job) for spec, count, _ in of_stages),
-        "gradients": _gradients(held, blocks, job) + held * software.workspace_bytes,
-        "optimizer": optimizer,
-        "activations": here.activations,
-        "working": max(_working(*stage, here.heads, job) for stage in of_stages),
-        "buffers": software.buffers + gathered,
-        "context": job.machine.context,
+    held = _laid_out(held_parameters(parts, job), parts, job)
+    sharded = sharded_parameters(held, parts.blocks, job)
+    summed = np.where(job.zero < 2, held * _gradient_bytes(job), sharded * 4.0)
+    return {
+        "weights": _weights(held, parts, job),
+        "gradients": summed + held * software.workspace_bytes,
+        "optimizer": sharded * state + _beside(held, parts, job),
     }
-    return StageMemory(rank, blocks, sum(own), **parts, total=sum(parts.values()))
 
 
-def _kept(spec: StageSpec, job: Job, each: tuple[float, float]) -> float:
-    """Bytes that a stage keeps of one micro-batch until its backward; each: as `_kept_of_block`."""
-    again = job.layout.recomputed_blocks(spec.blocks, spec.index)
-    return again * each[0] + (spec.blocks - again) * each[1]
+def buffers_of(job: Job) -> Column:
+    """Bytes of communication buffers, and of what tensor ranks gather."""
+    software = job.machine.software
+    gathered = software.gather_buffers * job.activation_bytes
+    return software.buffers + np.where(job.layout.tp > 1, gathered, 0.0)
 
 
-def _kept_of_block(job: Job) -> tuple[float, float]:
-    """Bytes that a block keeps which is recomputed, and one which is not."""
-    # What is kept is allocated between what is not, which leaves gaps.
-    return kept_bytes(job) * job.machine.activation_overhead, block_activations(job, True)
-
-
-def held_parameters(spec: StageSpec, job: Job) -> float:
+def held_parameters(parts: Parts, job: Job) -> Column:
     """Parameters on one GPU: matrices by 1/tp, with the vocabulary's padding; norms in full."""
     model, layout = job.model, job.layout
     norms = 2 * norm_parameters(model) + head_norm_parameters(model)
-    held = spec.blocks * ((job.block_parameters - norms) / layout.tp + norms)
+    blocks = parts.blocks * ((job.block_parameters - norms) / layout.tp + norms)
     matrix = job.vocab_columns * model.hidden
-    if spec.embedding and not layout.vocab_pp:
-        held += matrix
-    if spec.embedding:
-        held += model.max_positions * model.hidden if model.positions == "learned" else 0
-    if layout.vocab_pp:
-        held += matrix if model.tied else 2 * matrix
-    elif spec.head and (spec.tied or not model.tied):
-        held += matrix
-    return held
+    positions = model.max_positions * model.hidden if model.positions == "learned" else 0
+    own_head = parts.head & (parts.tied | (not model.tied))
+    ends = matrix * (parts.embedding * 1 + own_head)
+    spread = matrix * (1 if model.tied else 2)
+    return blocks + parts.embedding * positions + np.where(layout.vocab_pp, spread, ends)
 
 
-def _laid_out(held: float, spec: StageSpec, job: Job) -> float:
+def _laid_out(held: Column, parts: Parts, job: Job) -> Column:
     """Elements of the buffers of so many parameters of a stage: what Adafactor and Muon update has
     whole matrices in sections of one length, which the largest matrix may determine.
     """
     name, model = job.training.optimizer, job.model
-    if name not in ("adafactor", "muon") or not job.layout.zero:
+    if name not in ("adafactor", "muon"):
         return held
-    largest = model.hidden * model.up_width * (spec.blocks > 0)
-    if name == "adafactor" and (spec.embedding or spec.head):
-        largest = max(largest, model.hidden * job.vocab_columns)
-    matrices = held if name == "adafactor" else spec.blocks * job.block_parameters
-    return held - matrices + max(matrices, job.shards * largest)
+    largest = model.hidden * model.up_width * (parts.blocks > 0)
+    if name == "adafactor":
+        ends = parts.embedding | parts.head
+        largest = np.maximum(largest, ends * model.hidden * job.vocab_columns)
+    matrices = held if name == "adafactor" else parts.blocks * job.block_parameters
+    sections = held - matrices + np.maximum(matrices, job.shards * largest)
+    return np.where(job.layout.zero > 0, sections, held)
 
 
-def most_parameters(job: Job) -> float:
-    """Parameters on a GPU of the pipeline rank that holds the most."""
-    same = ("tp", "pp", "cp", "dp", "schedule", "virtual_stages", "partition", "vocab_pp")
-    about = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
-    return _most_parameters(job._replace(layout=about))
-
-
-@lru_cache(maxsize=4096)
-def _most_parameters(job: Job) -> float:
-    of_rank = [0.0] * job.layout.pp
-    for spec in stage_specs(job.model, job.layout):
-        of_rank[spec.rank] += held_parameters(spec, job)
-    return max(of_rank)
-
-
-def _weights(held: float, spec: StageSpec, job: Job) -> float:
+def _weights(held: Column, parts: Parts, job: Job) -> Column:
     """Bytes of the weights in computing precision; at --zero 3 of those that are gathered."""
-    size, layout = job.number_bytes, job.layout
-    if job.zero < 3:
-        return held * size
-    block = job.block_parameters / layout.tp  # the one that runs, and the next one
-    shared = held - spec.blocks * block
-    return size * (shared + 2 * block) + (0.0 if size == 2 else held * 4.0 / job.shards)
+    size = job.number_bytes
+    block = job.block_parameters / job.layout.tp  # the one that runs, and the next one
+    shared = held - parts.blocks * block
+    masters = 0.0 if size == 2 else held * 4.0 / job.shards
+    return np.where(job.zero < 3, held * size, size * (shared + 2 * block) + masters)
 
 
-def sharded_parameters(held: float, blocks: int, job: Job) -> float:
+def sharded_parameters(held: Column, blocks: Column, job: Job) -> Column:
     """Parameters whose optimizer state a rank has, of `held` ones in so many blocks: from --zero 1
     on an equal part of what its shards hold together, all of the experts with it.
     """
-    if not job.layout.zero:
-        return held
-    return (held + blocks * job.experts_elsewhere / job.layout.tp) / job.shards
+    together = held + blocks * job.experts_elsewhere / job.layout.tp
+    return np.where(job.layout.zero > 0, together / job.shards, held)
 
 
-def _beside(held: float, specs: list[StageSpec], job: Job) -> float:
+def _beside(held: Column, parts: Parts, job: Job) -> Column:
     """Bytes that the state of what Muon and 8-bit AdamW leave to AdamW has more than theirs: of the
     embedding, and under Muon of the head too.
     """
     name, layout = job.training.optimizer, job.layout
     if name not in ("muon", "adamw8bit"):
         return 0.0
-    others = held - sum(spec.blocks for spec in specs) * job.block_parameters / layout.tp
-    own_head = not job.model.tied and (layout.vocab_pp or any(spec.head for spec in specs))
-    if name == "adamw8bit" and own_head:
-        others -= job.vocab_columns * job.model.hidden
-    return SAVED_STATE[name] * max(0.0, others) / (job.shards if layout.zero else 1)
-
-
-def _gradients(held: float, blocks: int, job: Job) -> float:
-    """Bytes of the gradients; from --zero 2 on a sum of 1/dp."""
-    if job.zero < 2:
-        return held * _gradient_bytes(job)
-    return sharded_parameters(held, blocks, job) * 4.0
-
-
-def _working(spec: StageSpec, held: float, kept: float, heads: float, job: Job) -> float:
-    """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
-    of gradients at the end of a backward, when what was kept of its micro-batch is free.
-    """
-    layout, flash = job.layout, not job.machine.software.keeps_scores
-    working = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
-    working *= job.model.mlps[1]
-    if flash:  # the gradients of a block's output and input; others take the place of what is freed
-        working = 2.0 * job.activation_bytes / (layout.tp if job.sequence_parallel else 1)
-    if layout.recompute == "full" or _keeps_products(job):
-        # All that the block keeps whose backward runs.
-        working = block_activations(job, True)
-    matrix = float(job.vocab_columns * job.model.hidden)
-    # The embedding's gradient, and its output's, before and after the mask. In fp32 a CPU adds
-    # rows to the sum, if that is kept.
-    rows = job.machine.device == "CPU" and job.number_bytes == 4 and job.zero < 2
-    if (spec.embedding or layout.vocab_pp) and flash:
-        outputs = job.activation_bytes * (2 if layout.tp > 1 else 1)
-        dense = job.activation_bytes if rows else matrix * job.number_bytes
-        working = max(working, dense + outputs - kept)
-    if spec.head or layout.vocab_pp:
-        # In the head's backward, the gradients of its input, and of its matrix where that is not
-        # added to the sum at once: the embedding has the same, or at --zero 2 there is no sum. At
-        # --zero 3 no block's weights are there then, which are more.
-        apart = job.zero == 2 or (spec.embedding and job.model.tied and job.zero < 3)
-        dense = matrix * job.number_bytes + job.activation_bytes
-        working = max(working, _logit_bytes(heads, dense * (apart and not layout.vocab_pp), job))
-    if job.zero != 2:
-        return working
-    # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
-    # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
-    reduced = _gradient_bytes(job) + 4.0 / job.shards
-    buckets = min(held, bucket_elements(held)) * (2 * reduced + job.number_bytes)
-    working = max(working, buckets - kept)
-    return working + (matrix * reduced if spec.tied else 0.0)
-
-
-def _logit_bytes(in_flight: float, dense: float, job: Job) -> float:
-    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight. dense: of
-    gradients beside the logits' in the head's backward.
-    """
-    logits = float(job.tokens) * job.vocab_columns
-    logits *= job.layout.tp if job.machine.software.gathered_logits else 1
-    if job.machine.software.loss_bytes:
-        return job.machine.software.loss_bytes * logits
-    if job.machine.software.keeps_scores:
-        return LOGIT_BYTES * logits
-    exact = 4.0 * min(logits, LOGITS_AT_ONCE["cuda"])
-    return in_flight * job.number_bytes * logits + max(exact, dense)
+    others = held - parts.blocks * job.block_parameters / layout.tp
+    if name == "adamw8bit" and not job.model.tied:
+        own_head = np.bool_(layout.vocab_pp) | parts.head
+        others = others - own_head * job.vocab_columns * job.model.hidden
+    shards = np.where(layout.zero > 0, job.shards, 1)
+    return SAVED_STATE[name] * np.maximum(0.0, others) / shards
 
 
 def _gradient_bytes(job: Job) -> float:
@@ -356,64 +284,144 @@ def _gradient_bytes(job: Job) -> float:
     return size - 2.0 if job.training.grad_dtype == "bf16" else size
 
 
+# ---- Between a forward and its end: what a backward needs in addition ----------------------------
+
+
+def working_of(parts: Parts, kept: Column, heads: Column, job: Job) -> Column:
+    """Bytes beside what is held between passes: the most of a block's backward, of the logits, and
+    of gradients at the end of a backward, when what was kept of its micro-batch is free.
+
+    kept: of one micro-batch, bytes; heads: outputs of the head that a rank keeps.
+    """
+    working = np.maximum(_of_block(job), _of_embedding(parts, kept, job))
+    working = np.maximum(working, _of_head(parts, heads, job))
+    # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
+    # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
+    held = held_parameters(parts, job)
+    held = _laid_out(held, parts, job)
+    reduced = _gradient_bytes(job) + 4.0 / job.shards
+    bucket = np.minimum(BUCKET_ELEMENTS, np.maximum(LEAST_BUCKET, held // BUCKETS))
+    buckets = np.minimum(held, bucket) * (2 * reduced + job.number_bytes)
+    copied = parts.tied * job.vocab_columns * job.model.hidden * reduced
+    return np.where(job.zero == 2, np.maximum(working, buckets - kept) + copied, working)
+
+
+def _of_block(job: Job) -> Column:
+    """Bytes of a block's backward."""
+    layout, keeps_scores = job.layout, job.machine.software.keeps_scores
+    if keeps_scores:
+        inner = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
+        working = inner * job.model.mlps[1]
+    else:  # the gradients of its output and input; others take the place of what is freed
+        working = 2.0 * job.activation_bytes / job.sequence_shards
+    # All that the block keeps whose backward runs.
+    again = np.equal(layout.recompute, "full") | _keeps_products(job)
+    return np.where(again, block_activations(job, True), working)
+
+
+def _of_embedding(parts: Parts, kept: Column, job: Job) -> Column:
+    """Bytes of the embedding's gradient, and of its output's, before and after the mask, less what
+    was `kept`. In fp32 a CPU adds rows to the sum, if that is kept.
+    """
+    if job.machine.software.keeps_scores:
+        return 0.0
+    matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
+    adds_rows = job.machine.device == "CPU" and job.number_bytes == 4
+    dense = np.where((job.zero < 2) & adds_rows, job.activation_bytes, matrix)
+    outputs = job.activation_bytes * np.where(job.layout.tp > 1, 2, 1)
+    has_rows = parts.embedding | np.bool_(job.layout.vocab_pp)
+    return np.where(has_rows, dense + outputs - kept, 0.0)
+
+
+def _of_head(parts: Parts, heads: Column, job: Job) -> Column:
+    """Bytes of the loss of one micro-batch, and what it keeps of the others in flight; in the
+    head's backward the gradients of its input, and of its matrix where that is not added to the
+    sum at once: the embedding has the same, or at --zero 2 there is no sum. At --zero 3 no block's
+    weights are there then, which are more.
+    """
+    layout, software = job.layout, job.machine.software
+    matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
+    apart = (job.zero == 2) | (parts.embedding & np.bool_(job.model.tied) & (job.zero < 3))
+    apart = apart & ~np.bool_(layout.vocab_pp)
+    logits = 1.0 * job.tokens * job.vocab_columns
+    if software.gathered_logits:
+        logits = logits * layout.tp
+    if software.loss_bytes:
+        needed = software.loss_bytes * logits
+    elif software.keeps_scores:
+        needed = LOGIT_BYTES * logits
+    else:
+        exact = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
+        dense = (matrix + job.activation_bytes) * apart
+        needed = heads * job.number_bytes * logits + np.maximum(exact, dense)
+    return np.where(parts.head | np.bool_(layout.vocab_pp), needed, 0.0)
+
+
 # ---- Activations ---------------------------------------------------------------------------------
 
 
-def kept_bytes(job: Job) -> float:
+def kept_of_block(job: Job) -> tuple[Column, Column]:
+    """Bytes that a block keeps which is recomputed, and one which is not."""
+    # What is kept is allocated between what is not, which leaves gaps.
+    return kept_bytes(job) * job.machine.activation_overhead, block_activations(job, True)
+
+
+def kept_bytes(job: Job) -> Column:
     """Bytes one block keeps of one micro-batch until its backward."""
-    if job.layout.recompute == "full":
-        return job.activation_bytes / (job.layout.tp if job.sequence_parallel else 1)
-    if _keeps_products(job):
-        return _kept_products(job)
-    kept = block_activations(job, job.layout.recompute == "none")
-    again = job.machine.software.recompute_share if job.layout.recompute == "selective" else 0.0
-    return kept * (1.0 - again)
+    recompute, software = job.layout.recompute, job.machine.software
+    selective = np.equal(recompute, "selective")
+    kept = block_activations(job, np.equal(recompute, "none"))
+    kept = kept * np.where(selective, 1.0 - software.recompute_share, 1.0)
+    if software.keeps_products:
+        kept = np.where(selective, _kept_products(job), kept)
+    return np.where(np.equal(recompute, "full"), job.activation_bytes / job.sequence_shards, kept)
 
 
-def _keeps_products(job: Job) -> bool:
-    return job.layout.recompute == "selective" and job.machine.software.keeps_products
+def _keeps_products(job: Job) -> Column:
+    return np.equal(job.layout.recompute, "selective") & job.machine.software.keeps_products
 
 
-def _kept_products(job: Job) -> float:
+def _kept_products(job: Job) -> Column:
     """Bytes of a block's input, attention's result, and the products that `keeps_products` names.
     Of w2's product each tensor rank has a sum of its own; both sums are kept reduced as well.
     """
     model, t = job.model, job.layout.tp
     values = (model.qkv_width - model.attention_width) / 2
     widths = 2 * model.attention_width + values + model.ffn_hidden
-    widths += model.hidden * (1 if t == 1 else 3)  # input and reduced sums are split over t
+    widths = widths + model.hidden * np.where(t == 1, 1, 3)  # the reduced sums are split over t
     return job.number_bytes * job.tokens * (widths / t + model.hidden)
 
 
-def block_activations(job: Job, scores: bool) -> float:
+def block_activations(job: Job, scores: Column) -> Column:
     """All that one block keeps without recomputation, arXiv 2205.05198 section 4, in bytes.
 
     Outside the tensor-parallel region 10 s b h, inside it 24 s b h / t for f = 4 h, and 5 a s^2 b
-    of attention scores unless they are recomputed or never written (flash).
+    of attention scores unless they are recomputed (`scores` is false) or never written (flash).
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
+    experts, active = model.mlps
     outside = (10.0 if software.dropout else 8.0) * model.hidden
     if model.block == "parallel":  # both norms have the same input
         outside -= 2.0 * model.hidden
     if not software.fused_norms:  # the input in FP32, and the result before it is scaled
         outside += 2 * (4.0 + 2.0) * model.hidden
-    if job.sequence_parallel:
-        outside /= t
-    experts, active = model.mlps
+    outside = outside / job.sequence_shards
+    if experts > 1:  # sent to experts, and back
+        outside = outside + 4.0 * active * model.hidden
     widths = model.qkv_width + model.attention_width + active * (model.up_width + model.ffn_hidden)
     widths += normed_width(model) * (1 if software.fused_norms else 4)
-    if scores:  # else recomputed, for which keys and values are gathered again
-        gathered_from = job.cp // job.layout.over_heads(model) - 1
-        widths += gathered_from * (model.qkv_width - model.attention_width)
-    outside += 4.0 * active * model.hidden if experts > 1 else 0.0  # sent to experts, and back
     if model.activation == "swiglu" and not (software.keeps_scores and software.fused_elementwise):
         widths += active * model.ffn_hidden  # SiLU's result: torch has it as a kernel of its own
+    # Where attention is recomputed, keys and values are gathered again.
+    gathered_from = scores * (job.cp // job.over_heads - 1)
+    widths = widths + gathered_from * (model.qkv_width - model.attention_width)
     if not software.keeps_scores:  # what differs where the kernels are torch's own
         # Attention's result with samples before the sequence, and as the next product takes it.
-        several = 1.0 if job.layout.micro_batch_size > 1 else 0.0
-        widths += int(max(software.attention_copies, several) * model.attention_width)
+        several = np.where(job.layout.micro_batch_size > 1, 1.0, 0.0)
+        copies = np.maximum(software.attention_copies, several)
+        widths = widths + np.floor(copies * model.attention_width)
     size = job.tokens * (outside + 2.0 * widths / t)
-    if scores and software.keeps_scores:
+    if software.keeps_scores:
         each = 5.0 if software.dropout else 2.0
-        size += each * model.heads / t * model.seq_length * job.tokens
+        size = size + scores * (each * model.heads / t * model.seq_length * job.tokens)
     return size * job.number_bytes / 2

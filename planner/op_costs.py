@@ -8,13 +8,19 @@ What is modelled, the most important first:
   less at a time, and attention's batched ones do not use the tensor cores.
 * What is not a GEMM takes the time in which the memory moves its bytes.
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
+
+Every size may be one number, or a numpy array of them, such as a column of `planner.job.Columns`.
 """
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from planner.hardware import Link, Machine
+
+Column = Any  # a number, or an array with one for each layout
 
 # Rows and columns of a tile, and its speed relative to the largest: a smaller tile reuses less of
 # what it loads. Assumed from cuBLAS on square A100 GEMMs, not fitted.
@@ -28,48 +34,59 @@ FP8_SHARE = 0.8  # of the peak's ratio that products in fp8 gain; assumed
 PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
-def gemm(machine: Machine, m: int, n: int, k: int, size: int = 2) -> float:
+def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
     """Seconds of (m x k) times (k x n); `size` is the bytes of a number, 4 means FP32."""
     traffic = float(size) * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
     if size > 2:
-        return max(2.0 * m * n * k / (machine.vector_peak * machine.gemm_fraction), traffic)
-    return max(_tensor_cores(machine, m, n, k, 1) / _aligned(n, k), traffic) + LAUNCH
+        computed = 2.0 * m * n * k / (machine.vector_peak * machine.gemm_fraction)
+        return np.maximum(computed, traffic)
+    computed = _tensor_cores(machine, m, n, k, 1) / _aligned(n, k)
+    return np.maximum(computed, traffic) + LAUNCH
 
 
-def batched_gemm(machine: Machine, m: int, n: int, k: int, batch: int, row_bytes: float) -> float:
+def batched_gemm(
+    machine: Machine, m: Column, n: Column, k: Column, batch: Column, row_bytes: Column
+) -> Column:
     """Seconds of `batch` such products whose rows are `row_bytes` apart, as attention's are."""
     traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
-    if _aligned(n, k) == 1.0:
-        return max(_tensor_cores(machine, m, n, k, batch), traffic) + LAUNCH
-    loads = 2.0 if n % 2 or k % 2 else 1.0  # of two bytes in place of four
+    aligned = np.maximum(_tensor_cores(machine, m, n, k, batch), traffic) + LAUNCH
+    odd = (n % 2 != 0) | (k % 2 != 0)
+    loads = np.where(odd, 2.0, 1.0)  # of two bytes in place of four
     rate = machine.vector_peak * machine.vector_fraction / loads
     strided = 1.0 + machine.stride_penalty * (row_bytes / PAGE) ** 2
-    return max(2.0 * batch * m * n * k / rate, traffic) * strided
+    apart = np.maximum(2.0 * batch * m * n * k / rate, traffic) * strided
+    return np.where(_aligned(n, k) == 1.0, aligned, apart)
 
 
-def _tensor_cores(machine: Machine, m: int, n: int, k: int, batch: int) -> float:
+def _tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Column) -> Column:
     """Seconds with the best tile: whole waves of whole tiles."""
-    best = float("inf")
+    best: Column = float("inf")
     for rows, columns, speed in TILES:
         tiles = batch * -(-m // rows) * -(-n // columns)
         waves = -(-tiles // machine.processors)
-        best = min(best, waves * rows * columns / speed)
+        best = np.minimum(best, waves * rows * columns / speed)
     rate = machine.peak * machine.gemm_fraction
     return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
 
 
-def _aligned(*sizes: int) -> float:
-    """The power of two of which every row's bytes are a multiple, over 16; at most 1."""
-    return math.gcd(ALIGNMENT, *sizes) / ALIGNMENT
+def _aligned(n: Column, k: Column) -> Column:
+    """The power of two of which the bytes of n and of k numbers are a multiple, over 16; at most
+    1.
+    """
+    return np.gcd(np.gcd(ALIGNMENT, n), k) / ALIGNMENT
 
 
-def linear(machine: Machine, rows: int, outs: int, ins: int, size: int = 2) -> tuple[float, float]:
+def linear(
+    machine: Machine, rows: Column, outs: Column, ins: Column, size: int = 2
+) -> tuple[Column, Column]:
     """Seconds of a linear layer, forward and backward (input gradient and weight gradient)."""
     forward = gemm(machine, rows, outs, ins, size)
     return forward, gemm(machine, rows, ins, outs, size) + gemm(machine, outs, ins, rows, size)
 
 
-def fp8_linear(machine: Machine, rows: int, outs: int, ins: int) -> tuple[float, float]:
+def fp8_linear(
+    machine: Machine, rows: Column, outs: Column, ins: Column
+) -> tuple[Column, Column]:
     """As `linear`, with products in fp8: inputs and gradients are read, and written in fp8 as they
     are and transposed.
     """
@@ -79,7 +96,7 @@ def fp8_linear(machine: Machine, rows: int, outs: int, ins: int) -> tuple[float,
     return forward + cast[0], backward + cast[1]
 
 
-def moved(machine: Machine, count: float) -> float:
+def moved(machine: Machine, count: Column) -> Column:
     """Seconds to move that many bytes to and from memory in elementwise kernels."""
     return count / (machine.bandwidth * COPY_MEMORY)
 
@@ -113,8 +130,8 @@ SMALL_HEAD = 0.85
 
 
 def attention(
-    machine: Machine, seq: int, head: int, heads: int, micro: int, size: int = 2
-) -> tuple[float, float]:
+    machine: Machine, seq: int, head: int, heads: Column, micro: Column, size: int = 2
+) -> tuple[Column, Column]:
     """Seconds of the attention core over `heads` local heads, forward and backward."""
     software = machine.software
     if not software.keeps_scores or size > 2:
@@ -122,26 +139,28 @@ def attention(
     batch, row = heads * micro, 2.0 * 3 * head * heads * micro
     scores = batched_gemm(machine, seq, seq, head, batch, row)
     mixed = batched_gemm(machine, seq, head, seq, batch, row)
-    elements = float(batch) * seq * seq
+    elements = 1.0 * batch * seq * seq
     dropout = 5.0 if software.dropout else 0.0  # read 2, write 2, mask 1
-    forward, backward = 4.0 + dropout, 6.0 + dropout
     # Scale, mask, cast, softmax, cast: a kernel each.
-    if software.attention == "math" or not fused_softmax(seq, batch):
-        forward, backward = forward + 24.0, backward + 16.0
+    apart = (software.attention == "math") | ~fused_softmax(seq, batch)
+    forward = 4.0 + dropout + np.where(apart, 24.0, 0.0)
+    backward = 6.0 + dropout + np.where(apart, 16.0, 0.0)
     return (
         scores + mixed + moved(machine, forward * elements),
         scores + 3 * mixed + moved(machine, backward * elements),
     )
 
 
-def fused_softmax(seq: int, batch: int) -> bool:
+def fused_softmax(seq: int, batch: Column) -> Column:
     """Whether Megatron's fused causal softmax takes this shape; else separate kernels run."""
-    return 16 < seq <= 4096 and seq % 4 == 0 and batch % 4 == 0
+    return np.bool_(16 < seq <= 4096 and seq % 4 == 0) & (batch % 4 == 0)
 
 
-def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tuple[float, float]:
+def _flash(
+    machine: Machine, seq: int, head: int, batch: Column, size: int
+) -> tuple[Column, Column]:
     """Two products forward, five backward, of which the causal mask leaves half."""
-    product = float(batch) * seq * seq * head * (-(-head // ALIGNMENT) * ALIGNMENT / head)
+    product = 1.0 * batch * seq * seq * head * (-(-head // ALIGNMENT) * ALIGNMENT / head)
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
         return 2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH
@@ -157,54 +176,55 @@ def _flash(machine: Machine, seq: int, head: int, batch: int, size: int) -> tupl
 # ---- Between ranks -------------------------------------------------------------------------------
 
 
-def ring(machine: Machine, ranks: int, stride: int) -> Link:
+def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
     """The slowest link of a ring of `ranks` ranks that are `stride` apart.
 
     Within a node that is NVLink. Across nodes, all groups of a node share its network; a ring with
     several ranks on a node receives through one GPU's adapter and sends through another's, each in
     one direction only, and reaches `crossing` of the speed.
     """
-    local = min(ranks, max(1, machine.node // stride))
-    if ranks <= local:
-        return machine.nvlink
+    local = _on_one_node(machine, ranks, stride)
+    inside = ranks <= local
     groups = machine.node / local
-    crossing = machine.crossing if local > 1 else 1.0
+    crossing = np.where(local > 1, machine.crossing, 1.0)
     nodes = -(-ranks // local)
-    speed = min(machine.nvlink.speed, machine.network.over(nodes) / groups * crossing)
-    return Link(machine.network.latency, speed, 1.0)
+    shared = machine.network.over(nodes) / groups * crossing
+    speed = np.where(inside, machine.nvlink.speed, np.minimum(machine.nvlink.speed, shared))
+    latency = np.where(inside, machine.nvlink.latency, machine.network.latency)
+    return Link(latency, speed, 1.0)
 
 
-def all_reduce(link: Link, ranks: int, count: float) -> float:
+def _on_one_node(machine: Machine, ranks: Column, stride: Column) -> Column:
+    """How many of `ranks` ranks that are `stride` apart are on one node."""
+    return np.minimum(ranks, np.maximum(1, machine.node // stride))
+
+
+def all_reduce(link: Link, ranks: Column, count: Column) -> Column:
     """Seconds to sum `count` bytes over a ring; a reduce-scatter or all-gather takes half."""
-    if ranks < 2:
-        return 0.0
     return 2.0 * (ranks - 1) * (count / ranks / link.speed + link.latency)
 
 
-def all_to_all(machine: Machine, ranks: int, stride: int, count: float) -> float:
+def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -> Column:
     """Seconds in which each rank sends `count` bytes in equal parts to ranks `stride` apart.
 
     What leaves a node shares its network with what all its other GPUs send.
     """
-    if ranks < 2:
-        return 0.0
-    local = min(ranks, max(1, machine.node // stride))
+    local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
-    if ranks <= local:
-        return inside
     sent = count * (ranks - local) / ranks * machine.node
-    return max(inside, sent / machine.network.over(-(-ranks // local)) + machine.network.latency)
+    across = sent / machine.network.over(-(-ranks // local)) + machine.network.latency
+    seconds = np.where(ranks <= local, inside, np.maximum(inside, across))
+    return np.where(ranks < 2, 0.0, seconds)
 
 
-def message(machine: Machine, stage_ranks: int, count: float, tp: int) -> float:
+def message(machine: Machine, stage_ranks: Column, count: Column, tp: Column) -> Column:
     """Seconds until one stage's activation of `count` bytes has reached the next stage."""
-    share = count / tp if machine.software.scatter_p2p else count
-    agreed = machine.software.host_per_message
-    if stage_ranks >= machine.node:
-        link = machine.network
-        seconds = share * machine.node / (link.bandwidth * machine.p2p_fraction) + link.latency
-    else:  # neighbours are on one node, but for one stage's ranks at its edge
-        edge = share * stage_ranks / (machine.network.bandwidth * machine.p2p_fraction)
-        seconds = max(edge, share / machine.nvlink.speed) + machine.nvlink.latency
-    gathered = count * (tp - 1) / tp if machine.software.scatter_p2p else 0.0
-    return agreed + seconds + gathered / machine.nvlink.speed
+    scattered = machine.software.scatter_p2p
+    share = count / tp if scattered else count
+    rate = machine.network.bandwidth * machine.p2p_fraction
+    apart = share * machine.node / rate + machine.network.latency
+    # Else neighbours are on one node, but for one stage's ranks at its edge.
+    edge = np.maximum(share * stage_ranks / rate, share / machine.nvlink.speed)
+    seconds = np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)
+    gathered = count * (tp - 1) / tp if scattered else 0.0
+    return machine.software.host_per_message + seconds + gathered / machine.nvlink.speed

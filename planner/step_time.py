@@ -5,18 +5,22 @@
 A step is the pipeline's time (the schedule that is executed, simulated with the stages' seconds),
 then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
 Symbols: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+
+The formulas take one layout, or many as columns (planner/job.py); what builds a schedule takes one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from config.model_stats import model_flops, normed_width
 from config.schema import Layout, ModelShape, Training
 from planner import block_costs, memory, op_costs, risk
-from planner.hardware import Machine
-from planner.job import Job
+from planner.hardware import Link, Machine
+from planner.job import Column, Job
 from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
@@ -33,8 +37,17 @@ COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32,
 class Pass(NamedTuple):
     """Seconds of one micro-batch forward and backward (with recomputation) through a part."""
 
-    forward: float
-    backward: float
+    forward: Column
+    backward: Column
+
+
+class Passes(NamedTuple):
+    """Those of a block that is not recomputed, of one that is, of the embedding and the head."""
+
+    block: Pass
+    redone: Pass
+    embedding: Pass
+    head: Pass
 
 
 @dataclass(frozen=True)
@@ -92,36 +105,50 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 # ---- One micro-batch through one part ------------------------------------------------------------
 
 
+def passes_of(job: Job) -> Passes:
+    """Seconds of one micro-batch through the parts of a model."""
+    return Passes(*block_passes(job), embedding_pass(job), head_pass(job))
+
+
 def block_pass(job: Job) -> Pass:
-    """Seconds of one micro-batch through one block, on each GPU of its tensor group."""
+    """Seconds of one micro-batch through a block that is recomputed as the layout says."""
+    return block_passes(job)[1]
+
+
+def block_passes(job: Job) -> tuple[Pass, Pass]:
+    """Seconds of one micro-batch through one block on each GPU of its tensor group: of a block that
+    is not recomputed, and of one that is, as the layout says.
+    """
     model, layout, _, machine = job
     t, software = layout.tp, machine.software
     layers = [block_costs.linear(job, *matrix) for matrix in block_costs.matrices(job)]
     core, other = block_costs.attention(job), _elementwise(job)
     sent = block_costs.dispatched(job)
     sums = 1 + (model.mlps[1] if model.mlps[0] > 1 else 1)  # of each expert's outputs
-    hidden = 0.0 if layout.splits_backward else software.overlap_tensor
+    hidden = np.where(layout.splits_backward, 0.0, software.overlap_tensor)
     exposed = sums * _tensor_all_reduce(job) * (1 - hidden)
     host = software.host_per_block
     forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + sent + host / 4
     backward = (
         sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + sent + host * 3 / 4
     )
-    backward += op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
-    if job.sequence_parallel:  # the gathered inputs are not kept: gathered once more
-        backward += exposed / 2
-    if layout.recompute == "full":
-        backward += forward
-    elif layout.recompute == "selective":  # a flash kernel recomputes the scores itself
-        backward += software.recompute_share * forward
-        if software.keeps_products:
-            backward += _redone([layer[0] for layer in layers], job) + other[0]
-        backward += core[0] if software.keeps_scores else 0.0
+    backward = backward + op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
+    # With sequence parallelism the gathered inputs are not kept: they are gathered once more.
+    backward = backward + np.where(job.sequence_parallel, exposed / 2, 0.0)
+    selective = software.recompute_share * forward
+    if software.keeps_products:
+        selective = selective + _redone([layer[0] for layer in layers], job) + other[0]
+    if software.keeps_scores:  # a flash kernel recomputes the scores itself
+        selective = selective + core[0]
+    again = np.where(np.equal(layout.recompute, "full"), forward, 0.0)
+    again = np.where(np.equal(layout.recompute, "selective"), selective, again)
     launched = software.host_per_operation * _operations(job)
-    return Pass(max(forward, launched), max(backward, 2 * launched))
+    forward = np.maximum(forward, launched)
+    plain = Pass(forward, np.maximum(backward, 2 * launched))
+    return plain, Pass(forward, np.maximum(backward + again, 2 * launched))
 
 
-def _redone(forward: list[float], job: Job) -> float:
+def _redone(forward: list[Column], job: Job) -> Column:
     """Seconds of the products that `keeps_products` does not keep: k, attention's output, w3.
 
     forward: seconds of a block's four matrices; that of q, k and v is one of them.
@@ -131,15 +158,15 @@ def _redone(forward: list[float], job: Job) -> float:
     return keys * forward[0] + forward[1] + forward[2] / 2
 
 
-def _operations(job: Job) -> int:
+def _operations(job: Job) -> Column:
     """Kernels and collectives that a block's forward launches."""
     software, tp, found = job.machine.software, job.layout.tp > 1, OPERATIONS
     found += (0 if software.fused_norms else 12) + (0 if software.fused_elementwise else 12)
-    found += 4 if tp and job.sequence_parallel else 2 * tp
-    return found + (6 if software.keeps_scores else 0)
+    found += 6 if software.keeps_scores else 0
+    return found + np.where(tp, np.where(job.sequence_parallel, 4, 2), 0)
 
 
-def _elementwise(job: Job) -> tuple[float, float]:
+def _elementwise(job: Job) -> tuple[Column, Column]:
     """Seconds of norms, residuals, dropout, activation and bias gradients, by bytes moved.
 
     Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
@@ -148,19 +175,18 @@ def _elementwise(job: Job) -> tuple[float, float]:
     model, t, h, (experts, active) = job.model, job.layout.tp, job.model.hidden, job.model.mlps
     f = active * model.ffn_hidden
     size, masks = job.number_bytes, 1.0 if job.machine.software.dropout else 0.0
-    shared = t if job.sequence_parallel else 1
-    width = active * model.up_width + f
+    shared, width = job.sequence_shards, active * model.up_width + f
     forward = (10 * size + 2 * masks) * h / shared + size * width / t
     backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
     if model.bias:
-        backward += size * (f / t + 2 * h)
+        backward = backward + size * (f / t + 2 * h)
     if model.qkv_bias:
-        backward += size * model.qkv_width / t
+        backward = backward + size * model.qkv_width / t
     normed = size * normed_width(model) / t
     software = job.machine.software
     if not software.fused_norms:
-        forward += 2 * UNFUSED_NORM[0] * size * h / shared
-        backward += 2 * UNFUSED_NORM[1] * size * h / shared
+        forward = forward + 2 * UNFUSED_NORM[0] * size * h / shared
+        backward = backward + 2 * UNFUSED_NORM[1] * size * h / shared
     fused = (2.0, 3.0) if software.fused_norms else UNFUSED_NORM
     forward, backward = forward + fused[0] * normed, backward + fused[1] * normed
     if not software.fused_elementwise and model.activation == "swiglu":
@@ -192,7 +218,7 @@ def embedding_pass(job: Job) -> Pass:
     return Pass(looked + _tensor_all_reduce(job), looked + added)
 
 
-def _tensor_all_reduce(job: Job) -> float:
+def _tensor_all_reduce(job: Job) -> Column:
     """Seconds to sum one micro-batch's activation over the tensor group."""
     link = op_costs.ring(job.machine, job.layout.tp, 1)
     return op_costs.all_reduce(link, job.layout.tp, job.activation_bytes)
@@ -208,36 +234,18 @@ def _accumulated(machine: Machine) -> float:
 # ---- The pipeline --------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
 def stage_passes(job: Job) -> tuple[Pass, ...]:
     """Seconds of one micro-batch through each stage of the layout."""
-    # Layouts that differ in the rest, as in ZeRO, have the same parts; so have most schedules.
-    same = ("tp", "pp", "cp", "dp", "sequence_parallel", "micro_batch_size", "vocab_pp")
-    alike = Layout(**{name: getattr(job.layout, name) for name in (*same, "pad_vocab_multiple")})
-    if job.layout.splits_backward:
-        alike = replace(alike, schedule="zb-h1")
-    plain, front, back = _parts(job._replace(layout=alike))
-    block = plain
-    if job.layout.recompute != "none":
-        block = _parts(job._replace(layout=replace(alike, recompute=job.layout.recompute)))[0]
-    found: dict[tuple, Pass] = {}  # most stages are alike
-    passes, ends, again = [], not job.layout.vocab_pp, job.layout.recomputed_of_stage
-    for s in stage_specs(job.model, job.layout):
-        key = s.last - s.first, s.embedding, s.head, again and again[s.index]
-        if key not in found:
-            redone = job.layout.recomputed_blocks(s.blocks, s.index)
-            counts = redone, s.blocks - redone, s.embedding and ends, s.head and ends
-            parts = list(zip(counts, (block, plain, front, back), strict=True))
-            forward = sum(count * part.forward for count, part in parts)
-            found[key] = Pass(forward, sum(count * part.backward for count, part in parts))
-        passes.append(found[key])
-    return tuple(passes)
-
-
-@lru_cache(maxsize=4096)
-def _parts(job: Job) -> tuple[Pass, Pass, Pass]:
-    """Of a block, the embedding and the head."""
-    return block_pass(job), embedding_pass(job), head_pass(job)
+    layout, parts = job.layout, passes_of(job)
+    ends = not layout.vocab_pp
+    found = []
+    for spec in stage_specs(job.model, layout):
+        redone = layout.recomputed_blocks(spec.blocks, spec.index)
+        counts = spec.blocks - redone, redone, spec.embedding and ends, spec.head and ends
+        seconds = zip(counts, parts, strict=True)
+        rows = [(count * part.forward, count * part.backward) for count, part in seconds]
+        found.append(Pass(*(float(sum(column)) for column in zip(*rows, strict=True))))
+    return tuple(found)
 
 
 def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
@@ -246,7 +254,7 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     sent: seconds of a message between stages, default: `message_seconds`.
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
-    sent = message_seconds(job) if sent is None else sent
+    sent = float(message_seconds(job)) if sent is None else sent
     passes = stage_passes(job)
     chunks = machine.software.virtual_stages
     if chunks > 1:
@@ -273,13 +281,13 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
 
-def message_seconds(job: Job) -> float:
+def message_seconds(job: Job) -> Column:
     """Seconds until a micro-batch's activation has reached the next stage."""
     layout = job.layout
-    if layout.pp == 1:
-        return 0.0
-    ranks = layout.tp * job.shards
-    return op_costs.message(job.machine, ranks, job.activation_bytes, layout.tp)
+    seconds = op_costs.message(
+        job.machine, layout.tp * job.shards, job.activation_bytes, layout.tp
+    )
+    return np.where(layout.pp > 1, seconds, 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -318,7 +326,7 @@ def vocabulary_seconds(job: Job) -> dict[tuple[str, int], float]:
     """As `action_seconds`, of the passes for a vocabulary that all ranks share."""
     front, back = embedding_pass(job), head_pass(job)
     each = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
-    return {(kind, s): one for kind, one in each.items() for s in range(job.layout.pp)}
+    return {(kind, s): float(one) for kind, one in each.items() for s in range(job.layout.pp)}
 
 
 def stage_weights(job: Job) -> list[float]:
@@ -332,90 +340,107 @@ def stage_weights(job: Job) -> list[float]:
     head += op_costs.moved(machine, _accumulated(machine) * job.vocab_columns * h)
     specs = stage_specs(model, job.layout)
     heads = [s.head and (s.tied or not model.tied) for s in specs]
-    return [s.blocks * block + own * head for s, own in zip(specs, heads, strict=True)]
+    return [float(s.blocks * block + own * head) for s, own in zip(specs, heads, strict=True)]
 
 
 # ---- After the pipeline --------------------------------------------------------------------------
 
 
+class Most(NamedTuple):
+    """Of a layout's pipeline ranks and stages the largest: parameters of a rank, and seconds of a
+    stage's forward and backward; and whether a second rank has a copy of the vocabulary's matrix.
+    """
+
+    parameters: Column
+    forward: Column
+    backward: Column
+    tied: Column
+
+
 def step_parts(job: Job) -> dict[str, float]:
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
+    specs, passes = stage_specs(job.model, job.layout), stage_passes(job)
+    own = memory.held_parameters(memory.Parts.of(specs), job)
+    of_rank = np.bincount([spec.rank for spec in specs], np.broadcast_to(own, len(specs)))
+    slowest = [max(each) for each in zip(*passes, strict=True)]
+    parts = after_pipeline(job, Most(float(max(of_rank)), *slowest, specs[0].tied))
+    return {name: float(seconds) for name, seconds in parts.items()}
+
+
+def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
+    """As `step_parts`, of one layout or of columns."""
     model, layout, _, machine = job
-    software, t, dp, weight = machine.software, layout.tp, layout.dp, job.number_bytes
-    specs, held = stage_specs(model, layout), memory.most_parameters(job)
-    wire = min(software.wire_bytes, 4) if weight == 2 else 4
-    volume = wire * (2.0 if software.all_reduce_gradients or not layout.zero else 1.0)
+    software, t, dp, held = machine.software, layout.tp, layout.dp, most.parameters
+    wire = min(software.wire_bytes, 4) if job.number_bytes == 2 else 4
+    whole = np.bool_(software.all_reduce_gradients) | (layout.zero == 0)
+    volume = wire * np.where(whole, 2.0, 1.0)
     blocks = -(-model.layers // layout.pp)
-    reduced = _exposed(job, _Held(held, blocks * job.expert_parameters / t), volume)
-    if job.zero >= 2 and software.fused_accumulation:
-        reduced += job.micro_batches * op_costs.moved(machine, COLLECTED * held)
-    tied = 0.0
-    if specs[0].tied:
-        sharing = min(machine.node, t * dp)
-        link = replace(machine.network, bandwidth=machine.network.bandwidth / sharing)
-        tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)
+    reduced = _exposed(job, most, blocks * job.expert_parameters / t, volume)
+    if software.fused_accumulation:
+        collected = job.micro_batches * op_costs.moved(machine, COLLECTED * held)
+        reduced = reduced + np.where(job.zero >= 2, collected, 0.0)
+    sharing = np.minimum(machine.node, t * dp)
+    link = Link(machine.network.latency, machine.network.speed / sharing, 1.0)
+    tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)
     shard = memory.sharded_parameters(held, blocks, job)
-    optimizer = op_costs.moved(machine, 40.0 * shard + 8.0 * held)  # state; norm, zeroing, cast
-    return {"reduce": reduced, "tied": tied, "optimizer": optimizer, "fixed": software.per_step}
+    return {
+        "reduce": reduced,
+        "tied": np.where(most.tied, tied, 0.0),
+        "optimizer": op_costs.moved(machine, 40.0 * shard + 8.0 * held),  # state; norm, zero, cast
+        "fixed": software.per_step,
+    }
 
 
-class _Held(NamedTuple):
-    """Parameters of a GPU, and those of them that are experts', which fewer ranks share."""
-
-    all: float
-    experts: float
-
-
-def _exposed(job: Job, held: _Held, wire: float) -> float:
+def _exposed(job: Job, most: Most, experts: Column, wire: Column) -> Column:
     """Seconds of a step's gradient and parameter traffic that no computation hides.
 
-    wire: bytes to reduce one gradient, in halves of an all-reduce's.
+    experts: parameters of experts on a GPU, which fewer ranks share. wire: bytes to reduce one
+    gradient, in halves of an all-reduce's.
     """
     layout, software = job.layout, job.machine.software
-    gather, reduce = (1 - software.overlap_data) * _gather(job, held), _reduce(job, held, wire)
-    reduce *= 1 - software.overlap_data
-    forward = backward = 0.0
-    if software.overlap_passes:
-        passes = stage_passes(job)
-        if layout.overlap_param_gather is not False:
-            forward = software.overlap_passes * max(one.forward for one in passes)
-        backward = software.overlap_passes * max(one.backward for one in passes)
-    count = job.micro_batches
-    rounds = count if layout.zero >= 2 else 1
-    tail = 1 / max(1, job.model.layers // layout.stages)  # of the last block's, that nothing hides
-    if layout.zero == 3:  # weights once forward and once backward
-        shown = max(gather - forward, gather * tail)
-        return rounds * (shown + max(gather + reduce - backward, reduce * tail))
-    after = max(gather - forward, gather * tail) if layout.zero else 0.0
-    return rounds * max(reduce - backward, reduce * tail) + after
+    dense, shown = most.parameters - experts, 1 - software.overlap_data
+    gather = shown * _gather(job, dense, experts)
+    reduce = shown * _reduce(job, dense, experts, wire)
+    # Passes behind which the traffic can hide.
+    forward = np.where(
+        np.equal(layout.overlap_param_gather, False), 0.0, software.overlap_passes * most.forward
+    )
+    backward = software.overlap_passes * most.backward
+    rounds = np.where(layout.zero >= 2, job.micro_batches, 1)
+    # The traffic of the last block of a stage, which nothing hides, as a share.
+    tail = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
+    gathered = np.maximum(gather - forward, gather * tail)
+    after = np.where(layout.zero > 0, gathered, 0.0)
+    once = rounds * np.maximum(reduce - backward, reduce * tail) + after
+    # At --zero 3 the weights are gathered once forward and once backward.
+    both = gathered + np.maximum(gather + reduce - backward, reduce * tail)
+    return np.where(layout.zero == 3, rounds * both, once)
 
 
-def _sharing(job: Job) -> int:
+def _sharing(job: Job) -> Column:
     """Ranks over which --zero shards: all that hold the same weights, or those of a node."""
-    layout = job.layout
-    if not (job.machine.software.shard_in_node and layout.zero):
+    if not job.machine.software.shard_in_node:
         return job.shards
-    return min(job.shards, max(1, job.machine.node // layout.tp))
+    of_node = np.maximum(1, job.machine.node // job.layout.tp)
+    return np.where(job.layout.zero > 0, np.minimum(job.shards, of_node), job.shards)
 
 
-def _ring(job: Job, ranks: int, stride: int, count: float) -> float:
+def _ring(job: Job, ranks: Column, stride: Column, count: Column) -> Column:
     """Seconds to sum `count` bytes over ranks so far apart."""
     return op_costs.all_reduce(op_costs.ring(job.machine, ranks, stride), ranks, count)
 
 
-def _gather(job: Job, held: _Held) -> float:
-    """Seconds to gather the weights of `held` parameters once."""
+def _gather(job: Job, dense: Column, experts: Column) -> Column:
+    """Seconds to gather the weights of a GPU's parameters once."""
     size, tp, ep = job.number_bytes, job.layout.tp, job.ep
-    seconds = _ring(job, _sharing(job), tp, (held.all - held.experts) * size) / 2
-    return seconds + _ring(job, job.shards // ep, tp * ep, held.experts * size) / 2
+    seconds = _ring(job, _sharing(job), tp, dense * size) / 2
+    return seconds + _ring(job, job.shards // ep, tp * ep, experts * size) / 2
 
 
-def _reduce(job: Job, held: _Held, wire: float) -> float:
-    """Seconds to reduce the gradients of `held` parameters once, also between nodes."""
-    ranks, tp, ep, dense = _sharing(job), job.layout.tp, job.ep, held.all - held.experts
+def _reduce(job: Job, dense: Column, experts: Column, wire: Column) -> Column:
+    """Seconds to reduce the gradients of a GPU's parameters once, also between nodes."""
+    ranks, tp, ep = _sharing(job), job.layout.tp, job.ep
     seconds = _ring(job, ranks, tp, dense * wire) / 2
-    seconds += _ring(job, job.shards // ep, tp * ep, held.experts * wire) / 2
-    replicas = job.shards // ranks
-    if replicas > 1:  # what a node has summed
-        seconds += _ring(job, replicas, tp * ranks, dense * wire / ranks)
-    return seconds
+    seconds = seconds + _ring(job, job.shards // ep, tp * ep, experts * wire) / 2
+    replicas = job.shards // ranks  # which sum what a node has summed
+    return seconds + _ring(job, replicas, tp * ranks, dense * wire / ranks)
