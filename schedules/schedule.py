@@ -393,15 +393,13 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
 def _dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
     order: list[tuple[int, Action]] = []
     done: set[tuple[str, int, int]] = set()
-    waiting = [deque(actions) for actions in schedule.ranks]
+    waiting, spread = [deque(actions) for actions in schedule.ranks], schedule.vocabulary
     while any(waiting):
         before = len(order)
         for rank, queue in enumerate(waiting):
-            while (
-                queue
-                and _can_run(*queue[0], schedule.stages, done)
-                and all(needed in done for needed in schedule.of_all_ranks(queue[0]))
-            ):
+            while queue and _can_run(*queue[0], schedule.stages, done):
+                if spread and not done.issuperset(schedule.of_all_ranks(queue[0])):
+                    break
                 done.add(queue[0])
                 order.append((rank, queue.popleft()))
         if len(order) == before:

@@ -3,43 +3,21 @@
     slots = simulate(build("1f1b", 4, 8), seconds)
     named("1f1b", 48, 2048).makespan(seconds, transfer)   the end alone, of 200,000 actions
 
-`simulate` is the definition; tests hold `makespan` to it. With more micro-batches a named
-schedule repeats the same actions more often (1F1B: a forward and a backward), so `named` builds it
-with few micro-batches and with a few more, and takes what differs as often as needed.
+`simulate` is the definition; tests hold `end_of` and `makespan` to it. With more micro-batches a
+named schedule repeats the same actions more often (1F1B: a forward and a backward), so `named`
+builds it with few micro-batches and with a few more, and takes what differs as often as needed.
 """
 
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import chain, product
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 from schedules.schedule import Action, Schedule, dependency_order, unchecked
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
-
-
-class Growth(NamedTuple):
-    """How a schedule gets longer, from `first` micro-batches on, by `step` of them.
-
-    lengths: how many actions of a rank are added at each place where the longer one differs: a
-    forward and a backward together in 1F1B, first one forward and later one backward in GPipe.
-    None: a stretch of time is added, the same for all ranks.
-    """
-
-    first: int
-    step: int
-    lengths: tuple[int, ...] | None = None
-
-
-def growth(name: str, ranks: int, micro_batches: int) -> Growth | None:
-    """That of a named schedule; None if it must be built in full."""
-    if name == "interleaved":  # in groups of as many micro-batches as ranks
-        return Growth(3 * ranks, ranks) if micro_batches % ranks == 0 else None
-    lengths = {"gpipe": (1, 1), "1f1b": (2,)}.get(name)
-    return Growth(ranks if lengths else 3 * ranks, 1, lengths)
+ROUNDS = 4  # micro-batches for each rank, after which every schedule repeats itself
 
 
 class Slot(NamedTuple):
@@ -90,193 +68,69 @@ def bubble(slots: list[list[Slot]]) -> float:
 # ---- Schedules of many micro-batches ------------------------------------------------------------
 
 
+def end_of(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
+    """The end of the last action of `simulate`, found without a list of them."""
+    rank_of, last = schedule.rank_of, schedule.stages - 1
+    clocks = [0.0] * len(schedule.ranks)
+    ends: dict[Action, float] = {}
+    for rank, action in schedule.order:
+        kind, stage, micro_batch = action
+        start = clocks[rank]
+        if kind == "F" and stage > 0 and rank_of[stage - 1] != rank:
+            start = max(start, ends["F", stage - 1, micro_batch] + transfer)  # type: ignore[index]
+        elif kind == "B" and stage < last and rank_of[stage + 1] != rank:
+            start = max(start, ends["B", stage + 1, micro_batch] + transfer)  # type: ignore[index]
+        if schedule.vocabulary:
+            for one in schedule.of_all_ranks(action):
+                start = max(start, ends[one] + transfer * (one.stage != stage))
+        ends[action] = clocks[rank] = start + seconds[kind, stage]
+    return max(clocks)
+
+
 @dataclass(frozen=True)
 class LongSchedule:
-    """What a schedule holds and takes, without a list of all its actions."""
+    """What a schedule holds and takes, without a list of all its actions.
+
+    rounds: how often it has, beyond `longer`, what `longer` has more than `base`.
+    """
 
     base: Schedule
-    longer: Schedule | None = None  # `base` and the repeated actions once more
-    lengths: tuple[int, ...] | None = None  # as in Growth
-    more: int = 0  # how often the repeated actions come more often than in `base`
+    longer: Schedule | None = None
+    rounds: int = 0
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """As `Schedule.most_held`."""
         held = self.base.most_held(sizes)
         if self.longer is None:
             return held
-        grown = zip(held, self.longer.most_held(sizes), strict=True)
-        return tuple(less + self.more * (then - less) for less, then in grown)
-
-    @cached_property
-    def parts(self) -> list[tuple[list[tuple[int, Action]], int]]:
-        """(rank, action) in an order that can run, in parts, and how often each part runs.
-
-        A part that runs again stands for the same actions of the next micro-batches.
-        """
-        if self.longer is None:
-            return [(dependency_order(self.base), 1)]
-        parts = enumerate(_repeating(self.base, self.longer, self.lengths))
-        return [(order, self.more if number % 2 else 1) for number, order in parts]
+        grown = self.longer.most_held(sizes)
+        pairs = zip(held, grown, strict=True)
+        return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """The end of the last action of `simulate`."""
-        clocks: dict[int, float] = dict.fromkeys(range(len(self.base.ranks)), 0.0)
-        messages = _messages(self.base)
-        # By kind and stage: the queues that an action takes from, and those that it adds to.
-        takes, gives = defaultdict[Any, list](list), defaultdict[Any, list](list)
-        for (needed, action), queue in messages.items():
-            gives[needed].append(queue)
-            takes[action].append(queue)
-        for order, times in self.parts:
-            bound = [
-                (rank, seconds[kind, stage], takes[kind, stage], gives[kind, stage])
-                for rank, (kind, stage, _) in order
-            ]
-            period, left = _Period(clocks, list(messages.values())), times
-            while left:
-                for rank, duration, taken, given in bound:
-                    clock = clocks[rank]
-                    for queue in taken:
-                        arrival = queue.popleft()
-                        clock = arrival if arrival > clock else clock
-                    clocks[rank] = clock = clock + duration
-                    for queue in given:
-                        queue.append(clock + transfer)
-                left = period.left(left - 1)
-        return max(clocks.values())
+        """The end of the last action of `simulate`, or what it is if every round takes as long."""
+        end = end_of(self.base, seconds, transfer)
+        if self.longer is None:
+            return end
+        later = end_of(self.longer, seconds, transfer)
+        return later + self.rounds * (later - end)
 
 
-# By kind and stage of the action that is waited for, and of the one that waits: arrivals, in order.
-_Messages = dict[tuple[tuple[str, int], tuple[str, int]], deque[float]]
-
-
-def _messages(schedule: Schedule) -> _Messages:
-    """Empty queues of all that ranks send to one another."""
-    found: _Messages = {}
-    kinds = dict.fromkeys(action.kind for action in schedule.ranks[0])
-    for kind, stage in product(kinds, range(schedule.stages)):
-        action = Action(kind, stage, 0)
-        for needed in filter(None, [schedule.input_of(action), *schedule.of_all_ranks(action)]):
-            if schedule.rank_of[needed.stage] != schedule.rank_of[stage]:
-                found[needed[:2], action[:2]] = deque()
-    return found
-
-
-@dataclass
-class _Period:
-    """What repeats while the same actions run again and again: once every clock and message is
-    later by one and the same time than it was some rounds before, so it will be for ever.
-    """
-
-    clocks: dict[int, float]
-    messages: list[deque[float]]
-    before: list[float] | None = None
-    age: int = 0  # rounds since `before`
-    oldest: int = 1  # at which `before` is taken anew: twice as old each time (Brent 1980)
-
-    def left(self, rounds: int) -> int:
-        """How many of the rounds that are left must run: after a period, what is left of others,
-        for which clocks and messages move on at once.
-        """
-        self.age += 1
-        if rounds < self.age or rounds < 2:
-            return rounds
-        now, later = [*self.clocks.values(), *chain.from_iterable(self.messages)], 0.0
-        if self.before is not None:
-            later = self._later(now, self.before)
-        if later:
-            rounds, rest = rounds // self.age, rounds % self.age
-            for rank in self.clocks:
-                self.clocks[rank] += rounds * later
-            for queue in self.messages:
-                queue.extend([queue.popleft() + rounds * later for _ in range(len(queue))])
-            return rest
-        if self.before is None or self.age == self.oldest:
-            self.before, self.age, self.oldest = now, 0, 2 * self.oldest
-        return rounds
-
-    @staticmethod
-    def _later(now: list[float], before: list[float]) -> float:
-        """By what time everything is later, to rounding; 0 if it differs."""
-        later, same = now[0] - before[0], 1e-11 * now[0]
-        even = all(abs(one - then - later) <= same for one, then in zip(now, before, strict=True))
-        return later if even else 0.0
-
-
-_built = lru_cache(maxsize=128)(unchecked)
-
-
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def named(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> LongSchedule:
-    """The schedule of that name, for any counts >= 1; `name` is checked by config."""
-    grows = growth(name, ranks, micro_batches)
-    if grows is None or micro_batches <= grows.first:
-        return LongSchedule(unchecked(name, ranks, micro_batches, virtual))
-    more, rest = divmod(micro_batches - grows.first, grows.step)
-    base = _built(name, ranks, grows.first + rest, virtual)
-    longer = _built(name, ranks, grows.first + rest + grows.step, virtual)
-    try:
-        _repeating(base, longer, grows.lengths)
-    except ValueError:  # what was found by simulation need not grow evenly
-        return LongSchedule(unchecked(name, ranks, micro_batches, virtual))
-    return LongSchedule(base, longer, grows.lengths, more)
+    """The schedule of that name, for any counts >= 1; `name` is checked by config.
 
-
-@lru_cache(maxsize=256)
-def _repeating(
-    base: Schedule, longer: Schedule, lengths: tuple[int, ...] | None
-) -> list[list[tuple[int, Action]]]:
-    """The actions of `longer` in parts: every second one is what is repeated.
-
-    Raises ValueError if it does not add actions to `base` as `lengths` says.
+    With many micro-batches a named schedule does the same again and again, so that it is built with
+    ROUNDS micro-batches for each rank, and with one more for each rank; but for zb-v, whose rounds
+    differ, and interleaved groups of unequal size.
     """
-    part_of: dict[Action, int] = {}
-    if lengths is None:
-        part_of = _parts_in_time(base, longer)
-    else:
-        for before, after in zip(base.ranks, longer.ranks, strict=True):
-            part_of |= zip(after, part_numbers(before, after, lengths), strict=True)
-    # What a part needs is in itself or in earlier parts, so it can run once they have.
-    parts: list[list[tuple[int, Action]]] = [[] for _ in range(max(part_of.values()) + 1)]
-    for rank, action in dependency_order(longer):
-        parts[part_of[action]].append((rank, action))
-    return parts
+    rounds, rest = divmod(micro_batches, ranks)
+    uneven = name == "zb-v" or (name == "interleaved" and rest > 0)
+    if uneven or rounds <= ROUNDS + 1:
+        return LongSchedule(_built(name, ranks, micro_batches, virtual))
+    few = ROUNDS * ranks + rest
+    base, longer = _built(name, ranks, few, virtual), _built(name, ranks, few + ranks, virtual)
+    return LongSchedule(base, longer, rounds - ROUNDS - 1)
 
 
-def _parts_in_time(base: Schedule, longer: Schedule) -> dict[Action, int]:
-    """The part of each action of `longer`: before, in or after a stretch of time that `base` has
-    not. Raises ValueError if there is none.
-    """
-    slots, before = simulate(longer), simulate(base)
-    period = max(row[-1].end for row in slots) - max(row[-1].end for row in before)
-    wanted = [[action[:2] for action in row] for row in base.ranks]
-    forwards = [slot.start for slot in slots[0] if slot.action[:2] == ("F", 0)]
-    for since in forwards[len(forwards) // 2 :: max(1, len(forwards) // 8)]:
-        part_of = {
-            slot.action: (slot.start >= since) + (slot.start >= since + period)
-            for row in slots
-            for slot in row
-        }
-        if wanted == [[a[:2] for a in row if part_of[a] != 1] for row in longer.ranks]:
-            return part_of
-    raise ValueError(f"{longer.name} of {len(longer.ranks)} ranks does not repeat itself")
-
-
-def part_numbers(
-    before: tuple[Action, ...], after: tuple[Action, ...], lengths: tuple[int, ...]
-) -> list[int]:
-    """The part of each action of `after`: an even one if `before` has it, an odd one if not.
-
-    Actions are compared by kind and stage. Raises ValueError if more than `lengths` was added.
-    """
-    short, long = ([action[:2] for action in row] for row in (before, after))
-    numbers: list[int] = []
-    common = 0
-    for part, length in enumerate(lengths):
-        while common < len(short) and short[common] == long[len(numbers)]:
-            numbers.append(2 * part)
-            common += 1
-        numbers += [2 * part + 1] * length
-    if short[common:] != long[len(numbers) :]:
-        raise ValueError(f"{' '.join(map(str, after))} repeats other actions than {lengths}")
-    return numbers + [2 * len(lengths)] * (len(long) - len(numbers))
+_built = lru_cache(maxsize=512)(unchecked)
