@@ -1,36 +1,29 @@
-"""Which layouts there are, which fit, and which is fastest: the planner's answers as data.
+"""Which layouts there are, which fit, and which is fastest: the planner's answer as data.
 
-    ranked, rejected = rank(model, training, machine, gpus=384)
+    answer = rank(model, training, machine, gpus=384)
+    answer.ranked[0].layout, answer.rejected
 
 Every layout is either ranked or rejected with a sentence. Nothing here prints.
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.batch_schedule import BatchSchedule
-from config.command_line import reshape
 from config.messages import UserError
-from config.model_stats import block_flops, block_parameters, parameters
 from config.schema import Layout, ModelShape, Training, batch_schedule
-from config.validation import check_batch, check_shape, check_split, with_dp
+from config.validation import check_shape
 from config.validation import refusal_of_vocab_pp as refused
-from planner import memory, risk
+from planner import risk
+from planner.enumeration import MICRO_BATCHES, Asked, Rejected, every_layout, rejected_layout
 from planner.hardware import Machine
 from planner.job import Job
-from planner.search import Search, Watch, does_not_fit, place, ways
-from planner.step_time import Prediction, block_pass, predict
+from planner.ranking import Ranking
+from planner.step_time import Prediction, predict
 from schedules.automatic import settled_layout
 
-MICRO_BATCHES = (1, 2, 4, 8, 16)
-LONG = 4096  # tokens of a sample from which on cp is searched
-MOST_NODES = 10_000  # on which the smallest number is looked for
 SEARCHED = 8  # layouts for which --schedule auto is searched: the fastest with 1F1B
 
 
@@ -43,12 +36,14 @@ class Ranked:
     rampup: str  # a verdict: "fits", or why some batch of the ramp-up does not divide
 
 
-@dataclass(frozen=True)
-class Rejected:
-    """A layout that cannot run, or all layouts with one tp and pp; and why."""
+class Answer(NamedTuple):
+    """The layouts that run, the fastest first; those that cannot; and how many places (tp, pp and
+    micro-batch) have slower layouts than those asked for.
+    """
 
-    layout: dict[str, int | str]
-    reason: str
+    ranked: list[Ranked]
+    rejected: list[Rejected]
+    slower: int
 
 
 def rank(
@@ -59,15 +54,15 @@ def rank(
     fixed: dict[str, Any] | None = None,
     refusal: Callable[[Layout], str] = lambda layout: "",
     accepted: float = risk.DEFAULT,
-    watch: Watch = iter,
-) -> tuple[list[Ranked], list[Rejected]]:
+    most: float = math.inf,
+) -> Answer:
     """The layouts on that many GPUs, fastest step first, and all that cannot run, with reasons.
 
     Of those that are alike in tp, pp and micro-batch the fastest is ranked, and if its risk of
     running out of memory is more than `accepted`, the fastest below that too. `fixed` holds Layout
     fields that are given, or lists of values to try for tp, pp and micro-batch; the rest is tried.
-    refusal: why else a layout cannot run, or "". watch: see planner/search.py. Raises UserError if
-    the model itself, or the ramp-up of the batch, is impossible.
+    refusal: why else a layout cannot run, or "". most: how many safe layouts are ranked. Raises
+    UserError if the model itself, or the ramp-up of the batch, is impossible.
     """
     check_shape(model)
     fixed = fixed or {}
@@ -76,42 +71,25 @@ def rank(
         if not plain.get("vocab_pp") and refused(training):
             plain["vocab_pp"] = False
         asked = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
-        of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, watch)
-        return _searched(*of_1f1b, model, training, machine)
+        of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, most)
+        return _searched(of_1f1b, model, training, machine)
     schedule = batch_schedule(training, model.seq_length)
-    search = Search(model, training, machine, fixed, accepted, refusal)
-    rejected, pending = [], {}
-    about = model, machine, gpus
-    for placed in watch(list(_candidates(*about, fixed))):
-        for found in [placed] if isinstance(placed, Rejected) else _sized(placed, training, fixed):
-            if isinstance(found, Rejected):
-                rejected.append(found)
-            elif reason := search.add(found):
-                largest_micro = search.never_fits(found)
-                reason += "; larger micro-batches need more" * largest_micro
-                pending[place(found[0])] = _rejected(found[0], reason)
-                if largest_micro:
-                    break
-    shared = [_sized(placed, training, fixed) for placed in _sharing_samples(*about, fixed)]
-    sized = [found for each in shared for found in each if not isinstance(found, Rejected)]
-    search.add_leading(sized, watch)
-    search.finish(watch)
-    ranked = [Ranked(*one, rampup_verdict(one[0], schedule)) for one in search.found()]
-    ran = {place(one.layout) for one in ranked}
-    return ranked, rejected + [one for axes, one in pending.items() if axes not in ran]
+    table, rejected = every_layout(Asked(model, training, machine, gpus, fixed))
+    if table is None:
+        return Answer([], rejected, 0)
+    ranking = Ranking(table, accepted, refusal)
+    ranking.run(most)
+    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
+    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    return Answer(ranked, rejected + ranking.rejected(), ranking.slower())
 
 
-def _searched(
-    ranked: list[Ranked],
-    rejected: list[Rejected],
-    model: ModelShape,
-    training: Training,
-    machine: Machine,
-) -> tuple[list[Ranked], list[Rejected]]:
+def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:
     """The fastest layouts, priced with the schedule that --schedule auto finds for each.
 
     The others keep the price of 1F1B, of which auto is never slower in simulation.
     """
+    ranked, rejected, slower = answer
     found = []
     for one in ranked[:SEARCHED]:
         job = Job(model, one.layout, training, machine)
@@ -119,7 +97,7 @@ def _searched(
         try:
             layout, _ = settled_layout(model, asked, job.micro_batches)
         except UserError as error:  # nothing holds as little as --activation-memory
-            rejected.append(_rejected(asked, str(error)))
+            rejected.append(rejected_layout(asked, str(error)))
             continue
         prediction = predict(model, layout, training, machine)
         faster = prediction.fits and prediction.seconds < one.prediction.seconds
@@ -127,212 +105,7 @@ def _searched(
             replace(one, layout=asked, prediction=prediction if faster else one.prediction)
         )
     rest = [replace(one, layout=replace(one.layout, schedule="auto")) for one in ranked[SEARCHED:]]
-    return sorted(found + rest, key=lambda r: r.prediction.seconds), rejected
-
-
-def _candidates(
-    model: ModelShape, machine: Machine, gpus: int, fixed: dict[str, Any]
-) -> Iterator[list[Layout] | Rejected]:
-    """The ways to run every tp and pp that divide GPUs and model, and why the others do not."""
-    single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
-    for tp in _choices(fixed, "tp", divisors(gpus)):
-        if tp > machine.node and "tp" not in fixed:
-            reason = f"tp({tp}) would leave the node of {machine.node} GPUs; --tp {tp} tries it"
-            yield Rejected({"tp": tp}, reason)
-            continue
-        for pp in _choices(fixed, "pp", divisors(gpus // tp) if gpus % tp == 0 else [1]):
-            base = Layout(**{"partition": "balanced", **single, "tp": tp, "pp": pp})
-            try:
-                yield ways(model, with_dp(base, gpus, "GPUs"), fixed)
-            except UserError as error:
-                yield Rejected({"tp": tp, "pp": pp}, str(error))
-
-
-def _sharing_samples(
-    model: ModelShape, machine: Machine, gpus: int, fixed: dict[str, Any]
-) -> Iterator[list[Layout]]:
-    """The ways with every cp above 1, of long samples where cp is not given."""
-    if "cp" in fixed or model.seq_length < LONG:
-        return
-    for cp in divisors(gpus)[1:]:
-        if model.seq_length % (2 * cp) == 0:
-            found = _candidates(model, machine, gpus, fixed | {"cp": cp})
-            yield from (placed for placed in found if not isinstance(placed, Rejected))
-
-
-def _sized(
-    placed: list[Layout], training: Training, fixed: dict[str, Any]
-) -> Iterator[list[Layout] | Rejected]:
-    """The ways of one tp and pp with every micro-batch that divides the batch, the smallest first,
-    and why the others do not.
-    """
-    samples = max(1, training.global_batch_size // (placed[0].dp or 1))
-    even = training.global_batch_size % (placed[0].dp or 1) == 0
-    sizes = sorted({*MICRO_BATCHES, *divisors(samples)}) if even else MICRO_BATCHES
-    for micro in _choices(fixed, "micro_batch_size", sizes):
-        layout = replace(placed[0], micro_batch_size=micro)
-        try:
-            check_batch(layout, "global-batch-size", training.global_batch_size)
-        except UserError as error:
-            yield _rejected(layout, str(error))
-            continue
-        yield [replace(way, micro_batch_size=micro) for way in placed]
-
-
-def _rejected(layout: Layout, reason: str) -> Rejected:
-    names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
-    return Rejected({name: getattr(layout, name) for name in names}, reason)
-
-
-def _choices(fixed: dict[str, Any], name: str, default: Iterable[Any]) -> list[Any]:
-    given = fixed.get(name, default)
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def divisors(number: int) -> list[int]:
-    """All of them, the smallest first."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
-
-
-# ---- How large, how few --------------------------------------------------------------------------
-
-
-def largest(
-    machine: Machine, gpus: int, training: Training, like: ModelShape
-) -> tuple[int, ModelShape, Layout]:
-    """Parameters, shape and layout of the largest model of `like`'s kind that trains.
-
-    Hidden sizes are multiples of 256 with heads of 128; a model is 60 to 200 times as wide as
-    deep, as published ones are. Micro-batch 1, full recomputation. UserError if none fits.
-    """
-    trains: list[tuple[int, ModelShape, Layout]] = []
-    for hidden in range(512, 32768, 256):
-        found = _deepest(machine, gpus, training, like, hidden)
-        if found and found[0].layers >= hidden // 200:
-            trains.append((parameters(found[0]), *found))
-        elif trains:
-            break
-    if not trains:
-        raise UserError(f"no model of hidden 512 or more fits on {gpus} x {machine.name}")
-    return max(trains, key=lambda found: found[0])
-
-
-def _deepest(
-    machine: Machine, gpus: int, training: Training, like: ModelShape, hidden: int
-) -> tuple[ModelShape, Layout] | None:
-    """Bisection for the most blocks of that width that fit on some layout."""
-    sized = cache(lambda layers: _resized(like, layers, hidden, hidden // 128))
-    fitting = cache(lambda layers: leanest(sized(layers), training, machine, gpus))
-    most = bisect_left(range(1, hidden // 60 + 1), True, key=lambda n: fitting(n) is None)
-    found = fitting(most) if most else None
-    return (sized(most), found) if found else None
-
-
-def _resized(like: ModelShape, layers: int, hidden: int, heads: int) -> ModelShape:
-    """A model of `like`'s kind: as many heads share keys and values, or what of that divides the
-    heads, and the MLP is as many times as wide, to a multiple of 128.
-    """
-    sizes: dict[str, Any] = {"layers": layers, "hidden": hidden, "heads": heads}
-    sizes |= {"kv_heads": heads // math.gcd(heads, like.heads // like.kv_heads)}
-    if like.ffn_hidden != like.default_ffn():
-        sizes["ffn_hidden"] = max(1, round(like.ffn_hidden / like.hidden * hidden / 128)) * 128
-    return reshape(like, sizes | {"head_size": hidden // heads})
-
-
-def _lean(model: ModelShape, machine: Machine, gpus: int = 0) -> Iterator[Layout]:
-    """The layouts at micro-batch 1 with full recomputation whose tp, pp and cp divide so many GPUs
-    (0: any number), without dp, in the order in which they are tried; cp of long samples only.
-    """
-    ranks = divisors(gpus) if gpus else range(1, max(machine.node, model.layers) + 1)
-    tps = [tp for tp in ranks if tp <= machine.node][::-1]
-    cps = [2**k for k in range(11) if k == 0 or model.seq_length >= LONG]
-    for cp, tp, pp in product(cps, tps, [pp for pp in ranks if pp <= model.layers]):
-        layout = Layout(tp=tp, pp=pp, cp=cp, recompute="full")
-        with suppress(UserError):
-            check_split(model, layout)
-            yield layout
-
-
-def leanest(model: ModelShape, training: Training, machine: Machine, gpus: int) -> Layout | None:
-    """The first layout that fits at micro-batch 1 with full recomputation, or None."""
-    for lean in _lean(model, machine, gpus):
-        dp, rest = divmod(gpus, lean.tp * lean.pp * lean.cp)
-        layout = replace(lean, dp=dp)
-        if not rest and _trains(Job(model, layout, training, machine)):
-            return layout
-    return None
-
-
-def _trains(job: Job) -> bool:
-    """Whether it fits, with the batch rounded up to a multiple of dp."""
-    model, layout, training, machine = job
-    dp, states = layout.dp or 1, parameters(model) * (2 + machine.software.gradient_bytes)
-    if states / (layout.tp * layout.pp) > machine.memory:  # of what is not sharded by dp
-        return False
-    samples = -(-training.global_batch_size // dp) * dp
-    job = job._replace(training=replace(training, global_batch_size=samples))
-    # One micro-batch in flight is the least of any schedule, and known without building one.
-    needs_least = memory.fullest(job, in_flight=1).total
-    return needs_least <= machine.memory and not does_not_fit(job)
-
-
-def smallest(model: ModelShape, training: Training, machine: Machine) -> tuple[int, Layout]:
-    """The fewest nodes on which the model trains, and a layout there; UserError beyond MOST_NODES.
-
-    With more replicas a layout never needs more memory, so that their number is bisected.
-    """
-    check_shape(model)
-    fewest, found = MOST_NODES + 1, None
-    for lean in _lean(model, machine):
-        replica = lean.tp * lean.pp * lean.cp
-        nodes = math.lcm(replica, machine.node) // machine.node  # the fewest that it fills
-        with_dp = lambda n: replace(lean, dp=n * nodes * machine.node // replica)  # noqa: B023, E731
-        fits = lambda n: _trains(Job(model, with_dp(n), training, machine))  # noqa: B023, E731
-        counts = range(1, (fewest - 1) // nodes + 1)
-        if counts and fits(counts[-1]):
-            count = counts[bisect_left(counts, True, key=fits)]
-            fewest, found = nodes * count, with_dp(count)
-    if found is None:
-        raise UserError(f"the model fits on no number of {machine.name} nodes up to {MOST_NODES}")
-    return fewest, found
-
-
-# ---- Shapes that suit the hardware ---------------------------------------------------------------
-
-
-def shapes(
-    size: float, like: ModelShape, layout: Layout, training: Training, machine: Machine
-) -> list[tuple[ModelShape, float]]:
-    """Shapes within 3 % of `size` parameters and their share of the peak, the highest first.
-
-    The share is that of one block's forward and backward, everything counted. UserError if none.
-    Hidden is a multiple of 128 and of 8 tp; the head size one of 64 to 256, a multiple of 8; heads
-    divide by tp and, times the micro-batch, by 4 tp (fused softmax). Ratios of 80 to 250.
-    """
-    found, step = [], math.lcm(128, 8 * layout.tp)
-    for hidden, head in product(range(step, 32768, step), range(64, 257, 8)):
-        heads, rest = divmod(hidden, head)
-        if rest or heads % layout.tp or heads // layout.tp * layout.micro_batch_size % 4:
-            continue
-        one = _resized(like, 1, hidden, heads)
-        layers = 1 + round((size - parameters(one)) / block_parameters(one))
-        odd = one.kv_heads % layout.tp or one.ffn_hidden % layout.tp
-        if odd or layers < 1 or not 80 <= hidden / layers <= 250:
-            continue
-        model = replace(one, layers=layers)
-        if abs(parameters(model) / size - 1) < 0.03:
-            found.append((model, _efficiency(Job(model, layout, training, machine))))
-    if not found:
-        wanted = f"hidden a multiple of {step} and 80 to 250 times its layers"
-        raise UserError(f"no shape of {size:g} parameters with {wanted}")
-    return sorted(found, key=lambda entry: -entry[1])
-
-
-def _efficiency(job: Job) -> float:
-    passes = 4 if job.layout.recompute == "full" else 3
-    flops = passes * job.tokens * block_flops(job.model) / job.layout.tp
-    return flops / sum(block_pass(job)) / job.machine.peak
+    return Answer(sorted(found + rest, key=lambda r: r.prediction.seconds), rejected, slower)
 
 
 # ---- Batch-size ramp-up --------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from config import model_stats, schema, validation
 from config.messages import UserError
-from planner import layouts
+from planner import model_sizes
 from planner.questions import BILLION, Answer, Question
 
 
@@ -45,7 +45,9 @@ def model(question: Question) -> Answer:
 def largest(question: Question) -> Answer:
     """The largest model that trains on these GPUs."""
     like, gpus = question.config.model, question.gpus
-    size, found, layout = layouts.largest(question.machine, gpus, question.config.training, like)
+    size, found, layout = model_sizes.largest(
+        question.machine, gpus, question.config.training, like
+    )
     data = {"parameters": size, "gpus": gpus, "machine": question.machine.name}
     data |= {"model": asdict(found), "layout": asdict(layout)}
     text = (
@@ -58,7 +60,7 @@ def largest(question: Question) -> Answer:
 def smallest(question: Question) -> Answer:
     """The fewest nodes that hold the model."""
     run, machine = question.config, question.machine
-    nodes, layout = layouts.smallest(run.model, run.training, machine)
+    nodes, layout = model_sizes.smallest(run.model, run.training, machine)
     data = {"nodes": nodes, "gpus": nodes * machine.node, "layout": asdict(layout)}
     return Answer(f"{nodes} nodes of {machine.node} {machine.name}: {_leanest(layout)}", data)
 
@@ -74,7 +76,7 @@ def shapes(question: Question) -> Answer:
     run, machine, size = question.config, question.machine, question.options.size
     if not size:
         raise UserError("how many parameters? give --size, such as --size 200e9")
-    found = layouts.shapes(size, run.model, run.layout, run.training, machine)
+    found = model_sizes.shapes(size, run.model, run.layout, run.training, machine)
     lines = [
         f"at tp {run.layout.tp}, micro-batch {run.layout.micro_batch_size}, {machine.name}:",
         "hidden layers heads head size  ratio  billions  of peak   pp with (layers + 2) % pp == 0",

@@ -84,9 +84,7 @@ def linear(
     return forward, gemm(machine, rows, ins, outs, size) + gemm(machine, outs, ins, rows, size)
 
 
-def fp8_linear(
-    machine: Machine, rows: Column, outs: Column, ins: Column
-) -> tuple[Column, Column]:
+def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> tuple[Column, Column]:
     """As `linear`, with products in fp8: inputs and gradients are read, and written in fp8 as they
     are and transposed.
     """

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,7 +17,7 @@ from config import schema, validation
 from config.command_line import to_words
 from config.messages import UserError, write_file
 from config.schema import Config
-from planner import cost, hardware, layouts, memory, risk, search, step_time
+from planner import cost, hardware, layouts, memory, model_sizes, risk, step_time
 from planner.job import Job
 from planner.plan_only import PlanOnly
 from schedules import drawing, partition, simulation
@@ -33,7 +32,6 @@ EXAMPLES |= dict.fromkeys(("rampup", "timeline"), "bloom-176b")
 SHOWN_RISKY = 5
 FULL_BATCH: dict[str, Any] = dict.fromkeys(("rampup_batch_size", "batch_schedule"))
 SEARCHED = ("layouts", "days")  # questions for which all schedules are searched
-LARGE = 1024  # GPUs from which on the search shows how far it is
 WIDTH = 120  # of a table, in columns of a terminal
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
 LEFT_OUT = {"cp": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
@@ -63,9 +61,9 @@ class Question:
         """--gpus, or --nodes full nodes."""
         return self.options.gpus or (self.options.nodes or 1) * self.machine.node
 
-    def rank(self) -> tuple[list[layouts.Ranked], list[layouts.Rejected]]:
-        """All layouts on these GPUs that agree with what was given, and those that cannot run:
-        train.py's own check has the last word.
+    def rank(self, most: float = math.inf) -> layouts.Answer:
+        """The fastest layouts on these GPUs that agree with what was given, so many of them, and
+        those that cannot run: train.py's own check has the last word.
         """
         run, names = self.config, {field.name for field in fields(schema.Layout)}
         fixed = {name: getattr(run.layout, name) for name in names & set(self.given)}
@@ -73,8 +71,8 @@ class Question:
             plain = {"schedule": "1f1b", "vocab_pp": False, "recompute_layers": None, "cp": 1}
             fixed = plain | fixed
         refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
-        about, watch = (run.model, run.training, self.machine, self.gpus), _watch(self.gpus)
-        return layouts.rank(*about, fixed, refusal, self.options.risk, watch)
+        about = run.model, run.training, self.machine, self.gpus
+        return layouts.rank(*about, fixed, refusal, self.options.risk, most)
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -82,17 +80,6 @@ class Question:
         ranks = self.gpus if given else layout.tp * layout.pp * layout.cp * (layout.dp or 1)
         run = validation.check_any_length(self.config, ranks)
         return Job(run.model, run.layout, run.training, self.machine)
-
-
-def _watch(gpus: int) -> search.Watch:
-    """With a progress bar, where a search takes seconds and standard error is a terminal."""
-    if gpus < LARGE or not sys.stderr.isatty():
-        return iter
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return lambda rows: track(rows, "layouts", console=console, transient=True)
 
 
 def _refusal(run: Config, gpus: int) -> str:
@@ -130,7 +117,8 @@ def defaults(name: str, machine: hardware.Machine, given: Collection[str]) -> di
 def ranked_layouts(question: Question) -> Answer:
     """All layouts ranked, all rejected ones with their reason."""
     training, machine, top = question.config.training, question.machine, question.options.top
-    fitting, rejected = question.rank()
+    every = question.options.json or question.options.rehearse
+    fitting, rejected, slower = question.rank(math.inf if every else top)
     accepted = question.options.risk
     ranked = [r for r in fitting if r.prediction.risk <= accepted]
     risky = [r for r in fitting if r.prediction.risk > accepted]
@@ -143,11 +131,12 @@ def ranked_layouts(question: Question) -> Answer:
         "rejected": [r.layout | {"reason": r.reason} for r in rejected],
     }
     head = (
-        f"{len(fitting)} layouts fit on {question.gpus} GPUs of {machine.name}, "
+        f"{len(fitting) + slower} layouts fit on {question.gpus} GPUs of {machine.name}, "
         f"global batch {training.global_batch_size}, {training.precision}"
     )
     lines = [head, *(_ranked_lines(ranked[:top], question) if ranked else [])]
-    lines += [f"... and {len(ranked) - top} slower ones"] if len(ranked) > top else []
+    slower += max(0, len(ranked) - top)
+    lines += [f"... and {slower} slower ones"] if slower else []
     lines += [FIRST] if len(ranked) > 1 else []
     lines += _risky_lines(ranked, risky, question)
     lines += ["", f"{len(rejected)} cannot run:"] + _reasons(rejected, question.options.rejected)
@@ -167,10 +156,10 @@ def where_it_fits(question: Question, rejected: list[layouts.Rejected]) -> list[
         return []
     allowed = min(risk.safe_bytes(machine, question.options.risk), machine.memory)
     about = run.model, run.training, replace(machine, memory=allowed)
-    if found := layouts.leanest(*about, question.gpus):
+    if found := model_sizes.leanest(*about, question.gpus):
         return [f"not as it was given, but {' '.join(flags(found))} fits"]
     try:
-        nodes, found = layouts.smallest(*about)
+        nodes, found = model_sizes.smallest(*about)
     except UserError as error:
         return [str(error)]
     return [f"{nodes} nodes of {machine.node} hold it, with {' '.join(flags(found))}"]
@@ -241,13 +230,17 @@ def _risky_lines(
     for one in faster[:SHOWN_RISKY]:
         at, p = one.layout, one.prediction
         over = (machine.memory - p.margin - allowed) / BILLION
-        alike = [r for r in safe if search.place(r.layout) == search.place(at)]
+        alike = [r for r in safe if _place(r.layout) == _place(at)]
         way = f"; safe with {_words(alike[0].layout)}" if alike else ""
         lines.append(
             f"  {_words(at)}: {p.seconds:.2f} s, risk {p.risk:.0%}, "
             f"safe with {over:.1f} GB less{way}"
         )
     return lines
+
+
+def _place(at: schema.Layout) -> tuple[int, int, int]:
+    return at.tp, at.pp, at.micro_batch_size
 
 
 def _words(at: schema.Layout) -> str:
@@ -339,7 +332,7 @@ def days(question: Question) -> Answer:
     tokens, where = question.options.tokens, f"{question.gpus} GPUs of {question.machine.name}"
     if not tokens:
         raise UserError("how many tokens? give --tokens, such as --tokens 450e9")
-    ranked, rejected = question.rank()
+    ranked, rejected, _ = question.rank(most=1)
     if not ranked:
         only = [rejected[0].reason] if len(rejected) == 1 else []
         why = "; ".join([*only, *where_it_fits(question, rejected)])

@@ -284,9 +284,7 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
 def message_seconds(job: Job) -> Column:
     """Seconds until a micro-batch's activation has reached the next stage."""
     layout = job.layout
-    seconds = op_costs.message(
-        job.machine, layout.tp * job.shards, job.activation_bytes, layout.tp
-    )
+    seconds = op_costs.message(job.machine, layout.tp * job.shards, job.activation_bytes, layout.tp)
     return np.where(layout.pp > 1, seconds, 0.0)
 
 

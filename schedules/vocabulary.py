@@ -26,7 +26,7 @@ from schedules import compiler
 from schedules.costs import parts_of, stage_costs
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, check, forward_only, unchecked
-from schedules.simulation import LongSchedule, Seconds, named
+from schedules.simulation import Seconds, end_of, named
 
 # Of the longest pass: after it a message is taken to have arrived, so that no rank waits for
 # another one that is a little late.
@@ -72,7 +72,7 @@ def makespan(
     few = 3 * layout.pp
     counts = [few, few + MORE] if micro_batches > few + MORE else [micro_batches]
     orders = [build(model, layout, count, "cuda") for count in counts]
-    ends = [LongSchedule(order).makespan(seconds, transfer) for order in orders]
+    ends = [end_of(order, seconds, transfer) for order in orders]
     return ends[-1] + (micro_batches - counts[-1]) * (ends[-1] - ends[0]) / MORE
 
 
@@ -110,11 +110,16 @@ def pass_seconds(model: ModelShape, layout: Layout, device: str) -> Seconds:
     return found
 
 
+def more_ahead(pp: Any) -> Any:
+    """Micro-batches that every rank of 1F1B runs further ahead than without these passes, for one
+    number of ranks or a column of them.
+    """
+    return 1 + (pp >= MANY)
+
+
 def _more_ahead(layout: Layout) -> int:
-    """Micro-batches that every rank runs further ahead than without these passes."""
-    if layout.schedule != "1f1b":
-        return 0
-    return 2 if layout.pp >= MANY else 1
+    """As `more_ahead`, of a layout: under GPipe every rank is as far ahead as it can be."""
+    return more_ahead(layout.pp) if layout.schedule == "1f1b" else 0
 
 
 def _further_ahead(layout: Layout, micro_batches: int) -> Schedule:

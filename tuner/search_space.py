@@ -20,9 +20,8 @@ from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
 from config.validation import check_any_length
 from planner import layouts, risk
+from planner.enumeration import LONG, Rejected, divisors, recomputations
 from planner.hardware import Machine
-from planner.layouts import Rejected
-from planner.search import recomputations
 from planner.step_time import Prediction
 from schedules import partition
 
@@ -119,7 +118,7 @@ def candidates(
             one.pop("recompute_layers")
             accepted = risk.DEFAULT
         question = config.model, config.training, machine, ranks, fixed | one, refusal
-        ranked, refused = layouts.rank(*question, accepted=accepted)
+        ranked, refused, _ = layouts.rank(*question, accepted=accepted)
         found += [Candidate(replace(config, layout=r.layout), r.prediction) for r in ranked]
         rejected += [entry for entry in refused if entry.reason != SAME]
     once = {(*sorted(entry.layout.items()), entry.reason): entry for entry in rejected}
@@ -144,13 +143,13 @@ def _partial(axis: str, one: dict[str, Any], config: Config, ranks: int) -> list
     own, length = getattr(config.layout, axis), config.model.seq_length
     balanced = one["partition"] == "balanced"
     more: dict[str, list] = {
-        "cp": [n for n in layouts.divisors(ranks) if length % (2 * n) == 0 and n > 1],
+        "cp": [n for n in divisors(ranks) if length % (2 * n) == 0 and n > 1],
         "virtual_stages": [3, 4],
         "recompute_layers": [FEWEST],
         "vocab_pp": [True],
     }
     goes = {
-        "cp": length >= layouts.LONG and balanced,
+        "cp": length >= LONG and balanced,
         "virtual_stages": one["schedule"] == "interleaved" and balanced,
         "recompute_layers": one["recompute"] == "full" and balanced,
         "vocab_pp": one["schedule"] in ("1f1b", "gpipe") and balanced,

@@ -1,0 +1,215 @@
+"""What every row of a table takes at least, in seconds and in bytes, before any schedule is built.
+
+    ranks = Ranks.of(table)
+    fits = fitting(table, ranks, room=80e9)     # how many blocks each row recomputes for that
+    seconds = least_seconds(table, ranks, fits.recomputed)
+
+A schedule's closed form gives the time in which no rank waits for more than it must, and the bytes
+of as many micro-batches in flight as its order surely has. So no row is faster, or smaller, than
+said here: planner/ranking.py prices rows in this order, and stops when the rest cannot be faster.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from config.schema import Layout, ModelShape
+from planner import memory, step_time
+from planner.enumeration import Table
+from planner.job import Column, Job
+from planner.memory import Parts
+from planner.step_time import Most, Passes
+from schedules.partition import StageSpec, stage_specs
+from schedules.vocabulary import more_ahead
+
+
+class Ranks(NamedTuple):
+    """Some pipeline ranks of every row, among which are the slowest and the fullest: of those that
+    hold alike stages the first and the last. Arrays of the shape (rows, ranks).
+
+    blocks: of all stages of the rank; most, least: of one of its stages. before: blocks of the
+    first stages of the ranks before it; least_before: of that one which has the fewest.
+    """
+
+    rank: np.ndarray
+    blocks: np.ndarray
+    most: np.ndarray
+    least: np.ndarray
+    before: np.ndarray
+    least_before: np.ndarray
+    embedding: np.ndarray
+    head: np.ndarray
+    tied: np.ndarray
+
+    @classmethod
+    def of(cls, table: Table) -> "Ranks":
+        """Those of a table; ways with the same stages have them in common."""
+        kinds: dict[tuple, int] = {}
+        of_kind, kind_of_way = [], []
+        for way in table.ways:
+            kind = way.pp, way.schedule, way.virtual_stages, bool(way.vocab_pp)
+            if kind not in kinds:
+                kinds[kind] = len(of_kind)
+                of_kind.append(_chosen_ranks(table.asked.model, way))
+            kind_of_way.append(kinds[kind])
+        longest = max(map(len, of_kind))
+        padded = np.array([rows + rows[-1:] * (longest - len(rows)) for rows in of_kind])
+        columns = padded[np.array(kind_of_way)[table.way]]  # (rows, ranks, fields)
+        numbers = [columns[:, :, field] for field in range(len(cls._fields))]
+        return cls(*numbers[:6], *(flag.astype(bool) for flag in numbers[6:]))
+
+    @property
+    def parts(self) -> Parts:
+        """What all stages of a rank hold together."""
+        return Parts(self.blocks, self.embedding, self.head, self.tied)
+
+
+def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
+    """A row of `Ranks` for the first and the last of the ranks that hold alike stages."""
+    of_rank: list[list[StageSpec]] = [[] for _ in range(way.pp)]
+    for spec in stage_specs(model, way):
+        of_rank[spec.rank].append(spec)
+    chosen: dict[tuple, list[tuple[int, ...]]] = {}
+    before, least_before = 0, model.layers
+    for rank, stages in enumerate(of_rank):
+        blocks = [spec.blocks for spec in stages]
+        flags = [[spec.embedding, spec.head, spec.tied] for spec in stages]
+        ends = [any(column) for column in zip(*flags, strict=True)]
+        numbers = rank, sum(blocks), max(blocks), min(blocks), before, least_before
+        alike = chosen.setdefault((*blocks, *ends), [])
+        alike[1:] = [(*numbers, *map(int, ends))]
+        before, least_before = before + blocks[0], min(least_before, blocks[0])
+    return [row for rows in chosen.values() for row in rows]
+
+
+# ---- Seconds -------------------------------------------------------------------------------------
+
+
+def least_seconds(table: Table, ranks: Ranks, recomputed: np.ndarray) -> np.ndarray:
+    """Seconds of a step that no order of a row's passes is faster than. recomputed: blocks of each
+    stage, a column.
+    """
+    job, passes = table.job, step_time.passes_of(table.job)
+    pipeline = _pipeline(job, ranks, passes, recomputed)
+    after = step_time.after_pipeline(job, _most(job, ranks, passes, recomputed))
+    return (job.machine.slowdown * (pipeline + sum(after.values())))[:, 0]
+
+
+def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
+    """Seconds of the pipeline: the busiest rank's passes, after the first micro-batch has come to
+    it, and before the last one's gradients have gone back to the first rank.
+    """
+    layout, machine, count = job.layout, job.machine, job.micro_batches
+    ends, sent = ~np.bool_(layout.vocab_pp), step_time.message_seconds(job)
+    more = passes.redone.backward - passes.block.backward  # of a block that is recomputed
+    redone = _least_redone(ranks, layout.stages_per_rank, recomputed)
+    both = sum(passes.block)
+    busy = ranks.blocks * both + redone * more
+    busy += ends * (ranks.embedding * sum(passes.embedding) + ranks.head * sum(passes.head))
+    busy += np.where(layout.vocab_pp, sum(passes.head), 0.0)
+    if machine.software.virtual_stages > 1 or machine.ranks_per_core > 1:
+        # A rank that waits takes no time from others on its core: what all take on average.
+        whole = job.model.layers * both + ends * (sum(passes.embedding) + sum(passes.head))
+        return count * whole / layout.pp
+    there = ranks.before * passes.block.forward + ranks.rank * sent
+    there += (ranks.rank > 0) * ends * passes.embedding.forward
+    back = ranks.before * passes.block.backward + ranks.rank * sent
+    back += np.minimum(ranks.before, ranks.rank * np.minimum(recomputed, ranks.least_before)) * more
+    back += (ranks.rank > 0) * ends * passes.embedding.backward
+    back = np.where(layout.splits_backward, 0.0, back)  # gradients of weights come later
+    own = np.maximum(count * busy, _round_trips(job, ranks, passes, recomputed))
+    least = (there + own + back).max(axis=1, keepdims=True)
+    return np.maximum(least, np.where(layout.vocab_pp, count * 6 * sent, 0.0))
+
+
+def _round_trips(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
+    """Seconds of a rank under 1F1B from its first forward to its last backward: it begins a further
+    micro-batch only when the one that many before it has been to the last rank and back.
+    """
+    layout, count = job.layout, job.micro_batches
+    others = layout.pp - 1 - ranks.rank
+    after = job.model.layers - ranks.before
+    way = after * sum(passes.block) + sum(passes.head) + 2 * others * step_time.message_seconds(job)
+    trips = (count - 1) // (others + 1) + 1
+    plain = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
+    return np.where(plain, trips * way, 0.0)
+
+
+def _least_redone(ranks: Ranks, stages: Column, recomputed: np.ndarray) -> np.ndarray:
+    """How many blocks of a rank are recomputed, or fewer if its stages are not alike."""
+    left = np.maximum(0, ranks.most - recomputed)
+    from_all = ranks.blocks - stages * left
+    return np.maximum(from_all, stages * np.minimum(recomputed, ranks.least))
+
+
+def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Most:
+    """What hides and shares the traffic after the pipeline: no less than it is."""
+    ends = ~np.bool_(job.layout.vocab_pp)
+    front, back = ends * ranks.embedding, ends * ranks.head
+    redone = np.minimum(recomputed, ranks.most)
+    forward = ranks.most * passes.block.forward
+    forward += front * passes.embedding.forward + back * passes.head.forward
+    backward = (ranks.most - redone) * passes.block.backward + redone * passes.redone.backward
+    backward += front * passes.embedding.backward + back * passes.head.backward
+    held = memory.held_parameters(ranks.parts, job)
+    largest = [each.max(axis=1, keepdims=True) for each in (held, forward, backward)]
+    return Most(*largest, (ranks.tied & ranks.embedding).any(axis=1, keepdims=True))
+
+
+# ---- Bytes ---------------------------------------------------------------------------------------
+
+
+class Fitting(NamedTuple):
+    """Which rows may fit, with how many `recomputed` blocks of each stage at least (a column), and
+    the bytes that a row needs at least with all of them recomputed.
+    """
+
+    fits: np.ndarray
+    recomputed: np.ndarray
+    least: np.ndarray
+
+
+def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
+    """The fewest blocks that each row may recompute to need at most `room` bytes."""
+    job, given = table.job, table.asked.fixed.get("recompute_layers")
+    layout, stages = job.layout, table.job.layout.stages_per_rank
+    redone, whole = memory.kept_of_block(job)
+    flying, held = micro_batches_in_flight(job, ranks), stages * ranks.least
+    alone = ranks.head & (stages == 1) & ~np.bool_(layout.vocab_pp)
+    heads = np.where(alone, flying, 1)
+    states = sum(memory.states_of(ranks.parts, job).values())
+    working = memory.working_of(ranks.parts, ranks.blocks * whole, heads, job)
+    fixed = states + working + memory.buffers_of(job) + job.machine.context
+    fixed = fixed + np.where(layout.vocab_pp, memory.sent_to_ranks(job), 0.0)
+    none = np.equal(layout.recompute, "none")
+    saved = np.where(none, 0.0, flying * stages * (whole - redone))  # by one block of each stage
+    unsaved = fixed + flying * held * whole
+    most = ranks.most.max(axis=1, keepdims=True)
+    if "recompute_layers" in table.asked.fixed:
+        fewest = np.full_like(most, given if given is not None else job.model.layers)
+    else:
+        over = np.maximum(0.0, unsaved - room)
+        enough = np.ceil(over / np.where(saved > 0, saved, np.inf)).max(axis=1, keepdims=True)
+        fewest = np.clip(enough, 1, most).astype(int)
+    fewest = np.where(none, 0, np.minimum(fewest, most))
+    needed = (unsaved - saved * np.minimum(fewest, ranks.least)).max(axis=1)
+    smallest = (unsaved - saved * ranks.least).max(axis=1)
+    return Fitting(needed <= room + 1.0, fewest, smallest)  # to rounding
+
+
+def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
+    """Of how many micro-batches a rank surely keeps the activations of all its stages at once."""
+    layout, count, rank = job.layout, job.micro_batches, ranks.rank
+    name = layout.schedule
+    # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
+    rounds = np.maximum(1, count // layout.pp)
+    group, virtual = -(-count // rounds), layout.stages_per_rank
+    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
+    interleaved = np.minimum(count * virtual, ahead) / virtual
+    further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
+    flying = np.minimum(layout.pp - rank + further, count)
+    flying = np.where(np.equal(name, "gpipe"), count, flying)
+    flying = np.where(np.equal(name, "zb-h1"), np.minimum(layout.pp, count), flying)
+    flying = np.where(np.equal(name, "interleaved"), interleaved, flying)
+    folded = np.where(rank == 0, np.minimum(layout.pp, count), 1)
+    return np.where(np.equal(name, "zb-v"), folded, flying)

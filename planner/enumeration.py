@@ -1,0 +1,291 @@
+"""Every layout that train.py takes of a model on some GPUs, as the columns of one table.
+
+    asked = Asked(model, training, machine, gpus=384, fixed={"tp": 8})
+    table, rejected = every_layout(asked)
+    table.layout(7)          # the eighth as a schema.Layout
+    table.job                # all of them: a Job whose layout is Columns
+
+What is `fixed` is kept; all else is varied. What train.py refuses is not in the table but among the
+rejected, with train.py's own sentence. Recomputed blocks are counted later, by what memory asks for
+(planner/closed_form.py).
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config.messages import UserError
+from config.schema import Layout, ModelShape, Training
+from config.validation import check_batch, check_sharding, check_split, with_dp
+from planner.hardware import Machine
+from planner.job import Columns, Job
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
+ZERO_STAGES = (1, 0, 2, 3)  # of equally fast ones the first is taken
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+LONG = 4096  # tokens of a sample from which on cp is varied
+
+
+class Asked(NamedTuple):
+    """A question: fixed holds Layout fields that are given, or lists of values to try for tp, pp
+    and micro-batch.
+    """
+
+    model: ModelShape
+    training: Training
+    machine: Machine
+    gpus: int
+    fixed: dict[str, Any]
+
+    def values(self, name: str, default: Iterable[Any]) -> list[Any]:
+        """The values to try of a field."""
+        given = self.fixed.get(name, default)
+        return list(given) if isinstance(given, (list, tuple, range)) else [given]
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that cannot run, or all layouts with one tp and pp; and why."""
+
+    layout: dict[str, int | str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """Layouts as columns. ways: without micro-batch, recomputation and ZeRO; way: the number of
+    each row's; the other columns have what a row varies.
+    """
+
+    asked: Asked
+    ways: list[Layout]
+    way: np.ndarray
+    micro_batch_size: np.ndarray
+    sequence_parallel: np.ndarray
+    recompute: np.ndarray
+    zero: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.way)
+
+    def layout(self, row: int, recomputed: int | None = None) -> Layout:
+        """One row; recomputed: how many blocks of each stage, default: as is fixed, or all."""
+        way, given = self.ways[self.way[row]], self.asked.fixed
+        layout = replace(
+            way,
+            micro_batch_size=int(self.micro_batch_size[row]),
+            recompute=str(self.recompute[row]),
+            zero=int(self.zero[row]),
+        )
+        if "sequence_parallel" not in given and _can_split(self.asked.model, way):
+            layout = replace(layout, sequence_parallel=bool(self.sequence_parallel[row]))
+        if "recompute_layers" not in given and layout.recompute != "none":
+            layout = replace(layout, recompute_layers=recomputed)
+        return layout
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        """By which rows are alike: of each place the fastest is ranked."""
+        way = self.ways[self.way[row]]
+        return way.tp, way.pp, int(self.micro_batch_size[row])
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """A number for each row: equal for rows at one place."""
+        of_way = np.array([(way.tp, way.pp) for way in self.ways])
+        rows = np.column_stack([of_way[self.way], self.micro_batch_size])
+        return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
+
+    @cached_property
+    def job(self) -> Job:
+        """All rows. A column has the shape (rows, 1), so that it broadcasts with some stages."""
+        of_rows = {name: self.column(name) for name in ("tp", "pp", "cp", "dp", "schedule")}
+        of_rows["vocab_pp"] = self.column("vocab_pp").astype(bool)
+        of_rows["virtual_stages"] = np.array([way.virtual_stages or 2 for way in self.ways])
+        of_rows["virtual_stages"] = of_rows["virtual_stages"][self.way][:, None]
+        for name in ("micro_batch_size", "sequence_parallel", "recompute", "zero"):
+            of_rows[name] = getattr(self, name)[:, None]
+        first = self.ways[0]
+        alike: dict[str, Any] = {
+            name: getattr(first, name) for name in ("pad_vocab_multiple", "overlap_param_gather")
+        }
+        layouts = Columns(**of_rows | alike)
+        return Job(self.asked.model, layouts, self.asked.training, self.asked.machine)
+
+    def column(self, name: str) -> np.ndarray:
+        """A field of the ways, with the shape (rows, 1)."""
+        return np.array([getattr(way, name) for way in self.ways])[self.way][:, None]
+
+
+def every_layout(asked: Asked) -> tuple[Table | None, list[Rejected]]:
+    """The table of all rows, the plainest first, and what train.py does not take; no table if there
+    is no row.
+    """
+    ways: list[Layout] = []
+    sizes: list[tuple[int, int]] = []  # number of a way, micro-batch
+    rejected = []
+    for placed in _placed(asked):
+        if isinstance(placed, Rejected):
+            rejected.append(placed)
+            continue
+        fitting, refused = _micro_batches(asked, placed[0])
+        rejected += refused
+        numbers = range(len(ways), len(ways) + len(placed))
+        sizes += product(numbers, fitting)
+        ways += placed
+    if not sizes:
+        return None, rejected
+    rows, refused = _rows(asked, ways, np.array(sizes))
+    return rows, rejected + refused
+
+
+def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
+    """The ways to run every tp and pp that divide GPUs and model, and why the others do not; then,
+    of long samples, those with every cp.
+    """
+    model, fixed, gpus = asked.model, asked.fixed, asked.gpus
+    yield from _with_cp(asked, fixed.get("cp", 1))
+    if "cp" in fixed or model.seq_length < LONG:
+        return
+    for cp in divisors(gpus)[1:]:
+        if model.seq_length % (2 * cp) == 0:
+            found = _with_cp(asked, cp)
+            yield from (placed for placed in found if not isinstance(placed, Rejected))
+
+
+def _with_cp(asked: Asked, cp: int) -> Iterator[list[Layout] | Rejected]:
+    """As `_placed`, with one cp."""
+    fixed, gpus, node = asked.fixed, asked.gpus, asked.machine.node
+    single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
+    for tp in asked.values("tp", divisors(gpus)):
+        if tp > node and "tp" not in fixed:
+            reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
+            yield Rejected({"tp": tp}, reason)
+            continue
+        for pp in asked.values("pp", divisors(gpus // tp) if gpus % tp == 0 else [1]):
+            given = {"partition": "balanced", **single, "tp": tp, "pp": pp, "cp": cp}
+            try:
+                yield _ways(asked.model, with_dp(Layout(**given), gpus, "GPUs"), fixed)
+            except UserError as error:
+                yield Rejected({"tp": tp, "pp": pp}, str(error))
+
+
+def _ways(model: ModelShape, placed: Layout, fixed: dict[str, Any]) -> list[Layout]:
+    """A layout with every schedule, number of virtual stages and vocabulary sharding that train.py
+    takes, the plainest first. Raises UserError, why not, if it takes none.
+    """
+    names = [placed.schedule] if "schedule" in fixed or placed.pp == 1 else SCHEDULES
+    spread = [placed.vocab_pp] if "vocab_pp" in fixed else [placed.vocab_pp, True]
+    found, refusal = [], None
+    for name, vocab_pp in product(names, spread):
+        virtual: Iterable[int | None] = [placed.virtual_stages]
+        if name == "interleaved" and "virtual_stages" not in fixed:
+            virtual = range(2, max(2, (model.layers + 2) // placed.pp) + 1)
+        for count in virtual:
+            way = replace(placed, schedule=name, virtual_stages=count, vocab_pp=vocab_pp)
+            try:
+                check_split(model, way)
+                found.append(way)
+            except UserError as error:
+                refusal = refusal or error
+    if refusal and not found:
+        raise refusal
+    return found
+
+
+def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Rejected]]:
+    """The micro-batches that divide the batch, the smallest first, and why others do not."""
+    batch, dp = asked.training.global_batch_size, placed.dp
+    sizes = {*MICRO_BATCHES, *(divisors(batch // dp) if batch % dp == 0 else ())}
+    found, rejected = [], []
+    for micro in asked.values("micro_batch_size", sorted(sizes)):
+        layout = replace(placed, micro_batch_size=micro)
+        try:
+            check_batch(layout, "global-batch-size", batch)
+            found.append(micro)
+        except UserError as error:
+            rejected.append(rejected_layout(layout, str(error)))
+    return found, rejected
+
+
+def _rows(
+    asked: Asked, ways: list[Layout], sizes: np.ndarray
+) -> tuple[Table | None, list[Rejected]]:
+    """The table: each way and micro-batch with every ZeRO stage, recomputation, and with and
+    without sequence parallelism, that train.py takes; and the ways of which it takes no ZeRO stage.
+    """
+    zeros, rejected = _zero_stages(asked, ways)
+    kinds = asked.values("recompute", recomputations(asked.machine))
+    blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
+    if "recompute" not in asked.fixed and blocks != [None, None]:
+        kinds.remove("none")
+    columns: dict[str, list[np.ndarray]] = {}
+    for stage, kind, split in product(range(len(ZERO_STAGES)), kinds, (True, False)):
+        splits = np.array([_splits(asked, way, split) for way in ways])
+        chosen = sizes[(splits & (zeros[:, stage] >= 0))[sizes[:, 0]]]
+        alike: dict[str, Any] = {"recompute": kind, "sequence_parallel": split}
+        values = {"way": chosen[:, 0], "micro_batch_size": chosen[:, 1]}
+        values |= {name: np.full(len(chosen), value) for name, value in alike.items()}
+        values["zero"] = zeros[chosen[:, 0], stage]
+        for name, value in values.items():
+            columns.setdefault(name, []).append(value)
+    table = Table(asked, ways, **{name: np.concatenate(own) for name, own in columns.items()})
+    return (table if len(table) else None), rejected
+
+
+def _splits(asked: Asked, way: Layout, split: bool) -> bool:
+    """Whether there are rows of a way with, or without, sequence parallelism."""
+    if "sequence_parallel" not in asked.fixed:
+        return not split or _can_split(asked.model, way)
+    on_gpu = asked.machine.device != "CPU"
+    given = way.automatic(asked.model.seq_length, on_gpu).sequence_parallel
+    return bool(given) == split
+
+
+def _can_split(model: ModelShape, way: Layout) -> bool:
+    """Whether sequence parallelism is possible."""
+    return way.tp > 1 and model.seq_length % (way.tp * way.cp) == 0
+
+
+def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rejected]]:
+    """For each way the ZeRO stages that train.py takes, -1 in place of others; and why not, where
+    it takes none.
+    """
+    found = np.full((len(ways), len(ZERO_STAGES)), -1)
+    rejected = []
+    for number, way in enumerate(ways):
+        alone = "zero" in asked.fixed or way.dp * way.cp == 1
+        refusal = ""
+        for column, zero in enumerate([way.zero] if alone else ZERO_STAGES):
+            try:
+                check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
+                found[number, column] = zero
+            except UserError as error:
+                refusal = refusal or str(error)
+        if found[number].max() < 0:
+            rejected.append(rejected_layout(way, refusal))
+    return found, rejected
+
+
+def recomputations(machine: Machine) -> tuple[str, ...]:
+    """What is worth recomputing, the fastest first."""
+    # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
+    software = machine.software
+    changes = software.keeps_scores or software.recompute_share or software.keeps_products
+    return ("none", "selective", "full") if changes else ("none", "full")
+
+
+def rejected_layout(layout: Layout, reason: str) -> Rejected:
+    """A layout that cannot run, by what a reader looks for it."""
+    names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
+    return Rejected({name: getattr(layout, name) for name in names}, reason)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, the smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
