@@ -117,22 +117,36 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
     back += np.minimum(ranks.before, ranks.rank * np.minimum(recomputed, ranks.least_before)) * more
     back += (ranks.rank > 0) * ends * passes.embedding.backward
     back = np.where(layout.splits_backward, 0.0, back)  # gradients of weights come later
-    own = np.maximum(count * busy, _round_trips(job, ranks, passes, recomputed))
+    own = np.maximum(count * busy, _round_trips(job, ranks, passes))
     least = (there + own + back).max(axis=1, keepdims=True)
     return np.maximum(least, np.where(layout.vocab_pp, count * 6 * sent, 0.0))
 
 
-def _round_trips(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
-    """Seconds of a rank under 1F1B from its first forward to its last backward: it begins a further
-    micro-batch only when the one that many before it has been to the last rank and back.
+def _round_trips(job: Job, ranks: Ranks, passes: Passes) -> np.ndarray:
+    """Seconds of a rank under 1F1B, or interleaved, from its first forward to its last backward,
+    where messages hold it up: it begins a further forward only when an earlier one, of which the
+    order says which, has been to the last rank and its backward has come back.
     """
     layout, count = job.layout, job.micro_batches
     others = layout.pp - 1 - ranks.rank
+    messages = 2 * others * step_time.message_seconds(job)
     after = job.model.layers - ranks.before
-    way = after * sum(passes.block) + sum(passes.head) + 2 * others * step_time.message_seconds(job)
     trips = (count - 1) // (others + 1) + 1
-    plain = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
-    return np.where(plain, trips * way, 0.0)
+    plain = trips * (after * sum(passes.block) + sum(passes.head) + messages)
+    # Interleaved: forward k of a rank is followed by its backward only 2 `others` forwards later.
+    chunk, virtual = ranks.least * sum(passes.block), layout.stages_per_rank
+    ahead = 2 * others + (virtual - 1) * _group(layout, count)
+    trips = np.maximum(0, count * virtual - ahead) // (2 * others + 1)
+    several = trips * ((others + 1) * chunk + messages)
+    several += np.minimum(ahead, count * virtual) * ranks.least * passes.block.forward
+    found = np.where(np.equal(layout.schedule, "interleaved"), several, 0.0)
+    alone = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
+    return np.where(alone, plain, found)
+
+
+def _group(layout: Layout, count: Column) -> Column:
+    """Micro-batches of the first group that an interleaved rank takes through each stage."""
+    return -(-count // np.maximum(1, count // layout.pp))
 
 
 def _least_redone(ranks: Ranks, stages: Column, recomputed: np.ndarray) -> np.ndarray:
@@ -202,9 +216,8 @@ def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
     layout, count, rank = job.layout, job.micro_batches, ranks.rank
     name = layout.schedule
     # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
-    rounds = np.maximum(1, count // layout.pp)
-    group, virtual = -(-count // rounds), layout.stages_per_rank
-    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
+    virtual = layout.stages_per_rank
+    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * _group(layout, count) + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
     further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
     flying = np.minimum(layout.pp - rank + further, count)

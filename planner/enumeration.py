@@ -42,6 +42,10 @@ class Asked(NamedTuple):
     gpus: int
     fixed: dict[str, Any]
 
+    def job(self, layout: Layout) -> Job:
+        """The question about one layout."""
+        return Job(self.model, layout, self.training, self.machine)
+
     def values(self, name: str, default: Iterable[Any]) -> list[Any]:
         """The values to try of a field."""
         given = self.fixed.get(name, default)

@@ -21,10 +21,11 @@ from config.schema import Layout
 from planner import closed_form, memory, risk
 from planner.enumeration import Rejected, Table, rejected_layout
 from planner.job import Job
-from planner.step_time import Prediction, predict
+from planner.step_time import Prediction, pipeline_time, predict
 from schedules.partition import blocks_per_stage
 
 Place = tuple[int, int, int]
+NEARLY = 0.95  # a schedule takes no less of what it takes by its first rounds; 0.98 was seen
 
 
 class Line(NamedTuple):
@@ -37,13 +38,15 @@ class Line(NamedTuple):
 class Entry(NamedTuple):
     """A row in the queue, by its seconds: at least those, or those of `line`, if it has one.
 
-    risky: it may need more than is safe, and recomputes less for that.
+    risky: it may need more than is safe, and recomputes less for that. nearly: its schedule was
+    simulated with few micro-batches already.
     """
 
     seconds: float
     row: int
     risky: bool
     recomputed: int
+    nearly: bool = False
     line: Line | None = None
 
 
@@ -79,7 +82,7 @@ class Ranking:
             rows = np.flatnonzero(fitting.fits)
             blocks = fitting.recomputed[rows, 0].tolist()
             columns = seconds[rows].tolist(), rows.tolist(), [risky] * len(rows), blocks
-            entries += map(Entry._make, zip(*columns, [None] * len(rows), strict=True))
+            entries += map(Entry, *columns)
             self.fitting = fitting
         heapq.heapify(entries)
         return entries
@@ -93,8 +96,10 @@ class Ranking:
             place = self.table.place(entry.row)
             if (place, entry.risky) in self.done or (entry.risky and entry.seconds >= self.best):
                 continue
-            if entry.line is None:
-                self._predict(entry, place)
+            if entry.line is None and not entry.nearly:
+                self._simulate_few(entry)
+            elif entry.line is None:
+                self._predict(entry)
             elif reason := self.refusal(entry.line.layout):
                 self.refused.setdefault(place, reason)
             else:
@@ -106,13 +111,21 @@ class Ranking:
                     if most <= 0:
                         return
 
-    def _predict(self, entry: Entry, place: Place) -> None:
+    def _simulate_few(self, entry: Entry) -> None:
+        """Put a row back with the seconds of its pipeline, or nearly so many."""
+        layout = self.table.layout(entry.row, entry.recomputed or None)
+        job = self.table.asked.job(layout)
+        seconds = NEARLY * job.machine.slowdown * pipeline_time(job, nearly=True)[0]
+        seconds = max(entry.seconds, seconds)
+        heapq.heappush(self.queue, entry._replace(seconds=seconds, nearly=True))
+
+    def _predict(self, entry: Entry) -> None:
         """Put a row back with its prediction, if it fits, and is not safe where it is risky."""
         layout = self._fewest_recomputed(entry)
         if layout is None:
             return
-        job = self.table.asked
-        prediction = predict(job.model, layout, job.training, job.machine)
+        job = self.table.asked.job(layout)
+        prediction = predict(*job)
         needed = job.machine.memory - prediction.margin
         if entry.risky and needed <= self.room[False]:
             return
@@ -125,20 +138,15 @@ class Ranking:
         table, room = self.table, self.room[entry.risky]
         layout = table.layout(entry.row)
         free = layout.recompute != "none" and "recompute_layers" not in table.asked.fixed
-        if self._needed(layout) > room:
-            return None
-        if not free:
-            return layout
-        most = max(blocks_per_stage(table.asked.model, layout))
+        most = max(blocks_per_stage(table.asked.model, layout)) if free else 0
         for blocks in range(entry.recomputed, most):
             fewer = replace(layout, recompute_layers=blocks)
             if self._needed(fewer) <= room:
                 return fewer
-        return layout
+        return layout if self._needed(layout) <= room else None
 
     def _needed(self, layout: Layout) -> float:
-        asked = self.table.asked
-        return memory.fullest(Job(asked.model, layout, asked.training, asked.machine)).total
+        return memory.fullest(self.table.asked.job(layout)).total
 
     # ---- What is not ranked ----------------------------------------------------------------------
 
@@ -162,7 +170,7 @@ class Ranking:
         found, too_large = [], set[tuple[int, int]]()
         for place in sorted(least.keys() - taken):
             layout = table.layout(least[place])
-            reason = self.refused.get(place) or self.out_of_memory(layout)
+            reason = self.refused.get(place) or does_not_fit(table.asked.job(layout))
             if not reason or place[:2] in too_large:
                 continue
             larger = [other for other in least if other[:2] == place[:2] and other > place]
@@ -171,11 +179,6 @@ class Ranking:
                 reason += "; larger micro-batches need more"
             found.append(rejected_layout(layout, reason))
         return found
-
-    def out_of_memory(self, layout: Layout) -> str:
-        """Which stage is out of memory, needs what and has what, as a sentence; empty if it fits."""
-        asked = self.table.asked
-        return does_not_fit(Job(asked.model, layout, asked.training, asked.machine))
 
 
 def does_not_fit(job: Job) -> str:

@@ -248,10 +248,13 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
+def pipeline_time(
+    job: Job, sent: float | None = None, nearly: bool = False
+) -> tuple[float, float]:
     """Seconds from the first forward to the last backward, and the idle share of the stages.
 
-    sent: seconds of a message between stages, default: `message_seconds`.
+    sent: seconds of a message between stages, default: `message_seconds`. nearly: a schedule whose
+    rounds are not alike may be a few per cent off (`schedules.simulation.LongSchedule`).
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = float(message_seconds(job)) if sent is None else sent
@@ -267,7 +270,8 @@ def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
         weights = tuple(stage_weights(job)) if layout.splits_backward else None
         virtual = layout.stages_per_rank
         costs = stage_costs(job.model, layout)
-        seconds = makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
+        about = layout.schedule, passes, sent, count, virtual, weights, costs
+        seconds = makespan(*about, nearly)
     busy = count * sum(map(sum, passes)) / layout.pp
     if layout.vocab_pp:
         own = vocabulary_seconds(job)
@@ -297,6 +301,7 @@ def makespan(
     virtual: int = 1,
     weights: tuple[float, ...] | None = None,
     costs: StageCosts | None = None,
+    nearly: bool = False,
 ) -> float:
     """Seconds of the schedule `name` with `virtual` stages on each rank and `count` micro-batches.
 
@@ -304,7 +309,8 @@ def makespan(
     that differ in ZeRO alone, for example, ask for the same.
     """
     schedule = long_schedule(name, len(passes) // virtual, count, virtual, costs)
-    return schedule.makespan(action_seconds(passes, weights), transfer)
+    seconds = action_seconds(passes, weights)
+    return (schedule.nearly if nearly else schedule.makespan)(seconds, transfer)
 
 
 def action_seconds(

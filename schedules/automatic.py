@@ -108,11 +108,11 @@ def _spread(model: ModelShape, layout: Layout, task: Task, device: str) -> tuple
     task = replace(task, parts=parts, limits=(most - beside,) * task.ranks, spread=True)
     own = replace(layout, schedule="1f1b", vocab_pp=True)
     blocks = tuple(blocks_per_stage(model, own))
-    order = LongSchedule(vocabulary.build(model, own, task.micro_batches, device))
+    order = LongSchedule.of(vocabulary.build(model, own, task.micro_batches, device))
     again = enough_recomputed(task, order, "1f1b", blocks) or (blocks if task.recomputed else ())
     if task.recomputed:  # the order depends on it, what the order holds does not
         own = replace(own, recompute_blocks=",".join(map(str, again)))
-        order = LongSchedule(vocabulary.build(model, own, task.micro_batches, device))
+        order = LongSchedule.of(vocabulary.build(model, own, task.micro_batches, device))
     passes = vocabulary.pass_seconds(model, own, device)
     end = order.makespan(passes, task.transfer)
     idle = 1 - task.micro_batches * sum(passes.values()) / (end * task.ranks)

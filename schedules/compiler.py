@@ -163,7 +163,7 @@ def long_schedule(
 ) -> LongSchedule:
     """As `build`, for what it holds and takes alone."""
     if name in SEARCHED:
-        return LongSchedule(build(name, ranks, micro_batches, virtual, costs))
+        return LongSchedule.of(build(name, ranks, micro_batches, virtual, costs))
     return named(name, ranks, micro_batches, virtual)
 
 
@@ -185,12 +185,12 @@ def _searched(
     with suppress(ValueError):  # not even one micro-batch fits
         found += [list_rows(*given, *how) for how in product(PATIENCE, (None, within))]
     made = [scheduled(name, rows, rank_of) for rows in found]
-    fitting = [one for one in made if _fits(LongSchedule(one), costs)]
+    fitting = [one for one in made if _fits(LongSchedule.of(one), costs)]
     if not fitting:
         raise ScheduleError(f"no order of {name} on {ranks} ranks holds as little as its limits")
 
     def end(order: Schedule) -> float:
-        return LongSchedule(order).makespan(seconds, costs.transfer)
+        return LongSchedule.of(order).makespan(seconds, costs.transfer)
 
     best = min(fitting, key=end)
     if len(rank_of) == ranks and ranks * micro_batches <= EXACT_PASSES:
@@ -305,7 +305,7 @@ def _priced(
         costs = task.costs(name, blocks, again)
         try:
             if name in SEARCHED:
-                order = LongSchedule(_searched(name, task.ranks, count, costs, screens))
+                order = LongSchedule.of(_searched(name, task.ranks, count, costs, screens))
             else:
                 order = named(name, task.ranks, count, virtual)
         except ScheduleError:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise, product
+from operator import mul
 from typing import NamedTuple
 
 from schedules.list_scheduling import list_rows
@@ -151,21 +152,52 @@ class Schedule:
 
         An activation is held from its forward to the last action that needs it.
         """
-        return tuple(map(int, self._most_held([1] * self.stages)))
+        return tuple(map(int, self.most_held([1] * self.stages)))
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """For each rank, the most held at once, if one micro-batch takes `sizes` in the stages."""
-        if self.stages > len(self.ranks):
-            return self._most_held(sizes)
-        return tuple(self.peak[rank] * sizes[s] for s, rank in enumerate(self.rank_of))
+        found = []
+        for rank, moments in enumerate(self._held):
+            own = [sizes[stage] for stage in self.stages_on(rank)]
+            found.append(max(sum(map(mul, counts, own)) for counts in moments))
+        return tuple(found)
 
-    def _most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        last = "W" if self.split else "B"
-        rows = (
-            [sizes[a.stage] * ((a.kind == "F") - (a.kind == last)) for a in actions]
-            for actions in self.ranks
-        )
-        return tuple(max(accumulate(row, initial=0)) for row in rows)
+    @cached_property
+    def _held(self) -> list[set[tuple[int, ...]]]:
+        """Of how many micro-batches each rank holds the activations of its stages: the different
+        answers at those moments after which some are released.
+        """
+        last, found = "W" if self.split else "B", []
+        for rank, actions in enumerate(self.ranks):
+            place = {stage: number for number, stage in enumerate(self.stages_on(rank))}
+            counts, moments, grew = [0] * len(place), set[tuple[int, ...]](), False
+            for kind, stage, _ in actions:
+                if kind == "F":
+                    counts[place[stage]] += 1
+                    grew = True
+                elif kind == last:
+                    if grew:
+                        moments.add(tuple(counts))
+                    counts[place[stage]] -= 1
+                    grew = False
+            found.append(moments | {tuple(counts)})
+        return found
+
+    @cached_property
+    def steps(self) -> list[tuple[int, tuple[str, int], int]]:
+        """All actions in an order in which they can run, for programs that follow the time: the
+        rank, kind and stage, and the place in this list of the other rank's action whose message it
+        waits for, or -1. Not for the passes of a vocabulary.
+        """
+        place, found = dict[tuple[str, int, int], int](), []
+        for number, (rank, action) in enumerate(self.order):
+            kind, stage, micro_batch = action
+            place[action] = number
+            before = stage - STEPS[kind]
+            sent = kind != "W" and 0 <= before < self.stages and self.rank_of[before] != rank
+            needed = place[kind, before, micro_batch] if sent else -1
+            found.append((rank, (kind, stage), needed))
+        return found
 
 
 class _Starts(NamedTuple):

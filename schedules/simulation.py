@@ -8,16 +8,17 @@ named schedule repeats the same actions more often (1F1B: a forward and a backwa
 builds it with few micro-batches and with a few more, and takes what differs as often as needed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 from schedules.schedule import Action, Schedule, dependency_order, unchecked
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
-ROUNDS = 4  # micro-batches for each rank, after which every schedule repeats itself
+ROUNDS = 3  # micro-batches for each rank, after which every schedule repeats itself
 
 
 class Slot(NamedTuple):
@@ -70,67 +71,95 @@ def bubble(slots: list[list[Slot]]) -> float:
 
 def end_of(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
     """The end of the last action of `simulate`, found without a list of them."""
-    rank_of, last = schedule.rank_of, schedule.stages - 1
+    if schedule.vocabulary:
+        return max(row[-1].end for row in simulate(schedule, seconds, transfer))
     clocks = [0.0] * len(schedule.ranks)
-    ends: dict[Action, float] = {}
-    for rank, action in schedule.order:
-        kind, stage, micro_batch = action
-        start = clocks[rank]
-        if kind == "F" and stage > 0 and rank_of[stage - 1] != rank:
-            start = max(start, ends["F", stage - 1, micro_batch] + transfer)  # type: ignore[index]
-        elif kind == "B" and stage < last and rank_of[stage + 1] != rank:
-            start = max(start, ends["B", stage + 1, micro_batch] + transfer)  # type: ignore[index]
-        if schedule.vocabulary:
-            for one in schedule.of_all_ranks(action):
-                start = max(start, ends[one] + transfer * (one.stage != stage))
-        ends[action] = clocks[rank] = start + seconds[kind, stage]
+    ends: list[float] = []
+    for rank, action, needed in schedule.steps:
+        clock = clocks[rank]
+        if needed >= 0:
+            arrival = ends[needed] + transfer
+            clock = arrival if arrival > clock else clock
+        clock += seconds[action]
+        clocks[rank] = clock
+        ends.append(clock)
     return max(clocks)
 
 
 @dataclass(frozen=True)
 class LongSchedule:
-    """What a schedule holds and takes, without a list of all its actions.
+    """What a schedule holds and takes, without a list of all its actions where it repeats itself.
 
-    rounds: how often it has, beyond `longer`, what `longer` has more than `base`.
+    shorter: orders of fewer micro-batches, each with one round more than the one before; rounds:
+    how many more there are than in the last of them. uneven: its rounds need not be alike.
     """
 
-    base: Schedule
-    longer: Schedule | None = None
-    rounds: int = 0
+    whole: Callable[[], Schedule]  # builds all of it
+    shorter: tuple[Schedule, ...] = ()
+    rounds: float = 0.0
+    uneven: bool = False
+
+    @classmethod
+    def of(cls, order: Schedule) -> "LongSchedule":
+        """One that is built already."""
+        return cls(lambda: order)
+
+    @property
+    def base(self) -> Schedule:
+        """An order that has all kinds of its actions."""
+        return self.shorter[0] if self.shorter else self.whole()
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """As `Schedule.most_held`."""
-        held = self.base.most_held(sizes)
-        if self.longer is None:
-            return held
-        grown = self.longer.most_held(sizes)
-        pairs = zip(held, grown, strict=True)
+        if self.uneven or not self.shorter:
+            return self.whole().most_held(sizes)
+        before, last = (order.most_held(sizes) for order in self.shorter[-2:])
+        pairs = zip(before, last, strict=True)
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """The end of the last action of `simulate`, or what it is if every round takes as long."""
-        end = end_of(self.base, seconds, transfer)
-        if self.longer is None:
-            return end
-        later = end_of(self.longer, seconds, transfer)
-        return later + self.rounds * (later - end)
+        """The end of the last action of `simulate`."""
+        ends = self._ends(seconds, transfer)
+        if not ends or self.uneven or not _alike(ends):
+            return end_of(self.whole(), seconds, transfer)
+        return ends[-1] + self.rounds * (ends[-1] - ends[-2])
+
+    def nearly(self, seconds: Seconds, transfer: float = 0.0) -> float:
+        """As `makespan`, if all further rounds take as long as the last one: a few per cent off for
+        one that is uneven.
+        """
+        ends = self._ends(seconds, transfer)
+        if not ends:
+            return end_of(self.whole(), seconds, transfer)
+        return ends[-1] + self.rounds * (ends[-1] - ends[-2])
+
+    def _ends(self, seconds: Seconds, transfer: float) -> list[float]:
+        return [end_of(order, seconds, transfer) for order in self.shorter]
+
+
+def _alike(ends: list[float]) -> bool:
+    """Whether each round takes as long as the one before it, to rounding."""
+    rounds = [later - end for end, later in pairwise(ends)]
+    return max(rounds) - min(rounds) <= 1e-11 * ends[-1]
 
 
 @lru_cache(maxsize=1024)
 def named(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> LongSchedule:
     """The schedule of that name, for any counts >= 1; `name` is checked by config.
 
-    With many micro-batches a named schedule does the same again and again, so that it is built with
-    ROUNDS micro-batches for each rank, and with one more for each rank; but for zb-v, whose rounds
-    differ, and interleaved groups of unequal size.
+    With many micro-batches a named schedule does the same again and again: ROUNDS micro-batches for
+    each rank, and one and two more, show what a further one takes. The rounds of zb-v, and of
+    interleaved groups of unequal size, are not alike.
     """
+    whole = partial(_built, name, ranks, micro_batches, virtual)
     rounds, rest = divmod(micro_batches, ranks)
+    if rounds <= ROUNDS + 2:
+        return LongSchedule(whole)
     uneven = name == "zb-v" or (name == "interleaved" and rest > 0)
-    if uneven or rounds <= ROUNDS + 1:
-        return LongSchedule(_built(name, ranks, micro_batches, virtual))
-    few = ROUNDS * ranks + rest
-    base, longer = _built(name, ranks, few, virtual), _built(name, ranks, few + ranks, virtual)
-    return LongSchedule(base, longer, rounds - ROUNDS - 1)
+    few = ROUNDS * ranks + (0 if uneven else rest)
+    counts = [few + more * ranks for more in range(3)]
+    shorter = tuple(_built(name, ranks, count, virtual) for count in counts)
+    return LongSchedule(whole, shorter, (micro_batches - counts[-1]) / ranks, uneven)
 
 
 _built = lru_cache(maxsize=512)(unchecked)
