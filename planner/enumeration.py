@@ -93,16 +93,9 @@ class Table:
         return layout
 
     def place(self, row: int) -> tuple[int, int, int]:
-        """By which rows are alike: of each place the fastest is ranked."""
+        """By which rows are alike: one of each place is ranked."""
         way = self.ways[self.way[row]]
         return way.tp, way.pp, int(self.micro_batch_size[row])
-
-    @cached_property
-    def places(self) -> np.ndarray:
-        """A number for each row: equal for rows at one place."""
-        of_way = np.array([(way.tp, way.pp) for way in self.ways])
-        rows = np.column_stack([of_way[self.way], self.micro_batch_size])
-        return np.unique(rows, axis=0, return_inverse=True)[1].ravel()
 
     @cached_property
     def job(self) -> Job:

@@ -81,7 +81,7 @@ def rank(
     ranking.run(most)
     lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
     ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
-    return Answer(ranked, rejected + ranking.rejected(), ranking.slower())
+    return Answer(ranked, rejected + ranking.rejected(), len(ranking.waiting))
 
 
 def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:

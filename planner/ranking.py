@@ -2,11 +2,12 @@
 
     ranking = Ranking(table, accepted=0.05)
     ranking.run(most=20)
-    ranking.ranked          # the fastest of every tp, pp and micro-batch, the fastest first
+    ranking.ranked          # one layout of each tp, pp and micro-batch, the fastest first
 
-Each row enters a queue with the seconds that it takes at least. The row at its head is predicted,
-which simulates its schedule, and enters again with what it takes. A row that comes to the head with
-its prediction is faster than all that are left, predicted or not.
+To find the fastest, each row enters a queue with the seconds that it takes at least. The row at its
+head is predicted, which simulates its schedule, and enters again with what it takes. A row that
+comes to the head with its prediction is faster than all that are left, predicted or not. At every
+other place only the row is predicted that is likely the fastest there.
 """
 
 import heapq
@@ -19,6 +20,7 @@ import numpy as np
 
 from config.schema import Layout
 from planner import closed_form, memory, risk
+from planner.closed_form import Fitting
 from planner.enumeration import Rejected, Table, rejected_layout
 from planner.job import Job
 from planner.step_time import Prediction, pipeline_time, predict
@@ -51,7 +53,9 @@ class Entry(NamedTuple):
 
 
 class Ranking:
-    """Rows of a table in the order of their seconds. refusal: why else a layout is not taken."""
+    """The fastest rows of a table. ranked: one layout of each tp, pp and micro-batch, and those
+    that are risky and faster than every other one; refused: why a row of a place was not taken.
+    """
 
     def __init__(
         self,
@@ -59,79 +63,76 @@ class Ranking:
         accepted: float = risk.DEFAULT,
         refusal: Callable[[Layout], str] = lambda layout: "",
     ):
-        """accepted: the probability of running out of memory above which a row is risky."""
-        self.table, self.accepted, self.refusal = table, accepted, refusal
+        """accepted: the probability of running out of memory above which a row is risky. refusal:
+        why else a layout is not taken, or "".
+        """
+        self.table, self.refusal = table, refusal
         machine = table.asked.machine
-        self.room = {True: machine.memory}
-        self.room[False] = min(risk.safe_bytes(machine, accepted), machine.memory)
+        safe = min(risk.safe_bytes(machine, accepted), machine.memory)
+        self.room = {False: safe, True: machine.memory}  # by whether a row is risky
         self.ranked: list[Line] = []
         self.done: set[tuple[Place, bool]] = set()
-        self.refused: dict[Place, str] = {}  # why a row at a place was not taken
-        self.best = math.inf  # seconds of the fastest that is not risky
-        self.queue = self._queue()
-
-    def _queue(self) -> list[Entry]:
-        """All rows that may fit, by the seconds that they take at least."""
-        entries: list[Entry] = []
-        self.ranks = closed_form.Ranks.of(self.table)
-        for risky in (False, True):
-            if risky and self.room[True] == self.room[False]:
-                break
-            fitting = closed_form.fitting(self.table, self.ranks, self.room[risky])
-            seconds = closed_form.least_seconds(self.table, self.ranks, fitting.recomputed)
-            rows = np.flatnonzero(fitting.fits)
-            blocks = fitting.recomputed[rows, 0].tolist()
-            columns = seconds[rows].tolist(), rows.tolist(), [risky] * len(rows), blocks
-            entries += map(Entry, *columns)
-            self.fitting = fitting
-        heapq.heapify(entries)
-        return entries
+        self.refused: dict[Place, str] = {}
+        self.waiting: set[Place] = set()  # places with rows that may fit, but were not tried
 
     def run(self, most: float = math.inf) -> None:
-        """Rank the fastest row of each place that is not risky, so many places at most, and risky
-        ones that are faster than all of these.
+        """Rank the fastest row of all that is not risky, the risky ones that are faster than that,
+        and one row of each other place, so many places at most.
         """
-        while self.queue:
-            entry = heapq.heappop(self.queue)
-            place = self.table.place(entry.row)
-            if (place, entry.risky) in self.done or (entry.risky and entry.seconds >= self.best):
+        ranks = closed_form.Ranks.of(self.table)
+        self.fitting = closed_form.fitting(self.table, ranks, self.room[False])
+        least, likely = closed_form.least_seconds(self.table, ranks, self.fitting.recomputed)
+        queue = _entries(self.fitting, least, risky=False)
+        if self.room[True] > self.room[False]:
+            fitting = closed_form.fitting(self.table, ranks, self.room[True])
+            risky, _ = closed_form.least_seconds(self.table, ranks, fitting.recomputed)
+            queue += _entries(fitting, risky, risky=True)
+        self._find_fastest(queue)
+        self._find_others(sorted(_entries(self.fitting, likely, risky=False)), most)
+
+    def _find_fastest(self, queue: list[Entry]) -> None:
+        """Rank the first row that is not risky, in the order of predictions."""
+        heapq.heapify(queue)
+        while queue:
+            entry = heapq.heappop(queue)
+            if (self.table.place(entry.row), entry.risky) in self.done:
                 continue
-            if entry.line is None and not entry.nearly:
-                self._simulate_few(entry)
-            elif entry.line is None:
-                self._predict(entry)
-            elif reason := self.refusal(entry.line.layout):
-                self.refused.setdefault(place, reason)
-            else:
-                self.done.add((place, entry.risky))
-                self.ranked.append(entry.line)
-                if not entry.risky:
-                    self.best = min(self.best, entry.seconds)
-                    most -= 1
-                    if most <= 0:
-                        return
+            if entry.line is None:
+                step = self._predicted if entry.nearly else self._simulated_few
+                if further := step(entry):
+                    heapq.heappush(queue, further)
+            elif self._takes(entry) and not entry.risky:
+                return
 
-    def _simulate_few(self, entry: Entry) -> None:
-        """Put a row back with the seconds of its pipeline, or nearly so many."""
-        layout = self.table.layout(entry.row, entry.recomputed or None)
-        job = self.table.asked.job(layout)
+    def _find_others(self, entries: list[Entry], most: float) -> None:
+        """Rank the first of these rows at each place, until there are so many places."""
+        places = [self.table.place(entry.row) for entry in entries]
+        taken = {place for place, risky in self.done if not risky}
+        for entry, place in zip(entries, places, strict=True):
+            if len(taken) >= most:
+                break
+            if place not in taken and (predicted := self._predicted(entry)):
+                taken |= {place} if self._takes(predicted) else set()
+        else:
+            return
+        self.waiting = {*places} - taken
+
+    def _simulated_few(self, entry: Entry) -> Entry:
+        """A row with the seconds of its pipeline, or nearly so many."""
+        job = self.table.asked.job(self.table.layout(entry.row, entry.recomputed or None))
         seconds = NEARLY * job.machine.slowdown * pipeline_time(job, nearly=True)[0]
-        seconds = max(entry.seconds, seconds)
-        heapq.heappush(self.queue, entry._replace(seconds=seconds, nearly=True))
+        return entry._replace(seconds=max(entry.seconds, seconds), nearly=True)
 
-    def _predict(self, entry: Entry) -> None:
-        """Put a row back with its prediction, if it fits, and is not safe where it is risky."""
+    def _predicted(self, entry: Entry) -> Entry | None:
+        """A row with its prediction; None if it does not fit, or is safe where it is risky."""
         layout = self._fewest_recomputed(entry)
         if layout is None:
-            return
+            return None
         job = self.table.asked.job(layout)
         prediction = predict(*job)
-        needed = job.machine.memory - prediction.margin
-        if entry.risky and needed <= self.room[False]:
-            return
-        line = Line(layout, prediction)
-        entry = entry._replace(seconds=prediction.seconds, line=line)
-        heapq.heappush(self.queue, entry)
+        if entry.risky and job.machine.memory - prediction.margin <= self.room[False]:
+            return None
+        return entry._replace(seconds=prediction.seconds, line=Line(layout, prediction))
 
     def _fewest_recomputed(self, entry: Entry) -> Layout | None:
         """The row's layout with the fewest blocks recomputed that fits; None if none does."""
@@ -148,12 +149,16 @@ class Ranking:
     def _needed(self, layout: Layout) -> float:
         return memory.fullest(self.table.asked.job(layout)).total
 
-    # ---- What is not ranked ----------------------------------------------------------------------
-
-    def slower(self) -> int:
-        """At how many places there are rows that may fit, but that `run` has left."""
-        left = {self.table.place(entry.row) for entry in self.queue if not entry.risky}
-        return len(left - {place for place, _ in self.done})
+    def _takes(self, entry: Entry) -> bool:
+        """Rank a row that was predicted, unless it is refused."""
+        assert entry.line is not None
+        place = self.table.place(entry.row)
+        if reason := self.refusal(entry.line.layout):
+            self.refused.setdefault(place, reason)
+            return False
+        self.done.add((place, entry.risky))
+        self.ranked.append(entry.line)
+        return True
 
     def rejected(self) -> list[Rejected]:
         """The places where no row fits or is taken, and why; of those that differ in the
@@ -161,12 +166,9 @@ class Ranking:
         """
         table = self.table
         least: dict[Place, int] = {}  # the row of a place that needs the least
-        order = np.argsort(self.fitting.least, kind="stable")
-        first = np.unique(table.places[order], return_index=True)[1]
-        for row in order[first].tolist():
-            least[table.place(row)] = row
-        left = {table.place(entry.row) for entry in self.queue}
-        taken = left | {place for place, _ in self.done}
+        for row in np.argsort(self.fitting.least, kind="stable").tolist():
+            least.setdefault(table.place(row), row)
+        taken = self.waiting | {place for place, _ in self.done}
         found, too_large = [], set[tuple[int, int]]()
         for place in sorted(least.keys() - taken):
             layout = table.layout(least[place])
@@ -179,6 +181,13 @@ class Ranking:
                 reason += "; larger micro-batches need more"
             found.append(rejected_layout(layout, reason))
         return found
+
+
+def _entries(fitting: Fitting, seconds: np.ndarray, risky: bool) -> list[Entry]:
+    """The rows that may fit, with these seconds."""
+    rows = np.flatnonzero(fitting.fits)
+    blocks = fitting.recomputed[rows, 0].tolist()
+    return list(map(Entry, seconds[rows].tolist(), rows.tolist(), [risky] * len(rows), blocks))
 
 
 def does_not_fit(job: Job) -> str:

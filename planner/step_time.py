@@ -248,9 +248,7 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def pipeline_time(
-    job: Job, sent: float | None = None, nearly: bool = False
-) -> tuple[float, float]:
+def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> tuple[float, float]:
     """Seconds from the first forward to the last backward, and the idle share of the stages.
 
     sent: seconds of a message between stages, default: `message_seconds`. nearly: a schedule whose

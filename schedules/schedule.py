@@ -19,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, islice, pairwise, product
 from operator import mul
 from typing import NamedTuple
 
@@ -187,17 +187,9 @@ class Schedule:
     def steps(self) -> list[tuple[int, tuple[str, int], int]]:
         """All actions in an order in which they can run, for programs that follow the time: the
         rank, kind and stage, and the place in this list of the other rank's action whose message it
-        waits for, or -1. Not for the passes of a vocabulary.
+        waits for, or -1. Not for the passes of a vocabulary. ScheduleError if there is no order.
         """
-        place, found = dict[tuple[str, int, int], int](), []
-        for number, (rank, action) in enumerate(self.order):
-            kind, stage, micro_batch = action
-            place[action] = number
-            before = stage - STEPS[kind]
-            sent = kind != "W" and 0 <= before < self.stages and self.rank_of[before] != rank
-            needed = place[kind, before, micro_batch] if sent else -1
-            found.append((rank, (kind, stage), needed))
-        return found
+        return _steps(self)
 
 
 class _Starts(NamedTuple):
@@ -275,7 +267,7 @@ def _rows(
     rows: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
     for stage, m in product(range(len(rank_of)), micro_batches):
         rows[rank_of[stage]].append(Action(kind, stage, m))
-    return [sorted(row, key=key) for row in rows]
+    return [sorted(row, key=key) for row in rows] if key else rows
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
@@ -299,17 +291,15 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Acti
     """
     ranks = max(rank_of) + 1
     virtual, rounds = len(rank_of) // ranks, max(1, micro_batches // ranks)
-    group = [m * rounds // micro_batches for m in range(micro_batches)]
-
-    def forwards_first(a: Action) -> tuple[int, ...]:
-        return group[a.micro_batch], a.stage, a.micro_batch
-
-    def backwards_first(a: Action) -> tuple[int, ...]:
-        return group[a.micro_batch], -a.stage, a.micro_batch
-
-    ahead = [2 * (ranks - 1 - r) + (virtual - 1) * group.count(0) for r in range(ranks)]
-    forwards = _rows(rank_of, "F", range(micro_batches), forwards_first)
-    backwards = _rows(rank_of, "B", range(micro_batches), backwards_first)
+    ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
+    groups = [range(*pair) for pair in pairwise(ends)]
+    forwards, backwards = [], []
+    for rank in range(ranks):
+        own = range(rank, len(rank_of), ranks)
+        forwards.append([Action("F", s, m) for each in groups for s, m in product(own, each)])
+        back = own[::-1]
+        backwards.append([Action("B", s, m) for each in groups for s, m in product(back, each)])
+    ahead = [2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0]) for rank in range(ranks)]
     return _alternating(forwards, backwards, ahead)
 
 
@@ -437,6 +427,38 @@ def _dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
         if len(order) == before:
             raise ScheduleError(_deadlock(schedule, waiting))
     return order
+
+
+def _steps(schedule: Schedule) -> list[tuple[int, tuple[str, int], int]]:
+    """As `Schedule.steps`: each rank in turn goes on until it waits for what has not run yet."""
+    place = dict[tuple[str, int, int], int]()
+    steps: list[tuple[int, tuple[str, int], int]] = []
+    rank_of, ranks = schedule.rank_of, schedule.ranks
+    keys = {(kind, stage): (kind, stage) for kind in "FBW" for stage in range(len(rank_of))}
+    # The stage whose message a pass waits for: the one before, behind, or none.
+    sources = {("F", stage): stage - 1 for stage in range(1, len(rank_of))}
+    sources |= {("B", stage): stage + 1 for stage in range(len(rank_of) - 1)}
+    next_of = [0] * len(ranks)
+    while sum(next_of) < sum(map(len, ranks)):
+        before = len(steps)
+        for rank, row in enumerate(ranks):
+            at = next_of[rank]
+            for action in islice(row, at, None):
+                kind, stage, micro_batch = action
+                source, needed = sources.get((kind, stage)), -1
+                if source is not None:
+                    found = place.get((kind, source, micro_batch), -1)
+                    if found < 0:
+                        break
+                    needed = found if rank_of[source] != rank else -1
+                place[action] = len(steps)
+                steps.append((rank, keys[kind, stage], needed))
+                at += 1
+            next_of[rank] = at
+        if len(steps) == before:
+            waiting = [deque(row[at:]) for row, at in zip(ranks, next_of, strict=True)]
+            raise ScheduleError(_deadlock(schedule, waiting))
+    return steps
 
 
 def _deadlock(schedule: Schedule, waiting: list[deque[Action]]) -> str:

@@ -119,8 +119,8 @@ class LongSchedule:
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
         """The end of the last action of `simulate`."""
-        ends = self._ends(seconds, transfer)
-        if not ends or self.uneven or not _alike(ends):
+        ends = [] if self.uneven else [end_of(each, seconds, transfer) for each in self.shorter]
+        if not ends or not _alike(ends):
             return end_of(self.whole(), seconds, transfer)
         return ends[-1] + self.rounds * (ends[-1] - ends[-2])
 
@@ -128,13 +128,10 @@ class LongSchedule:
         """As `makespan`, if all further rounds take as long as the last one: a few per cent off for
         one that is uneven.
         """
-        ends = self._ends(seconds, transfer)
-        if not ends:
+        if not self.shorter:
             return end_of(self.whole(), seconds, transfer)
-        return ends[-1] + self.rounds * (ends[-1] - ends[-2])
-
-    def _ends(self, seconds: Seconds, transfer: float) -> list[float]:
-        return [end_of(order, seconds, transfer) for order in self.shorter]
+        before, last = (end_of(order, seconds, transfer) for order in self.shorter[-2:])
+        return last + self.rounds * (last - before)
 
 
 def _alike(ends: list[float]) -> bool:
