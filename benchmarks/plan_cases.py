@@ -35,10 +35,10 @@ from config.messages import UserError
 from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory
-from planner.bounds import least_seconds
+from planner.closed_form import least_of
+from planner.enumeration import LONG, SCHEDULES, divisors, recomputations
 from planner.job import Job
 from planner.questions import Question
-from planner.search import SCHEDULES, recomputations
 from planner.step_time import predict
 
 NEAR = 1 + 1e-9
@@ -195,7 +195,7 @@ def _command(question: Question, data: dict[str, Any]) -> Iterator[str]:
 
 def _fastest(question: Question) -> layouts.Ranked:
     """The first layout that is not risky."""
-    found = question.rank()[0]
+    found = question.rank().ranked
     return next(r for r in found if r.prediction.risk <= question.options.risk)
 
 
@@ -221,7 +221,7 @@ def _monotone(question: Question, chance: random.Random) -> Iterator[str]:
 def space(question: Question) -> Iterator[Layout]:
     """Every layout in which the search may put the model, and many that train.py refuses."""
     run, gpus, node = question.config, question.gpus, question.machine.node
-    spread, long = layouts.divisors(gpus), run.model.seq_length >= layouts.LONG
+    spread, long = divisors(gpus), run.model.seq_length >= LONG
     tps, cps = [n for n in spread if n <= node], spread if long else [1]
     axes = {"tp": tps, "pp": spread, "cp": cps, "dp": spread}
     held = "partition" in question.given
@@ -250,7 +250,7 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
     virtual["interleaved"] = of("virtual_stages", (None, *range(2, layers + 3)))
     either = (False, True)
     choices: dict[str, Iterable[Any]] = {
-        "micro_batch_size": of("micro_batch_size", [] if rest else layouts.divisors(share)),
+        "micro_batch_size": of("micro_batch_size", [] if rest else divisors(share)),
         "zero": of("zero", range(4)),
         "sequence_parallel": of("sequence_parallel", either if placed.tp > 1 else (None,)),
         "vocab_pp": of("vocab_pp", either if placed.pp > 1 else (None,)),
@@ -277,7 +277,7 @@ def _faster(question: Question, data: dict[str, Any]) -> Iterator[str]:
         except UserError:
             continue
         job = Job(run.model, layout, run.training, machine)
-        if least_seconds(job) * NEAR >= best:
+        if least_of(job) * NEAR >= best:
             continue
         if memory.fullest(job).total > machine.memory:
             continue

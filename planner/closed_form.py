@@ -50,7 +50,7 @@ class Ranks(NamedTuple):
     def of(cls, table: Table) -> "Ranks":
         """Those of a table; ways with the same stages have them in common."""
         kinds: dict[tuple, int] = {}
-        of_kind, kind_of_way = [], []
+        of_kind, kind_of_way = list[list[tuple[int, ...]]](), list[int]()
         for way in table.ways:
             kind = way.pp, way.schedule, way.virtual_stages, bool(way.vocab_pp)
             if kind not in kinds:
@@ -107,6 +107,15 @@ def least_seconds(
     waiting = np.where(np.equal(job.layout.schedule, "zb-v"), FOLDED, waiting)
     likely = least + job.machine.slowdown * pipeline * waiting
     return least[:, 0], likely[:, 0]
+
+
+def least_of(job: Job) -> float:
+    """Seconds of a step that no order of one layout's passes is faster than."""
+    table, layout = Table.of(job), job.layout
+    most = job.model.layers if layout.recompute_layers is None else layout.recompute_layers
+    recomputed = 0 if layout.recompute == "none" or layout.recompute_blocks else most
+    least, _ = least_seconds(table, Ranks.of(table), np.array([[recomputed]]))
+    return float(least[0])
 
 
 def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
@@ -180,8 +189,11 @@ def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Mos
     backward = (ranks.most - redone) * passes.block.backward + redone * passes.redone.backward
     backward += front * passes.embedding.backward + back * passes.head.backward
     held = memory.held_parameters(ranks.parts, job)
-    largest = [each.max(axis=1, keepdims=True) for each in (held, forward, backward)]
-    return Most(*largest, (ranks.tied & ranks.embedding).any(axis=1, keepdims=True))
+    tied = (ranks.tied & ranks.embedding).any(axis=1, keepdims=True)
+    held, forward, backward = (
+        each.max(axis=1, keepdims=True) for each in (held, forward, backward)
+    )
+    return Most(held, forward, backward, tied)
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ rejected, with train.py's own sentence. Recomputed blocks are counted later, by 
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
@@ -73,6 +73,15 @@ class Table:
     sequence_parallel: np.ndarray
     recompute: np.ndarray
     zero: np.ndarray
+
+    @classmethod
+    def of(cls, job: Job) -> "Table":
+        """One layout as a table of one row."""
+        model, layout, training, machine = job
+        asked = Asked(model, training, machine, int(job.gpus), asdict(layout))
+        columns = layout.micro_batch_size, bool(job.sequence_parallel), layout.recompute
+        rows = [np.array([each]) for each in (0, *columns, layout.zero)]
+        return cls(asked, [layout], *rows)
 
     def __len__(self) -> int:
         return len(self.way)
@@ -179,7 +188,7 @@ def _ways(model: ModelShape, placed: Layout, fixed: dict[str, Any]) -> list[Layo
     spread = [placed.vocab_pp] if "vocab_pp" in fixed else [placed.vocab_pp, True]
     found, refusal = [], None
     for name, vocab_pp in product(names, spread):
-        virtual: Iterable[int | None] = [placed.virtual_stages]
+        virtual: Iterable[int] = [placed.virtual_stages]
         if name == "interleaved" and "virtual_stages" not in fixed:
             virtual = range(2, max(2, (model.layers + 2) // placed.pp) + 1)
         for count in virtual:

@@ -12,7 +12,7 @@ all layouts of a table (`Parts`), and give an array with a number for each stage
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -95,10 +95,10 @@ def stages(job: Job) -> list[StageMemory]:
     blocks, parameters = of_ranks(parts.blocks), of_ranks(own)
     found = []
     for rank in range(layout.pp):
-        row = {name: values[rank] for name, values in states.items()}
+        row: dict[str, Any] = {name: values[rank] for name, values in states.items()}
         row |= {"activations": activations[rank], "working": float(working[rank])} | fixed
-        facts = {"stage": rank, "blocks": round(blocks[rank]), "parameters": parameters[rank]}
-        found.append(StageMemory(**facts, **row, total=sum(row.values())))
+        row["total"] = sum(row.values())
+        found.append(StageMemory(rank, round(blocks[rank]), parameters[rank], **row))
     return found
 
 
@@ -336,13 +336,14 @@ def _of_embedding(parts: Parts, kept: Column, job: Job) -> Column:
 def _of_head(parts: Parts, heads: Column, job: Job) -> Column:
     """Bytes of the loss of one micro-batch, and what it keeps of the others in flight; in the
     head's backward the gradients of its input, and of its matrix where that is not added to the
-    sum at once: the embedding has the same, or at --zero 2 there is no sum. At --zero 3 no block's
-    weights are there then, which are more.
+    sum at once: the embedding has the same, or from --zero 2 on there is no sum. At --zero 3 no
+    block's weights are there then.
     """
     layout, software = job.layout, job.machine.software
     matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
-    apart = (job.zero == 2) | (parts.embedding & np.bool_(job.model.tied) & (job.zero < 3))
+    apart = (job.zero >= 2) | (parts.embedding & np.bool_(job.model.tied))
     apart = apart & ~np.bool_(layout.vocab_pp)
+    absent = np.where(job.zero == 3, 2 * job.number_bytes * job.block_parameters / layout.tp, 0.0)
     logits = 1.0 * job.tokens * job.vocab_columns
     if software.gathered_logits:
         logits = logits * layout.tp
@@ -352,7 +353,7 @@ def _of_head(parts: Parts, heads: Column, job: Job) -> Column:
         needed = LOGIT_BYTES * logits
     else:
         exact = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
-        dense = (matrix + job.activation_bytes) * apart
+        dense = np.maximum(0.0, matrix + job.activation_bytes - absent) * apart
         needed = heads * job.number_bytes * logits + np.maximum(exact, dense)
     return np.where(parts.head | np.bool_(layout.vocab_pp), needed, 0.0)
 
@@ -387,7 +388,7 @@ def _kept_products(job: Job) -> Column:
     """
     model, t = job.model, job.layout.tp
     values = (model.qkv_width - model.attention_width) / 2
-    widths = 2 * model.attention_width + values + model.ffn_hidden
+    widths: Column = 2 * model.attention_width + values + model.ffn_hidden
     widths = widths + model.hidden * np.where(t == 1, 1, 3)  # the reduced sums are split over t
     return job.number_bytes * job.tokens * (widths / t + model.hidden)
 
@@ -400,7 +401,7 @@ def block_activations(job: Job, scores: Column) -> Column:
     """
     model, t, software = job.model, job.layout.tp, job.machine.software
     experts, active = model.mlps
-    outside = (10.0 if software.dropout else 8.0) * model.hidden
+    outside: Column = (10.0 if software.dropout else 8.0) * model.hidden
     if model.block == "parallel":  # both norms have the same input
         outside -= 2.0 * model.hidden
     if not software.fused_norms:  # the input in FP32, and the result before it is scaled

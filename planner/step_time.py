@@ -273,8 +273,8 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     busy = count * sum(map(sum, passes)) / layout.pp
     if layout.vocab_pp:
         own = vocabulary_seconds(job)
-        about = job.model, layout, count
-        seconds = vocabulary.makespan(*about, action_seconds(passes) | own, sent)
+        actions = action_seconds(passes) | own
+        seconds = vocabulary.makespan(job.model, layout, count, actions, sent)
         # Of a micro-batch a rank's link carries two messages of its stage, and those of E, S, T, G.
         seconds = max(seconds, count * 6 * sent)
         busy += count * sum(own.values()) / layout.pp
@@ -365,7 +365,7 @@ def step_parts(job: Job) -> dict[str, float]:
     own = memory.held_parameters(memory.Parts.of(specs), job)
     of_rank = np.bincount([spec.rank for spec in specs], np.broadcast_to(own, len(specs)))
     slowest = [max(each) for each in zip(*passes, strict=True)]
-    parts = after_pipeline(job, Most(float(max(of_rank)), *slowest, specs[0].tied))
+    parts = after_pipeline(job, Most(max(of_rank), slowest[0], slowest[1], specs[0].tied))
     return {name: float(seconds) for name, seconds in parts.items()}
 
 

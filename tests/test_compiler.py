@@ -61,7 +61,7 @@ def named_ones(task: Task) -> list[float]:
             held = order.most_held([one.held for one in costs.stages])
             if all(one <= limit for one, limit in zip(held, task.limits, strict=True)):
                 seconds = costs.seconds(order.split)
-                found.append(LongSchedule(order).makespan(seconds, task.transfer))
+                found.append(LongSchedule.of(order).makespan(seconds, task.transfer))
     return found
 
 
@@ -138,7 +138,7 @@ def fastest_by_trying_all(ranks, count, seconds, room, transfer) -> float:
     for rows in itertools.product(*(sequences(count, room[r]) for r in range(ranks))):
         made = tuple(tuple(Action(k, r, m) for k, m in row) for r, row in enumerate(rows))
         try:
-            order = LongSchedule(Schedule("any", made, tuple(range(ranks))))
+            order = LongSchedule.of(Schedule("any", made, tuple(range(ranks))))
             ends.append(order.makespan(seconds, transfer))
         except ScheduleError:  # these orders deadlock
             continue
@@ -163,7 +163,7 @@ def test_small_pipelines_get_the_fastest_of_all_orders(pipeline):
     ranks, _, seconds, _, transfer = pipeline
     order = compiler.scheduled("found", rows, tuple(range(ranks)))
     assert complete
-    end = LongSchedule(order).makespan(seconds, transfer)
+    end = LongSchedule.of(order).makespan(seconds, transfer)
     assert end == pytest.approx(fastest_by_trying_all(*pipeline), rel=1e-9)
 
 
@@ -175,7 +175,7 @@ def test_up_to_four_stages_and_six_micro_batches_are_searched_completely(pipelin
     stages = [PassCosts(*(seconds[kind, r] for kind in "FBW"), 1.0) for r in range(ranks)]
     costs = compiler.StageCosts(tuple(stages), tuple(map(float, room)), transfer)
     order = compiler.build("searched", ranks, count, costs=costs)
-    end = LongSchedule(order).makespan(seconds, transfer)
+    end = LongSchedule.of(order).makespan(seconds, transfer)
     rows, complete = fastest_rows(*pipeline, below=end, nodes=200_000)
     assert complete
     assert rows is None, "nothing is faster than what was built"
@@ -221,8 +221,8 @@ def test_a_local_search_makes_no_order_slower_or_larger(data, ranks, count, room
     found = improved(rows, rank_of, seconds, transfer, sizes, limits)
     before, after = (compiler.scheduled("searched-v", one, rank_of) for one in (rows, found))
     schedule.check(after, count, backward=True)
-    end = LongSchedule(after).makespan(seconds, transfer)
-    assert end <= LongSchedule(before).makespan(seconds, transfer) * (1 + TIGHT)
+    end = LongSchedule.of(after).makespan(seconds, transfer)
+    assert end <= LongSchedule.of(before).makespan(seconds, transfer) * (1 + TIGHT)
     held = after.most_held(sizes)
     assert all(one <= limit * (1 + TIGHT) for one, limit in zip(held, limits, strict=True))
 

@@ -17,7 +17,7 @@ from config.command_line import parse_request, preset
 from config.messages import UserError
 from config.schema import Training
 from config.validation import check_any_length
-from planner import hardware, layouts, questions, risk, search
+from planner import hardware, layouts, questions, ranking, risk
 from planner.job import Job
 from schedules import simulation
 
@@ -161,7 +161,7 @@ def test_what_a_question_does_not_read_of_a_layout_is_said(capsys):
 
 def test_384_gpus_are_ranked_with_a_reason_for_the_rest():
     model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
-    ranked, rejected = layouts.rank(model, training, A100, 384)
+    ranked, rejected, _ = layouts.rank(model, training, A100, 384)
     seconds = [r.prediction.seconds for r in ranked]
     assert len(ranked) > 40
     assert seconds == sorted(seconds)
@@ -261,7 +261,7 @@ def test_largest_and_smallest_fit_and_are_tight():
     machine = hardware.load("v100-32")
     size, model, layout = layouts.largest(machine, 4, training, preset("gpt3-175b"))
     assert 5e9 < size < 4 * 34.1e9 / 18
-    assert not layouts.does_not_fit(Job(model, layout, training, machine))
+    assert not ranking.does_not_fit(Job(model, layout, training, machine))
     nodes, layout = layouts.smallest(preset("gpt3-175b"), training, machine)
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * nodes) == layout
     assert layouts.leanest(preset("gpt3-175b"), training, machine, 4 * (nodes - 1)) is None
@@ -388,12 +388,12 @@ def test_what_is_listed_is_what_train_py_takes():
 def test_weights_are_sharded_where_nothing_else_fits_and_only_there():
     model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
     held = {"schedule": "1f1b", "vocab_pp": False}
-    ranked, _ = layouts.rank(model, training, A100, 384, held)
+    ranked, *_ = layouts.rank(model, training, A100, 384, held)
     more = [r for r in ranked if r.layout.zero > 1]
     assert {r.layout.zero for r in more} == {2}, "at 3 nothing fits that does not at 2"
     for one in more[:5]:
         same = {name: getattr(one.layout, name) for name in ("tp", "pp", "micro_batch_size")}
-        plain, _ = layouts.rank(model, training, A100, 384, held | same | {"zero": 1})
+        plain, *_ = layouts.rank(model, training, A100, 384, held | same | {"zero": 1})
         safe = [r for r in plain if r.prediction.risk <= risk.DEFAULT]
         assert all(one.prediction.seconds <= r.prediction.seconds for r in safe)
 

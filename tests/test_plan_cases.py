@@ -40,7 +40,7 @@ def test_a_given_schedule_that_holds_less_with_more_virtual_stages():
     line = "--layers 62 --hidden 3072 --heads 12 --vocab-size 32000 --seq-length 2048 --gpus 6 "
     line += "--gpu h100-megatron --global-batch-size 500 --positions rotary"
     held = " --schedule interleaved --micro-batch-size 2 --zero 1"
-    found = [plan_cases.question_of((line + more).split()).rank()[0][0] for more in ("", held)]
+    found = [plan_cases.question_of((line + more).split()).rank().ranked[0] for more in ("", held)]
     assert found[0].layout == found[1].layout
 
 

@@ -42,7 +42,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
     ends = {slot.action: slot.end for row in slots for slot in row}
     kinds = "FBW" if order.split else "FB"
     assert len(ends) == len(kinds) * order.stages * count
-    assert LongSchedule(order).makespan(unit_seconds(order), transfer) == max(ends.values())
+    assert LongSchedule.of(order).makespan(unit_seconds(order), transfer) == max(ends.values())
     for rank, row in enumerate(slots):
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
         for slot in row:
@@ -130,8 +130,8 @@ def test_no_named_schedule_is_slower_than_1f1b(ranks, count, name, virtual):
     order = schedule.build(name, ranks, count, virtual if name == "interleaved" else 1)
     stages = order.stages // ranks
     seconds = {key: unit / stages for key, unit in unit_seconds(order).items()}
-    plain = LongSchedule(schedule.build("1f1b", ranks, count))
-    end = LongSchedule(order).makespan(seconds)
+    plain = LongSchedule.of(schedule.build("1f1b", ranks, count))
+    end = LongSchedule.of(order).makespan(seconds)
     assert end <= plain.makespan(unit_seconds(plain.base)) + 1e-9
 
 
@@ -227,4 +227,4 @@ def test_simulated_time_has_the_closed_form(ranks, micro_batches, ratio, transfe
     order = schedule.build("gpipe", ranks, micro_batches)
     seconds = {(kind, s): 1.0 if kind == "F" else ratio for kind in "FB" for s in range(ranks)}
     expected = (micro_batches + ranks - 1) * (1 + ratio) + 2 * (ranks - 1) * transfer
-    assert LongSchedule(order).makespan(seconds, transfer) == pytest.approx(expected)
+    assert LongSchedule.of(order).makespan(seconds, transfer) == pytest.approx(expected)

@@ -87,7 +87,7 @@ def plain_seconds(task: compiler.Task) -> float | None:
     if len(again) < task.ranks:
         return None
     seconds = task.costs("1f1b", blocks, again).seconds(split=False)
-    return LongSchedule(order).makespan(seconds, task.transfer)
+    return LongSchedule.of(order).makespan(seconds, task.transfer)
 
 
 @settings(deadline=None, max_examples=25)
@@ -122,7 +122,7 @@ def test_what_is_chosen_runs_fits_and_is_no_slower_than_1f1b(request_):
     seconds = choice.costs.seconds(order.split)
     if layout.vocab_pp:
         seconds = vocabulary.pass_seconds(model, layout, "cpu")
-    assert LongSchedule(order).makespan(seconds, task.transfer) == pytest.approx(choice.seconds)
+    assert LongSchedule.of(order).makespan(seconds, task.transfer) == pytest.approx(choice.seconds)
     assert automatic.settled_layout(model, layout, count, "cpu") == (layout, None)
 
 

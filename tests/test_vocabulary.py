@@ -71,7 +71,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(found, transfer):
     ends = {slot.action: slot.end for row in slots for slot in row}
     ranks = range(order.stages)
     assert len(ends) == len({kind for kind, _ in seconds}) * order.stages * count
-    assert LongSchedule(order).makespan(seconds, transfer) == max(ends.values())
+    assert LongSchedule.of(order).makespan(seconds, transfer) == max(ends.values())
     for slot in itertools.chain(*slots):
         kind, stage, m = slot.action
         needed = {"S": [Action("F", ranks[-1], m)], "G": [Action("B", 0, m)]}.get(kind, [])
@@ -156,12 +156,12 @@ def test_the_end_of_many_micro_batches_is_extrapolated_from_few(ranks, count):
     seconds = vocabulary.pass_seconds(model, layout, "cuda")
     sent = 0.02 * seconds["F", 0]
     order = vocabulary.build(model, layout, count, "cuda")
-    exact = LongSchedule(order).makespan(seconds, sent)
+    exact = LongSchedule.of(order).makespan(seconds, sent)
     found = vocabulary.makespan(model, layout, count, seconds, sent)
     assert found == pytest.approx(exact, rel=0.01)
     few = 3 * ranks + vocabulary.MORE
     order = vocabulary.build(model, layout, few, "cuda")
-    exact = LongSchedule(order).makespan(seconds, sent)
+    exact = LongSchedule.of(order).makespan(seconds, sent)
     assert vocabulary.makespan(model, layout, few, seconds, sent) == exact
 
 
