@@ -26,19 +26,21 @@ from config import messages  # first: it ends a Python that is too old
 from config.command_line import options_help, parse_request
 from config.messages import Parser, UserError
 from config.schema import Layout, ModelShape
-from planner import (
-    calibration,
-    compare,
-    gap,
-    growth,
-    hardware,
-    model_questions,
-    plan_only,
-    questions,
-    risk,
-    run_files,
-)
-from planner.questions import Answer, Question
+
+with messages.installed("planning needs no other, `pip install numpy`"):
+    from planner import (
+        calibration,
+        compare,
+        gap,
+        growth,
+        hardware,
+        model_questions,
+        plan_only,
+        questions,
+        risk,
+        run_files,
+    )
+    from planner.questions import Answer, Question
 
 # The planner's own flags that one or two questions read.
 READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts", "shapes")}

@@ -103,12 +103,14 @@ class Parser(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Around imports: a package that is not installed is one sentence and exit status 2."""
+def installed(how: str = SET_UP) -> Iterator[None]:
+    """Around imports: a package that is not installed is one sentence, which ends with how to
+    install it, and exit status 2.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
-        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {SET_UP}"))
+        exit_with(UserError(f"{sys.executable} has no package {error.name!r}: {how}"))
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 hardware        machines: rates, links, software, from hardware/*.toml
 job, plan_only  what every formula takes; experts and fp8, which are only planned
 op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
-step_time       seconds of a step, from the simulated schedule; bounds: before it is built
+step_time       seconds of a step, from the simulated schedule
 memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit
-search          the fastest ways to run a tp, pp and micro-batch, found with bounds
-layouts         layouts ranked or rejected with a reason
+enumeration     every layout that train.py takes, as a table of columns
+closed_form     what each row takes at least, before its schedule is built
+ranking         the fastest rows, each predicted; layouts: ranked or rejected with a reason
+model_sizes     the largest model, the fewest nodes, and shapes that suit the hardware
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
 gap             where a run's time went: replay runs its measured steps again, remedies has flags
 questions       what plan.py answers, as text and as data; with model_questions, cost, compare

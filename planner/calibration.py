@@ -17,6 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.messages import UserError, write_file
 from planner.hardware import Machine
 from planner.questions import Answer
@@ -33,8 +35,6 @@ SURE = 0.2  # standard deviation of a constant's logarithm, up to which it is de
 NUDGE = 0.02  # of a constant's logarithm, for derivatives
 MOST_FACTOR = 20.0  # of a constant, beyond which its spread is not told
 ROUNDS, HALVINGS, LONGEST_STEP = 40, 12, 1.0
-
-Vector = list[float]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def fit(runs: Sequence[Run], machine: Machine) -> Fit:
     return Fit(machine, found, runs, spread, left, before, after)
 
 
-def errors(runs: Sequence[Run], machine: Machine) -> Vector:
+def errors(runs: Sequence[Run], machine: Machine) -> list[float]:
     """Logarithm of measured over predicted seconds of each run."""
     return [math.log(run.seconds / predict(*run.on(machine)).seconds) for run in runs]
 
@@ -93,25 +93,28 @@ def mean_error(runs: Sequence[Run], machine: Machine) -> float:
     """What the fit minimises: the root of the mean square of the errors, in which a run counts the
     more, the better its steps repeat.
     """
-    weights = _weights(runs)
-    off = _weighted(errors(runs, machine), weights)
-    return math.sqrt(_dot(off, off) / _dot(weights, weights))
+    return float(np.linalg.norm(_off(runs, machine)) / np.linalg.norm(_weights(runs)))
 
 
-def _weights(runs: Sequence[Run]) -> Vector:
-    return [1 / max(LEAST_SPREAD, run.spread) for run in runs]
+def _weights(runs: Sequence[Run]) -> np.ndarray:
+    return np.array([1 / max(LEAST_SPREAD, run.spread) for run in runs])
+
+
+def _off(runs: Sequence[Run], machine: Machine) -> np.ndarray:
+    """The errors of the runs, weighted."""
+    return _weights(runs) * errors(runs, machine)
 
 
 # ---- Which constants, and their values -----------------------------------------------------------
 
 
-def _column(runs: Sequence[Run], machine: Machine, name: str) -> Vector:
-    """Derivatives of the logarithm of each run's seconds by that of a constant."""
-    ends = [
-        errors(runs, changed(machine, name, value_of(machine, name) * math.exp(way * NUDGE)))
+def _column(runs: Sequence[Run], machine: Machine, name: str) -> np.ndarray:
+    """Derivatives of the logarithm of each run's seconds by that of a constant, weighted."""
+    low, high = (
+        _off(runs, changed(machine, name, value_of(machine, name) * math.exp(way * NUDGE)))
         for way in (-1, 1)
-    ]
-    return [(low - high) / (2 * NUDGE) for low, high in zip(*ends, strict=True)]
+    )
+    return (low - high) / (2 * NUDGE)
 
 
 def _sure(spread: float) -> str:
@@ -134,68 +137,44 @@ def _independent(
     """Of these constants those that are determined, clearest first; and how sure each one is: a
     standard deviation of its logarithm, if those chosen before it were known.
     """
-    weights = _weights(runs)
-    left = {n: _weighted(_column(runs, machine, n), weights) for n in names}
+    left = {name: _column(runs, machine, name) for name in names}
     chosen: list[str] = []
     spread: dict[str, float] = {}
     while left:
-        name = max(left, key=lambda n: _dot(left[n], left[n]))
-        column = left.pop(name)
-        length = math.sqrt(_dot(column, column))
-        spread[name] = 1 / length if length else math.inf
+        lengths = {name: float(np.linalg.norm(column)) for name, column in left.items()}
+        name = max(lengths, key=lengths.__getitem__)
+        spread[name] = 1 / lengths[name] if lengths[name] else math.inf
         if spread[name] > SURE:
-            spread |= {n: 1 / math.sqrt(max(_dot(c, c), 1e-12)) for n, c in left.items()}
+            spread |= {other: 1 / max(lengths[other], 1e-6) for other in left if other != name}
             break
         chosen.append(name)
-        for other, rest in left.items():
-            share = _dot(rest, column) / length**2
-            left[other] = [a - share * b for a, b in zip(rest, column, strict=True)]
+        way = left.pop(name) / lengths[name]
+        left = {other: column - (column @ way) * way for other, column in left.items()}
     return chosen, spread
 
 
 def _minimised(runs: Sequence[Run], machine: Machine, names: list[str]) -> Machine:
     """The machine at which the weighted squares of the errors are least, by Gauss-Newton."""
-    weights = _weights(runs)
-    off = _weighted(errors(runs, machine), weights)
+    off = _off(runs, machine)
     for _ in range(ROUNDS):
-        columns = [_weighted(_column(runs, machine, name), weights) for name in names]
-        normal = [[_dot(a, b) + 1e-9 * (a is b) for b in columns] for a in columns]
-        step = _solved(normal, [_dot(column, off) for column in columns])
-        scale = LONGEST_STEP / max(LONGEST_STEP, *map(abs, step))
+        columns = np.column_stack([_column(runs, machine, name) for name in names])
+        step = np.linalg.lstsq(columns, off, rcond=None)[0]
+        scale = LONGEST_STEP / max(LONGEST_STEP, abs(step).max())
         for _ in range(HALVINGS):
             tried = machine
             for name, way in zip(names, step, strict=True):
                 tried = changed(tried, name, value_of(machine, name) * math.exp(scale * way))
-            then = _weighted(errors(runs, tried), weights)
-            if _dot(then, then) < _dot(off, off):
+            then = _off(runs, tried)
+            if then @ then < off @ off:
                 break
             scale /= 2
         else:
             return machine
-        gained = _dot(off, off) - _dot(then, then)
+        gained = off @ off - then @ then
         machine, off = tried, then
-        if gained < 1e-9 * _dot(off, off) or _dot(off, off) < 1e-12:
+        if gained < 1e-9 * (off @ off) or off @ off < 1e-12:
             return machine
     return machine
-
-
-def _weighted(column: Vector, weights: Vector) -> Vector:
-    return [value * weight for value, weight in zip(column, weights, strict=True)]
-
-
-def _dot(one: Vector, two: Vector) -> float:
-    return sum(a * b for a, b in zip(one, two, strict=True))
-
-
-def _solved(matrix: list[Vector], right: Vector) -> Vector:
-    """The solution of a small symmetric positive system, by elimination."""
-    rows, count = [[*row, value] for row, value in zip(matrix, right, strict=True)], len(right)
-    for i in range(count):
-        for j in range(count):
-            if j != i:
-                share = rows[j][i] / rows[i][i]
-                rows[j] = [a - share * b for a, b in zip(rows[j], rows[i], strict=True)]
-    return [rows[i][count] / rows[i][i] for i in range(count)]
 
 
 # ---- The file ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Ranks(NamedTuple):
     hold alike stages the first and the last. Arrays of the shape (rows, ranks).
 
     blocks: of all stages of the rank; most, least: of one of its stages. before: blocks of the
-    first stages of the ranks before it; least_before: of that one which has the fewest.
+    first stages of the ranks before it.
     """
 
     rank: np.ndarray
@@ -41,7 +41,6 @@ class Ranks(NamedTuple):
     most: np.ndarray
     least: np.ndarray
     before: np.ndarray
-    least_before: np.ndarray
     embedding: np.ndarray
     head: np.ndarray
     tied: np.ndarray
@@ -61,7 +60,7 @@ class Ranks(NamedTuple):
         padded = np.array([rows + rows[-1:] * (longest - len(rows)) for rows in of_kind])
         columns = padded[np.array(kind_of_way)[table.way]]  # (rows, ranks, fields)
         numbers = [columns[:, :, field] for field in range(len(cls._fields))]
-        return cls(*numbers[:6], *(flag.astype(bool) for flag in numbers[6:]))
+        return cls(*numbers[:5], *(flag.astype(bool) for flag in numbers[5:]))
 
     @property
     def parts(self) -> Parts:
@@ -75,15 +74,15 @@ def _chosen_ranks(model: ModelShape, way: Layout) -> list[tuple[int, ...]]:
     for spec in stage_specs(model, way):
         of_rank[spec.rank].append(spec)
     chosen: dict[tuple, list[tuple[int, ...]]] = {}
-    before, least_before = 0, model.layers
+    before = 0
     for rank, stages in enumerate(of_rank):
         blocks = [spec.blocks for spec in stages]
         flags = [[spec.embedding, spec.head, spec.tied] for spec in stages]
         ends = [any(column) for column in zip(*flags, strict=True)]
-        numbers = rank, sum(blocks), max(blocks), min(blocks), before, least_before
+        numbers = rank, sum(blocks), max(blocks), min(blocks), before
         alike = chosen.setdefault((*blocks, *ends), [])
         alike[1:] = [(*numbers, *map(int, ends))]
-        before, least_before = before + blocks[0], min(least_before, blocks[0])
+        before += blocks[0]
     return [row for rows in chosen.values() for row in rows]
 
 
@@ -137,7 +136,6 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
     there = ranks.before * passes.block.forward + ranks.rank * sent
     there += (ranks.rank > 0) * ends * passes.embedding.forward
     back = ranks.before * passes.block.backward + ranks.rank * sent
-    back += np.minimum(ranks.before, ranks.rank * np.minimum(recomputed, ranks.least_before)) * more
     back += (ranks.rank > 0) * ends * passes.embedding.backward
     back = np.where(layout.splits_backward, 0.0, back)  # gradients of weights come later
     own = np.maximum(count * busy, _round_trips(job, ranks, passes))
@@ -146,30 +144,15 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
 
 
 def _round_trips(job: Job, ranks: Ranks, passes: Passes) -> np.ndarray:
-    """Seconds of a rank under 1F1B, or interleaved, from its first forward to its last backward,
-    where messages hold it up: it begins a further forward only when an earlier one, of which the
-    order says which, has been to the last rank and its backward has come back.
+    """Seconds of a rank under 1F1B from its first forward to its last backward: it begins a further
+    micro-batch only when the one that many before it has been to the last rank and back.
     """
-    layout, count = job.layout, job.micro_batches
-    others = layout.pp - 1 - ranks.rank
-    messages = 2 * others * step_time.message_seconds(job)
+    layout, others = job.layout, job.layout.pp - 1 - ranks.rank
     after = job.model.layers - ranks.before
-    trips = (count - 1) // (others + 1) + 1
-    plain = trips * (after * sum(passes.block) + sum(passes.head) + messages)
-    # Interleaved: forward k of a rank is followed by its backward only 2 `others` forwards later.
-    chunk, virtual = ranks.least * sum(passes.block), layout.stages_per_rank
-    ahead = 2 * others + (virtual - 1) * _group(layout, count)
-    trips = np.maximum(0, count * virtual - ahead) // (2 * others + 1)
-    several = trips * ((others + 1) * chunk + messages)
-    several += np.minimum(ahead, count * virtual) * ranks.least * passes.block.forward
-    found = np.where(np.equal(layout.schedule, "interleaved"), several, 0.0)
+    way = after * sum(passes.block) + sum(passes.head) + 2 * others * step_time.message_seconds(job)
+    trips = (job.micro_batches - 1) // (others + 1) + 1
     alone = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
-    return np.where(alone, plain, found)
-
-
-def _group(layout: Layout, count: Column) -> Column:
-    """Micro-batches of the first group that an interleaved rank takes through each stage."""
-    return -(-count // np.maximum(1, count // layout.pp))
+    return np.where(alone, trips * way, 0.0)
 
 
 def _least_redone(ranks: Ranks, stages: Column, recomputed: np.ndarray) -> np.ndarray:
@@ -242,8 +225,8 @@ def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
     layout, count, rank = job.layout, job.micro_batches, ranks.rank
     name = layout.schedule
     # An interleaved rank runs so many forwards ahead, a group of micro-batches through each stage.
-    virtual = layout.stages_per_rank
-    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * _group(layout, count) + 1
+    group, virtual = -(-count // np.maximum(1, count // layout.pp)), layout.stages_per_rank
+    ahead = 2 * (layout.pp - 1 - rank) + (virtual - 1) * group + 1
     interleaved = np.minimum(count * virtual, ahead) / virtual
     further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
     flying = np.minimum(layout.pp - rank + further, count)

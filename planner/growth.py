@@ -162,7 +162,8 @@ def choices(question: Question, levels: Sequence[Level], most: int) -> list[Choi
         for level in (levels[0], levels[-1]):
             options = Namespace(**vars(question.options) | {"nodes": None, "gpus": nodes * node})
             at_size = replace(question, options=options, config=_at_size(question, level))
-            safe = [r for r in at_size.rank().ranked if r.prediction.risk <= options.risk]
+            ranked = at_size.rank(KEPT).ranked
+            safe = [r for r in ranked if r.prediction.risk <= options.risk]
             kept += [r.layout for r in safe[:KEPT] if r.layout not in kept]
         for layout in kept:
             seconds = tuple(_seconds(question, layout, level) for level in levels)

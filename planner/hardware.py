@@ -32,8 +32,8 @@ FITTED, FAMILIES = "fitted", "families"  # the files of the folder that are not 
 class Link:
     """A link between ranks: seconds per message, bytes/s one way, and the share achieved."""
 
-    latency: Any  # a number, or an array where it is one of a column of rings
-    bandwidth: Any
+    latency: float
+    bandwidth: float
     fraction: float  # in a ring collective of long messages
     # [nodes, share] ...: what is left of the fraction in a ring over so many nodes, interpolated.
     by_nodes: tuple[tuple[float, float], ...] = ()

@@ -128,7 +128,9 @@ class Job(NamedTuple):
     def vocab_columns(self) -> Column:
         """Rows of the vocabulary, padding included, on one rank: columns of the logits."""
         layout = self.layout
-        ranks = layout.tp * np.where(layout.vocab_pp, layout.pp, 1)
+        spread = False if layout.vocab_pp is None else layout.vocab_pp
+        # No numpy where there is one layout: its numbers may be too large for 64 bits.
+        ranks = layout.tp * (1 + (layout.pp - 1) * spread)
         multiple = layout.pad_vocab_multiple * ranks
         return -(-self.model.vocab_size // multiple) * layout.pad_vocab_multiple
 

@@ -121,7 +121,7 @@ def _at_the_most(job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list[fl
     layout = job.layout
     if layout.vocab_pp:
         most = vocabulary.most_held(layout, job.micro_batches, kept.tolist())
-        return [size + sent_to_ranks(job) for size in most], [1.0] * layout.pp
+        return [float(size + sent_to_ranks(job)) for size in most], [1.0] * layout.pp
     order = layout.schedule, layout.pp, job.micro_batches, layout.stages_per_rank
     schedule = long_schedule(*order, stage_costs(job.model, layout))
     # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
@@ -222,7 +222,7 @@ def held_parameters(parts: Parts, job: Job) -> Column:
     model, layout = job.model, job.layout
     norms = 2 * norm_parameters(model) + head_norm_parameters(model)
     blocks = parts.blocks * ((job.block_parameters - norms) / layout.tp + norms)
-    matrix = job.vocab_columns * model.hidden
+    matrix = 1.0 * job.vocab_columns * model.hidden
     positions = model.max_positions * model.hidden if model.positions == "learned" else 0
     own_head = parts.head & (parts.tied | (not model.tied))
     ends = matrix * (parts.embedding * 1 + own_head)

@@ -187,8 +187,9 @@ def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
     crossing = np.where(local > 1, machine.crossing, 1.0)
     nodes = -(-ranks // local)
     shared = machine.network.over(nodes) / groups * crossing
-    speed = np.where(inside, machine.nvlink.speed, np.minimum(machine.nvlink.speed, shared))
-    latency = np.where(inside, machine.nvlink.latency, machine.network.latency)
+    slowest = np.minimum(machine.nvlink.speed, shared)
+    speed: Column = np.where(inside, machine.nvlink.speed, slowest)
+    latency: Column = np.where(inside, machine.nvlink.latency, machine.network.latency)
     return Link(latency, speed, 1.0)
 
 

@@ -166,7 +166,7 @@ class Ranking:
         """
         table = self.table
         least: dict[Place, int] = {}  # the row of a place that needs the least
-        for row in np.argsort(self.fitting.least, kind="stable").tolist():
+        for row in np.lexsort((self.fitting.least, table.recompute != "full")).tolist():
             least.setdefault(table.place(row), row)
         taken = self.waiting | {place for place, _ in self.done}
         found, too_large = [], set[tuple[int, int]]()

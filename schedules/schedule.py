@@ -29,6 +29,7 @@ from schedules.list_scheduling import list_rows
 STEPS = {"F": 1, "B": -1, "W": 0, "E": 0, "S": 0, "T": 0, "G": 0}
 # Passes of every rank for its part of the vocabulary (schedules/vocabulary.py).
 VOCABULARY = "ESTG"
+OWN_INPUT = {"B": "F", "W": "B"}  # the pass of the same stage whose result a pass takes
 SUMMED = "EST"  # of these the results of all ranks are joined
 
 
@@ -138,8 +139,10 @@ class Schedule:
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
-        """As `dependency_order`, found once."""
-        return _dependency_order(self)
+        """(rank, action) of the whole pipeline such that everything an action needs comes before
+        it. Raises ScheduleError that names what each stuck rank waits at, if there is none.
+        """
+        return [(rank, action) for rank, action, _ in self.steps]
 
     @cached_property
     def split(self) -> bool:
@@ -184,10 +187,10 @@ class Schedule:
         return found
 
     @cached_property
-    def steps(self) -> list[tuple[int, tuple[str, int], int]]:
-        """All actions in an order in which they can run, for programs that follow the time: the
-        rank, kind and stage, and the place in this list of the other rank's action whose message it
-        waits for, or -1. Not for the passes of a vocabulary. ScheduleError if there is no order.
+    def steps(self) -> "list[tuple[int, Action, int]]":
+        """All actions in an order in which they can run: the rank, the action, and the place in
+        this list of the other rank's action whose message it waits for, or -1; what it waits for of
+        all ranks is in `of_all_ranks`. ScheduleError if there is no order.
         """
         return _steps(self)
 
@@ -372,7 +375,7 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
         if schedule.vocabulary:
             _check_order(rank, actions)
     _check_messages(schedule)
-    dependency_order(schedule)
+    _steps(schedule)
 
 
 def _check_order(rank: int, actions: Sequence[Action]) -> None:
@@ -404,57 +407,31 @@ def _check_messages(schedule: Schedule) -> None:
             )
 
 
-def dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    """(rank, action) of the whole pipeline such that everything an action needs comes before it.
-
-    Raises ScheduleError that names what each stuck rank waits at, if there is no such order.
-    """
-    return schedule.order
-
-
-def _dependency_order(schedule: Schedule) -> list[tuple[int, Action]]:
-    order: list[tuple[int, Action]] = []
-    done: set[tuple[str, int, int]] = set()
-    waiting, spread = [deque(actions) for actions in schedule.ranks], schedule.vocabulary
-    while any(waiting):
-        before = len(order)
-        for rank, queue in enumerate(waiting):
-            while queue and _can_run(*queue[0], schedule.stages, done):
-                if spread and not done.issuperset(schedule.of_all_ranks(queue[0])):
-                    break
-                done.add(queue[0])
-                order.append((rank, queue.popleft()))
-        if len(order) == before:
-            raise ScheduleError(_deadlock(schedule, waiting))
-    return order
-
-
-def _steps(schedule: Schedule) -> list[tuple[int, tuple[str, int], int]]:
+def _steps(schedule: Schedule) -> list[tuple[int, Action, int]]:
     """As `Schedule.steps`: each rank in turn goes on until it waits for what has not run yet."""
     place = dict[tuple[str, int, int], int]()
-    steps: list[tuple[int, tuple[str, int], int]] = []
-    rank_of, ranks = schedule.rank_of, schedule.ranks
-    keys = {(kind, stage): (kind, stage) for kind in "FBW" for stage in range(len(rank_of))}
-    # The stage whose message a pass waits for: the one before, behind, or none.
-    sources = {("F", stage): stage - 1 for stage in range(1, len(rank_of))}
-    sources |= {("B", stage): stage + 1 for stage in range(len(rank_of) - 1)}
-    next_of = [0] * len(ranks)
+    steps: list[tuple[int, Action, int]] = []
+    rank_of, ranks, stages = schedule.rank_of, schedule.ranks, schedule.stages
+    spread, next_of = schedule.vocabulary, [0] * len(schedule.ranks)
     while sum(next_of) < sum(map(len, ranks)):
         before = len(steps)
         for rank, row in enumerate(ranks):
-            at = next_of[rank]
-            for action in islice(row, at, None):
+            for action in islice(row, next_of[rank], None):
                 kind, stage, micro_batch = action
-                source, needed = sources.get((kind, stage)), -1
-                if source is not None:
-                    found = place.get((kind, source, micro_batch), -1)
-                    if found < 0:
+                source = stage - STEPS[kind]
+                needed = -1
+                if source != stage and 0 <= source < stages:
+                    needed = place.get((kind, source, micro_batch), -1)
+                    if needed < 0:
                         break
-                    needed = found if rank_of[source] != rank else -1
+                    needed = needed if rank_of[source] != rank else -1
+                if kind in OWN_INPUT and (OWN_INPUT[kind], stage, micro_batch) not in place:
+                    break
+                if spread and not all(map(place.__contains__, schedule.of_all_ranks(action))):
+                    break
                 place[action] = len(steps)
-                steps.append((rank, keys[kind, stage], needed))
-                at += 1
-            next_of[rank] = at
+                steps.append((rank, action, needed))
+                next_of[rank] += 1
         if len(steps) == before:
             waiting = [deque(row[at:]) for row, at in zip(ranks, next_of, strict=True)]
             raise ScheduleError(_deadlock(schedule, waiting))
@@ -470,14 +447,6 @@ def _deadlock(schedule: Schedule, waiting: list[deque[Action]]) -> str:
         done = actions[: len(actions) - len(queue)]
         rows.append(f"rank {rank}  {_row(done)} | {_row(queue)}")
     return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *rows])
-
-
-def _can_run(kind: str, stage: int, m: int, stages: int, done: set) -> bool:
-    if kind == "F":
-        return stage == 0 or ("F", stage - 1, m) in done
-    if kind == "B":
-        return ("F", stage, m) in done and (stage == stages - 1 or ("B", stage + 1, m) in done)
-    return kind in VOCABULARY or ("B", stage, m) in done
 
 
 def _row(actions: Iterable[Action]) -> str:

@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from schedules.schedule import Action, Schedule, dependency_order, unchecked
+from schedules.schedule import Action, Schedule, unchecked
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
@@ -47,7 +47,7 @@ def simulate(
     seconds = unit_seconds(schedule) if seconds is None else seconds
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     ends: dict[Action, float] = {}
-    for rank, action in dependency_order(schedule):
+    for rank, action in schedule.order:
         start = slots[rank][-1].end if slots[rank] else 0.0
         needed = schedule.input_of(action)
         if needed is not None and schedule.rank_of[needed.stage] != rank:
@@ -75,12 +75,12 @@ def end_of(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float
         return max(row[-1].end for row in simulate(schedule, seconds, transfer))
     clocks = [0.0] * len(schedule.ranks)
     ends: list[float] = []
-    for rank, action, needed in schedule.steps:
+    for rank, (kind, stage, _), needed in schedule.steps:
         clock = clocks[rank]
         if needed >= 0:
             arrival = ends[needed] + transfer
             clock = arrival if arrival > clock else clock
-        clock += seconds[action]
+        clock += seconds[kind, stage]
         clocks[rank] = clock
         ends.append(clock)
     return max(clocks)

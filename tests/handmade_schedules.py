@@ -1,6 +1,6 @@
 """Schedules written by hand for tests: several stages a rank, and a backward that is split."""
 
-from schedules.schedule import Action, Schedule, check, dependency_order
+from schedules.schedule import Action, Schedule, check
 
 
 def interleaved(ranks: int, virtual: int, micro_batches: int) -> Schedule:
@@ -55,7 +55,7 @@ def check_starts(schedule: Schedule) -> int:
     """
     before: dict[Action, set[Action]] = {}  # what must be done before an action, and itself
     last: list[set[Action]] = [set() for _ in schedule.ranks]
-    for rank, action in dependency_order(schedule):
+    for rank, action in schedule.order:
         needed = [schedule.input_of(action), *schedule.of_all_ranks(action)]
         before[action] = last[rank].union({action}, *(before[one] for one in needed if one))
         last[rank] = before[action]

@@ -182,7 +182,7 @@ def test_what_is_held_is_what_the_schedule_says(name):
     batches = lambda m: Batch(ones.clone().requires_grad_(), ones, 1)  # noqa: E731
     executions = [Execution(p, order, batches, 1.0) for p in pipelines]
     steps = [iter(execution) for execution in executions]
-    for rank, _ in schedule.dependency_order(order):
+    for rank, _ in order.order:
         next(steps[rank])
         most[rank] = max(most[rank], len(executions[rank].held) + len(executions[rank].left))
     assert tuple(most) == order.peak

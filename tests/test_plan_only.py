@@ -178,7 +178,7 @@ def test_a_config_json_that_cannot_be_planned(tmp_path):
 
 
 def test_cp_shares_the_tokens_and_not_the_weights():
-    model = replace(preset("gpt2-1.5b"), seq_length=32768, max_positions=32768)
+    model = replace(preset("1b3"), seq_length=32768, max_positions=32768)
     one = job(model, Layout(dp=8))
     four = job(model, Layout(cp=4, dp=2))
     assert four.gpus == one.gpus == 8
@@ -259,7 +259,7 @@ def test_a_v100_plans_with_fp16_and_says_so(capsys):
 
 
 def test_gpus_per_node_is_the_users(capsys):
-    line = "layouts --model 1b3 --gpu v100-32 --nodes 2 --global-batch-size 64"
+    line = "layouts --model 1b3 --gpu v100-32 --nodes 2 --global-batch-size 64 --top 300"
     four, eight = ask(line).data, ask(f"{line} --gpus-per-node 8").data
     assert (four["gpus"], eight["gpus"]) == (8, 16)
     assert max(row["tp"] for row in four["ranked"]) == 4
