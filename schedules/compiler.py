@@ -6,10 +6,9 @@
 
 Every named schedule is tried with the balanced partition, and orders made by `list_rows` with the
 stages' own seconds, one stage or a V of two on each rank; of these the best partition is improved
-by moving blocks. A small pipeline with one stage a rank gets the fastest order that there is
-(exact). What holds more than a rank's limit is not taken. The result is the fastest in simulation,
-so never slower than a named schedule that fits. Equal on every rank: it is arithmetic on the same
-numbers in the same order.
+by moving blocks. What holds more than a rank's limit is not taken. The result is the fastest in
+simulation, so never slower than a named schedule that fits. Equal on every rank: it is arithmetic
+on the same numbers in the same order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,6 @@ from itertools import product
 from typing import NamedTuple
 
 from schedules import schedule
-from schedules.exact import fastest_rows
 from schedules.list_scheduling import Row, list_rows
 from schedules.local_search import improved
 from schedules.schedule import ORDERS, Action, Schedule, ScheduleError, rank_of_stages
@@ -29,7 +27,6 @@ from schedules.simulation import LongSchedule, Seconds, named
 SEARCHED = ("searched", "searched-v")  # orders from stages' own costs: one stage a rank, or a V
 PATIENCE = (0.0, 0.5, 1.0)  # what list_rows is tried with
 SCREENED = 4  # micro-batches for each rank while partitions are compared
-EXACT_PASSES = 32  # forwards of all ranks up to which orders are enumerated
 MOVED_ACTIONS = 400_000  # that may be scheduled while blocks are moved
 
 
@@ -171,8 +168,8 @@ def long_schedule(
 def _searched(
     name: str, ranks: int, micro_batches: int, costs: StageCosts, screens: bool = False
 ) -> Schedule:
-    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes; with
-    one stage a rank and few passes, the fastest of all; a V, unless it `screens`, is improved.
+    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes; a V,
+    unless it `screens`, is improved.
 
     Raises ScheduleError if every one holds more than the limits.
     """
@@ -193,12 +190,6 @@ def _searched(
         return LongSchedule.of(order).makespan(seconds, costs.transfer)
 
     best = min(fitting, key=end)
-    if len(rank_of) == ranks and ranks * micro_batches <= EXACT_PASSES:
-        room = [
-            micro_batches if not z else int(costs.limits[r] / z + 1e-9) for r, z in enumerate(sizes)
-        ]
-        rows, _ = fastest_rows(ranks, micro_batches, seconds, room, costs.transfer, end(best))
-        best = scheduled(name, rows, rank_of) if rows else best
     if len(rank_of) > ranks and not screens:
         about = rank_of, seconds, costs.transfer, sizes, costs.limits
         best = scheduled(name, improved(best.ranks, *about), rank_of)
