@@ -295,6 +295,9 @@ def test_what_the_supervisor_has_stopped_is_not_requeued(tmp_path):
     )
     journal.add(Evidence(2, "preflight"), Decision(Action.QUEUE, "n1 cannot be used", ("n1",)))
     assert requeue.decide(75, tmp_path, job, "7", 2) == (True, "n1 cannot be used")
+    next_job = job.replace("=2 ", "=3 ")
+    early = (True, "stopped early, everything is saved")
+    assert requeue.decide(75, tmp_path, next_job, "7", 3) == early, "no decision of its own yet"
     later = Journal(str(tmp_path), "7.3")
     later.add(Evidence(137, "dead"), Decision(Action.PASS, "a signal"))
-    assert requeue.decide(137, tmp_path, job.replace("=2 ", "=3 "), "7", 3)[0]
+    assert requeue.decide(137, tmp_path, next_job, "7", 3)[0]
