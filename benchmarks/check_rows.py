@@ -19,22 +19,19 @@ import published_rows
 import stated_rows
 from row_table import Table
 
-from config.messages import Parser, UserError, exit_with
+from config.messages import Parser, sentences
 
 
 def main(arguments: list[str]) -> None:
-    """Print every contradiction; mistakes of the file are all listed, with exit status 2."""
+    """Print every contradiction. Raises a UserError that lists all mistakes of the file."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("file", help="rows of measurements, CSV")
     parser.add_argument("--json", action="store_true", help="print data, not a table")
     parser.add_argument("--skip", action="store_true", help="go on without rows with a mistake")
-    try:
-        options = parser.parse_args(arguments)
-        table = read(options.file)
-        if not options.skip:
-            table.refuse_mistakes()
-    except UserError as error:
-        exit_with(error)
+    options = parser.parse_args(arguments)
+    table = read(options.file)
+    if not options.skip:
+        table.refuse_mistakes()
     if table.mistakes:
         print(f"note: {table.skipped()}", file=sys.stderr)
     found = published_rows.check(table.sound())
@@ -53,4 +50,5 @@ def read(path: str) -> Table:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with sentences():
+        main(sys.argv[1:])

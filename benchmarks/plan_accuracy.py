@@ -29,7 +29,7 @@ import source_accuracy
 import stated_rows
 from robust_fit import moved, solve
 
-from config.messages import Parser, UserError, exit_with
+from config.messages import Parser, UserError, sentences
 from planner import hardware, memory, step_time
 from planner.job import Job
 
@@ -455,7 +455,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with sentences():
         main(sys.argv[1:])
-    except UserError as mistake:
-        exit_with(mistake)

@@ -69,8 +69,13 @@ WORDS = {
     "schedule": {"": "1f1b"} | {name: name for name in SCHEDULES},
     "activation": {"": "gelu_tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "swiglu": "swiglu"},
 }
-# Columns that make two rows the same configuration, beside those that each check names.
-SAME = ("gpu", "layers", "hidden", "heads", "tp", "pp", "zero_stage", "recompute", "precision")
+# Columns that make two rows the same configuration, beside those that each check names; and those
+# of which a file may have none.
+SAME = (
+    "gpu", "layers", "hidden", "heads", "seq", "tp", "pp", "zero_stage", "recompute", "precision",
+)  # fmt: skip
+SAME_IF_STATED = (*OPTIONAL, "machine", "engine", "software", "inexpressible", "chunks", "fp8")
+KERNEL = "kernel="  # how a note begins that names an attention kernel
 # Formulas that count the parameters of a nominal size in place of the shape's: billions.
 NOMINAL = {"old-104B": 104.0, "old-1.3B": 1.3}
 NEAR = 0.004  # share by which printed TFLOPs may differ from a formula, besides rounding
@@ -227,15 +232,22 @@ def check(rows: list[dict[str, str]]) -> list[Finding]:
 def _check_layout(row) -> list[Finding]:
     """tp x pp x dp against the GPUs, and stages against blocks."""
     tp, pp, dp, gpus = (integer(row, column) for column in ("tp", "pp", "dp", "gpus"))
+    each = tp * pp * _context_ranks(row)
     found = []
-    if dp and tp * pp * dp != gpus:
-        text = f"tp({tp}) * pp({pp}) * dp({dp}) = {tp * pp * dp} is not {gpus} GPUs"
-        hint = f"; dp {gpus // (tp * pp)} fits" if gpus % (tp * pp) == 0 else ""
+    if dp and each * dp != gpus:
+        context = f" * cp({row['cp']})" if _context_ranks(row) > 1 else ""
+        text = f"tp({tp}) * pp({pp}) * dp({dp}){context} = {each * dp} is not {gpus} GPUs"
+        hint = f"; dp {gpus // each} fits" if gpus % each == 0 else ""
         found.append(Finding(row["row_id"], "dp", text + hint))
     if pp > integer(row, "layers"):
         text = f"pp({pp}) is more stages than layers({row['layers']})"
         found.append(Finding(row["row_id"], "pp", text))
     return found
+
+
+def _context_ranks(row) -> int:
+    """Ranks that share the tokens of a sample."""
+    return int(row.get("cp") or 1)
 
 
 def _check_rate(row) -> list[Finding]:
@@ -327,9 +339,11 @@ def _groups(rows, key: Callable[[dict[str, str]], Hashable]) -> list[list[dict[s
 
 
 def _configuration(row, *columns: str) -> tuple[str, ...]:
-    """The row's SAME and OPTIONAL columns, and these."""
+    """The row's SAME and SAME_IF_STATED columns, these, its cp and its attention kernel."""
     printed = tuple(row[column].rstrip("?") for column in (*SAME, *columns))
-    return (*printed, *(row.get(column) or "" for column in OPTIONAL))
+    stated = (row.get(column) or "" for column in SAME_IF_STATED)
+    kernel = row["note"] if row["note"].startswith(KERNEL) else ""
+    return (*printed, *stated, str(_context_ranks(row)), kernel)
 
 
 def _repeats(rows) -> list[Finding]:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from published_rows import YES_NO
+from published_rows import KERNEL, YES_NO
 from row_table import Cells
 
 from config.command_line import read_toml
@@ -34,7 +34,6 @@ KERNELS = {
     "flash_attention2": "flash2",
     "flash_attention2 + RMS kernel": "flash2",
 }
-KERNEL = "kernel="  # how a note begins that names one
 # What a row used beyond the columns: software facts.
 USED: dict[str, dict[str, Any]] = {
     "fp8": {"fp8": True},

@@ -127,7 +127,7 @@ class RowReader:
         observed = engine.get("memory", {})  # what the engine's program prints, over a file's guess
         status, quality = cells.one_of("status", published_rows.STATUS), cells.text("quality")
         note = cells.text("note")
-        has_kernel = note.startswith(row_engines.KERNEL)
+        has_kernel = note.startswith(published_rows.KERNEL)
         seconds = _seconds(cells)
         gigabytes, kind = _memory(cells, observed.get("kind", ""))
         if status == "ok" and seconds is None and gigabytes is None:
@@ -136,7 +136,7 @@ class RowReader:
             id=cells.row["row_id"],
             source=self.path.stem,
             section=cells.text("section"),
-            kernel=note.removeprefix(row_engines.KERNEL) if has_kernel else "",
+            kernel=note.removeprefix(published_rows.KERNEL) if has_kernel else "",
             model=model,
             layout=layout,
             training=training,

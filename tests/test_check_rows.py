@@ -64,6 +64,24 @@ def test_check_rows_prints_findings_as_text_and_as_data(capsys):
     assert done.stderr == "error: cannot read nowhere.csv: No such file or directory\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "contradicted"),
+    [("torchtitan", 0), ("internevo", 0), ("nemo_guide", 1), ("aleph", 0), ("dgxc", 0)],
+)
+def test_rows_that_differ_in_what_they_state_do_not_contradict_one_another(name, contradicted):
+    """In cp, fp8, kernel, software or length of samples; what is left was looked at."""
+    rows = published_rows.read(str(ROOT / "benchmarks" / "data" / "public" / f"{name}.csv"))
+    found = published_rows.check(rows)
+    assert len({finding.row_id for finding in found}) == contradicted, found
+
+
+def test_the_ranks_of_cp_are_counted_among_the_gpus():
+    rows = published_rows.read(str(ROOT / "benchmarks" / "data" / "public" / "torchtitan.csv"))
+    row = next(row for row in rows if row["cp"] == "4") | {"dp": "8"}
+    (finding,) = published_rows.check([row])
+    assert finding.text == "tp(1) * pp(1) * dp(8) * cp(4) = 32 is not 8 GPUs; dp 2 fits"
+
+
 def test_check_refuses_what_is_not_a_table(tmp_path):
     file = tmp_path / "odd.csv"
     file.write_text("a,b\n1,2\n")
