@@ -13,7 +13,7 @@ All of train.py's options are taken, and these:
     --json FILE     write the answers as data too
     --verbose       for developers of Trine: also where its code stops the host, and its kernels
 
-How long does a step take? One real device stands for each stage in turn (docs/planning.md):
+How long does a step take? One real device stands for each stage in turn (docs/rehearsal.md):
 
     --on cpu|cuda       run there; the links of --gpu say what the other ranks' part takes
     --links FILE        allreduce.csv of benchmarks/allreduce.py: operations by size, not the links

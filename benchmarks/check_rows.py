@@ -3,8 +3,8 @@
     python benchmarks/check_rows.py benchmarks/data/measured_rows.csv [--json] [--skip]
 
 The columns are those of published_rows; tune.py writes its results.csv in them too. With a column
-`machine` they are those of stated_rows (docs/planning.md, Measured rows). A cell that cannot be
-read is a mistake: all of them are listed, and --skip goes on without their rows.
+`machine` they are those of stated_rows (benchmarks/data/README.md, Measured rows). A cell that
+cannot be read is a mistake: all of them are listed, and --skip goes on without their rows.
 """
 
 import json

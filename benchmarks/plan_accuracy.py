@@ -421,7 +421,7 @@ def main(arguments: list[str]) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     default = [str(DATA / "measured_rows.csv")]
     parser.add_argument(
-        "--rows", nargs="+", default=default, help="measured rows: docs/planning.md"
+        "--rows", nargs="+", default=default, help="measured rows: benchmarks/data/README.md"
     )
     parser.add_argument("--json", metavar="OUT", help="of rows that state their machine: figures")
     parser.add_argument("--tables", help="decision tables; default: the published ones")

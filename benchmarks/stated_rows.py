@@ -1,4 +1,5 @@
-"""Measured rows of any machine and engine, read as stated: docs/planning.md has the columns.
+"""Measured rows of any machine and engine, read as stated; benchmarks/data/README.md has the
+columns.
 
     found = read("benchmarks/data/public/aleph.csv")
 

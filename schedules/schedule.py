@@ -139,8 +139,8 @@ class Schedule:
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
-        """(rank, action) of the whole pipeline such that everything an action needs comes before
-        it. Raises ScheduleError that names what each stuck rank waits at, if there is none.
+        """(rank, action) such that everything an action needs comes before it. Raises ScheduleError
+        that names what each stuck rank waits at, if there is no such order.
         """
         return [(rank, action) for rank, action, _ in self.steps]
 
@@ -167,9 +167,7 @@ class Schedule:
 
     @cached_property
     def _held(self) -> list[set[tuple[int, ...]]]:
-        """Of how many micro-batches each rank holds the activations of its stages: the different
-        answers at those moments after which some are released.
-        """
+        """Activations of each of its stages that a rank holds, whenever it is about to release one."""
         last, found = "W" if self.split else "B", []
         for rank, actions in enumerate(self.ranks):
             place = {stage: number for number, stage in enumerate(self.stages_on(rank))}
@@ -188,9 +186,8 @@ class Schedule:
 
     @cached_property
     def steps(self) -> "list[tuple[int, Action, int]]":
-        """All actions in an order in which they can run: the rank, the action, and the place in
-        this list of the other rank's action whose message it waits for, or -1; what it waits for of
-        all ranks is in `of_all_ranks`. ScheduleError if there is no order.
+        """As `order`, and the place in this list of the other rank's action whose message an action
+        waits for, or -1; what it waits for of all ranks is in `of_all_ranks`.
         """
         return _steps(self)
 
