@@ -167,7 +167,7 @@ class Schedule:
 
     @cached_property
     def _held(self) -> list[set[tuple[int, ...]]]:
-        """Activations of each of its stages that a rank holds, whenever it is about to release one."""
+        """How many activations of each stage a rank holds whenever it begins to release some."""
         last, found = "W" if self.split else "B", []
         for rank, actions in enumerate(self.ranks):
             place = {stage: number for number, stage in enumerate(self.stages_on(rank))}
