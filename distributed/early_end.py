@@ -66,6 +66,7 @@ class StartWatch:
                 [sys.executable, "-ES", "-c", WATCH, str(os.getpid())],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
+                bufsize=0,  # nothing is left to write where the process was killed
                 stdout=subprocess.DEVNULL,
                 close_fds=False,  # the launcher's socket is inherited
             )
@@ -96,7 +97,6 @@ class StartWatch:
         if self._process and self._process.stdin:
             with contextlib.suppress(OSError):  # it was killed
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
-                self._process.stdin.flush()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from ranks import (
 
 from config.messages import UserError
 from distributed.context import Context, await_other_threads
-from distributed.early_end import node_name
+from distributed.early_end import StartWatch, node_name
 from distributed.launch import Launch, Local, check_launch, discover
 from distributed.mesh import Mesh
 
@@ -406,6 +406,18 @@ def test_the_watch_of_a_rank_has_the_launcher_end_the_job(end):
     _, err = rank.communicate(timeout=60)
     assert rank.returncode == (2 if "exit" in end else -9)
     assert ("DEAD: rank 1 on " in err) == ("kill" in end)
+
+
+def test_a_rank_whose_watch_was_killed_goes_on_and_ends(monkeypatch):
+    """torchrun sends SIGTERM to the rank and to its watch."""
+    monkeypatch.setenv("PMI_RANK", "1")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    watch = StartWatch()
+    watch.begin()
+    watch._process.kill()
+    watch._process.wait()
+    watch.follow("runs/never")
+    watch.close()
 
 
 @pytest.mark.slow
