@@ -1,6 +1,7 @@
 """The tuner as people use it, with a replacement for train.py that can be made to fail."""
 
 import ast
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from config import command_line
 from config.messages import UserError
 from planner import hardware
 from tuner import search_space, session, sweeps, trials
+from tuner.progress import BudgetSpent
 from tuner.search import Point, Search, features
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -314,6 +316,22 @@ def test_of_several_models_one_that_does_not_fit_ends_nothing(tmp_path, monkeypa
     asked = session.Session(*tune.parser().parse_known_args([*words.split(), "--launch", FAKE]))
     with pytest.raises(UserError, match="no layout can run on 1 ranks: see the reasons above"):
         asked.run()
+
+
+def test_a_search_says_what_it_does_before_it_predicts(tmp_path, monkeypatch, capsys):
+    """For hundreds of ranks that takes a while, in which nothing would be printed."""
+    said = []
+    candidates = session.search_space.candidates
+
+    def predicted(*arguments):
+        said.append(capsys.readouterr().out)
+        return candidates(*arguments)
+
+    monkeypatch.setattr(session.search_space, "candidates", predicted)
+    asked = new_session(tmp_path, "--tp", "1", "--pp", "1", "--budget", "1")
+    with contextlib.suppress(BudgetSpent):
+        asked._measure()
+    assert said == ["predicting every layout of 4 blocks on 8 ranks\n"]
 
 
 # -- sweeps and bounds -----------------------------------------------------------------------

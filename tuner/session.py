@@ -212,6 +212,7 @@ class Session:
     def _search(self, config: Config) -> None:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
         ranks = self.options.gpus
+        self.view.print(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
         found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
         found, risky = search_space.without_risk(found, self.options.risk)
         rejected = [*rejected, *risky]
