@@ -146,7 +146,10 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
     watch: of this rank, which then reports nothing. by_pmi: whether PMI may end the job at once
     where MPI has not been started.
     """
-    if by_pmi:
+    mpi = sys.modules.get("mpi4py.MPI")
+    # An MPI that is not the launcher's has a world of this rank alone: it cannot end the others.
+    begun = mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
+    if begun or by_pmi:
         watch.close()
     else:
         watch.outlive()
@@ -154,9 +157,7 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
         with contextlib.suppress(OSError):
             output.flush()
     time.sleep(SECONDS_TO_FLUSH)
-    mpi = sys.modules.get("mpi4py.MPI")
-    # An MPI that is not the launcher's has a world of this rank alone: it cannot end the others.
-    if mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
+    if mpi and begun:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason is printed: hide MPI_Abort's
         mpi.COMM_WORLD.Abort(status)
     if by_pmi:
