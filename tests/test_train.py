@@ -238,6 +238,7 @@ def test_a_corrupted_state_is_not_saved_and_a_restart_begins_before_it(tmp_path)
     assert folders.read_manifest(str(saved / "step_00000004"))["checked"] == ["replicas"]
     outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "0", *words.split())
     assert outcome.status == 0, outcome.err
+    assert f"resumed from {saved / 'step_00000004'}: step 4, " in outcome.out
     clean = words.replace(str(tmp_path), f"{tmp_path}/clean").split()
     assert fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "0", *clean).status == 0
     assert rows(tmp_path)[-1]["loss"] == rows(tmp_path / "clean")[-1]["loss"]
