@@ -118,6 +118,20 @@ def test_of_384_gpus_few_layouts_are_predicted(monkeypatch):
     assert 20 < len(predicted) < 80
 
 
+def test_a_plain_layout_is_recommended_where_the_plan_cannot_tell_it_from_the_first():
+    line = "layouts --model 176b --gpu a100-80 --nodes 48 --global-batch-size 2048 --top 1"
+    found = ask(line)
+    first, simple = found.data["ranked"][0], found.data["recommended"]
+    assert first["schedule"] == "interleaved"
+    assert (simple["schedule"], simple["vocab_pp"], simple["cp"]) == ("1f1b", None, 1)
+    assert first["seconds"] < simple["seconds"] < 1.06 * first["seconds"]
+    told = next(text for text in found.text.splitlines() if text.startswith("recommended: "))
+    assert told.split("train.py ")[1].split(" --global")[0].endswith(" ".join(simple["flags"]))
+    held = ask(f"{line} --schedule 1f1b --no-vocab-pp")
+    assert held.data["recommended"] is None
+    assert "recommended" not in held.text
+
+
 @pytest.mark.parametrize("more", ["", " --price-per-gpu-hour 2 --rampup-batch-size 96 96 9600"])
 @pytest.mark.parametrize("cp", ["", " --seq-length 65536 --max-positions 65536 --cp 4"])
 def test_the_table_fits_a_terminal(cp, more):
