@@ -26,6 +26,7 @@ from schedules.vocabulary import more_ahead
 # has more blocks than others, and of zb-v, whose order is for passes that all take as long. Seen of
 # presets on A100 and H100: 0.1 to 0.6, and 0.06 to 0.4.
 UNEVEN, FOLDED = 0.3, 0.2
+ROUNDING = 1.0  # bytes
 
 
 class Ranks(NamedTuple):
@@ -207,7 +208,10 @@ def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
     none = np.equal(layout.recompute, "none")
     saved = np.where(none, 0.0, flying * stages * (whole - redone))  # by one block of each stage
     unsaved = fixed + flying * held * whole
+    smallest = (unsaved - saved * ranks.least).max(axis=1)
     most = ranks.most.max(axis=1, keepdims=True)
+    if table.asked.fixed.get("recompute_blocks") is not None:  # some number of each stage
+        return Fitting(smallest <= room + ROUNDING, np.zeros_like(most), smallest)
     if "recompute_layers" in table.asked.fixed:
         fewest = np.full_like(most, given if given is not None else job.model.layers)
     else:
@@ -216,8 +220,7 @@ def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
         fewest = np.clip(enough, 1, most).astype(int)
     fewest = np.where(none, 0, np.minimum(fewest, most))
     needed = (unsaved - saved * np.minimum(fewest, ranks.least)).max(axis=1)
-    smallest = (unsaved - saved * ranks.least).max(axis=1)
-    return Fitting(needed <= room + 1.0, fewest, smallest)  # to rounding
+    return Fitting(needed <= room + ROUNDING, fewest, smallest)
 
 
 def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:

@@ -42,6 +42,12 @@ class Asked(NamedTuple):
     gpus: int
     fixed: dict[str, Any]
 
+    @property
+    def counts_blocks(self) -> bool:
+        """Whether the number of blocks that are recomputed follows from memory."""
+        given = self.fixed.get("recompute_blocks") is not None
+        return not given and "recompute_layers" not in self.fixed
+
     def job(self, layout: Layout) -> Job:
         """The question about one layout."""
         return Job(self.model, layout, self.training, self.machine)
@@ -97,7 +103,7 @@ class Table:
         )
         if "sequence_parallel" not in given and _can_split(self.asked.model, way):
             layout = replace(layout, sequence_parallel=bool(self.sequence_parallel[row]))
-        if "recompute_layers" not in given and layout.recompute != "none":
+        if self.asked.counts_blocks and layout.recompute != "none":
             layout = replace(layout, recompute_layers=recomputed)
         return layout
 

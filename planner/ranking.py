@@ -138,7 +138,7 @@ class Ranking:
         """The row's layout with the fewest blocks recomputed that fits; None if none does."""
         table, room = self.table, self.room[entry.risky]
         layout = table.layout(entry.row)
-        free = layout.recompute != "none" and "recompute_layers" not in table.asked.fixed
+        free = layout.recompute != "none" and table.asked.counts_blocks
         most = max(blocks_per_stage(table.asked.model, layout)) if free else 0
         for blocks in range(entry.recomputed, most):
             fewer = replace(layout, recompute_layers=blocks)

@@ -291,3 +291,13 @@ def test_more_virtual_stages_are_found_where_they_hold_less():
         given, *_ = layouts.rank(*about, fixed | {"virtual_stages": count})
         safe = [one.prediction.seconds for one in given if one.prediction.risk <= risk.DEFAULT]
         assert searched[-1].prediction.seconds <= min(safe)
+
+
+def test_numbers_of_recomputed_blocks_that_are_given_are_kept():
+    held = {"tp": 2, "pp": 4, "micro_batch_size": 4, "schedule": "1f1b", "recompute": "full"}
+    held |= {"recompute_blocks": "3,2,1,0"}
+    for machine in (A100, SMALL):
+        for one in layouts.rank(MODEL, TRAINING, machine, GPUS, held).ranked:
+            assert (one.layout.recompute_blocks, one.layout.recompute_layers) == ("3,2,1,0", None)
+            assert one.prediction == predict(MODEL, one.layout, TRAINING, machine)
+    assert layouts.rank(MODEL, TRAINING, A100, GPUS, held).ranked
