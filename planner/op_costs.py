@@ -30,7 +30,7 @@ LAUNCH = 5e-6  # seconds from one kernel to the next
 GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operands
 COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
 ALIGNMENT = 8  # elements of half precision in 16 bytes
-FP8_SHARE = 0.85  # of the peak's ratio that products in fp8 gain: 44 rows of five sources
+FP8_SHARE = 0.8  # of the peak's ratio that products in fp8 gain; assumed
 PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 

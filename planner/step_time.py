@@ -444,6 +444,5 @@ def _reduce(job: Job, dense: Column, experts: Column, wire: Column) -> Column:
     ranks, tp, ep = _sharing(job), job.layout.tp, job.ep
     seconds = _ring(job, ranks, tp, dense * wire) / 2
     seconds = seconds + _ring(job, job.shards // ep, tp * ep, experts * wire) / 2
-    # The replicas of a node's shards sum what the node has summed, once, by an all-reduce.
-    between = np.minimum(wire, job.machine.software.wire_bytes)
-    return seconds + _ring(job, job.shards // ranks, tp * ranks, dense * between / ranks)
+    replicas = job.shards // ranks  # which sum what a node has summed
+    return seconds + _ring(job, replicas, tp * ranks, dense * wire / ranks)
