@@ -33,7 +33,6 @@ with ending_all_ranks(watch), messages.installed():
     from distributed.context import prepare, share_heap
     from distributed.launch import Launch, check_launch, discover, end_job
     from distributed.stop_conditions import Signals
-    from planner import hardware, memory
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
@@ -61,6 +60,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
+        from planner import hardware, memory
     trainer.main(config, launch, signals, memory.of_run, hardware.peak_of, where_time_went)
 
 
@@ -76,6 +76,7 @@ def check_machine(config: Config, launch: Launch) -> None:
     with messages.installed():
         from corpora import blends, sample_order, token_files
         from generation import text
+        from planner import memory
         from telemetry import trackers
     try:
         check_paths(config)

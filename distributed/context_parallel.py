@@ -17,7 +17,6 @@ Shapes at line ends: s tokens of this rank, b samples, a heads of size d, g key/
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from distributed.collectives import Group
 
@@ -129,6 +128,8 @@ def _attend_last(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if not q.is_cuda:
         return _LastOnCpu.apply(q, k, v)
+    from torch.nn.attention.bias import causal_lower_right  # 110 MB, which no other run needs
+
     mask = causal_lower_right(q.shape[2], k.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 

@@ -18,6 +18,7 @@ from schedules.schedule import Action, Schedule, unchecked
 
 # Seconds of an action by its kind and stage.
 Seconds = Mapping[tuple[str, int], float]
+SIMULATED = 3_000  # forwards up to which all of a schedule is simulated
 ROUNDS = 3  # micro-batches for each rank, after which every schedule repeats itself
 
 
@@ -91,13 +92,14 @@ class LongSchedule:
     """What a schedule holds and takes, without a list of all its actions where it repeats itself.
 
     shorter: orders of fewer micro-batches, each with one round more than the one before; rounds:
-    how many more there are than in the last of them. uneven: its rounds need not be alike.
+    how many more there are than in the last of them. in_whole: all of it is simulated, since its
+    rounds need not be alike, or since that is quick.
     """
 
     whole: Callable[[], Schedule]  # builds all of it
     shorter: tuple[Schedule, ...] = ()
     rounds: float = 0.0
-    uneven: bool = False
+    in_whole: bool = False
 
     @classmethod
     def of(cls, order: Schedule) -> "LongSchedule":
@@ -111,22 +113,24 @@ class LongSchedule:
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """As `Schedule.most_held`."""
-        if self.uneven or not self.shorter:
+        if self.in_whole or not self.shorter:
             return self.whole().most_held(sizes)
         before, last = (order.most_held(sizes) for order in self.shorter[-2:])
         pairs = zip(before, last, strict=True)
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """The end of the last action of `simulate`."""
-        ends = [] if self.uneven else [end_of(each, seconds, transfer) for each in self.shorter]
+        """The end of the last action of `simulate`. A schedule that is not simulated in whole may
+        be some per mille off, if its later rounds differ although two were alike.
+        """
+        ends = [] if self.in_whole else [end_of(each, seconds, transfer) for each in self.shorter]
         if not ends or not _alike(ends):
             return end_of(self.whole(), seconds, transfer)
         return ends[-1] + self.rounds * (ends[-1] - ends[-2])
 
     def nearly(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """As `makespan`, if all further rounds take as long as the last one: a few per cent off for
-        one that is uneven.
+        """As `makespan`, if all further rounds take as long as the last one: for zb-v and for
+        interleaved groups of unequal size a few per cent off.
         """
         if not self.shorter:
             return end_of(self.whole(), seconds, transfer)
@@ -153,10 +157,11 @@ def named(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> LongSc
     if rounds <= ROUNDS + 2:
         return LongSchedule(whole)
     uneven = name == "zb-v" or (name == "interleaved" and rest > 0)
+    in_whole = uneven or micro_batches * ranks * virtual <= SIMULATED
     few = ROUNDS * ranks + (0 if uneven else rest)
     counts = [few + more * ranks for more in range(3)]
     shorter = tuple(_built(name, ranks, count, virtual) for count in counts)
-    return LongSchedule(whole, shorter, (micro_batches - counts[-1]) / ranks, uneven)
+    return LongSchedule(whole, shorter, (micro_batches - counts[-1]) / ranks, in_whole)
 
 
 _built = lru_cache(maxsize=512)(unchecked)

@@ -422,7 +422,7 @@ def test_the_largest_model_and_the_fewest_ranks(tmp_path):
         (["--launch", "x {ranks}", "--gpus", "8", "--budget", "soon"], "--budget is a number"),
         (["--launch", "x {ranks}", "--gpus", "8", "--try", "shoes=2"], "--try takes AXIS"),
         (["--launch", "x {ranks}", "--gpus", "8", "--try", "zero=9"], "is one of"),
-        (["--launch", "x {ranks}", "--gpus", "8", "--gpu", "a100"], "no machine is called"),
+        (["--launch", "x {ranks}", "--gpus", "8", "--gpu", "a900"], "no machine is called"),
     ],
 )
 def test_mistakes_are_sentences(words, sentence, tmp_path):
