@@ -34,6 +34,7 @@ with messages.installed("planning needs no other, `pip install numpy`"):
         gap,
         growth,
         hardware,
+        layout_questions,
         model_questions,
         plan_only,
         questions,
@@ -66,7 +67,7 @@ LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5
 LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
 LIMITS |= {"deadline": 1e5}  # days
 WRITTEN = ("trace", "stages", "write", "json", "picture")  # options that name a file to write
-QUESTIONS = questions.QUESTIONS | model_questions.QUESTIONS
+QUESTIONS = questions.QUESTIONS | layout_questions.QUESTIONS | model_questions.QUESTIONS
 QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
 # Questions that try layouts: of a run they take model and training, and its layout is one of many.
 SEARCHES = ("layouts", "days", "largest", "smallest", "shapes", "rampup")
@@ -96,7 +97,7 @@ def ask(arguments: list[str]) -> Answer:
         if isinstance(path, str):  # --json names a file for gap alone
             messages.check_file(path)
     if options.question == "constants":
-        return questions.constants()
+        return layout_questions.constants()
     if options.question == "calibrate":
         return _calibrated(options)
     if options.question == "gap":

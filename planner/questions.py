@@ -4,7 +4,6 @@ question = Question(options, request.config, request.given, hardware.load("a100-
 print(ranked_layouts(question).text)
 """
 
-import json
 import math
 import re
 import shlex
@@ -15,14 +14,11 @@ from typing import Any
 
 from config import schema, validation
 from config.command_line import to_words
-from config.messages import UserError, write_file
+from config.messages import UserError
 from config.schema import Config
-from planner import cost, hardware, layouts, memory, model_sizes, risk, step_time
+from planner import cost, hardware, layouts, model_sizes, risk
 from planner.job import Job
 from planner.plan_only import PlanOnly
-from schedules import drawing, partition, simulation
-from schedules.automatic import settled_layout
-from schedules.vocabulary import of_layout
 
 STEPS = 1000  # of the command that is printed, if no length is given
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
@@ -331,30 +327,6 @@ def _notes(ranked: list[layouts.Ranked]) -> list[str]:
     return [f"note: {text}" for r in ranked for text in r.prediction.warnings]
 
 
-def stages(question: Question) -> Answer:
-    """Blocks, parameters, time and memory per stage, and the times as bars."""
-    job = question.job()
-    job = job._replace(layout=settled_layout(job.model, job.layout, job.micro_batches)[0])
-    rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
-    fullest = max(table, key=lambda stage: stage.total).stage
-    names = (*memory.OF_RUN, "buffers", "context", "total")
-    head = "".join(f"{name:>12}" for name in (*names, "free"))
-    lines = [partition.stage_table(rows, job.model), "", f"on {job.machine.name}"]
-    lines.append(f"GB per GPU{head}")
-    row_of = "stage" if job.layout.stages == job.layout.pp else "rank"
-    for stage in table:
-        parts = [getattr(stage, name) for name in names] + [job.machine.memory - stage.total]
-        line = f"{row_of:5} {stage.stage:<4}" + "".join(f"{part / BILLION:12.1f}" for part in parts)
-        lines.append(line + "  <- fullest" * (stage.stage == fullest))
-    lines += ["", "share of time"]
-    widest = max(row.share for row in rows)
-    for row in rows:
-        bar = "#" * round(50 * row.share / widest)
-        lines.append(f"stage {row.index:3} {bar:50} {row.share:.1%}")
-    data = {"stages": [asdict(row) for row in rows], "memory": [asdict(row) for row in table]}
-    return Answer("\n".join(lines), data | {"fullest": fullest})
-
-
 # ---- How long, how many samples in a step --------------------------------------------------------
 
 
@@ -421,43 +393,8 @@ def _allowed_text(every: list[dict[str, Any]]) -> str:
     return "; ".join(found) or "no number of nodes"
 
 
-def timeline(question: Question) -> Answer:
-    """The schedule as a picture, and as a Chrome trace of predicted seconds."""
-    job, path = question.job(), question.options.trace
-    count = min(job.micro_batches, 4 * job.layout.pp)
-    layout, choice = settled_layout(job.model, job.layout, job.micro_batches)
-    job, order = job._replace(layout=layout), of_layout(job.model, layout, count)
-    weights = step_time.stage_weights(job) if order.split else None
-    seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
-    seconds |= step_time.vocabulary_seconds(job) if order.vocabulary else {}
-    slots = simulation.simulate(order, seconds)
-    events = [
-        drawing.trace_event(str(slot.action), 0, stage, slot.start, slot.end)
-        for stage, row in enumerate(slots)
-        for slot in row
-    ]
-    trace, bubble = drawing.trace(events), simulation.bubble(slots)
-    lines = [drawing.draw(simulation.simulate(order))]
-    lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
-    lines += choice.notes(layout.schedule_costs) if choice else []
-    if path:
-        write_file(path, json.dumps(trace))
-        lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")
-    return Answer("\n".join(lines), trace | {"bubble": bubble})
-
-
-def constants() -> Answer:
-    """Every fitted constant with its value, meaning and rows."""
-    found, lines = hardware.constants(), []
-    for c in found:
-        lines += [f"{c.name} = {c.value:g} {c.unit}", f"    {c.meaning}; fitted on {c.fitted_on}"]
-    return Answer("\n".join(lines), [asdict(c) for c in found])
-
-
 QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
     "layouts": (ranked_layouts, "all layouts by seconds per step, and why others cannot run"),
-    "stages": (stages, "blocks, parameters, time and memory per stage"),
     "days": (days, "how long training takes"),
     "rampup": (rampup, "a batch-size ramp-up, checked before step 1"),
-    "timeline": (timeline, "the schedule as a picture and a Chrome trace"),
 }
