@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import bias as attention_bias
 from torch.utils._python_dispatch import _disable_current_modes
 
 import parallel
 from corpora import attention_masks
-from distributed import context_parallel
 from emulator.meter import Meter
 from emulator.recording import RecordingContext
 from parallel import DRAWN_AT_ONCE
@@ -110,7 +110,7 @@ def _replacements(
     yield F, "rms_norm", rms_norm
     yield attention_masks, "flex", flex
     # Its class of tensors cannot be made where operations are counted.
-    yield context_parallel, "causal_lower_right", lambda *sizes: LOWER_RIGHT
+    yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
     draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
