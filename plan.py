@@ -287,7 +287,7 @@ def _rehearse(row: dict[str, Any], rest: list[str], options: Namespace, gpus: in
     if answers["finding"]:
         return f"{name}: rejected: {answers['finding']}"
     most = max(stage["needed"] for stage in answers["stages"]) / 1e9
-    return f"{name}: every operation meets, fits with {most:.1f} GB"
+    return f"{name}: every operation of the ranks that were run meets, fits with {most:.1f} GB"
 
 
 def parser() -> ArgumentParser:

@@ -142,7 +142,7 @@ class Fewer:
             return False, f"the rehearsal rejects {' '.join(row['flags'])}: {finding}"
         if finding is None:
             return True, f"not rehearsed: {_last_line(done.stderr)}"
-        return True, "rehearsed: every operation meets, and it fits"
+        return True, "rehearsed: every operation of the ranks that were run meets, and it fits"
 
     def _ranks(self, nodes: int) -> int:
         return nodes * (self.command.job.tasks_per_node if self.command.job else 0)

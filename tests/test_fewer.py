@@ -39,7 +39,9 @@ def test_the_options_but_for_the_layout_stay(tmp_path):
     best = found.best(2)
     assert best.nodes == 2
     assert "a step" in best.reason
-    assert best.reason.endswith("; rehearsed: every operation meets, and it fits")
+    assert best.reason.endswith(
+        "; rehearsed: every operation of the ranks that were run meets, and it fits"
+    )
     before, after = parse(words.split()), parse(found.words(best.flags))
     assert replace(before, layout=Layout()) == replace(after, layout=Layout())
     assert after.layout.tp * after.layout.pp in (1, 2, 4)

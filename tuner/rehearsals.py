@@ -2,7 +2,7 @@
 
     outcome = Rehearser("a100-80").rehearse(candidate, runner, number=3)
     outcome.finding         # why the layout must not be queued, or empty
-    outcome.text            # `12 s: every operation meets, and it fits`
+    outcome.text            # `12 s: every operation of the ranks that were run meets, and it fits`
 
 It comes before the trial and not beside the one before: a trial's ranks may share this machine's
 cores, and would be measured too slow. On CPUs nothing is rehearsed: memory and NCCL's rules, which
@@ -31,7 +31,11 @@ class Outcome:
     @property
     def text(self) -> str:
         """The seconds that it took, and what it says."""
-        said = "rejected" if self.finding else "every operation meets, and it fits"
+        said = (
+            "rejected"
+            if self.finding
+            else "every operation of the ranks that were run meets, and it fits"
+        )
         if self.failure:
             said = f"no answer, the trial decides: {self.failure}"
         return f"{self.seconds:.0f} s: {said}"
