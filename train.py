@@ -60,15 +60,7 @@ def main(arguments: list[str], watch: StartWatch) -> None:
     prepare(config.run, config.layout.pp)
     with messages.installed():
         import trainer
-        from planner import hardware, memory
-    trainer.main(config, launch, signals, memory.of_run, hardware.peak_of, where_time_went)
-
-
-def where_time_went(out: str) -> list[str]:
-    """The largest losses of the run in a folder, in lines for the end of its output."""
-    from planner import gap  # only rank 0 needs it, when the run has ended
-
-    return gap.closing_lines(out)
+    trainer.main(config, launch, signals)
 
 
 def check_machine(config: Config, launch: Launch) -> None:

@@ -9,7 +9,6 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 """
 
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,18 +168,10 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
 # ---- The run -------------------------------------------------------------------------------------
 
 
-def main(
-    config: Config,
-    launch: Launch,
-    signals: Signals | None = None,
-    predict_memory: Callable[[Config], list[dict[str, float]]] | None = None,
-    peak_of: Callable[[str, str], float | None] = lambda device, precision: None,
-    explain: Callable[[str], list[str]] = lambda out: [],
-) -> None:
+def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
     """Run to the end, or end every rank with a non-zero status.
 
-    signals: if they are handled already. predict_memory: bytes by part for every stage. peak_of:
-    FLOP/s of a device, by its name, and of a precision. explain: lines for the end of the output.
+    signals: if they are handled already.
     """
     listening = signals is None
     signals = signals or Signals()
@@ -202,12 +193,10 @@ def main(
         end.callback(state.reader.close)
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
-        predicted = predict_memory(config) if predict_memory else None
-        peak = peak_of(context.describe()["device"], config.training.precision)
         kernels = _kernels(state, splits)
         preflight.check_compiler(kernels, context)
         room = room_for_saves(config, state.optimizer)
-        log = Log(config, context, state.stage_specs, kernels, before, predicted, peak, room)
+        log = Log(config, context, state.stage_specs, kernels, before, room)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
         for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
             log.note(note)
@@ -222,7 +211,7 @@ def main(
         end.callback(trainer.losses.spikes.finish)
         end.enter_context(garbage.collecting_between_steps())
         finished = trainer.run()
-        log.summarize(explain)
+        log.summarize()
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
     context.stop(0 if finished else STOPPED_EARLY)

@@ -1,7 +1,6 @@
 """Where a run's time went: `python plan.py gap RUN`, from the device's peak to what was achieved.
 
     answer = gap("runs/a")          a table; its data is for --json, and for `draw`
-    lines = closing_lines(out)      what a run ends with: its largest losses
 
 Measured are the steps in RUN/times.jsonl, which replay.py divides by cause. What passes compute is
 divided into products, attention and the rest as the planner has it for that machine; the column
@@ -32,7 +31,6 @@ COMPUTE = ("peak", "gemm", "attention", "elementwise", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
 MOST_PASSES = 200_000  # of all steps that are run again: the newest steps count
-CLOSING = 3  # lines that a run ends with
 NAMED_SHARE = 0.1  # of what the slowest rank loses in a pass, to be named beside it
 LABELLED = 0.01  # share of a step from which on a bar of the picture has a label
 LEAST_SHARE = 0.005  # of a step, that a flag wins or its cause takes, to be proposed
@@ -218,21 +216,6 @@ def _table(data: dict[str, Any]) -> str:
         lines.append(line.rstrip())
     lines.append(f"the named causes are {data['closure']:.1%} of the step")
     return "\n".join(lines)
-
-
-def closing_lines(out: str) -> list[str]:
-    """The largest losses of the run in `out`; nothing if it has not measured a step."""
-    try:
-        measured = read(out)
-    except UserError:
-        return []
-    lost, total = dict(measured.causes), measured.seconds
-    compute = f"{lost.pop('compute') / total:.1%} computes the passes"
-    lines = [f"a step of {total:.4f} s: {compute}; more: python plan.py gap {out}"]
-    for cause in sorted(lost, key=lambda name: -lost[name])[:CLOSING]:
-        share, where = lost[cause] / total, measured.notes.get(cause, "")
-        lines.append(f"  {cause:12}{lost[cause]:9.4f} s{share:7.1%}  {where}".rstrip())
-    return lines
 
 
 def draw(data: dict[str, Any], path: str) -> None:

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import IO, Any
 
@@ -33,6 +33,7 @@ from config import families, model_stats
 from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule
 from distributed.context import Context
+from planner import hardware, memory
 from schedules import drawing, partition, simulation
 from schedules.vocabulary import of_layout
 from telemetry import log_lines, memory_report
@@ -64,19 +65,18 @@ class Log:
         stage_specs: list[partition.StageSpec],
         kernels: dict[str, str],
         before: list[StepStats],
-        predicted_memory: list[dict[str, float]] | None = None,
-        peak_flops: float | None = None,
         checkpoint_bytes: int | None = None,
     ):
         """On rank 0, open the files (UserError if that fails) and print the start-up lines.
 
         stage_specs: of the whole pipeline. kernels: the implementation in use, by purpose. before:
-        every rank's statistics before the model was built. predicted_memory: bytes by part on a
-        rank of every stage, for the summary. peak_flops: of a rank's device, if known, for MFU.
-        checkpoint_bytes: room that a save asks for, for run.json; None if the run does not save.
+        every rank's statistics before the model was built. checkpoint_bytes: room that a save asks
+        for, for run.json; None if the run does not save.
         """
-        self.peak_flops, self.began = peak_flops, time.monotonic()
-        self.before, self.latest, self.predicted_memory = before, before, predicted_memory
+        self.began = time.monotonic()
+        self.before, self.latest = before, before
+        device = context.describe()["device"]
+        self.peak_flops = hardware.peak_of(device, config.training.precision)  # for MFU
         self.config, self.context, self.stage_specs = config, context, stage_specs
         self.is_writer, self.total = context.rank == 0, config.total_steps
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
@@ -211,12 +211,12 @@ class Log:
             if error.errno not in NOT_WRITTEN:
                 raise
 
-    def summarize(self, explain: Callable[[str], list[str]] = lambda out: []) -> None:
-        """Print the summary, and the lines that `explain` has on the folder of the run."""
+    def summarize(self) -> None:
+        """Print the summary."""
         if self.live:
             self.live.close()
         if self.is_writer and self.steps:  # none if the resumed run was already complete
-            self.note(self._summary(explain(self.config.run.out)))
+            self.note(self._summary())
 
     def close(self) -> None:
         """Close the files; prints how many rows could not be written."""
@@ -383,20 +383,21 @@ class Log:
             )
         return lines
 
-    def _summary(self, more: list[str]) -> str:
+    def _summary(self) -> str:
         config, out = self.config, self.config.run.out
         rates = self.rates[WARM_UP_STEPS:] or self.rates
-        device, memory = self.context.device.type, (self.before, self.latest, self.predicted_memory)
+        device = self.context.device.type
+        predicted = memory.of_run(config)
         lines = [
             "",
             self._layout_line(),
             partition.stage_table(self.stage_specs, config.model),
-            memory_report.table(config, device, *memory),
+            memory_report.table(config, device, self.before, self.latest, predicted),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"
             + "".join(f", {split} {loss:.4f}" for split, loss in self.evaluations.items()),
-            *more,
+            f"where the time of a step goes: python plan.py gap {out}",
             f"files: {out}/run.json, {out}/metrics.jsonl"
             + (f", {out}/tensorboard" if "tensorboard" in self.trackers else ""),
         ]

@@ -37,9 +37,9 @@ def table(
     device: str,
     before: list[StepStats],
     after: list[StepStats],
-    predicted: list[dict[str, float]] | None = None,
+    predicted: list[dict[str, float]],
 ) -> str:
-    """Every stage's measured peak, and its prediction if there is one, in MB.
+    """Every stage's measured peak and its prediction, in MB.
 
     before, after: every rank's step statistics before anything was built, and now; predicted:
     bytes by part on a rank of every stage.
@@ -47,18 +47,17 @@ def table(
     peaks, reserved = per_stage(after, config.layout)
     gpu = device == "cuda"
     columns: dict[str, Sequence[float]] = {"measured": peaks}
-    head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
     parts: dict[str, Sequence[float]] = {}
-    if predicted:
-        parts = {part: [stage[part] for stage in predicted] for part in predicted[0]}
+    for part in predicted[0]:
+        parts[part] = [stage[part] for stage in predicted]
     if gpu:
         columns["reserved"] = reserved
     else:
         parts["before"] = per_stage(before, config.layout)[1]
-    if predicted:
-        columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]
-        head += f"; predicted by memory.py: {' + '.join(parts)}"
+    columns["predicted"] = [sum(values) for values in zip(*parts.values(), strict=True)]
     columns |= parts
+    head = f"peak memory of a rank, MB ({'allocated' if gpu else 'resident'})"
+    head += f"; predicted by memory.py: {' + '.join(parts)}"
     lines = [head, "stage" + "".join(f"{name:>12}" for name in columns)]
     for stage, values in enumerate(zip(*columns.values(), strict=True)):
         lines.append(f"{stage:5}" + "".join(f"{value / MEGABYTE:12.1f}" for value in values))

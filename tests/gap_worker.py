@@ -26,7 +26,6 @@ from distributed.collectives import Group
 from distributed.launch import discover
 from distributed.stop_conditions import Signals
 from model import Stage
-from planner import gap
 
 
 class Planted:
@@ -95,7 +94,7 @@ def main() -> None:
     signals, launch, causes = Signals(), discover(), json.loads(sys.argv[1])
     Planted(causes, launch.rank)
     config = validation.check(parse(sys.argv[2:]), launch.size)
-    trainer.main(config, launch, signals, explain=gap.closing_lines)
+    trainer.main(config, launch, signals)
 
 
 if __name__ == "__main__":

@@ -110,21 +110,6 @@ def test_the_table_adds_up():
     assert text.splitlines()[2].split()[:3] == ["0", "200.0", "100.0"]
 
 
-@pytest.mark.parametrize(
-    ("device", "head", "row"),
-    [
-        ("cpu", "stage measured before", "1 300.0 50.0"),
-        ("cuda", "stage measured reserved", "1 300.0 150.0"),
-    ],
-)
-def test_without_a_prediction_the_table_is_what_was_measured(device, head, row):
-    config = configure("--pp 2", 2)
-    text = memory_report.table(config, device, stats([80e6, 100e6]), stats([200e6, 300e6]))
-    title, *lines = text.splitlines()
-    assert "predicted" not in title
-    assert [" ".join(line.split()) for line in (lines[0], lines[2])] == [head, row]
-
-
 def test_a_snapshot_needs_a_gpu(tmp_path):
     config = configure(f"--memory-snapshot --out {tmp_path}", 1)
     context = SimpleNamespace(device=torch.device("cpu"), rank=0)
