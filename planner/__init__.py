@@ -10,7 +10,7 @@ closed_form     what each row takes at least, before its schedule is built
 ranking         the fastest rows, each predicted; layouts: ranked or rejected with a reason
 model_sizes     the largest model, the fewest nodes, and shapes that suit the hardware
 growth          a ramp-up of the batch in stages of nodes, fewest GPU-hours by a deadline
-gap             where a run's time went: replay runs its measured steps again, remedies has flags
+gap             where a run's time went: measured_steps simulates them, remedies has flags
 questions       what plan.py answers, as text and as data; of one layout: layout_questions; of
                 models: model_questions; cost, compare
 run_files       runs that were measured; calibration refits a machine's constants from them

@@ -2,9 +2,9 @@
 
     answer = gap("runs/a")          a table; its data is for --json, and for `draw`
 
-Measured are the steps in RUN/times.jsonl, which replay.py divides by cause. What passes compute is
-divided into products, attention and the rest as the planner has it for that machine; the column
-`planned` is all that the planner has.
+Measured are the steps in RUN/times.jsonl, which measured_steps.py divides by cause. What passes
+compute is divided into products, attention and other operations in the proportion that the planner
+predicts for the machine; the column `planned` has the planner's seconds.
 """
 
 import statistics
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from config.messages import UserError
 from config.schema import Config, coordinates
 from config.validation import check_split
-from planner import block_costs, compare, hardware, op_costs, remedies, replay, run_files
+from planner import block_costs, compare, hardware, measured_steps, op_costs, remedies, run_files
 from planner.job import Job
+from planner.measured_steps import MeasuredSteps
 from planner.questions import FULL_BATCH, Answer
-from planner.remedies import Remedy
+from planner.remedies import Remedy, Seconds
 from schedules.partition import part_costs, stage_specs
 from schedules.schedule import Schedule
 from schedules.vocabulary import of_layout
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 COMPUTE = ("peak", "gemm", "attention", "elementwise", "recompute")
 WAITS = ("tp", "cp", "dp", "p2p", "all ranks", "bubble", "imbalance", "slow ranks", "variation")
 LINES = (*COMPUTE, *WAITS, "optimizer", "data", "host", "saving", "evaluation", "unexplained")
+BETWEEN = ("save", "evaluate", "sample", "check replicas")  # phases between steps
 MOST_PASSES = 200_000  # of all steps that are run again: the newest steps count
 NAMED_SHARE = 0.1  # of what the slowest rank loses in a pass, to be named beside it
 LABELLED = 0.01  # share of a step from which on a bar of the picture has a label
@@ -56,69 +58,77 @@ class Measured:
 def read(run: str) -> Measured:
     """The steps in a run's times.jsonl; UserError if there are none, or not those of its run.json.
 
-    Saves and evaluations are those of all steps until the last one measured.
+    Measured are the steps with the newest batch size, without those that followed a save or an
+    evaluation, after which ranks begin at other times. Saves and evaluations are those of all
+    steps.
     """
     config, (_, device) = run_files.config_of(run), run_files.cluster_of(run)
-    layout, model, steps = config.layout, config.model, []
+    layout, model = config.layout, config.model
     check_split(model, layout)
-    rows = run_files.times_of(run, layout.tp * layout.pp * layout.cp * (layout.dp or 1))
+    world = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
+    rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
+    spent = {phase: sum(row.spent.get(phase, 0.0) for row in rows) for phase in BETWEEN}
+    count = sum(row.steps for row in rows)
+    newest = [row for row in rows if row.passes.shape == rows[-1].passes.shape]
+    newest = [row for row in newest if not row.follows_others] or newest
+    newest = newest[-max(1, MOST_PASSES // newest[0].passes[..., 0].size) :]
+    passes = newest[0].passes.shape[1]
+    kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
+    kinds += 4 if layout.vocab_pp else 0
     try:
-        held = sum(len(rank["passes"]) for rank in rows[-1]["ranks"])
-        kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
-        kinds += 4 if layout.vocab_pp else 0
-        # After a save or an evaluation ranks begin at other times: where there are, take others.
-        plain = [row for row in rows if not any(rank["apart"] for rank in row["ranks"])] or rows
-        for row in plain[-max(1, MOST_PASSES // max(1, held)) :]:
-            order = of_layout(model, layout, len(row["ranks"][0]["passes"]) // kinds, device)
-            steps.append(replay.Step(row, layout, order))
-        count = sum(row["steps"] for row in rows)
-        spent = {
-            phase: sum(row["spent"].get(phase, 0.0) for row in rows) / count
-            for phase in ("save", "evaluate", "sample", "check replicas")
-        }
+        order = of_layout(model, layout, passes // kinds, device)
+        steps = MeasuredSteps(newest, layout, order)
     except ValueError as error:
         raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
     specs = stage_specs(model, layout, part_costs(model, device))
-    excess = replay.slow_ranks(steps, [spec.share for spec in specs])
-    passes, sent, notes = _facts(steps, excess)
-    seconds = sum(spent.values()) + statistics.fmean(step.measured for step in steps)
-    causes = replay.causes(steps, excess) | {"saving": spent.pop("save")}
-    causes["evaluation"] = sum(spent.values())
-    return Measured(config, seconds, len(steps), causes, order, passes, sent, notes, device)
+    shares = [spec.share for spec in specs]
+    runs = steps.by_stage(lambda one: one.timing.runs)
+    messages = steps.by_stage(lambda one: one.timing.message)
+    notes = _notes(steps, shares, runs, messages, newest[0].nodes)
+    between = sum(spent.values()) / count
+    causes = steps.causes(shares)
+    causes["saving"] = spent["save"] / count
+    causes["evaluation"] = between - causes["saving"]
+    sent = [seconds for seconds in messages.values() if seconds]
+    return Measured(
+        config=config,
+        seconds=steps.measured + between,
+        steps=len(newest),
+        causes=causes,
+        order=order,
+        passes=runs,
+        sent=statistics.fmean(sent) if sent else 0.0,
+        notes=notes,
+        device=device,
+    )
 
 
-def _facts(
-    steps: Sequence[replay.Step], excess: replay.Excess
-) -> tuple[dict[tuple[str, int], float], float, dict[str, str]]:
-    """Mean seconds of a pass by kind and stage, and of a message; where causes are found."""
-    passes, late, notes = defaultdict(list), defaultdict(list), {}
-    for step in steps:
-        for action, one in step.every():
-            passes[action.kind, action.stage].append(one.seconds)
-            source = step.schedule.input_of(action)
-            if source and one.parts["p2p"]:
-                late[source.stage, action.stage].append(one.parts["p2p"])
-    sent = {link: statistics.fmean(values) for link, values in late.items()}
-    means = {key: statistics.fmean(values) for key, values in passes.items()}
-    named, slowness = [], defaultdict[int, float](float)
-    for (rank, _, _), lost in excess.items():
-        slowness[rank] += lost
-    least = NAMED_SHARE * max(slowness.values(), default=0.0)
-    for rank in sorted(rank for rank in slowness if slowness[rank] >= least):
-        where = coordinates(rank, steps[0].axes)
-        shown = ("pp", "dp", "tp") if steps[0].axes["cp"] == 1 else ("pp", "dp", "cp", "tp")
-        place = ", ".join(f"{axis} {where[axis]}" for axis in shown)
-        named.append(f"rank {rank} ({place}) on {steps[0].ranks[rank]['node']}")
-    notes["slow ranks"] = "; ".join(named)
-    if sent:
-        slowest = max(sent, key=sent.__getitem__)
-        notes["p2p"] = "stage {} to {}: {:.1f} ms a message".format(*slowest, 1e3 * sent[slowest])
-    stages = {stage for _, stage in means}
-    busy = {s: sum(each for (_, stage), each in means.items() if stage == s) for s in stages}
+def _notes(
+    steps: MeasuredSteps,
+    shares: Sequence[float],
+    runs: Seconds,
+    messages: Seconds,
+    nodes: list[str],
+) -> dict[str, str]:
+    """Where causes are found: slow ranks, the slowest messages, and the longest stage."""
+    lost = steps.lost_by_slow_ranks(shares)
+    named = []
+    for rank in sorted(lost):
+        if lost[rank] >= NAMED_SHARE * max(lost.values()):
+            where = coordinates(rank, steps.axes)
+            place = ", ".join(f"{axis} {where[axis]}" for axis in ("pp", "dp", "tp"))
+            named.append(f"rank {rank} ({place}) on {nodes[rank]}")
+    (kind, stage), slowest = max(messages.items(), key=lambda item: item[1])
+    busy = defaultdict[int, float](float)
+    for (_, at), seconds in runs.items():
+        busy[at] += seconds
+    notes = {"slow ranks": "; ".join(named)}
+    if slowest:
+        notes["p2p"] = f"to {kind} of stage {stage}: {1e3 * slowest:.1f} ms a message"
     notes["imbalance"] = f"stage {max(busy, key=busy.__getitem__)} is the longest"
-    return means, statistics.fmean(sent.values()) if sent else 0.0, notes
+    return notes
 
 
 # ---- Beside the plan -----------------------------------------------------------------------------

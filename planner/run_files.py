@@ -25,13 +25,8 @@ OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
 WARM_UP_STEPS = 2  # that are not measured
 FEWEST_STEPS = 3
 LARGEST_NUMBER = 1e15  # microseconds in times.jsonl: 30 years
-AXES_OF_WAITS = ("tp", "cp", "dp", "p2p")  # kinds of waits that every row has
-# Values that telemetry/step_times.py writes, and those of run.json that a plan reads: a dictionary
-# has these keys and may have others, a list has any number of such values, float is any number.
-AROUND = {name: [float] for name in ("log", "begin", "reduce", "optimizer", "statistics")}
-RANK = {"passes": [[float]], "around": AROUND, "node": str}
-RANK |= dict.fromkeys(("apart", "total", "began", "offset", "error"), float)
-ROW = {"steps": float, "spent": dict, "waits": [str], "ranks": [RANK]}
+# What a plan reads of run.json: a dictionary has these keys and may have others, a list has any
+# number of such values.
 CLUSTER = {"device": str, "places": [{"device": str}]}
 NAMES = {dict: "an object", list: "a list", str: "a text", float: "a number of at most 15 digits"}
 
@@ -115,31 +110,6 @@ def cluster_of(path: str) -> tuple[str, str]:
     if not places:
         raise UserError(f"{path}/run.json has no places of ranks in its cluster")
     return facts["cluster"]["device"], places[0]["device"].partition(":")[0]
-
-
-def times_of(path: str, ranks: int) -> list[dict[str, Any]]:
-    """The measured steps of a run on that many ranks, whose values are what readers expect;
-    UserError, with the line, if times.jsonl has other values.
-    """
-    file = Path(path) / "times.jsonl"
-    rows = rows_of(file)
-    for number, row in enumerate(rows, start=1):
-        where = f"{file}, line {number}"
-        check_shape(row, ROW, where)
-        check_shape(list(row["spent"].values()), [float], f"{where}: spent")
-        if len(row["ranks"]) != ranks:
-            there = f"{where} has times of {len(row['ranks'])} ranks"
-            raise UserError(f"{there}, but the run has {ranks}")
-        waits = len(row["waits"])
-        complete = set(AXES_OF_WAITS) <= set(row["waits"]) and row["steps"] >= 1
-        for rank in row["ranks"]:
-            lengths = {len(each) for each in rank["passes"]} | {4 + waits}
-            around = {len(rank["around"][name]) for name in AROUND} | {1 + waits}
-            complete = complete and len(lengths) == len(around) == 1 and rank["passes"] != []
-            complete = complete and 0 <= rank["apart"] < rank["total"]
-        if not complete:
-            raise UserError(f"{where} has not the numbers of a measured step")
-    return rows
 
 
 def check_shape(value: Any, shape: Any, where: str) -> None:

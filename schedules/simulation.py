@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from schedules.schedule import Action, Schedule, unchecked
 
@@ -28,6 +28,16 @@ class Slot(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+class Timing(NamedTuple):
+    """Seconds of one action. ahead: what its rank does before it waits for the input; message: from
+    the end of the action that sends the input until the input is there; runs: the action itself.
+    """
+
+    ahead: Any
+    message: Any
+    runs: Any
 
 
 def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
@@ -46,16 +56,33 @@ def simulate(
     time of one message between ranks. Raises ScheduleError if some rank would wait for ever.
     """
     seconds = unit_seconds(schedule) if seconds is None else seconds
+    return simulate_each(
+        schedule, lambda action: Timing(0.0, transfer, seconds[action.kind, action.stage])
+    )
+
+
+def simulate_each(
+    schedule: Schedule,
+    timing_of: Callable[[Action], Timing],
+    later: Callable[[Any, Any], Any] = max,
+) -> list[list[Slot]]:
+    """As `simulate`, with a timing for every action.
+
+    The timings may be arrays, for many pipelines at once, if `later` is `numpy.maximum`: then the
+    times in the slots are arrays too.
+    """
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
-    ends: dict[Action, float] = {}
+    ends: dict[Action, Any] = {}
     for rank, action in schedule.order:
-        start = slots[rank][-1].end if slots[rank] else 0.0
+        timing = timing_of(action)
+        before = slots[rank][-1].end if slots[rank] else 0.0
+        start = before + timing.ahead
         needed = schedule.input_of(action)
         if needed is not None and schedule.rank_of[needed.stage] != rank:
-            start = max(start, ends[needed] + transfer)
+            start = later(start, ends[needed] + timing.message)
         for one in schedule.of_all_ranks(action):
-            start = max(start, ends[one] + transfer * (one.stage != action.stage))
-        ends[action] = start + seconds[action.kind, action.stage]
+            start = later(start, ends[one] + timing.message * (one.stage != action.stage))
+        ends[action] = start + timing.runs
         slots[rank].append(Slot(action, start, ends[action]))
     return slots
 
