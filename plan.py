@@ -149,9 +149,7 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
     if config.training.precision == "bf16" and not machine.bf16:
         raise UserError(f"--precision bf16: {machine.device} has no bf16 arithmetic; use fp16")
     if not machine.bf16:
-        asked = machine.software.attention
-        kernels = machine.kernel if asked == "flash" else asked
-        how = f"{config.training.precision}, {kernels} kernels"
+        how = f"{config.training.precision}, {machine.kernel} kernels"
         notes.append(f"{machine.device} has neither bf16 nor flash attention: planned with {how}")
     model, machine, more = plan_only.applied(options, config.model, machine)
     for note in (*request.notes, *notes, *more):

@@ -16,12 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import engines
 import plan_accuracy
 import published_cases
 import published_rows
 
 from config.messages import Parser, UserError, exit_with
-from planner import hardware
 from schedules import schedule
 from schedules.simulation import Slot, bubble, simulate, unit_seconds
 from tuner import charts
@@ -44,7 +44,7 @@ def planner_accuracy() -> str:
     """Predicted over measured seconds, two logarithmic axes."""
     rows = published_rows.read(str(ROOT / "benchmarks/data/measured_rows.csv"))
     cases = published_cases.cases(rows)
-    values = {c.name: c.value for c in hardware.constants()}
+    values = {c.name: c.value for c in engines.constants()}
     predicted = plan_accuracy.held_out(cases, "seconds", values, cases)
     chosen = [c for c in plan_accuracy.usable(cases, "seconds") if c.source == "001"]
     points = [(c.id, c.seconds, predicted[c.id]) for c in chosen]

@@ -6,10 +6,10 @@
     python benchmarks/plan_accuracy.py --rows mine.csv --skip    # without rows that have a mistake
     python benchmarks/plan_accuracy.py --fit                  # constants refitted on all rows
 
-In-sample: the constants of hardware/fitted.toml. Held out: for each section of the rows, the
-constants are refitted on the published rows without that section, and predict it; rows of --rows
-that are not among the published ones are never fitted on. Duplicates and rows that are marked
-invalid in the file are left out; all others count.
+In-sample: the constants of hardware/fitted.toml and data/engines_fitted.toml. Held out: for each
+section of the rows, the constants are refitted on the published rows without that section, and
+predict it; rows of --rows that are not among the published ones are never fitted on. Duplicates and
+rows that are marked invalid in the file are left out; all others count.
 """
 
 import csv
@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import engines
 import published_cases
 import published_rows
 import source_accuracy
@@ -75,7 +76,7 @@ def errors(cases, kind: str, values: dict[str, float]) -> list[float]:
 def predictions(cases, kind: str, values: dict[str, float]) -> dict[str, float]:
     """Predicted seconds, or gigabytes of the ranks that the source observed, by row."""
     machines = {name: hardware.load(name, **values) for name in {c.machine for c in cases}}
-    return {c.id: _value(c, kind, c.on(machines[c.machine])) for c in cases}
+    return {c.id: _value(c, kind, c.on(machines[c.machine], values)) for c in cases}
 
 
 def _value(case, kind: str, machine: hardware.Machine) -> float:
@@ -204,7 +205,7 @@ def out_of_memory(cases, values: dict[str, float]) -> tuple[list, list, list]:
     for case in cases:
         if case.invalid or case.duplicate or case.status not in ("ok", "OOM"):
             continue
-        machine = case.on(hardware.load(case.machine, **values))
+        machine = case.on(hardware.load(case.machine, **values), values)
         table = memory.stages(Job(case.model, case.layout, case.training, machine))
         over = max(stage.total for stage in table) / machine.memory - 1
         entry = f"{case.id} ({100 * over:+.0f} %)"
@@ -352,7 +353,7 @@ def constants_table(values: dict[str, float]) -> list[str]:
     """The fitted constants as lines of Markdown, with the values in use."""
     lines = ["", "## Fitted constants", "", "| name | value | unit | meaning | fitted on |"]
     lines += ["|---|---|---|---|---|"]
-    for c in hardware.constants():
+    for c in engines.constants():
         text = f"| {c.name} | {values[c.name]:.4g} | {c.unit} | {c.meaning} | {c.fitted_on} |"
         lines.append(text)
     return lines
@@ -396,7 +397,7 @@ def by_source(rows: list[stated_rows.StatedRow], out: str | None, arguments: lis
 
     Each source is predicted with constants fitted on the public rows of the other sources.
     """
-    values = {c.name: c.value for c in hardware.constants()}
+    values = {c.name: c.value for c in engines.constants()}
     rows = source_accuracy.possible(rows, values)
     known = [
         row for path in sorted(DATA.glob("public/*.csv")) for row in stated_rows.read(str(path))
@@ -440,7 +441,7 @@ def main(arguments: list[str]) -> None:
     else:
         table.refuse_mistakes()
     cases = published_cases.cases(table.sound(), given.machine)
-    values = {c.name: c.value for c in hardware.constants()}
+    values = {c.name: c.value for c in engines.constants()}
     if given.fit:
         for name, number in fit_all(cases, values).items():
             print(f"{name:28} {number:.5g}   (in use: {values[name]:.5g})")

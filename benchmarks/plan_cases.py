@@ -36,7 +36,7 @@ from config.schema import Config, Layout
 from config.validation import check_any_length
 from planner import layouts, memory
 from planner.closed_form import least_of
-from planner.enumeration import LONG, SCHEDULES, divisors, recomputations
+from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, divisors
 from planner.job import Job
 from planner.questions import Question
 from planner.step_time import predict
@@ -244,7 +244,7 @@ def _ways(question: Question, placed: Layout) -> Iterator[Layout]:
     share, rest = divmod(question.config.training.global_batch_size, placed.dp or 1)
     blocks = {kind: of("recompute_layers", (None, *range(1, layers + 1))) for kind in RECOMPUTED}
     blocks["none"] = of("recompute_layers", (None,))
-    kinds = of("recompute", recomputations(question.machine))
+    kinds = of("recompute", RECOMPUTATIONS)
     names = of("schedule", SCHEDULES if placed.pp > 1 else ("1f1b",))
     virtual = {name: of("virtual_stages", (None,)) for name in names}
     virtual["interleaved"] = of("virtual_stages", (None, *range(2, layers + 3)))

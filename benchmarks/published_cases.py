@@ -7,9 +7,11 @@ notes can be read in several ways. Rows that tune.py wrote need none of it.
 """
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import engines
 import published_rows
+import row_engines
 from published_rows import WORDS, integer
 
 from config.schema import Layout, ModelShape, Training
@@ -43,6 +45,7 @@ class Case:
     layout: Layout
     training: Training
     machine: str
+    engine: str  # a table of engines.toml, or empty: Trine
     blocking: bool  # CUDA_LAUNCH_BLOCKING=1
     virtual_stages: int
     seconds: float | None
@@ -56,12 +59,16 @@ class Case:
         """The seed, or the table, that the row comes from."""
         return self.id.split("-")[0]
 
-    def on(self, machine: hardware.Machine) -> hardware.Machine:
-        """The machine with this row's software settings."""
-        software = replace(machine.software, virtual_stages=self.virtual_stages)
+    def on(
+        self, machine: hardware.Machine, values: dict[str, float] | None = None
+    ) -> hardware.Machine:
+        """The machine with this row's program, whose fitted constants have these values."""
+        facts = {"virtual_stages": self.virtual_stages}
+        if self.engine:
+            facts |= row_engines.read_engines()[self.engine]["software"]
         if not self.blocking:
-            software = replace(software, host_per_block=0.0)
-        return replace(machine, software=software)
+            facts["host_per_block"] = 0.0
+        return engines.on(machine, facts, values)
 
 
 def cases(rows: list[dict[str, str]], machine: str | None = None) -> list[Case]:
@@ -94,6 +101,7 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         sequence_parallel=_sequence_parallel(row, tp),
         schedule=WORDS["schedule"][row.get("schedule", "")],
     )
+    name, engine = _machine(row, date)
     megatron, seconds = "Megatron" in row["section"], row["sec_clean"] or row["sec_derived"]
     return Case(
         id=row["row_id"],
@@ -101,7 +109,8 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         model=published_rows.shape(row),
         layout=layout,
         training=_training(row),
-        machine=machine or _machine(row, date),
+        machine=machine or name,
+        engine="" if machine else engine,
         blocking="async=no" in note or ("async=yes" not in note and not "" < date < BLOCKING),
         virtual_stages=_virtual_stages(layers, pp, row) if megatron else 1,
         seconds=float(seconds) if seconds else None,
@@ -132,23 +141,25 @@ def _training(row: dict[str, str]) -> Training:
     )
 
 
-def _machine(row: dict[str, str], date: str) -> str:
-    """Which machine a row was measured on, from its GPU, section and date."""
+def _machine(row: dict[str, str], date: str) -> tuple[str, str]:
+    """Machine and engine that a row was measured with, from its GPU, section and date."""
     gpu = row["gpu"]
     if gpu.startswith("V100"):
-        return f"jean-zay-{gpu.lower()}"
+        return f"jean-zay-{gpu.lower()}", "megatron-deepspeed-2021"
     megatron = "Megatron" in row["section"]
     if megatron and gpu.startswith("H100"):
-        return "h100-megatron"
+        return "h100-megatron", "megatron-core-0-8"
     name = gpu.lower().removesuffix("gb")
     if name != "a100-80":
-        return name if name in hardware.names() else name.split("-")[0]
+        return name if name in hardware.names() else name.split("-")[0], ""
     if megatron:
-        return "selene-2022" if row["recompute"] == "selective" else "selene"
+        return "selene", "megatron-2022" if row["recompute"] == "selective" else "megatron-2021"
     if "" < date < REPAIRED:
-        return "jean-zay-a100-unrepaired"
+        return "jean-zay-a100-unrepaired", "megatron-deepspeed-2022"
     late = date == "" or date >= FP32_GRADIENTS
-    return "jean-zay-a100-bf16" if late and row["precision"] == "bf16" else "jean-zay-a100"
+    return "jean-zay-a100", "megatron-deepspeed-2022" + "-bf16" * (
+        late and row["precision"] == "bf16"
+    )
 
 
 def _virtual_stages(layers: int, pp: int, row: dict[str, str]) -> int:

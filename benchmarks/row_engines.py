@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from engines import Engine
 from published_rows import KERNEL, YES_NO
 from row_table import Cells
 
 from config.command_line import read_toml
 from config.messages import nearest
 from config.schema import Layout, ModelShape, Training
-from planner import hardware
 
 ENGINES = Path(__file__).parent / "data" / "engines.toml"
 # The engine of rows that have no column `engine`, by the letters that their names begin with.
@@ -26,7 +26,7 @@ PREFIXES = {
     "TT": "torchtitan",
     "UP": "nanotron",
 }
-# Attention kernels as sources write them, and as `Software.attention` has them.
+# Attention kernels as sources write them, and as `Engine.attention` has them.
 KERNELS = {
     "torch": "math",
     "fused": "fused",
@@ -52,8 +52,12 @@ USED: dict[str, dict[str, Any]] = {
 
 
 def read_engines() -> dict[str, dict[str, Any]]:
-    """The tables of engines.toml by name."""
-    return read_toml(ENGINES, ENGINES.name)
+    """The tables of engines.toml by name; one that is `like` another has its software too."""
+    tables = read_toml(ENGINES, ENGINES.name)
+    for own in tables.values():
+        if "like" in own:
+            own["software"] = tables[own["like"]]["software"] | own["software"]
+    return tables
 
 
 def engine_of(cells: Cells, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -91,8 +95,8 @@ def facts(cells: Cells, engine: dict[str, Any], machine: str) -> dict[str, Any]:
 
 
 def _stated_software(cells: Cells) -> dict[str, Any]:
-    """The column `software`: key=value, key=value, with the names of `Software`."""
-    types: dict[str, Callable] = {f.name: type(f.default) for f in fields(hardware.Software)}
+    """The column `software`: key=value, key=value, with the names of `Engine`."""
+    types: dict[str, Callable] = {f.name: type(f.default) for f in fields(Engine)}
     found: dict[str, Any] = {}
     for part in _parts(cells.text("software"), ","):
         name, _, value = part.partition("=")

@@ -38,7 +38,9 @@ def predict(
 ) -> dict[str, Guess]:
     """What the planner says of every row, with these constants."""
     machines = {name: hardware.load(name, **values) for name in {row.machine for row in rows}}
-    return {row.id: _guess(row, row.on(machines[row.machine]), seconds_only) for row in rows}
+    return {
+        row.id: _guess(row, row.on(machines[row.machine], values), seconds_only) for row in rows
+    }
 
 
 def possible(rows: Sequence[StatedRow], values: dict[str, float]) -> list[StatedRow]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import engines
 import published_rows
 import row_engines
 from published_rows import RECOMPUTATION, YES_NO
@@ -43,7 +44,7 @@ class StatedRow:
     layout: Layout
     training: Training
     machine: str
-    facts: dict[str, Any]  # fields of Software that this engine and row set
+    facts: dict[str, Any]  # fields of Engine that this engine and row set
     seconds: float | None
     gigabytes: float | None  # of 1e9 bytes
     memory_kind: str
@@ -63,9 +64,11 @@ class StatedRow:
         batch = self.training.global_batch_size
         return (self.section, self.machine, self.kernel, kept, zero, shape, gpus, batch)
 
-    def on(self, machine: hardware.Machine) -> hardware.Machine:
-        """The machine with this row's engine."""
-        return replace(machine, software=replace(machine.software, **self.facts))
+    def on(
+        self, machine: hardware.Machine, values: dict[str, float] | None = None
+    ) -> hardware.Machine:
+        """The machine with this row's engine, whose fitted constants have these values."""
+        return engines.on(machine, self.facts, values)
 
 
 class Reading(NamedTuple):

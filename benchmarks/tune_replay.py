@@ -23,13 +23,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import engines
 import numpy
 import plan_accuracy as accuracy
 import published_rows
 import replay
 
 from config.messages import Parser, UserError, exit_with
-from planner import hardware
 
 DATA = ROOT / "benchmarks" / "data"
 CPU = DATA / "tune_cpu.csv"
@@ -42,7 +42,7 @@ def published(kind: str) -> list[replay.Replay]:
     """The twelve tables, with constants `in-sample` or `held out`."""
     _, cases = replay.read_cases(str(DATA / "measured_rows.csv"))
     tables = published_rows.read_tables(str(DATA / "decision_tables.csv"))
-    values = {c.name: c.value for c in hardware.constants()}
+    values = {c.name: c.value for c in engines.constants()}
     find = accuracy.predictions if kind == "in-sample" else accuracy.held_out
     return replay.replay_tables(tables, cases, find(cases, "seconds", values))
 

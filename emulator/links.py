@@ -34,7 +34,7 @@ class MachineLinks:
         kind, _, ranks, size = operation
         if kind in ("send", "receive"):
             of_stage = self.layout.tp * self.layout.cp * self.layout.dp
-            return op_costs.message(self.machine, of_stage, float(size), self.layout.tp)
+            return float(op_costs.message(self.machine, of_stage, float(size)))
         link = op_costs.ring(self.machine, len(ranks), ranks[1] - ranks[0])
         share = 1.0 if kind == "all_reduce" else 0.5
         return share * op_costs.all_reduce(link, len(ranks), float(size))

@@ -1,6 +1,6 @@
 """What fits and how fast, for any layout on any machine: arithmetic, no torch, no GPU.
 
-hardware        machines: rates, links, software, from hardware/*.toml
+hardware        machines: rates, links, coefficients, from hardware/*.toml
 job, plan_only  what every formula takes; experts and fp8, which are only planned
 op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
 step_time       seconds of a step, from the simulated schedule

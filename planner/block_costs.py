@@ -6,7 +6,7 @@ Symbols: h hidden, t = tp. With experts a block's MLP is several, of which each 
 import numpy as np
 
 from planner import op_costs
-from planner.job import Column, Job
+from planner.job import Column, Job, term
 
 UNEVEN = 1.1  # rows of the busiest rank's experts over those of even routing; assumed
 
@@ -42,12 +42,21 @@ def attention(job: Job) -> tuple[Column, Column]:
     some heads of more tokens, and keys and values are gathered over the other ranks of cp.
     """
     model, layout, machine, size = job.model, job.layout, job.machine, job.number_bytes
-    shape = model.seq_length, model.head_size, model.heads // layout.tp, layout.micro_batch_size
-    forward, backward = op_costs.attention(machine, *shape, size)
+    forward, backward = core_seconds(job)
     turned = size * job.tokens / layout.tp * (model.qkv_width + model.attention_width)
     exposed = op_costs.all_to_all(machine, job.over_heads, layout.tp, turned)
     exposed = exposed + gathered(job)
     return forward / job.cp + exposed, backward / job.cp + exposed
+
+
+@term
+def core_seconds(job: Job) -> tuple[Column, Column]:
+    """Seconds of attention's scores and their products, of all tokens of the samples."""
+    model, layout = job.model, job.layout
+    heads = model.heads // layout.tp * layout.micro_batch_size
+    return op_costs.attention(
+        job.machine, model.seq_length, model.head_size, heads, job.number_bytes
+    )
 
 
 def gathered(job: Job) -> Column:

@@ -130,7 +130,7 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
     busy = ranks.blocks * both + redone * more
     busy += ends * (ranks.embedding * sum(passes.embedding) + ranks.head * sum(passes.head))
     busy += np.where(layout.vocab_pp, sum(passes.head), 0.0)
-    if machine.software.virtual_stages > 1 or machine.ranks_per_core > 1:
+    if machine.ranks_per_core > 1:
         # A rank that waits takes no time from others on its core: what all take on average.
         whole = job.model.layers * both + ends * (sum(passes.embedding) + sum(passes.head))
         return count * whole / layout.pp

@@ -28,6 +28,9 @@ from planner.job import Columns, Job
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
 ZERO_STAGES = (1, 0, 2, 3)  # of equally fast ones the first is taken
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+# What is worth recomputing, the fastest first: a flash kernel recomputes the scores anyway, so that
+# `selective` saves nothing.
+RECOMPUTATIONS = ("none", "full")
 LONG = 4096  # tokens of a sample from which on cp is varied
 
 
@@ -231,7 +234,7 @@ def _rows(
     without sequence parallelism, that train.py takes; and the ways of which it takes no ZeRO stage.
     """
     zeros, rejected = _zero_stages(asked, ways)
-    kinds = asked.values("recompute", recomputations(asked.machine))
+    kinds = asked.values("recompute", RECOMPUTATIONS)
     blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
     if "recompute" not in asked.fixed and blocks != [None, None]:
         kinds.remove("none")
@@ -281,14 +284,6 @@ def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rej
         if found[number].max() < 0:
             rejected.append(rejected_layout(way, refusal))
     return found, rejected
-
-
-def recomputations(machine: Machine) -> tuple[str, ...]:
-    """What is worth recomputing, the fastest first."""
-    # A flash kernel recomputes the scores anyway, so that `selective` changes nothing.
-    software = machine.software
-    changes = software.keeps_scores or software.recompute_share or software.keeps_products
-    return ("none", "selective", "full") if changes else ("none", "full")
 
 
 def rejected_layout(layout: Layout, reason: str) -> Rejected:

@@ -55,53 +55,27 @@ class Link:
 
 @dataclass(frozen=True)
 class Software:
-    """What differs between training programs. The defaults are Trine's on GPUs, as its code has
-    it: tensor collectives behind 4 of a block's 10, reductions as those of other programs that do
-    the same (benchmarks/data/engines.toml), launches as theirs.
+    """Coefficients of the training program; the values are Trine's on GPUs, as its code has it.
+
+    A program that has other terms than Trine is a subclass with a method for each of them: see
+    `planner.job.term`, and benchmarks/engines.py for the programs of published rows.
     """
 
-    # flash: the machine's `kernel`; or a name of op_costs.KERNELS; fused: GEMMs and one kernel for
-    # the softmax; math: a kernel for each of scale, mask, softmax, dropout
-    attention: str = "flash"
-    fused_norms: bool = True  # a norm is one kernel, and not five
-    fused_elementwise: bool = True  # rotary positions are one kernel, and a gated activation
-    dropout: bool = False  # masks are drawn, applied and kept
     fp8: bool = False  # linear layers of blocks compute in fp8; all else is as without
-    virtual_stages: int = 1  # interleaved chunks per stage, arXiv 2104.04473 section 2.2
-    overlap_messages: bool = False  # chunks' messages between stages hide behind other chunks
-    scatter_p2p: bool = False  # each tensor rank sends 1/tp of an activation, then all gather
     # Moved per logit of the loss: cast, maximum, exponential, sums, in FP32; one fused kernel: 8.
     logit_bytes: float = 26.0
-    overlap_data: float = 0.0  # share of gradient and parameter traffic hidden, whatever it takes
-    gathered_logits: bool = False  # each tensor rank holds the logits of the whole vocabulary
-    loss_bytes: float = 0.0  # held per logit of a micro-batch's loss; 0: as Trine's or Megatron's
-    # Share of the last backward, and of the first forward, behind which that traffic can hide; at
-    # --zero 3 of every pass.
+    # Share of the last backward, and of the first forward, behind which gradient and parameter
+    # traffic can hide; at --zero 3 of every pass.
     overlap_passes: float = 0.9
-    shard_in_node: bool = False  # --zero shards over a node's ranks, and nodes are replicas
-    overlap_tensor: float = 0.4  # share of tensor collectives hidden behind GEMMs
-    all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
+    overlap_tensor: float = 0.4  # share of tensor collectives hidden: 4 of a block's 10
     wire_bytes: int = 4  # of one gradient on the wire
     fused_accumulation: bool = True  # the weight-gradient GEMM adds to the gradient, below --zero 2
     gradient_bytes: float = 4.0  # of one gradient at rest, on every replica
     sharded_bytes: float = 12.0  # of master weight and Adam's moments of one parameter, over dp
-    workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
     buffers: float = 2e9  # bytes of communication buffers and buckets of fixed size
     host_per_block: float = 0.0  # seconds the GPU waits for the host, per block and micro-batch
     host_per_operation: float = 8e-6  # seconds to launch one: a pass takes no less than all of its
-    host_per_message: float = 0.0  # seconds to agree on a message between stages
-    recompute_share: float = 0.0  # of a forward, that selective recomputation does again
-    # Selective recomputation keeps attention's result and those of q, v, w1 and w2 of a Llama's
-    # block: every other product, as torchtitan's policy `op` does.
-    keeps_products: bool = False
-    attention_copies: float = 0.0  # of attention's result, as wide, that a block keeps beside it
-    gather_buffers: float = 0.0  # whole activations held for what tensor ranks gather
     per_step: float = 0.05  # seconds of a step that no micro-batch causes
-
-    @property
-    def keeps_scores(self) -> bool:
-        """Whether attention writes its scores to memory."""
-        return self.attention in ("fused", "math")
 
 
 @dataclass(frozen=True)
@@ -122,10 +96,8 @@ class Machine:
     p2p_fraction: float  # of the network that messages between two stages achieve
     gemm_fraction: float  # of the peak that a large, aligned GEMM achieves
     flash_fraction: float  # of the peak that FlashAttention-2 achieves in long sequences
-    vector_fraction: float  # of vector_peak that a misaligned batched GEMM achieves
-    stride_penalty: float  # of the same, when its rows are 64 KiB apart
     activation_overhead: float  # allocated over asked for, of what lives long
-    kernel: str = "flash2"  # of op_costs.KERNELS: what `flash` attention is on this GPU
+    kernel: str = "flash2"  # of op_costs.KERNELS: the attention of this GPU
     crossing: float = 1.0  # of the network's speed for a ring with several ranks on a node
     ranks_per_core: float = 1.0  # above 1: ranks share CPU cores; rates are those of all at once
     # Standard deviation of the logarithm of measured over predicted, of runs that were not fitted.
@@ -246,18 +218,15 @@ def _checked(entries: dict[str, Any], name: str) -> dict[str, Any]:
             if wanted is None or not right:
                 where = f"in [{part}] " if part else ""
                 raise UserError(f"{name} has {where}{key} = {value!r}, which no machine has")
-    _check_kernels(entries, name)
+    _check_kernel(entries, name)
     return entries
 
 
-def _check_kernels(entries: dict[str, Any], name: str) -> None:
+def _check_kernel(entries: dict[str, Any], name: str) -> None:
     """UserError for an attention kernel that is not known."""
-    asked = {"kernel": entries.get("kernel", "flash")}
-    asked["attention in [software]"] = entries.get("software", {}).get("attention", "flash")
-    for key, kernel in asked.items():
-        known = [*KERNEL_NAMES, *(("fused", "math") if key != "kernel" else ())]
-        if kernel not in known:
-            raise UserError(f"{name} has {key} = {kernel!r}; known are {', '.join(known)}")
+    kernel = entries.get("kernel", KERNEL_NAMES[0])
+    if kernel not in KERNEL_NAMES:
+        raise UserError(f"{name} has kernel = {kernel!r}; known are {', '.join(KERNEL_NAMES)}")
 
 
 def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Machine:

@@ -7,7 +7,9 @@ The layout may be one, or many of them as `Columns`: then each quantity is an ar
 for each layout. The formulas are the same for both.
 """
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -156,3 +158,24 @@ class Job(NamedTuple):
                 where = f"outside what was fitted on {self.machine.name}: {seen}"
                 found.append(f"{name} {values[name]} is {where}")
         return found
+
+
+# ---- Terms that another program may have otherwise -----------------------------------------------
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
+
+
+def term(
+    formula: Callable[Concatenate[Job, Given], Found],
+) -> Callable[Concatenate[Job, Given], Found]:
+    """A formula of Trine that other training programs may have otherwise: where the machine's
+    software has a method of the same name, that is called, with the same arguments.
+    """
+
+    @wraps(formula)
+    def of_program(job: Job, *more: Given.args, **named: Given.kwargs) -> Found:
+        own = getattr(job.machine.software, formula.__name__, formula)
+        return cast(Found, own(job, *more, **named))
+
+    return of_program

@@ -20,7 +20,7 @@ from config.messages import UserError
 from config.model_stats import head_norm_parameters, norm_parameters, normed_width
 from config.schema import BUCKET_ELEMENTS, BUCKETS, LEAST_BUCKET, LOGITS_AT_ONCE, Config
 from planner import hardware
-from planner.job import Column, Job
+from planner.job import Column, Job, term
 from schedules import vocabulary
 from schedules.automatic import settled
 from schedules.compiler import long_schedule
@@ -31,9 +31,6 @@ from schedules.partition import StageSpec, stage_specs
 # and two scales for 256 weights, one moment, or two factors of a matrix. Muon and 8-bit AdamW leave
 # some weights to AdamW: `_beside`.
 SAVED_STATE = {"adamw8bit": 6.0 - 8 / 256, "sgd": 4.0, "muon": 4.0, "adafactor": 8.0}
-# The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
-# loss keeps them. Ours keeps the logits, whose memory their gradient takes, and has few in FP32.
-LOGIT_BYTES = 2 + 4 + 4 + 4
 ORDER_BYTES = 12  # of a sample in a split's order: where it starts (8 or 16), its place (4 or 8)
 # The parts that follow from model and layout alone, without the allocator and the libraries.
 LARGEST_GPU = 1e12  # bytes, above those of any
@@ -80,7 +77,7 @@ def stages(job: Job) -> list[StageMemory]:
     layout, specs = job.layout, stage_specs(job.model, job.layout)
     parts, rank_of = Parts.of(specs), np.array([spec.rank for spec in specs])
     kept = kept_of_stages(job, specs)
-    activations, heads = _at_the_most(job, kept, [float(spec.head) for spec in specs])
+    activations, heads = most_in_flight(job, kept, [float(spec.head) for spec in specs])
     own = held_parameters(parts, job)
 
     def of_ranks(values: Column) -> list[float]:
@@ -114,7 +111,10 @@ def kept_of_stages(job: Job, specs: list[StageSpec]) -> np.ndarray:
     return again * redone + (np.array([spec.blocks for spec in specs]) - again) * whole
 
 
-def _at_the_most(job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list[float], list[float]]:
+@term
+def most_in_flight(
+    job: Job, kept: np.ndarray, ends: list[float]
+) -> tuple[list[float], list[float]]:
     """What each pipeline rank keeps at the most of all micro-batches in flight: bytes of
     activations, and outputs of the head. kept, ends: of one micro-batch, by stage.
     """
@@ -124,12 +124,7 @@ def _at_the_most(job: Job, kept: np.ndarray, ends: list[float]) -> tuple[list[fl
         return [float(size + sent_to_ranks(job)) for size in most], [1.0] * layout.pp
     order = layout.schedule, layout.pp, job.micro_batches, layout.stages_per_rank
     schedule = long_schedule(*order, stage_costs(job.model, layout))
-    # 1 + (pp-1)/(pp v) times as many, arXiv 2205.05198: Megatron-LM's interleaved schedule, of
-    # measured rows alone.
-    chunks = job.machine.software.virtual_stages
-    more = 1.0 + (layout.pp - 1) / (layout.pp * chunks) if chunks > 1 else 1.0
-    activations, heads = schedule.most_held(kept.tolist()), schedule.most_held(ends)
-    return [more * size for size in activations], [more * count for count in heads]
+    return list(schedule.most_held(kept.tolist())), list(schedule.most_held(ends))
 
 
 def sent_to_ranks(job: Job) -> Column:
@@ -202,19 +197,23 @@ def states_of(parts: Parts, job: Job) -> dict[str, Column]:
     state -= SAVED_STATE.get(job.training.optimizer, 0.0)
     held = _laid_out(held_parameters(parts, job), parts, job)
     sharded = sharded_parameters(held, parts.blocks, job)
-    summed = np.where(job.zero < 2, held * _gradient_bytes(job), sharded * 4.0)
     return {
         "weights": _weights(held, parts, job),
-        "gradients": summed + held * software.workspace_bytes,
+        "gradients": gradients_of(job, held, sharded),
         "optimizer": sharded * state + _beside(held, parts, job),
     }
 
 
+@term
+def gradients_of(job: Job, held: Column, sharded: Column) -> Column:
+    """Bytes of the gradients of so many parameters, of which a rank updates `sharded` ones."""
+    return np.where(job.zero < 2, held * _gradient_bytes(job), sharded * 4.0)
+
+
+@term
 def buffers_of(job: Job) -> Column:
-    """Bytes of communication buffers, and of what tensor ranks gather."""
-    software = job.machine.software
-    gathered = software.gather_buffers * job.activation_bytes
-    return software.buffers + np.where(job.layout.tp > 1, gathered, 0.0)
+    """Bytes of communication buffers."""
+    return job.machine.software.buffers
 
 
 def held_parameters(parts: Parts, job: Job) -> Column:
@@ -293,8 +292,8 @@ def working_of(parts: Parts, kept: Column, heads: Column, job: Job) -> Column:
 
     kept: of one micro-batch, bytes; heads: outputs of the head that a rank keeps.
     """
-    working = np.maximum(_of_block(job), _of_embedding(parts, kept, job))
-    working = np.maximum(working, _of_head(parts, heads, job))
+    working = np.maximum(block_working(job), embedding_working(job, parts, kept))
+    working = np.maximum(working, head_working(job, parts, heads))
     # At --zero 2 two buckets are reduced at once, and one until the next micro-batch's first: that
     # is a small one, but where a stage has a tied copy of the vocabulary's matrix.
     held = held_parameters(parts, job)
@@ -306,25 +305,21 @@ def working_of(parts: Parts, kept: Column, heads: Column, job: Job) -> Column:
     return np.where(job.zero == 2, np.maximum(working, buckets - kept) + copied, working)
 
 
-def _of_block(job: Job) -> Column:
+@term
+def block_working(job: Job) -> Column:
     """Bytes of a block's backward."""
-    layout, keeps_scores = job.layout, job.machine.software.keeps_scores
-    if keeps_scores:
-        inner = 2.0 * job.number_bytes * job.model.ffn_hidden / layout.tp * job.tokens
-        working = inner * job.model.mlps[1]
-    else:  # the gradients of its output and input; others take the place of what is freed
-        working = 2.0 * job.activation_bytes / job.sequence_shards
+    # The gradients of its output and input; others take the place of what is freed.
+    working = 2.0 * job.activation_bytes / job.sequence_shards
     # All that the block keeps whose backward runs.
-    again = np.equal(layout.recompute, "full") | _keeps_products(job)
+    again = np.equal(job.layout.recompute, "full")
     return np.where(again, block_activations(job, True), working)
 
 
-def _of_embedding(parts: Parts, kept: Column, job: Job) -> Column:
+@term
+def embedding_working(job: Job, parts: Parts, kept: Column) -> Column:
     """Bytes of the embedding's gradient, and of its output's, before and after the mask, less what
     was `kept`. In fp32 a CPU adds rows to the sum, if that is kept.
     """
-    if job.machine.software.keeps_scores:
-        return 0.0
     matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
     adds_rows = job.machine.device == "CPU" and job.number_bytes == 4
     dense = np.where((job.zero < 2) & adds_rows, job.activation_bytes, matrix)
@@ -333,29 +328,28 @@ def _of_embedding(parts: Parts, kept: Column, job: Job) -> Column:
     return np.where(has_rows, dense + outputs - kept, 0.0)
 
 
-def _of_head(parts: Parts, heads: Column, job: Job) -> Column:
+def head_working(job: Job, parts: Parts, heads: Column) -> Column:
+    """Bytes of the loss, on stages that have a head; see `loss_bytes`."""
+    has_head = parts.head | np.bool_(job.layout.vocab_pp)
+    return np.where(has_head, loss_bytes(job, parts, heads), 0.0)
+
+
+@term
+def loss_bytes(job: Job, parts: Parts, heads: Column) -> Column:
     """Bytes of the loss of one micro-batch, and what it keeps of the others in flight; in the
     head's backward the gradients of its input, and of its matrix where that is not added to the
     sum at once: the embedding has the same, or from --zero 2 on there is no sum. At --zero 3 no
     block's weights are there then.
     """
-    layout, software = job.layout, job.machine.software
+    layout = job.layout
     matrix = 1.0 * job.vocab_columns * job.model.hidden * job.number_bytes
     apart = (job.zero >= 2) | (parts.embedding & np.bool_(job.model.tied))
     apart = apart & ~np.bool_(layout.vocab_pp)
     absent = np.where(job.zero == 3, 2 * job.number_bytes * job.block_parameters / layout.tp, 0.0)
     logits = 1.0 * job.tokens * job.vocab_columns
-    if software.gathered_logits:
-        logits = logits * layout.tp
-    if software.loss_bytes:
-        needed = software.loss_bytes * logits
-    elif software.keeps_scores:
-        needed = LOGIT_BYTES * logits
-    else:
-        exact = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
-        dense = np.maximum(0.0, matrix + job.activation_bytes - absent) * apart
-        needed = heads * job.number_bytes * logits + np.maximum(exact, dense)
-    return np.where(parts.head | np.bool_(layout.vocab_pp), needed, 0.0)
+    exact = 4.0 * np.minimum(logits, LOGITS_AT_ONCE["cuda"])
+    dense = np.maximum(0.0, matrix + job.activation_bytes - absent) * apart
+    return heads * job.number_bytes * logits + np.maximum(exact, dense)
 
 
 # ---- Activations ---------------------------------------------------------------------------------
@@ -369,60 +363,47 @@ def kept_of_block(job: Job) -> tuple[Column, Column]:
 
 def kept_bytes(job: Job) -> Column:
     """Bytes one block keeps of one micro-batch until its backward."""
-    recompute, software = job.layout.recompute, job.machine.software
-    selective = np.equal(recompute, "selective")
-    kept = block_activations(job, np.equal(recompute, "none"))
-    kept = kept * np.where(selective, 1.0 - software.recompute_share, 1.0)
-    if software.keeps_products:
-        kept = np.where(selective, _kept_products(job), kept)
+    recompute = job.layout.recompute
+    whole = block_activations(job, True)
+    kept = np.where(np.equal(recompute, "selective"), kept_selectively(job), whole)
     return np.where(np.equal(recompute, "full"), job.activation_bytes / job.sequence_shards, kept)
 
 
-def _keeps_products(job: Job) -> Column:
-    return np.equal(job.layout.recompute, "selective") & job.machine.software.keeps_products
+@term
+def kept_selectively(job: Job) -> Column:
+    """Bytes that a block keeps under selective recomputation: all but what attention needs."""
+    return block_activations(job, False)
 
 
-def _kept_products(job: Job) -> Column:
-    """Bytes of a block's input, attention's result, and the products that `keeps_products` names.
-    Of w2's product each tensor rank has a sum of its own; both sums are kept reduced as well.
+@term
+def block_activations(job: Job, scores: Column) -> Column:
+    """All that one block keeps without recomputation, arXiv 2205.05198 section 4, in bytes; of
+    attention what a flash kernel does. scores: whether attention is not recomputed.
+
+    Outside the tensor-parallel region 8 s b h, inside it 24 s b h / t for f = 4 h.
     """
     model, t = job.model, job.layout.tp
-    values = (model.qkv_width - model.attention_width) / 2
-    widths: Column = 2 * model.attention_width + values + model.ffn_hidden
-    widths = widths + model.hidden * np.where(t == 1, 1, 3)  # the reduced sums are split over t
-    return job.number_bytes * job.tokens * (widths / t + model.hidden)
-
-
-def block_activations(job: Job, scores: Column) -> Column:
-    """All that one block keeps without recomputation, arXiv 2205.05198 section 4, in bytes.
-
-    Outside the tensor-parallel region 10 s b h, inside it 24 s b h / t for f = 4 h, and 5 a s^2 b
-    of attention scores unless they are recomputed (`scores` is false) or never written (flash).
-    """
-    model, t, software = job.model, job.layout.tp, job.machine.software
     experts, active = model.mlps
-    outside: Column = (10.0 if software.dropout else 8.0) * model.hidden
+    outside: Column = 8.0 * model.hidden
     if model.block == "parallel":  # both norms have the same input
         outside -= 2.0 * model.hidden
-    if not software.fused_norms:  # the input in FP32, and the result before it is scaled
-        outside += 2 * (4.0 + 2.0) * model.hidden
     outside = outside / job.sequence_shards
     if experts > 1:  # sent to experts, and back
         outside = outside + 4.0 * active * model.hidden
     widths = model.qkv_width + model.attention_width + active * (model.up_width + model.ffn_hidden)
-    widths += normed_width(model) * (1 if software.fused_norms else 4)
-    if model.activation == "swiglu" and not (software.keeps_scores and software.fused_elementwise):
+    widths += normed_width(model)
+    if model.activation == "swiglu":
         widths += active * model.ffn_hidden  # SiLU's result: torch has it as a kernel of its own
     # Where attention is recomputed, keys and values are gathered again.
     gathered_from = scores * (job.cp // job.over_heads - 1)
     widths = widths + gathered_from * (model.qkv_width - model.attention_width)
-    if not software.keeps_scores:  # what differs where the kernels are torch's own
-        # Attention's result with samples before the sequence, and as the next product takes it.
-        several = np.where(job.layout.micro_batch_size > 1, 1.0, 0.0)
-        copies = np.maximum(software.attention_copies, several)
-        widths = widths + np.floor(copies * model.attention_width)
-    size = job.tokens * (outside + 2.0 * widths / t)
-    if software.keeps_scores:
-        each = 5.0 if software.dropout else 2.0
-        size = size + scores * (each * model.heads / t * model.seq_length * job.tokens)
-    return size * job.number_bytes / 2
+    widths = widths + attention_copies(job) * model.attention_width
+    return job.number_bytes / 2 * job.tokens * (outside + 2.0 * widths / t)
+
+
+@term
+def attention_copies(job: Job) -> Column:
+    """How often attention's result is kept again: with samples before the sequence, as the next
+    product takes it.
+    """
+    return np.where(job.layout.micro_batch_size > 1, 1.0, 0.0)

@@ -4,8 +4,8 @@ What is modelled, the most important first:
 
 * A GEMM is computed in tiles, in waves of one tile per processor of the GPU: a last wave that is
   nearly empty takes as long as a full one. (NVIDIA, "Matrix multiplication background".)
-* Where rows do not begin at multiples of 16 bytes (8 half-precision numbers), a plain GEMM loads
-  less at a time, and attention's batched ones do not use the tensor cores.
+* Where rows do not begin at multiples of 16 bytes (8 half-precision numbers), a GEMM loads less at
+  a time.
 * What is not a GEMM takes the time in which the memory moves its bytes.
 * A ring collective of n ranks moves 2 (n-1)/n of its bytes over its slowest link.
 
@@ -31,7 +31,6 @@ GEMM_MEMORY = 0.85  # of the memory's bandwidth while a GEMM streams its operand
 COPY_MEMORY = 0.8  # of the memory's bandwidth in an elementwise kernel
 ALIGNMENT = 8  # elements of half precision in 16 bytes
 FP8_SHARE = 0.8  # of the peak's ratio that products in fp8 gain; assumed
-PAGE = 65536  # bytes between rows at which the time grows by stride_penalty
 
 
 def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Column:
@@ -40,25 +39,11 @@ def gemm(machine: Machine, m: Column, n: Column, k: Column, size: int = 2) -> Co
     if size > 2:
         computed = 2.0 * m * n * k / (machine.vector_peak * machine.gemm_fraction)
         return np.maximum(computed, traffic)
-    computed = _tensor_cores(machine, m, n, k, 1) / _aligned(n, k)
+    computed = tensor_cores(machine, m, n, k, 1) / aligned(n, k)
     return np.maximum(computed, traffic) + LAUNCH
 
 
-def batched_gemm(
-    machine: Machine, m: Column, n: Column, k: Column, batch: Column, row_bytes: Column
-) -> Column:
-    """Seconds of `batch` such products whose rows are `row_bytes` apart, as attention's are."""
-    traffic = 2.0 * batch * (m * k + k * n + m * n) / (machine.bandwidth * GEMM_MEMORY)
-    aligned = np.maximum(_tensor_cores(machine, m, n, k, batch), traffic) + LAUNCH
-    odd = (n % 2 != 0) | (k % 2 != 0)
-    loads = np.where(odd, 2.0, 1.0)  # of two bytes in place of four
-    rate = machine.vector_peak * machine.vector_fraction / loads
-    strided = 1.0 + machine.stride_penalty * (row_bytes / PAGE) ** 2
-    apart = np.maximum(2.0 * batch * m * n * k / rate, traffic) * strided
-    return np.where(_aligned(n, k) == 1.0, aligned, apart)
-
-
-def _tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Column) -> Column:
+def tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Column) -> Column:
     """Seconds with the best tile: whole waves of whole tiles."""
     best: Column = float("inf")
     for rows, columns, speed in TILES:
@@ -69,7 +54,7 @@ def _tensor_cores(machine: Machine, m: Column, n: Column, k: Column, batch: Colu
     return 2.0 * best * (k + PROLOGUE) * machine.processors / rate
 
 
-def _aligned(n: Column, k: Column) -> Column:
+def aligned(n: Column, k: Column) -> Column:
     """The power of two of which the bytes of n and of k numbers are a multiple, over 16; at most
     1.
     """
@@ -128,42 +113,16 @@ SMALL_HEAD = 0.85
 
 
 def attention(
-    machine: Machine, seq: int, head: int, heads: Column, micro: Column, size: int = 2
+    machine: Machine, seq: int, head: int, batch: Column, size: int = 2
 ) -> tuple[Column, Column]:
-    """Seconds of the attention core over `heads` local heads, forward and backward."""
-    software = machine.software
-    if not software.keeps_scores or size > 2:
-        return _flash(machine, seq, head, heads * micro, size)
-    batch, row = heads * micro, 2.0 * 3 * head * heads * micro
-    scores = batched_gemm(machine, seq, seq, head, batch, row)
-    mixed = batched_gemm(machine, seq, head, seq, batch, row)
-    elements = 1.0 * batch * seq * seq
-    dropout = 5.0 if software.dropout else 0.0  # read 2, write 2, mask 1
-    # Scale, mask, cast, softmax, cast: a kernel each.
-    apart = (software.attention == "math") | ~fused_softmax(seq, batch)
-    forward = 4.0 + dropout + np.where(apart, 24.0, 0.0)
-    backward = 6.0 + dropout + np.where(apart, 16.0, 0.0)
-    return (
-        scores + mixed + moved(machine, forward * elements),
-        scores + 3 * mixed + moved(machine, backward * elements),
-    )
-
-
-def fused_softmax(seq: int, batch: Column) -> Column:
-    """Whether Megatron's fused causal softmax takes this shape; else separate kernels run."""
-    return np.bool_(16 < seq <= 4096 and seq % 4 == 0) & (batch % 4 == 0)
-
-
-def _flash(
-    machine: Machine, seq: int, head: int, batch: Column, size: int
-) -> tuple[Column, Column]:
-    """Two products forward, five backward, of which the causal mask leaves half."""
+    """Seconds of the attention core over `batch` heads, forward and backward: two products forward,
+    five backward, of which the causal mask leaves half.
+    """
     product = 1.0 * batch * seq * seq * head * (-(-head // ALIGNMENT) * ALIGNMENT / head)
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
         return 2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH
-    asked = machine.software.attention
-    kernel = KERNELS[machine.kernel if asked == "flash" else asked]
+    kernel = KERNELS[machine.kernel]
     rate = machine.peak * machine.flash_fraction * seq / (seq + kernel.half)
     if kernel.half:
         rate *= SMALL_HEAD ** max(0.0, math.log2(HEAD / head))
@@ -216,14 +175,10 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
     return np.where(ranks < 2, 0.0, seconds)
 
 
-def message(machine: Machine, stage_ranks: Column, count: Column, tp: Column) -> Column:
+def message(machine: Machine, stage_ranks: Column, count: Column) -> Column:
     """Seconds until one stage's activation of `count` bytes has reached the next stage."""
-    scattered = machine.software.scatter_p2p
-    share = count / tp if scattered else count
     rate = machine.network.bandwidth * machine.p2p_fraction
-    apart = share * machine.node / rate + machine.network.latency
+    apart = count * machine.node / rate + machine.network.latency
     # Else neighbours are on one node, but for one stage's ranks at its edge.
-    edge = np.maximum(share * stage_ranks / rate, share / machine.nvlink.speed)
-    seconds = np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)
-    gathered = count * (tp - 1) / tp if scattered else 0.0
-    return machine.software.host_per_message + seconds + gathered / machine.nvlink.speed
+    edge = np.maximum(count * stage_ranks / rate, count / machine.nvlink.speed)
+    return np.where(stage_ranks >= machine.node, apart, edge + machine.nvlink.latency)

@@ -20,17 +20,14 @@ from config.model_stats import model_flops, normed_width
 from config.schema import Layout, ModelShape, Training
 from planner import block_costs, memory, op_costs, risk
 from planner.hardware import Link, Machine
-from planner.job import Column, Job
+from planner.job import Column, Job, term
 from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
 from schedules.partition import executed_flops, stage_specs
 
 OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
-# Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
-# in FP32 as five kernels of torch, forward and backward; rotary positions as eight.
-UNFUSED_NORM = (16.0, 37.0)
-ROTARY, UNFUSED_ROTARY = 2.0, 9.0
+ROTARY = 2.0  # bytes moved for each byte that rotary positions turn
 COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
 
 
@@ -120,85 +117,74 @@ def block_passes(job: Job) -> tuple[Pass, Pass]:
     is not recomputed, and of one that is, as the layout says.
     """
     model, layout, _, machine = job
-    t, software = layout.tp, machine.software
-    layers = [block_costs.linear(job, *matrix) for matrix in block_costs.matrices(job)]
-    core, other = block_costs.attention(job), _elementwise(job)
-    sent = block_costs.dispatched(job)
+    products = [block_costs.linear(job, *matrix) for matrix in block_costs.matrices(job)]
+    core, other = block_costs.attention(job), elementwise_seconds(job)
     sums = 1 + (model.mlps[1] if model.mlps[0] > 1 else 1)  # of each expert's outputs
-    hidden = np.where(layout.splits_backward, 0.0, software.overlap_tensor)
+    hidden = np.where(layout.splits_backward, 0.0, machine.software.overlap_tensor)
     exposed = sums * _tensor_all_reduce(job) * (1 - hidden)
-    host = software.host_per_block
-    forward = sum(layer[0] for layer in layers) + core[0] + other[0] + exposed + sent + host / 4
-    backward = (
-        sum(layer[1] for layer in layers) + core[1] + other[1] + exposed + sent + host * 3 / 4
-    )
-    backward = backward + op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
+    collectives = exposed + block_costs.dispatched(job)
+    host = machine.software.host_per_block
+    forward = sum(each[0] for each in products) + core[0] + other[0] + collectives + host / 4
+    backward = sum(each[1] for each in products) + core[1] + other[1] + collectives + host * 3 / 4
+    added = _accumulated(machine) * job.block_parameters / layout.tp
+    backward = backward + op_costs.moved(machine, added)
     # With sequence parallelism the gathered inputs are not kept: they are gathered once more.
     backward = backward + np.where(job.sequence_parallel, exposed / 2, 0.0)
-    selective = software.recompute_share * forward
-    if software.keeps_products:
-        selective = selective + _redone([layer[0] for layer in layers], job) + other[0]
-    if software.keeps_scores:  # a flash kernel recomputes the scores itself
-        selective = selective + core[0]
     again = np.where(np.equal(layout.recompute, "full"), forward, 0.0)
-    again = np.where(np.equal(layout.recompute, "selective"), selective, again)
-    launched = software.host_per_operation * _operations(job)
+    selective = np.equal(layout.recompute, "selective")
+    again = np.where(selective, selective_seconds(job, forward), again)
+    launched = machine.software.host_per_operation * operations(job)
     forward = np.maximum(forward, launched)
     plain = Pass(forward, np.maximum(backward, 2 * launched))
     return plain, Pass(forward, np.maximum(backward + again, 2 * launched))
 
 
-def _redone(forward: list[Column], job: Job) -> Column:
-    """Seconds of the products that `keeps_products` does not keep: k, attention's output, w3.
-
-    forward: seconds of a block's four matrices; that of q, k and v is one of them.
+@term
+def selective_seconds(job: Job, forward: Column) -> Column:
+    """Seconds of what selective recomputation does again in a block whose forward takes so long:
+    nothing, since a flash kernel recomputes attention's scores itself.
     """
-    model = job.model
-    keys = (model.qkv_width - model.attention_width) / 2 / model.qkv_width
-    return keys * forward[0] + forward[1] + forward[2] / 2
+    return 0.0
 
 
-def _operations(job: Job) -> Column:
+@term
+def operations(job: Job) -> Column:
     """Kernels and collectives that a block's forward launches."""
-    software, tp, found = job.machine.software, job.layout.tp > 1, OPERATIONS
-    found += (0 if software.fused_norms else 12) + (0 if software.fused_elementwise else 12)
-    found += 6 if software.keeps_scores else 0
-    return found + np.where(tp, np.where(job.sequence_parallel, 4, 2), 0)
+    collectives = np.where(job.sequence_parallel, 4, 2)
+    return OPERATIONS + np.where(job.layout.tp > 1, collectives, 0)
 
 
-def _elementwise(job: Job) -> tuple[Column, Column]:
-    """Seconds of norms, residuals, dropout, activation and bias gradients, by bytes moved.
+def elementwise_seconds(job: Job) -> tuple[Column, Column]:
+    """Seconds of norms, residuals, activation and bias gradients, forward and backward."""
+    forward, backward = elementwise_bytes(job)
+    return (
+        op_costs.moved(job.machine, job.tokens * forward),
+        op_costs.moved(job.machine, job.tokens * backward),
+    )
+
+
+@term
+def elementwise_bytes(job: Job) -> tuple[Column, Column]:
+    """Bytes moved for a token outside of products and attention, forward and backward.
 
     Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
-    write); backward three for a norm, three for an addition; a dropout mask is one byte.
+    write); backward three for a norm, three for an addition.
     """
     model, t, h, (experts, active) = job.model, job.layout.tp, job.model.hidden, job.model.mlps
-    f = active * model.ffn_hidden
-    size, masks = job.number_bytes, 1.0 if job.machine.software.dropout else 0.0
-    shared, width = job.sequence_shards, active * model.up_width + f
-    forward = (10 * size + 2 * masks) * h / shared + size * width / t
-    backward = (12 * size + (4 * size + 2) * masks) * h / shared + size * (width + f) / t
+    f, size = active * model.ffn_hidden, job.number_bytes
+    width = active * model.up_width + f
+    normed, turned = normed_width(model), (model.qkv_width + model.attention_width) / 2
+    forward = 10 * h / job.sequence_shards + (width + 2 * normed) / t
+    backward = 12 * h / job.sequence_shards + (width + f + 3 * normed) / t
     if model.bias:
-        backward = backward + size * (f / t + 2 * h)
+        backward = backward + f / t + 2 * h
     if model.qkv_bias:
-        backward = backward + size * model.qkv_width / t
-    normed = size * normed_width(model) / t
-    software = job.machine.software
-    if not software.fused_norms:
-        forward = forward + 2 * UNFUSED_NORM[0] * size * h / shared
-        backward = backward + 2 * UNFUSED_NORM[1] * size * h / shared
-    fused = (2.0, 3.0) if software.fused_norms else UNFUSED_NORM
-    forward, backward = forward + fused[0] * normed, backward + fused[1] * normed
-    if not software.fused_elementwise and model.activation == "swiglu":
-        forward, backward = forward + 2 * size * f / t, backward + 3 * size * f / t
+        backward = backward + model.qkv_width / t
     if model.positions == "rotary":
-        passes = ROTARY if software.fused_elementwise else UNFUSED_ROTARY
-        turned = passes * size * (model.qkv_width + model.attention_width) / 2 / t
-        forward, backward = forward + turned, backward + turned
+        forward, backward = forward + ROTARY * turned / t, backward + ROTARY * turned / t
     if experts > 1:  # tokens are copied in the order of their experts, and back
-        forward, backward = forward + 4 * size * active * h, backward + 4 * size * active * h
-    forward, backward = job.tokens * forward, job.tokens * backward
-    return op_costs.moved(job.machine, forward), op_costs.moved(job.machine, backward)
+        forward, backward = forward + 4 * active * h, backward + 4 * active * h
+    return size * forward, size * backward
 
 
 def head_pass(job: Job) -> Pass:
@@ -257,19 +243,8 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = float(message_seconds(job)) if sent is None else sent
     passes = stage_passes(job)
-    chunks = machine.software.virtual_stages
-    if chunks > 1:
-        # Megatron-LM's interleaved schedule, of measured rows alone: a bubble 1/v as long and v
-        # times the messages, arXiv 2104.04473 section 2.2.
-        slot = max(map(sum, passes))
-        shown = 1 if machine.software.overlap_messages else count  # until the first has come
-        seconds = (count + (layout.pp - 1) / chunks) * slot + shown * chunks * sent
-    elif not layout.vocab_pp:
-        weights = tuple(stage_weights(job)) if layout.splits_backward else None
-        virtual = layout.stages_per_rank
-        costs = stage_costs(job.model, layout)
-        about = layout.schedule, passes, sent, count, virtual, weights, costs
-        seconds = makespan(*about, nearly)
+    if not layout.vocab_pp:
+        seconds = schedule_seconds(job, passes, sent, nearly)
     busy = count * sum(map(sum, passes)) / layout.pp
     if layout.vocab_pp:
         own = vocabulary_seconds(job)
@@ -283,11 +258,22 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     return seconds, max(0.0, 1.0 - busy / seconds)  # not below 0 by rounding
 
 
+@term
+def schedule_seconds(job: Job, passes: tuple[Pass, ...], sent: float, nearly: bool) -> float:
+    """Seconds of the layout's schedule; its arguments as those of `pipeline_time`."""
+    layout = job.layout
+    weights = tuple(stage_weights(job)) if layout.splits_backward else None
+    costs = stage_costs(job.model, layout)
+    count, virtual = job.micro_batches, layout.stages_per_rank
+    return makespan(layout.schedule, passes, sent, count, virtual, weights, costs, nearly)
+
+
+@term
 def message_seconds(job: Job) -> Column:
     """Seconds until a micro-batch's activation has reached the next stage."""
-    layout = job.layout
-    seconds = op_costs.message(job.machine, layout.tp * job.shards, job.activation_bytes, layout.tp)
-    return np.where(layout.pp > 1, seconds, 0.0)
+    ranks = job.layout.tp * job.shards
+    seconds = op_costs.message(job.machine, ranks, job.activation_bytes)
+    return np.where(job.layout.pp > 1, seconds, 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -373,17 +359,14 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """As `step_parts`, of one layout or of columns."""
     model, layout, _, machine = job
     software, t, dp, held = machine.software, layout.tp, layout.dp, most.parameters
-    wire = min(software.wire_bytes, 4) if job.number_bytes == 2 else 4
-    whole = np.bool_(software.all_reduce_gradients) | (layout.zero == 0)
-    volume = wire * np.where(whole, 2.0, 1.0)
     blocks = -(-model.layers // layout.pp)
-    reduced = _exposed(job, most, blocks * job.expert_parameters / t, volume)
+    reduced = _exposed(job, most, blocks * job.expert_parameters / t)
     if software.fused_accumulation:
         collected = job.micro_batches * op_costs.moved(machine, COLLECTED * held)
         reduced = reduced + np.where(job.zero >= 2, collected, 0.0)
     sharing = np.minimum(machine.node, t * dp)
     link = Link(machine.network.latency, machine.network.speed / sharing, 1.0)
-    tied = op_costs.all_reduce(link, 2, float(wire) * job.vocab_columns * model.hidden)
+    tied = op_costs.all_reduce(link, 2, 1.0 * wire_bytes(job) * job.vocab_columns * model.hidden)
     shard = memory.sharded_parameters(held, blocks, job)
     return {
         "reduce": reduced,
@@ -393,16 +376,14 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     }
 
 
-def _exposed(job: Job, most: Most, experts: Column, wire: Column) -> Column:
+def _exposed(job: Job, most: Most, experts: Column) -> Column:
     """Seconds of a step's gradient and parameter traffic that no computation hides.
 
-    experts: parameters of experts on a GPU, which fewer ranks share. wire: bytes to reduce one
-    gradient, in halves of an all-reduce's.
+    experts: parameters of experts on a GPU, which fewer ranks share.
     """
     layout, software = job.layout, job.machine.software
-    dense, shown = most.parameters - experts, 1 - software.overlap_data
-    gather = shown * _gather(job, dense, experts)
-    reduce = shown * _reduce(job, dense, experts, wire)
+    dense = most.parameters - experts
+    gather, reduce = gather_seconds(job, dense, experts), reduce_seconds(job, dense, experts)
     # Passes behind which the traffic can hide.
     forward = np.where(
         np.equal(layout.overlap_param_gather, False), 0.0, software.overlap_passes * most.forward
@@ -419,30 +400,30 @@ def _exposed(job: Job, most: Most, experts: Column, wire: Column) -> Column:
     return np.where(layout.zero == 3, rounds * both, once)
 
 
-def _sharing(job: Job) -> Column:
-    """Ranks over which --zero shards: all that hold the same weights, or those of a node."""
-    if not job.machine.software.shard_in_node:
-        return job.shards
-    of_node = np.maximum(1, job.machine.node // job.layout.tp)
-    return np.where(job.layout.zero > 0, np.minimum(job.shards, of_node), job.shards)
-
-
-def _ring(job: Job, ranks: Column, stride: Column, count: Column) -> Column:
+def ring_seconds(job: Job, ranks: Column, stride: Column, count: Column) -> Column:
     """Seconds to sum `count` bytes over ranks so far apart."""
     return op_costs.all_reduce(op_costs.ring(job.machine, ranks, stride), ranks, count)
 
 
-def _gather(job: Job, dense: Column, experts: Column) -> Column:
+@term
+def gather_seconds(job: Job, dense: Column, experts: Column) -> Column:
     """Seconds to gather the weights of a GPU's parameters once."""
     size, tp, ep = job.number_bytes, job.layout.tp, job.ep
-    seconds = _ring(job, _sharing(job), tp, dense * size) / 2
-    return seconds + _ring(job, job.shards // ep, tp * ep, experts * size) / 2
+    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
+    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
 
 
-def _reduce(job: Job, dense: Column, experts: Column, wire: Column) -> Column:
-    """Seconds to reduce the gradients of a GPU's parameters once, also between nodes."""
-    ranks, tp, ep = _sharing(job), job.layout.tp, job.ep
-    seconds = _ring(job, ranks, tp, dense * wire) / 2
-    seconds = seconds + _ring(job, job.shards // ep, tp * ep, experts * wire) / 2
-    replicas = job.shards // ranks  # which sum what a node has summed
-    return seconds + _ring(job, replicas, tp * ranks, dense * wire / ranks)
+@term
+def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
+    """Seconds to reduce the gradients of a GPU's parameters once: a rank gets the part that it
+    updates, which without ZeRO is all.
+    """
+    tp, ep = job.layout.tp, job.ep
+    size = wire_bytes(job) * np.where(job.layout.zero == 0, 2.0, 1.0)
+    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
+    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
+
+
+def wire_bytes(job: Job) -> int:
+    """Bytes of one gradient as it is sent."""
+    return job.machine.software.wire_bytes if job.number_bytes == 2 else 4

@@ -100,7 +100,7 @@ def test_a_machines_links_are_the_planners():
     half = links.seconds(Operation("all_gather", "dp", (0, 4), 2**20))
     assert half == op_costs.all_reduce(op_costs.ring(machine, 2, 4), 2, 2.0**20) / 2
     sent = links.seconds(Operation("send", "forward", (0, 8), 2**20))
-    assert sent == op_costs.message(machine, 8, 2.0**20, 4)
+    assert sent == op_costs.message(machine, 8, 2.0**20)
 
 
 # ---- Composing -----------------------------------------------------------------------------------

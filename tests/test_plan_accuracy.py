@@ -9,14 +9,14 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+import engines
 import plan_accuracy as accuracy
 import published_cases
 import published_rows
 
 from config.messages import UserError
-from planner import hardware
 
-VALUES = {c.name: c.value for c in hardware.constants()}
+VALUES = {c.name: c.value for c in engines.constants()}
 FIGURES = ("in-sample", "held out")
 
 

@@ -1,10 +1,17 @@
 """Memory of one layout as the planner has it, against closed forms."""
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import engines
+import row_engines
 
 from config.command_line import parse, preset
 from config.messages import UserError
@@ -16,7 +23,10 @@ from planner.job import Job
 from schedules import schedule
 
 A100 = hardware.load("a100-80")
-JEAN_ZAY = hardware.load("jean-zay-a100")
+ENGINES = row_engines.read_engines()
+JEAN_ZAY = engines.on(
+    hardware.load("jean-zay-a100"), ENGINES["megatron-deepspeed-2022"]["software"]
+)
 
 
 def training(batch: int, **rest) -> Training:
@@ -203,9 +213,8 @@ def test_recomputation_keeps_less():
 def test_what_a_program_keeps_beside_what_its_kernels_need():
     """Two more copies of attention's result in each block, four whole activations over tp."""
     model, layout = preset("opt-13b"), Layout(dp=1, tp=2, sequence_parallel=True)
-    changes = {}, {"attention_copies": 2.0}, {"gather_buffers": 4.0}
-    software = [dataclasses.replace(A100.software, **each) for each in changes]
-    machines = [dataclasses.replace(A100, software=each) for each in software]
+    changes = {}, {"copies_of_attention": 2.0}, {"gather_buffers": 4.0}
+    machines = [engines.on(A100, each) for each in changes]
     jobs = [Job(model, layout, training(8), machine) for machine in machines]
     plain, copies, gathered = (memory.stages(job)[0] for job in jobs)
     kept = model.layers * 2 * 2 * jobs[0].tokens * model.attention_width / layout.tp

@@ -2,21 +2,48 @@
 
 import dataclasses
 import math
+import sys
+from pathlib import Path
 
 import handmade_schedules as handmade
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+import engines
+import row_engines
+
 from config.command_line import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
-from planner import hardware, op_costs, risk, step_time
+from planner import block_costs, hardware, op_costs, risk, step_time
 from planner.job import Job
 from schedules import schedule, simulation
 
 A100 = hardware.load("a100-80")
-JEAN_ZAY = hardware.load("jean-zay-a100")
+
+
+def program(machine, engine):
+    """A machine with a program of benchmarks/data/engines.toml."""
+    facts = row_engines.read_engines()[engine]["software"]
+    return engines.on(hardware.load(machine), facts)
+
+
+def software(machine, **changes):
+    return dataclasses.replace(machine, software=dataclasses.replace(machine.software, **changes))
+
+
+def core_seconds(machine, head, heads, seq=2048):
+    """Seconds of attention's core over so many heads of that size."""
+    model = ModelShape(1, head * heads, heads, seq_length=seq)
+    return block_costs.core_seconds(
+        Job(model, Layout(dp=1), Training(1, precision="bf16"), machine)
+    )
+
+
+JEAN_ZAY = program("jean-zay-a100", "megatron-deepspeed-2022")
 
 
 def training(batch: int, **rest) -> Training:
@@ -41,8 +68,8 @@ def test_one_tile_more_than_a_wave_costs_a_wave():
 
 
 def test_a_misaligned_head_leaves_the_tensor_cores():
-    def core(head, heads=12):
-        return sum(op_costs.attention(JEAN_ZAY, 2048, head, heads, 4))
+    def core(head, heads=48):
+        return sum(core_seconds(JEAN_ZAY, head, heads))
 
     assert core(108) > 3 * core(112)
     assert core(150) > 3 * core(152)
@@ -56,10 +83,10 @@ def test_misaligned_rows_slow_a_plain_gemm():
 
 @pytest.mark.parametrize(("batch", "fused"), [(4, True), (6, False), (56, True), (54, False)])
 def test_the_fused_softmax_has_conditions(batch, fused):
-    assert op_costs.fused_softmax(2048, batch) == fused
+    assert engines.fused_softmax(2048, batch) == fused
     if not fused:
-        slow = op_costs.attention(JEAN_ZAY, 2048, 128, batch, 1)[0]
-        assert slow > op_costs.attention(JEAN_ZAY, 2048, 128, batch + 2, 1)[0]
+        slow = core_seconds(JEAN_ZAY, 128, batch)[0]
+        assert slow > core_seconds(JEAN_ZAY, 128, batch + 2)[0]
 
 
 def test_ring_all_reduce_is_alpha_beta():
@@ -182,7 +209,7 @@ def test_bubble_and_parts_add_up():
 
 def test_recomputation_costs_and_sequence_parallelism_saves():
     model, base = preset("181b"), Layout(tp=8, pp=12, dp=4, sequence_parallel=False)
-    machine = hardware.load("selene-2022")
+    machine = program("selene", "megatron-2022")
 
     def seconds(**change):
         layout = dataclasses.replace(base, **change)
@@ -222,14 +249,13 @@ UNSEEN = [
     ("layers", "hidden", "heads", "pp", "chunks", "micro", "batch", "mfu"), UNSEEN
 )
 def test_rows_that_were_never_fitted(layers, hidden, heads, pp, chunks, micro, batch, mfu):
-    machine = hardware.load("selene-2022")
-    software = dataclasses.replace(machine.software, virtual_stages=chunks)
+    machine = program("selene", "megatron-2022")
+    machine = software(machine, virtual_stages=chunks)
     model = ModelShape(layers, hidden, heads, seq_length=2048, vocab_size=51200)
     layout = Layout(
         tp=8, pp=pp, dp=1, micro_batch_size=micro, recompute="selective", sequence_parallel=True,
         partition="layers", zero=0,
     )  # fmt: skip
-    machine = dataclasses.replace(machine, software=software)
     found = step_time.predict(model, layout, training(batch), machine).seconds
     flops = 72.0 * batch * 2048 * layers * hidden**2
     flops *= 1 + 2048 / (6 * hidden) + 51200 / (12 * layers * hidden)
@@ -242,7 +268,7 @@ def test_bloom_as_it_ran():
         tp=4, pp=12, dp=8, micro_batch_size=2, recompute="full", partition="blocks",
         sequence_parallel=False,
     )  # fmt: skip
-    machine = hardware.load("jean-zay-a100-bf16")
+    machine = program("jean-zay-a100", "megatron-deepspeed-2022-bf16")
     found = step_time.predict(
         preset("bloom-176b"), layout, training(2048, precision="bf16"), machine
     )
@@ -275,13 +301,10 @@ def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
 # ------------------------------------------------------------------------------------------------
 
 
-def software(machine, **changes):
-    return dataclasses.replace(machine, software=dataclasses.replace(machine.software, **changes))
-
-
 def test_attention_kernels_differ_by_length_direction_and_gpu():
     def seconds(kernel: str, seq: int, machine=A100) -> tuple[float, float]:
-        return op_costs.attention(software(machine, attention=kernel), seq, 128, 8, 65536 // seq)
+        machine = engines.on(machine, {"attention": kernel})
+        return core_seconds(machine, 128, 8 * 65536 // seq, seq)
 
     for seq in (2048, 16384):
         old, new = seconds("flash1", seq), seconds("flash2", seq)
@@ -291,9 +314,9 @@ def test_attention_kernels_differ_by_length_direction_and_gpu():
     assert sum(seconds("math", 2048)) > sum(seconds("fused", 2048))
     # Twice the work per token at twice the length, and less than that while kernels are short.
     assert 1.5 < seconds("flash2", 1024)[0] / seconds("flash2", 512)[0] < 2
-    assert seconds("flash", 2048) == seconds("flash2", 2048)
-    v100 = hardware.load("v100-32")
-    assert seconds("flash", 2048, v100) == seconds("efficient", 2048, v100)
+    own = core_seconds(A100, 128, 256), core_seconds(hardware.load("v100-32"), 128, 256)
+    assert own[0] == seconds("flash2", 2048)
+    assert own[1] == seconds("efficient", 2048, hardware.load("v100-32"))
 
 
 def test_a_tiny_pass_takes_no_less_than_its_launches():
@@ -310,7 +333,7 @@ def test_a_tiny_pass_takes_no_less_than_its_launches():
 def test_separate_norms_and_positions_cost_traffic():
     model = dataclasses.replace(preset("1b3"), positions="rotary", norm="rmsnorm")
     job = Job(model, Layout(dp=1), Training(global_batch_size=8, precision="bf16"), A100)
-    apart = software(A100, fused_norms=False), software(A100, fused_elementwise=False)
+    apart = [engines.on(A100, {fact: False}) for fact in ("fused_norms", "fused_elementwise")]
     fused = sum(step_time.block_pass(job))
     assert all(sum(step_time.block_pass(job._replace(machine=m))) > fused for m in apart)
 
@@ -407,16 +430,12 @@ def test_an_interval_holds_the_prediction_and_widens_outside_of_what_was_fitted(
 # ------------------------------------------------------------------------------------------------
 
 
-def with_software(**changes) -> hardware.Machine:
-    return dataclasses.replace(A100, software=dataclasses.replace(A100.software, **changes))
-
-
 def test_hidden_messages_of_an_interleaved_pipeline():
     """Of 16 micro-batches' messages, 4 chunks each, only the first one's are seen."""
     model, layout = preset("opt-13b"), Layout(dp=1, tp=2, pp=4)
     plain, hidden = (
-        with_software(virtual_stages=4),
-        with_software(virtual_stages=4, overlap_messages=True),
+        engines.on(A100, {"virtual_stages": 4}),
+        engines.on(A100, {"virtual_stages": 4, "overlap_messages": True}),
     )
     shown, not_shown = (Job(model, layout, training(16), one) for one in (plain, hidden))
     difference = step_time.pipeline_time(shown)[0] - step_time.pipeline_time(not_shown)[0]

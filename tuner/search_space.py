@@ -20,7 +20,7 @@ from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
 from config.validation import check_any_length
 from planner import layouts, risk
-from planner.enumeration import LONG, Rejected, divisors, recomputations
+from planner.enumeration import LONG, RECOMPUTATIONS, Rejected, divisors
 from planner.hardware import Machine
 from planner.step_time import Prediction
 from schedules import partition
@@ -129,7 +129,7 @@ def _combinations(
     config: Config, machine: Machine, ranks: int, given: dict[str, list]
 ) -> Iterator[dict[str, Any]]:
     """A value of each axis that `layouts.rank` does not vary by itself."""
-    axes, every = (*PLAIN_AXES, "recompute"), {"recompute": recomputations(machine)}
+    axes, every = (*PLAIN_AXES, "recompute"), {"recompute": RECOMPUTATIONS}
     tried = [given.get(axis) or every.get(axis) or choices(axis) for axis in axes]
     for values in itertools.product(*tried):
         one = dict(zip(axes, values, strict=True))
