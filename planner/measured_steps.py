@@ -10,7 +10,7 @@ are what the simulated step loses when that cause takes no time, the causes befo
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ SLOW, SLOW_ALONE = 1.10, 1.5
 MOST_ARRIVED = 50e-6
 LARGEST_NUMBER = 1e15  # microseconds in times.jsonl: 30 years
 AROUND = ("log", "begin", "reduce", "optimizer", "statistics")  # phases beside the passes
+OF_RANK = ("total", "apart", "began", "offset", "error")  # numbers of a rank for the whole step
 CAUSES_OF_WAITS = {"tied": "dp", "world": "all ranks"}  # other kinds of waits are causes themselves
-IN_PASSES = ("tp", "cp", "dp", "all ranks")  # causes of waits inside of passes
-# All causes, in the order in which they are removed: those that take time beside the computing, and
-# those by which passes compute for different times.
-PARTS = ("host", "data", "p2p", *IN_PASSES, "optimizer")
-COMPUTED = ("slow ranks", "variation", "imbalance")
+# Causes that take time beside the computing, in the order in which they are removed. After them
+# come those by which ranks compute for different times.
+PARTS = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
+UNEVEN = ("slow ranks", "variation", "imbalance")
+# The rows of an array of seconds: by cause, and last what is computed.
+PLACE = {name: number for number, name in enumerate((*PARTS, "compute"))}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,6 @@ class Row:
     passes: of each pass start, end, data, when its last message arrived, and waits by `kinds`.
     around: of each phase its own seconds and its waits. measured: without saves and evaluations.
     clocks: when each rank began to measure. spent: by phase, in the `steps` since the row before.
-    follows_others: whether a save or an evaluation came before it.
     """
 
     steps: float
@@ -54,9 +55,9 @@ class Row:
     nodes: list[str]
     passes: np.ndarray
     around: np.ndarray
-    measured: np.ndarray
+    measured: float
     clocks: np.ndarray
-    follows_others: bool
+    follows_others: bool  # whether a save or an evaluation came just before the step
 
 
 def read_rows(run: str, ranks: int) -> list[Row]:
@@ -65,14 +66,14 @@ def read_rows(run: str, ranks: int) -> list[Row]:
     """
     file, found = Path(run) / "times.jsonl", []
     for number, values in enumerate(rows_of(file), start=1):
+        where = f"{file}, line {number}"
         try:
-            found.append(_row(values))
+            row = _row(values)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            where = f"{file}, line {number}"
             raise UserError(f"{where} has not the numbers of a measured step: {error}") from None
-        if len(found[-1].nodes) != ranks:
-            there = f"{file}, line {number} has times of {len(found[-1].nodes)} ranks"
-            raise UserError(f"{there}, but the run has {ranks}")
+        if len(row.nodes) != ranks:
+            raise UserError(f"{where} has times of {len(row.nodes)} ranks, but the run has {ranks}")
+        found.append(row)
     return found
 
 
@@ -82,15 +83,13 @@ def _row(values: Mapping[str, Any]) -> Row:
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks])
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks])
-    whole = _numbers([[rank["total"], rank["apart"]] for rank in ranks])
-    clocks = _numbers([[rank["began"], rank["offset"], rank["error"]] for rank in ranks])
-    widths = passes.shape[2], around.shape[2], passes.size > 0
-    if widths != (4 + len(kinds), 1 + len(kinds), True) or not {"tp", "p2p"} <= set(kinds):
+    of_ranks = _numbers([[rank[name] for name in OF_RANK] for rank in ranks])
+    total, apart, began, offset, error = of_ranks.T
+    if (passes.shape[2], around.shape[2]) != (4 + len(kinds), 1 + len(kinds)) or not passes.size:
         raise ValueError("numbers are missing")
     # Ranks of a node have the same clock; its offset is that of the rank with the smallest error.
     nodes = [str(rank["node"]) for rank in ranks]
-    surest_last = np.argsort(-clocks[:, 2], kind="stable")
-    offsets = {nodes[rank]: clocks[rank, 1] for rank in surest_last}
+    offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
     return Row(
         steps=float(_numbers(values["steps"])),
         spent={phase: float(_numbers(spent)) for phase, spent in values["spent"].items()},
@@ -98,9 +97,9 @@ def _row(values: Mapping[str, Any]) -> Row:
         nodes=nodes,
         passes=passes / 1e6,
         around=around / 1e6,
-        measured=(whole[:, 0] - whole[:, 1]) / 1e6,
-        clocks=clocks[:, 0] + [offsets[node] for node in nodes],
-        follows_others=bool(whole[:, 1].any()),
+        measured=float(total[0] - apart[0]) / 1e6,
+        clocks=began + [offsets[node] for node in nodes],
+        follows_others=bool(apart.any()),
     )
 
 
@@ -112,114 +111,95 @@ def _numbers(values: Any) -> np.ndarray:
     return found
 
 
-class Pass:
-    """One pass of the schedule, in arrays of seconds with the axes step and pipeline.
-
-    compute: what the rank computes. parts: by cause, what the pass takes beside it: `host` and
-    `data` before it waits for its input, `p2p` of the message with its input, and waits for other
-    ranks. ready, end: when the last message arrived and when the pass ended, on one clock.
-    """
-
-    def __init__(self, numbers: np.ndarray, kinds: Sequence[str], clock: np.ndarray):
-        """numbers: those of a Row; kinds: of its waits; clock: when the rank began to measure."""
-        start, end, data, ready, *waits = np.moveaxis(numbers, -1, 0)
-        self.compute = end - start - data - sum(waits)
-        self.end = clock + end
-        self.ready = clock + ready
-        self.parts: dict[str, Any] = dict.fromkeys(PARTS, 0.0)
-        self.parts["data"] = data
-        for kind, waited in zip(kinds, waits, strict=True):
-            self.parts[kind] = self.parts[kind] + waited
-
-    def set_message(self, sender: "Pass | None") -> None:
-        """Turn the wait for the input into the seconds from the end of the pass that made the input
-        until the input was there.
-        """
-        late = self.parts["p2p"] >= MOST_ARRIVED
-        seconds = self.ready - sender.end if sender else np.zeros(late.shape)
-        self.parts["p2p"] = np.where(late, np.maximum(seconds, 0.0), 0.0)
-
-    @property
-    def timing(self) -> Timing:
-        """The same for the simulation."""
-        parts = self.parts
-        waits = sum(parts[cause] for cause in IN_PASSES)
-        return Timing(parts["host"] + parts["data"], parts["p2p"], self.compute + waits)
-
-
 class MeasuredSteps:
-    """Steps with the same schedule. pipelines: their ranks. passes: of all steps and pipelines.
+    """Steps with the same schedule, in arrays of seconds whose first axis is PLACE.
 
-    after: by cause, seconds of each step that follow its last pass. measured: mean seconds of a
-    step, without saves and evaluations.
+    passes: of each pass what it takes in every step and pipeline: `host` and `data` before it waits
+    for its input, `p2p` of the message with its input, then waits for other ranks and what it
+    computes. after: what follows the last pass of every step. measured: mean seconds of a step,
+    without saves and evaluations.
     """
 
     def __init__(self, rows: Sequence[Row], layout: Layout, order: Schedule):
         """Raises ValueError if the rows have other passes than the order."""
         self.order = order
-        self.axes = layout.axes
-        self.pipelines = rows_along(layout.axes, ["pp"])
-        kinds = rows[0].kinds
-        self.measured = float(np.mean([row.measured[0] for row in rows]))
-        clocks = np.array([row.clocks for row in rows])
+        self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
+        self.measured = float(np.mean([row.measured for row in rows]))
         passes = np.array([row.passes for row in rows])
         around = np.array([row.around for row in rows])
         if passes.shape[2] != len(order.ranks[0]):
             raise ValueError("its passes are not those of its schedule")
-        before = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
-        self.passes: dict[Action, Pass] = {}
-        for actions, ranks in zip(order.ranks, np.transpose(self.pipelines), strict=True):
-            for number, action in enumerate(actions):
-                self.passes[action] = Pass(passes[:, ranks, number], kinds, clocks[:, ranks])
-            self.passes[actions[0]].parts["host"] = before[:, ranks]
-        for action, one in self.passes.items():
-            sender = order.input_of(action)
-            one.set_message(self.passes[sender] if sender else None)
+        start, end, data, ready, *waits = np.moveaxis(passes, -1, 0)
+        seconds = np.zeros((len(PLACE), *start.shape))
+        for kind, waited in zip(rows[0].kinds, waits, strict=True):
+            seconds[PLACE[kind]] += waited
+        seconds[PLACE["host"], :, :, 0] = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
+        seconds[PLACE["data"]] = data
+        seconds[PLACE["compute"]] = end - start - data - sum(waits)
+        clocks = np.array([row.clocks for row in rows])[..., None]
+        self._set_passes(seconds, clocks + end, clocks + ready)
+        self._set_after(around, rows[0].kinds)
 
-        # All ranks leave the step's last phase at once, so the rank that ended its passes last
-        # takes the shortest time from there on.
-        after = around[:, :, 2:].sum(axis=2)
-        last = np.arange(len(rows)), after.sum(axis=2).argmin(axis=1)
-        self.after: dict[str, Any] = dict.fromkeys(PARTS, 0.0)
-        _, _, reduce, optimizer, statistics = around[last][:, :, 0].T
-        self.after["optimizer"] = reduce + optimizer
-        self.after["host"] = statistics
-        for kind, waited in zip(kinds, after[last][:, 1:].T, strict=True):
+    def _set_passes(self, seconds: np.ndarray, ended: np.ndarray, ready: np.ndarray) -> None:
+        """Set `passes`; the wait for an input becomes the time of its message, from the end of the
+        pass that made it until it is there. ended, ready: of every pass, on one clock.
+        """
+        places: dict[Action, tuple[np.ndarray, int]] = {}
+        for actions, ranks in zip(self.order.ranks, self.pipelines.T, strict=True):
+            places |= {action: (ranks, number) for number, action in enumerate(actions)}
+        self.passes: dict[Action, np.ndarray] = {}
+        for action, (ranks, number) in places.items():
+            one = seconds[:, :, ranks, number]
+            needed = self.order.input_of(action)
+            sent = ended[:, *places[needed]] if needed else np.inf
+            message = np.maximum(0.0, ready[:, ranks, number] - sent)
+            one[PLACE["p2p"]] = np.where(one[PLACE["p2p"]] < MOST_ARRIVED, 0.0, message)
+            self.passes[action] = one
+
+    def _set_after(self, around: np.ndarray, kinds: Sequence[str]) -> None:
+        """Set `after`. All ranks leave the last phase of a step at once, so the rank that ended its
+        passes last takes the shortest time from there on: it is the one that counts.
+        """
+        phases = around[:, :, 2:]
+        last = phases.sum(axis=(2, 3)).argmin(axis=1)
+        counted = phases[np.arange(len(phases)), last]
+        self.after = np.zeros((len(PLACE), len(phases)))
+        self.after[PLACE["optimizer"]] = counted[:, :2, 0].sum(axis=1)  # `reduce` and `optimizer`
+        self.after[PLACE["host"]] = counted[:, 2, 0]
+        for number, kind in enumerate(kinds, start=1):
             # Messages after the passes are those of replicas.
             cause = "dp" if kind == "p2p" else kind
-            self.after[cause] = self.after[cause] + waited
+            self.after[PLACE[cause]] += counted[:, :, number].sum(axis=1)
+
+    def timing_of(self, action: Action) -> Timing:
+        """What an action takes in the simulation, in every step and pipeline."""
+        host, data, message, *waits_and_compute = self.passes[action]
+        return Timing(host + data, message, sum(waits_and_compute))
 
     def seconds(self) -> float:
         """Mean seconds of a step, simulated."""
-        slots = simulate_each(self.order, lambda action: self.passes[action].timing, np.maximum)
+        slots = simulate_each(self.order, self.timing_of, np.maximum)
         ends = np.max([row[-1].end for row in slots], axis=0)
-        return float(np.mean(ends.max(axis=1) + sum(self.after.values())))
+        return float(np.mean(ends.max(axis=1) + self.after.sum(axis=0)))
 
-    def by_stage(self, seconds_of: Callable[[Pass], Any]) -> dict[tuple[str, int], float]:
-        """Means over the passes of a kind in a stage."""
-        groups = self._alike(over_stages=False)
-        return {
-            key: float(np.mean([seconds_of(one) for one in alike])) for key, alike in groups.items()
-        }
-
-    def _alike(self, over_stages: bool) -> dict[tuple[str, int], list[Pass]]:
+    def alike(self, over_stages: bool = False) -> dict[tuple[str, int], list[Action]]:
         """The passes by kind and stage; over_stages: by kind alone."""
-        found = defaultdict[tuple[str, int], list[Pass]](list)
-        for action, one in self.passes.items():
-            found[action.kind, 0 if over_stages else action.stage].append(one)
+        found = defaultdict[tuple[str, int], list[Action]](list)
+        for action in self.passes:
+            found[action.kind, 0 if over_stages else action.stage].append(action)
         return found
 
     def computed(self) -> np.ndarray:
-        """Mean seconds of a step that every rank of every pipeline computes in its passes."""
+        """Mean seconds of a step that the ranks of every pipeline compute in their passes."""
         of_ranks = []
         for actions in self.order.ranks:
-            seconds = sum(self.passes[action].compute for action in actions)
+            seconds = sum(self.passes[action][PLACE["compute"]] for action in actions)
             of_ranks.append(np.mean(seconds, axis=0))
         return np.transpose(of_ranks)
 
     def usual_shares(self, shares: Sequence[float]) -> np.ndarray:
-        """For every rank of every pipeline, the seconds that a usual rank computes as a share of
-        its own: 1 unless the rank is slow. shares: of the model's time, by stage.
+        """For the ranks of every pipeline, the seconds that a usual rank computes as a share of the
+        rank's own: 1 unless the rank is slow. shares: of the model's time, by stage.
         """
         stages = [self.order.stages_on(pp) for pp in range(len(self.order.ranks))]
         rates = self.computed() / [sum(shares[stage] for stage in held) for held in stages]
@@ -228,26 +208,13 @@ class MeasuredSteps:
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)
         return np.where(slow, usual / rates, 1.0)
 
-    def lost_by_slow_ranks(self, shares: Sequence[float]) -> dict[int, float]:
-        """Seconds that slow ranks compute longer in a step than usual, by rank."""
-        lost = self.computed() * (1 - self.usual_shares(shares))
-        by_rank = zip(np.ravel(self.pipelines), np.ravel(lost), strict=True)
-        return {int(rank): float(seconds) for rank, seconds in by_rank if seconds}
-
-    def remove(self, cause: str, shares: Sequence[float]) -> None:
-        """Let a cause of PARTS or of COMPUTED take no time."""
-        if cause == "slow ranks":
-            usual = self.usual_shares(shares)
-            for action, one in self.passes.items():
-                one.compute *= usual[:, self.order.rank_of[action.stage]]
-        elif cause in COMPUTED:
-            for alike in self._alike(over_stages=cause == "imbalance").values():
-                mean = np.mean([one.compute for one in alike], axis=(0, 2))
-                for one in alike:
-                    one.compute = np.tile(mean[:, None], len(self.pipelines))
-        else:
-            for parts in [self.after, *(one.parts for one in self.passes.values())]:
-                parts[cause] = 0.0
+    def even_out(self, over_stages: bool) -> None:
+        """Let the passes of a kind and stage, or of a kind, compute equally long in a step."""
+        for actions in self.alike(over_stages).values():
+            seconds = [self.passes[action][PLACE["compute"]] for action in actions]
+            mean = np.mean(seconds, axis=(0, 2))
+            for each in seconds:
+                each[:] = mean[:, None]
 
     def causes(self, shares: Sequence[float]) -> dict[str, float]:
         """Mean seconds of a step by cause; the steps have lost all causes then.
@@ -257,8 +224,16 @@ class MeasuredSteps:
         """
         left = self.seconds()
         found = {"unexplained": self.measured - left}
-        for cause in (*PARTS, *COMPUTED):
-            self.remove(cause, shares)
+        for cause in (*PARTS, *UNEVEN):
+            if cause == "slow ranks":
+                usual = self.usual_shares(shares)
+                for action, one in self.passes.items():
+                    one[PLACE["compute"]] *= usual[:, self.order.rank_of[action.stage]]
+            elif cause in UNEVEN:
+                self.even_out(over_stages=cause == "imbalance")
+            else:
+                for one in (self.after, *self.passes.values()):
+                    one[PLACE[cause]] = 0.0
             now = self.seconds()
             found[cause], left = left - now, now
         found["compute"] = float(self.computed().mean())
