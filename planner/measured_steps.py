@@ -111,6 +111,14 @@ def _numbers(values: Any) -> np.ndarray:
     return found
 
 
+def _by_cause(waits: np.ndarray, kinds: Sequence[str]) -> np.ndarray:
+    """The waits, whose kinds are on the last axis, by PLACE on the first axis."""
+    found = np.zeros((len(PLACE), *waits.shape[:-1]))
+    for number, kind in enumerate(kinds):
+        found[PLACE[kind]] += waits[..., number]
+    return found
+
+
 class MeasuredSteps:
     """Steps with the same schedule, in arrays of seconds whose first axis is PLACE.
 
@@ -129,16 +137,20 @@ class MeasuredSteps:
         around = np.array([row.around for row in rows])
         if passes.shape[2] != len(order.ranks[0]):
             raise ValueError("its passes are not those of its schedule")
-        start, end, data, ready, *waits = np.moveaxis(passes, -1, 0)
-        seconds = np.zeros((len(PLACE), *start.shape))
-        for kind, waited in zip(rows[0].kinds, waits, strict=True):
-            seconds[PLACE[kind]] += waited
-        seconds[PLACE["host"], :, :, 0] = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
+        start, end, data, ready = np.moveaxis(passes[..., :4], -1, 0)
+        seconds = _by_cause(passes[..., 4:], rows[0].kinds)
+        seconds[PLACE["compute"]] = end - start - data - seconds.sum(axis=0)
         seconds[PLACE["data"]] = data
-        seconds[PLACE["compute"]] = end - start - data - sum(waits)
+        seconds[PLACE["host"], :, :, 0] = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
         clocks = np.array([row.clocks for row in rows])[..., None]
         self._set_passes(seconds, clocks + end, clocks + ready)
-        self._set_after(around, rows[0].kinds)
+        # All ranks leave the last phase of a step at once, so the rank that ended its passes last
+        # takes the shortest time from there on: it is the one that counts.
+        after = around[:, :, 2:].sum(axis=2)
+        last = after.sum(axis=2).argmin(axis=1)
+        counted = after[np.arange(len(rows)), last]
+        self.after = _by_cause(counted[:, 1:], rows[0].kinds)
+        self.after[PLACE["optimizer"]] = counted[:, 0]
 
     def _set_passes(self, seconds: np.ndarray, ended: np.ndarray, ready: np.ndarray) -> None:
         """Set `passes`; the wait for an input becomes the time of its message, from the end of the
@@ -156,21 +168,6 @@ class MeasuredSteps:
             one[PLACE["p2p"]] = np.where(one[PLACE["p2p"]] < MOST_ARRIVED, 0.0, message)
             self.passes[action] = one
 
-    def _set_after(self, around: np.ndarray, kinds: Sequence[str]) -> None:
-        """Set `after`. All ranks leave the last phase of a step at once, so the rank that ended its
-        passes last takes the shortest time from there on: it is the one that counts.
-        """
-        phases = around[:, :, 2:]
-        last = phases.sum(axis=(2, 3)).argmin(axis=1)
-        counted = phases[np.arange(len(phases)), last]
-        self.after = np.zeros((len(PLACE), len(phases)))
-        self.after[PLACE["optimizer"]] = counted[:, :2, 0].sum(axis=1)  # `reduce` and `optimizer`
-        self.after[PLACE["host"]] = counted[:, 2, 0]
-        for number, kind in enumerate(kinds, start=1):
-            # Messages after the passes are those of replicas.
-            cause = "dp" if kind == "p2p" else kind
-            self.after[PLACE[cause]] += counted[:, :, number].sum(axis=1)
-
     def timing_of(self, action: Action) -> Timing:
         """What an action takes in the simulation, in every step and pipeline."""
         host, data, message, *waits_and_compute = self.passes[action]
@@ -182,12 +179,24 @@ class MeasuredSteps:
         ends = np.max([row[-1].end for row in slots], axis=0)
         return float(np.mean(ends.max(axis=1) + self.after.sum(axis=0)))
 
-    def alike(self, over_stages: bool = False) -> dict[tuple[str, int], list[Action]]:
+    def _alike(self, over_stages: bool) -> dict[tuple[str, int], list[Action]]:
         """The passes by kind and stage; over_stages: by kind alone."""
         found = defaultdict[tuple[str, int], list[Action]](list)
         for action in self.passes:
             found[action.kind, 0 if over_stages else action.stage].append(action)
         return found
+
+    def by_stage(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+        """Mean seconds of passes, with their waits, and of messages that ranks waited for, by kind
+        of pass and stage.
+        """
+        runs, messages = {}, {}
+        for key, actions in self._alike(over_stages=False).items():
+            timings = [self.timing_of(action) for action in actions]
+            runs[key] = float(np.mean([timing.runs for timing in timings]))
+            sent = np.array([timing.message for timing in timings])
+            messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
+        return runs, messages
 
     def computed(self) -> np.ndarray:
         """Mean seconds of a step that the ranks of every pipeline compute in their passes."""
@@ -210,7 +219,7 @@ class MeasuredSteps:
 
     def even_out(self, over_stages: bool) -> None:
         """Let the passes of a kind and stage, or of a kind, compute equally long in a step."""
-        for actions in self.alike(over_stages).values():
+        for actions in self._alike(over_stages).values():
             seconds = [self.passes[action][PLACE["compute"]] for action in actions]
             mean = np.mean(seconds, axis=(0, 2))
             for each in seconds:
