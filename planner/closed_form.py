@@ -52,7 +52,7 @@ class Ranks(NamedTuple):
         kinds: dict[tuple, int] = {}
         of_kind, kind_of_way = list[list[tuple[int, ...]]](), list[int]()
         for way in table.ways:
-            kind = way.pp, way.schedule, way.virtual_stages, bool(way.vocab_pp)
+            kind = way.pp, way.schedule, way.virtual_stages, bool(way.vocab_pp), way.partition
             if kind not in kinds:
                 kinds[kind] = len(of_kind)
                 of_kind.append(_chosen_ranks(table.asked.model, way))

@@ -24,6 +24,7 @@ from config.schema import Layout, ModelShape, Training
 from config.validation import check_batch, check_sharding, check_split, with_dp
 from planner.hardware import Machine
 from planner.job import Columns, Job
+from schedules.partition import blocks_per_stage
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")  # auto only if it is asked for
 ZERO_STAGES = (1, 0, 2, 3)  # of equally fast ones the first is taken
@@ -35,8 +36,8 @@ LONG = 4096  # tokens of a sample from which on cp is varied
 
 
 class Asked(NamedTuple):
-    """A question: fixed holds Layout fields that are given, or lists of values to try for tp, pp
-    and micro-batch.
+    """A question: fixed holds Layout fields that are given, each a value or a list of those to try;
+    recompute_layers and recompute_blocks are single values.
     """
 
     model: ModelShape
@@ -55,10 +56,14 @@ class Asked(NamedTuple):
         """The question about one layout."""
         return Job(self.model, layout, self.training, self.machine)
 
+    def holds(self, name: str) -> bool:
+        """Whether a field has one value that was given."""
+        return name in self.fixed and not isinstance(self.fixed[name], list)
+
     def values(self, name: str, default: Iterable[Any]) -> list[Any]:
         """The values to try of a field."""
-        given = self.fixed.get(name, default)
-        return list(given) if isinstance(given, (list, tuple, range)) else [given]
+        given = self.fixed.get(name, list(default))
+        return given if isinstance(given, list) else [given]
 
 
 @dataclass(frozen=True)
@@ -97,14 +102,14 @@ class Table:
 
     def layout(self, row: int, recomputed: int | None = None) -> Layout:
         """One row; recomputed: how many blocks of each stage, default: as is fixed, or all."""
-        way, given = self.ways[self.way[row]], self.asked.fixed
+        way = self.ways[self.way[row]]
         layout = replace(
             way,
             micro_batch_size=int(self.micro_batch_size[row]),
             recompute=str(self.recompute[row]),
             zero=int(self.zero[row]),
         )
-        if "sequence_parallel" not in given and _can_split(self.asked.model, way):
+        if not self.asked.holds("sequence_parallel") and _can_split(self.asked.model, way):
             layout = replace(layout, sequence_parallel=bool(self.sequence_parallel[row]))
         if self.asked.counts_blocks and layout.recompute != "none":
             layout = replace(layout, recompute_layers=recomputed)
@@ -162,54 +167,71 @@ def _placed(asked: Asked) -> Iterator[list[Layout] | Rejected]:
     """The ways to run every tp and pp that divide GPUs and model, and why the others do not; then,
     of long samples, those with every cp.
     """
-    model, fixed, gpus = asked.model, asked.fixed, asked.gpus
-    yield from _with_cp(asked, fixed.get("cp", 1))
-    if "cp" in fixed or model.seq_length < LONG:
-        return
-    for cp in divisors(gpus)[1:]:
-        if model.seq_length % (2 * cp) == 0:
-            found = _with_cp(asked, cp)
-            yield from (placed for placed in found if not isinstance(placed, Rejected))
+    first, *others = asked.values("cp", _context_sizes(asked))
+    yield from _with_cp(asked, first)
+    for cp in others:
+        found = _with_cp(asked, cp)
+        yield from (placed for placed in found if not isinstance(placed, Rejected))
+
+
+def _context_sizes(asked: Asked) -> list[int]:
+    """Values of cp to try where none is given."""
+    length = asked.model.seq_length
+    if length < LONG:
+        return [1]
+    return [cp for cp in divisors(asked.gpus) if cp == 1 or length % (2 * cp) == 0]
 
 
 def _with_cp(asked: Asked, cp: int) -> Iterator[list[Layout] | Rejected]:
     """As `_placed`, with one cp."""
-    fixed, gpus, node = asked.fixed, asked.gpus, asked.machine.node
-    single = {name: value for name, value in fixed.items() if not isinstance(value, list)}
+    gpus, node = asked.gpus, asked.machine.node
+    held = {name: value for name, value in asked.fixed.items() if asked.holds(name)}
     for tp in asked.values("tp", divisors(gpus)):
-        if tp > node and "tp" not in fixed:
+        if tp > node and "tp" not in asked.fixed:
             reason = f"tp({tp}) would leave the node of {node} GPUs; --tp {tp} tries it"
             yield Rejected({"tp": tp}, reason)
             continue
         for pp in asked.values("pp", divisors(gpus // tp) if gpus % tp == 0 else [1]):
-            given = {"partition": "balanced", **single, "tp": tp, "pp": pp, "cp": cp}
+            given = {"partition": "balanced", **held, "tp": tp, "pp": pp, "cp": cp}
             try:
-                yield _ways(asked.model, with_dp(Layout(**given), gpus, "GPUs"), fixed)
+                yield _ways(asked, with_dp(Layout(**given), gpus, "GPUs"))
             except UserError as error:
                 yield Rejected({"tp": tp, "pp": pp}, str(error))
 
 
-def _ways(model: ModelShape, placed: Layout, fixed: dict[str, Any]) -> list[Layout]:
-    """A layout with every schedule, number of virtual stages and vocabulary sharding that train.py
-    takes, the plainest first. Raises UserError, why not, if it takes none.
+def _ways(asked: Asked, placed: Layout) -> list[Layout]:
+    """A layout with every partition, schedule, number of virtual stages and vocabulary sharding
+    that train.py takes, the plainest first. Raises UserError, why not, if it takes none.
     """
-    names = [placed.schedule] if "schedule" in fixed or placed.pp == 1 else SCHEDULES
-    spread = [placed.vocab_pp] if "vocab_pp" in fixed else [placed.vocab_pp, True]
-    found, refusal = [], None
-    for name, vocab_pp in product(names, spread):
-        virtual: Iterable[int] = [placed.virtual_stages]
-        if name == "interleaved" and "virtual_stages" not in fixed:
-            virtual = range(2, max(2, (model.layers + 2) // placed.pp) + 1)
-        for count in virtual:
-            way = replace(placed, schedule=name, virtual_stages=count, vocab_pp=vocab_pp)
+    found: dict[tuple, Layout] = {}  # by what runs: partitions may be the same
+    refusal = None
+    partitions = asked.values("partition", [placed.partition])
+    schedules = [placed.schedule]
+    if placed.pp > 1 or asked.holds("schedule"):
+        schedules = asked.values("schedule", SCHEDULES)
+    vocabulary = asked.values("vocab_pp", [placed.vocab_pp, True])
+    for partition, schedule, vocab_pp in product(partitions, schedules, vocabulary):
+        way = replace(placed, partition=partition, schedule=schedule, vocab_pp=vocab_pp)
+        for count in _virtual_stages(asked, way):
+            way = replace(way, virtual_stages=count)
             try:
-                check_split(model, way)
-                found.append(way)
+                check_split(asked.model, way)
             except UserError as error:
                 refusal = refusal or error
+                continue
+            blocks = tuple(blocks_per_stage(asked.model, way)) if len(partitions) > 1 else ()
+            found.setdefault((way.schedule, count, vocab_pp, blocks), way)
     if refusal and not found:
         raise refusal
-    return found
+    return list(found.values())
+
+
+def _virtual_stages(asked: Asked, way: Layout) -> list[int | None]:
+    """How many stages of a rank to try."""
+    if way.schedule != "interleaved":
+        return [way.virtual_stages]
+    most = max(2, (asked.model.layers + 2) // way.pp)
+    return asked.values("virtual_stages", range(2, most + 1))
 
 
 def _micro_batches(asked: Asked, placed: Layout) -> tuple[list[int], list[Rejected]]:
@@ -238,27 +260,32 @@ def _rows(
     blocks = [asked.fixed.get(name) for name in ("recompute_layers", "recompute_blocks")]
     if "recompute" not in asked.fixed and blocks != [None, None]:
         kinds.remove("none")
-    columns: dict[str, list[np.ndarray]] = {}
-    for stage, kind, split in product(range(len(ZERO_STAGES)), kinds, (True, False)):
-        splits = np.array([_splits(asked, way, split) for way in ways])
-        chosen = sizes[(splits & (zeros[:, stage] >= 0))[sizes[:, 0]]]
-        alike: dict[str, Any] = {"recompute": kind, "sequence_parallel": split}
-        values = {"way": chosen[:, 0], "micro_batch_size": chosen[:, 1]}
-        values |= {name: np.full(len(chosen), value) for name, value in alike.items()}
-        values["zero"] = zeros[chosen[:, 0], stage]
-        for name, value in values.items():
-            columns.setdefault(name, []).append(value)
-    table = Table(asked, ways, **{name: np.concatenate(own) for name, own in columns.items()})
+    split_of_way = {each: _splits(asked, ways, each) for each in (True, False)}
+    way, micro_batch = sizes.T
+    parts: list[list[np.ndarray]] = []
+    for stage, kind, split in product(range(zeros.shape[1]), kinds, (True, False)):
+        taken = split_of_way[split] & (zeros[:, stage] >= 0)
+        rows = np.flatnonzero(taken[way])
+        alike = np.full(len(rows), split), np.full(len(rows), kind)
+        parts.append([way[rows], micro_batch[rows], *alike, zeros[way[rows], stage]])
+    table = Table(asked, ways, *(np.concatenate(column) for column in zip(*parts, strict=True)))
     return (table if len(table) else None), rejected
 
 
-def _splits(asked: Asked, way: Layout, split: bool) -> bool:
-    """Whether there are rows of a way with, or without, sequence parallelism."""
-    if "sequence_parallel" not in asked.fixed:
-        return not split or _can_split(asked.model, way)
+def _splits(asked: Asked, ways: list[Layout], split: bool) -> np.ndarray:
+    """Of which ways there are rows with, or without, sequence parallelism."""
+    if not asked.holds("sequence_parallel"):
+        tried = split in asked.values("sequence_parallel", (True, False))
+        return np.array([_has_rows(asked.model, way, split, tried) for way in ways])
     on_gpu = asked.machine.device != "CPU"
-    given = way.automatic(asked.model.seq_length, on_gpu).sequence_parallel
-    return bool(given) == split
+    settled = [way.automatic(asked.model.seq_length, on_gpu) for way in ways]
+    return np.array([bool(way.sequence_parallel) == split for way in settled])
+
+
+def _has_rows(model: ModelShape, way: Layout, split: bool, tried: bool) -> bool:
+    """As `_splits`; tried: whether this is asked for. What cannot be split is listed without."""
+    possible = _can_split(model, way)
+    return possible and tried if split else tried or not possible
 
 
 def _can_split(model: ModelShape, way: Layout) -> bool:
@@ -270,12 +297,12 @@ def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rej
     """For each way the ZeRO stages that train.py takes, -1 in place of others; and why not, where
     it takes none.
     """
-    found = np.full((len(ways), len(ZERO_STAGES)), -1)
+    stages = asked.values("zero", ZERO_STAGES)
+    found = np.full((len(ways), len(stages)), -1)
     rejected = []
     for number, way in enumerate(ways):
-        alone = "zero" in asked.fixed or way.dp * way.cp == 1
         refusal = ""
-        for column, zero in enumerate([way.zero] if alone else ZERO_STAGES):
+        for column, zero in enumerate(stages if way.dp * way.cp > 1 else stages[:1]):
             try:
                 check_sharding(replace(way, zero=zero, recompute="full"), asked.training)
                 found[number, column] = zero

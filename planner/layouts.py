@@ -84,6 +84,31 @@ def rank(
     return Answer(ranked, rejected + ranking.rejected(), len(ranking.waiting))
 
 
+def rank_all(
+    model: ModelShape,
+    training: Training,
+    machine: Machine,
+    gpus: int,
+    fixed: dict[str, Any],
+    refusal: Callable[[Layout], str],
+    accepted: float,
+    most: float = math.inf,
+) -> Answer:
+    """As `rank`, all layouts whose risk is at most `accepted`; of more than `most` those that are
+    likely the fastest. The answer's `slower` counts the others. `--schedule auto` is not searched.
+    """
+    check_shape(model)
+    schedule = batch_schedule(training, model.seq_length)
+    table, rejected = every_layout(Asked(model, training, machine, gpus, fixed))
+    if table is None:
+        return Answer([], rejected, 0)
+    ranking = Ranking(table, accepted, refusal)
+    ranking.run_all(most)
+    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
+    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    return Answer(ranked, rejected + ranking.rejected(), ranking.slower)
+
+
 def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:
     """The fastest layouts, priced with the schedule that --schedule auto finds for each.
 

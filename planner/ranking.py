@@ -68,12 +68,16 @@ class Ranking:
         """
         self.table, self.refusal = table, refusal
         machine = table.asked.machine
-        safe = min(risk.safe_bytes(machine, accepted), machine.memory)
+        self.accepted, safe = accepted, machine.memory
+        if accepted < 1:
+            safe = min(risk.safe_bytes(machine, accepted), safe)
         self.room = {False: safe, True: machine.memory}  # by whether a row is risky
         self.ranked: list[Line] = []
         self.done: set[tuple[Place, bool]] = set()
         self.refused: dict[Place, str] = {}
         self.waiting: set[Place] = set()  # places with rows that may fit, but were not tried
+        self.all_rows = False  # whether `run_all` was asked for
+        self.slower = 0  # rows that may fit, but that it did not try
 
     def run(self, most: float = math.inf) -> None:
         """Rank the fastest row of all that is not risky, the risky ones that are faster than that,
@@ -89,6 +93,22 @@ class Ranking:
             queue += _entries(fitting, risky, risky=True)
         self._find_fastest(queue)
         self._find_others(sorted(_entries(self.fitting, likely, risky=False)), most)
+
+    def run_all(self, most: float) -> None:
+        """Rank every row that is not risky, or, of more than so many, those that are likely the
+        fastest: of each place at least one.
+        """
+        self.all_rows = True
+        ranks = closed_form.Ranks.of(self.table)
+        self.fitting = closed_form.fitting(self.table, ranks, self.room[False])
+        _, likely = closed_form.least_seconds(self.table, ranks, self.fitting.recomputed)
+        taken = set[Place]()
+        for tried, entry in enumerate(sorted(_entries(self.fitting, likely, risky=False))):
+            place = self.table.place(entry.row)
+            if tried >= most and place in taken:
+                self.slower += 1
+            elif (predicted := self._predicted(entry)) and self._takes(predicted):
+                taken.add(place)
 
     def _find_fastest(self, queue: list[Entry]) -> None:
         """Rank the first row that is not risky, in the order of predictions."""
@@ -172,7 +192,8 @@ class Ranking:
         found, too_large = [], set[tuple[int, int]]()
         for place in sorted(least.keys() - taken):
             layout = table.layout(least[place])
-            reason = self.refused.get(place) or does_not_fit(table.asked.job(layout))
+            job = table.asked.job(layout)
+            reason = self.refused.get(place) or does_not_fit(job) or self._risk_of(job)
             if not reason or place[:2] in too_large:
                 continue
             larger = [other for other in least if other[:2] == place[:2] and other > place]
@@ -181,6 +202,16 @@ class Ranking:
                 reason += "; larger micro-batches need more"
             found.append(rejected_layout(layout, reason))
         return found
+
+    def _risk_of(self, job: Job) -> str:
+        """That a layout which fits is too risky, if every row was asked for; else it may be that a
+        risky one is only slower than the fastest.
+        """
+        if not self.all_rows:
+            return ""
+        found = risk.out_of_memory(job.machine, memory.fullest(job).total)
+        said = "of running out of memory is above --risk"
+        return f"the risk({found:.0%}) {said}({self.accepted:.0%})"
 
 
 def _entries(fitting: Fitting, seconds: np.ndarray, risky: bool) -> list[Entry]:

@@ -6,8 +6,9 @@ import pytest
 
 from config import command_line
 from config.messages import UserError
+from config.schema import Layout
 from config.validation import check_any_length
-from planner import hardware
+from planner import hardware, risk
 from tuner import search_space
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 16 --vocab-size 100 --global-batch-size 16"
@@ -18,12 +19,12 @@ def config(*more: str):
 
 
 def candidates(*more: str, given=None):
-    return search_space.candidates(config(*more), hardware.load("cpu"), 8, given or {})
+    return search_space.candidates(config(*more), hardware.load("cpu"), 8, given or {})[:2]
 
 
 def test_arguments_give_the_same_run_again():
     run = config("--no-bias", "--positions", "rotary", "--lr", "1e-2", "--data", "a", "b")
-    found, _ = search_space.candidates(run, hardware.load("cpu"), 8, {})
+    found, _, _ = search_space.candidates(run, hardware.load("cpu"), 8, {})
     for candidate in found[::25]:
         again = command_line.parse(search_space.to_cli_args(candidate.config))
         assert again == candidate.config
@@ -41,7 +42,9 @@ def test_no_two_candidates_run_the_same_program():
 def test_every_choice_of_config_is_tried():
     found, _ = candidates()
     for axis in ("schedule", "zero", "sequence_parallel"):
-        assert {getattr(c.config.layout, axis) for c in found} == set(search_space.choices(axis))
+        every = set(search_space.choices(axis)) - {"auto"}  # only if it is asked for
+        assert {getattr(c.config.layout, axis) for c in found} - {None} == every
+    assert {"balanced", "blocks"} <= {c.config.layout.partition for c in found}
     assert {(c.config.layout.tp, c.config.layout.pp) for c in found} >= {(1, 1), (4, 2), (2, 4)}
     assert all(c.ranks == 8 for c in found)
     seconds = [c.prediction.seconds for c in found]
@@ -51,7 +54,7 @@ def test_every_choice_of_config_is_tried():
 def test_options_that_go_with_some_others_are_tried_with_these():
     found, _ = candidates(given={"zero": [1], "partition": ["balanced"]})
     at = [c.config.layout for c in found]
-    assert {one.virtual_stages for one in at if one.schedule == "interleaved"} >= {None, 3}
+    assert {one.virtual_stages for one in at if one.schedule == "interleaved"} >= {2, 3}
     assert {one.vocab_pp for one in at if one.schedule == "1f1b"} == {None, True}
     assert {one.vocab_pp for one in at if one.schedule == "zb-h1"} == {None}
     blocks = {one.recompute_layers for one in at if one.recompute == "full"}
@@ -66,12 +69,12 @@ def test_options_that_go_with_some_others_are_tried_with_these():
 def test_cp_is_tried_with_long_samples():
     run = config("--seq-length", "8192", "--pp", "1")
     given = {"pp": [1], "zero": [1], "sequence_parallel": [False], "micro_batch_size": [1]}
-    found, _ = search_space.candidates(run, hardware.load("h100"), 8, given)
+    found, _, _ = search_space.candidates(run, hardware.load("h100"), 8, given)
     places = {(c.config.layout.tp, c.config.layout.cp, c.config.layout.dp) for c in found}
     assert places >= {(1, 1, 8), (1, 2, 4), (1, 8, 1), (2, 4, 1), (4, 2, 1)}
     assert all(c.ranks == 8 for c in found)
     assert len({c.label for c in found}) == len({c.key for c in found}) == len(found)
-    held, _ = search_space.candidates(run, hardware.load("h100"), 8, given | {"cp": [2]})
+    held, _, _ = search_space.candidates(run, hardware.load("h100"), 8, given | {"cp": [2]})
     assert {c.config.layout.cp for c in held} == {2}
 
 
@@ -132,14 +135,46 @@ def test_a_model_that_cannot_be():
         search_space.candidates(odd, hardware.load("cpu"), 8, {})
 
 
-def test_layouts_above_the_risk_are_apart():
-    found, _ = candidates(given={"zero": [1]})
-    limit = sorted(c.prediction.risk for c in found)[len(found) // 2]
-    safe, risky = search_space.without_risk(found, limit)
-    assert len(safe) + len(risky) == len(found)
-    assert all(c.prediction.risk <= limit for c in safe)
-    assert all("risk(" in r.reason and "above --risk(" in r.reason for r in risky)
-    assert search_space.without_risk(found, 1.0) == (found, [])
+def test_layouts_above_the_risk_are_no_candidates():
+    run, machine = config("--hidden", "4096", "--layers", "16"), hardware.load("a100-80")
+    held = {"zero": [1], "schedule": ["1f1b"], "recompute": ["none"]}
+    every = search_space.candidates(run, machine, 8, held).found
+    middle = sorted(map(_needed, every))[len(every) // 2]
+    per_safe_byte = machine.memory / risk.safe_bytes(machine, 0.05)
+    tight = dataclasses.replace(machine, memory=middle * 1.01 * per_safe_byte)
+    found, rejected, _ = search_space.candidates(run, tight, 8, held, 0.05)
+    assert 0 < len(found) < len(every)
+    assert all(c.prediction.risk <= 0.05 for c in found)
+    assert len(search_space.candidates(run, tight, 8, held).found) > len(found)
+    assert any("above --risk(5%)" in entry.reason for entry in rejected)
+
+
+def _needed(candidate: search_space.Candidate) -> float:
+    return max(stage.total for stage in candidate.prediction.memory)
+
+
+def test_of_many_layouts_the_likely_fastest_are_predicted_and_one_of_each_place():
+    run, machine = config(), hardware.load("cpu")
+    every = search_space.candidates(run, machine, 8, {})
+    some = search_space.candidates(run, machine, 8, {}, most=100)
+    assert every.slower == 0
+    assert len(some.found) < 300 < len(every.found)
+    assert some.slower > len(every.found) - 300
+    assert some.found[0].prediction.seconds == every.found[0].prediction.seconds
+    places = [{_place(c.config.layout) for c in space.found} for space in (some, every)]
+    assert places[0] == places[1]
+
+
+def _place(layout: Layout) -> tuple[int, int, int]:
+    return layout.tp, layout.pp, layout.micro_batch_size
+
+
+def test_auto_is_searched_for_where_it_is_asked_for():
+    given = {"schedule": ["1f1b", "auto"], "zero": [1], "pp": [2], "recompute": ["none"]}
+    found, _ = candidates(given=given)
+    assert {c.config.layout.schedule for c in found} == {"1f1b", "auto"}
+    alone, _ = candidates(given=given | {"schedule": ["auto"]})
+    assert {c.config.layout.schedule for c in alone} == {"auto"}
 
 
 def test_a_run_without_a_length_can_be_checked():

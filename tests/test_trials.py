@@ -24,7 +24,7 @@ def candidate(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(trials.PROGRAM).parent))
     given = {"tp": [2], "pp": [2], "micro_batch_size": [1], "recompute": ["none"], "zero": [1]}
     config = command_line.parse(SHAPE.split())
-    found, _ = search_space.candidates(config, hardware.load("cpu"), 8, given)
+    found, _, _ = search_space.candidates(config, hardware.load("cpu"), 8, given)
     return found[0]
 
 

@@ -63,7 +63,7 @@ def features(config: Config) -> tuple[float, ...]:
         *map(math.log2, (at.tp, at.pp, at.cp, at.micro_batch_size)),
         0.5 * (at.recompute == "full") * _recomputed(config),
         0.5 * (at.recompute == "selective"),
-        0.5 * (at.sequence_parallel and at.tp > 1),
+        0.5 * bool(at.sequence_parallel and at.tp > 1),
         0.5 * (at.schedule != "1f1b" and at.pp > 1),
         0.5 * math.log2(at.stages_per_rank) * (at.pp > 1),
         0.5 * bool(at.vocab_pp and at.pp > 1),

@@ -1,43 +1,49 @@
 """The layouts that a search chooses from, each as a whole run of train.py, and why not the others.
 
-    found, rejected = candidates(config, machine, ranks=384, given={"zero": [1]})
-    to_cli_args(found[0].config)              # what to type after train.py
+    space = candidates(config, machine, ranks=384, given={"zero": [1]}, accepted=0.05, most=1000)
+    to_cli_args(space.found[0].config)        # what to type after train.py
 
-Every value of the axes below is tried, unless it is given. Layouts that run the same program (two
+They are rows of the planner's table (planner/enumeration.py). Every value of the axes below is
+tried, unless it is given; `--schedule auto` only if it is. Layouts that run the same program (two
 schedules without a pipeline, two partitions with equal stages) are listed once.
 """
 
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.command_line import to_words
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import GROUPS, Config, Layout
 from config.validation import check_any_length
-from planner import layouts, risk
-from planner.enumeration import LONG, RECOMPUTATIONS, Rejected, divisors
+from planner import layouts
+from planner.enumeration import Rejected
 from planner.hardware import Machine
 from planner.step_time import Prediction
 from schedules import partition
 
-# The axes beside tp and pp: those that layouts.rank varies by itself, and those varied around it.
-INNER_AXES = ("micro_batch_size", "recompute")
-PLAIN_AXES = ("zero", "sequence_parallel", "schedule", "partition")
-PARTIAL_AXES = ("cp", "virtual_stages", "recompute_layers", "vocab_pp")  # that go with some others
-OUTER_AXES = (*PLAIN_AXES, *PARTIAL_AXES)
-FEWEST = "fewest"  # --recompute-layers: as few as fit
-AXES = ("tp", "pp", *INNER_AXES, *OUTER_AXES)
+# What is varied, unless it is given.
+AXES = ("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero")
+AXES += ("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition")
 # Options that do not change a run's speed at its full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
 )
-SAME = "runs the same program as another layout"
 RECOMPUTE_BY_MEMORY = ("full", "selective", "none")  # what needs the least memory first
+ALL_BLOCKS = 0.1  # of the rows that are predicted, those that recompute all blocks
+
+
+class Space(NamedTuple):
+    """The runs that are possible, the fastest predicted first; the layouts that are not, and why;
+    and how many more there are that are likely slower.
+    """
+
+    found: "list[Candidate]"
+    rejected: list[Rejected]
+    slower: int
 
 
 @dataclass(frozen=True)
@@ -86,86 +92,70 @@ def to_cli_args(config: Config) -> list[str]:
 
 
 def candidates(
-    config: Config, machine: Machine, ranks: int, given: dict[str, list]
-) -> tuple[list[Candidate], list[Rejected]]:
-    """All runs of `config`'s model on that many ranks, fastest predicted first; and the rest.
+    config: Config,
+    machine: Machine,
+    ranks: int,
+    given: dict[str, list],
+    accepted: float = 1.0,
+    most: float = math.inf,
+) -> Space:
+    """All runs of `config`'s model on that many ranks that may run out of memory with a probability
+    of at most `accepted`; of more than `most` those that are likely the fastest.
 
     `given` lists the values to try of some AXES; of the others all values are tried. Other layout
     options, dp too, keep `config`'s values. UserError if the model itself is impossible.
     """
-    layout_options = asdict(config.layout)
-    fixed = {name: value for name, value in layout_options.items() if name not in AXES}
-    fixed |= {name: given[name] for name in ("tp", "pp", "micro_batch_size") if name in given}
-    # Of two layouts that run the same program, the first is kept.
-    seen: set[tuple] = set()
-    found, rejected = [], []
 
     def refusal(layout: Layout) -> str:
-        """Why the layout is not tried, or nothing."""
-        program = _program(config, layout)
-        if program in seen:
-            return SAME
-        seen.add(program)
+        """Why train.py would not start it, or nothing."""
         try:
             check_any_length(replace(config, layout=layout), ranks)
         except UserError as error:
             return str(error)
         return ""
 
-    for one in _combinations(config, machine, ranks, given):
-        accepted = 1.0
-        if one["recompute_layers"] == FEWEST:  # so that what is found is no risk
-            one.pop("recompute_layers")
-            accepted = risk.DEFAULT
-        question = config.model, config.training, machine, ranks, fixed | one, refusal
-        ranked, refused, _ = layouts.rank(*question, accepted=accepted)
-        found += [Candidate(replace(config, layout=r.layout), r.prediction) for r in ranked]
-        rejected += [entry for entry in refused if entry.reason != SAME]
-    once = {(*sorted(entry.layout.items()), entry.reason): entry for entry in rejected}
-    return sorted(found, key=lambda c: c.prediction.seconds), list(once.values())
+    runs: dict[tuple, Candidate] = {}  # by what runs: of equal ones the first is kept
+    rejected: dict[tuple, Rejected] = {}
+    slower = 0
+    for fixed, share in _tables(config, given):
+        about = config.model, config.training, machine, ranks, fixed, refusal, accepted
+        if fixed.get("schedule") == "auto":
+            answer = layouts.rank(*about)
+        else:
+            answer = layouts.rank_all(*about, most=share * most)
+        slower += answer.slower
+        for one in answer.ranked:
+            if one.prediction.risk > accepted:
+                continue
+            run = Candidate(replace(config, layout=one.layout), one.prediction)
+            runs.setdefault(_program(config, one.layout), run)
+        for entry in answer.rejected:
+            rejected[(*sorted(entry.layout.items()), entry.reason)] = entry
+    found = sorted(runs.values(), key=lambda c: c.prediction.seconds)
+    return Space(found, list(rejected.values()), slower)
 
 
-def _combinations(
-    config: Config, machine: Machine, ranks: int, given: dict[str, list]
-) -> Iterator[dict[str, Any]]:
-    """A value of each axis that `layouts.rank` does not vary by itself."""
-    axes, every = (*PLAIN_AXES, "recompute"), {"recompute": RECOMPUTATIONS}
-    tried = [given.get(axis) or every.get(axis) or choices(axis) for axis in axes]
-    for values in itertools.product(*tried):
-        one = dict(zip(axes, values, strict=True))
-        partial = [given.get(axis) or _partial(axis, one, config, ranks) for axis in PARTIAL_AXES]
-        for others in itertools.product(*partial):
-            yield one | dict(zip(PARTIAL_AXES, others, strict=True))
-
-
-def _partial(axis: str, one: dict[str, Any], config: Config, ranks: int) -> list:
-    """The values of one of PARTIAL_AXES that go with the others, that of `config` first."""
-    own, length = getattr(config.layout, axis), config.model.seq_length
-    balanced = one["partition"] == "balanced"
-    more: dict[str, list] = {
-        "cp": [n for n in divisors(ranks) if length % (2 * n) == 0 and n > 1],
-        "virtual_stages": [3, 4],
-        "recompute_layers": [FEWEST],
-        "vocab_pp": [True],
-    }
-    goes = {
-        "cp": length >= LONG and balanced,
-        "virtual_stages": one["schedule"] == "interleaved" and balanced,
-        "recompute_layers": one["recompute"] == "full" and balanced,
-        "vocab_pp": one["schedule"] in ("1f1b", "gpipe") and balanced,
-    }
-    return [own, *(value for value in more[axis] if value != own)] if goes[axis] else [own]
-
-
-def without_risk(found: list[Candidate], most: float) -> tuple[list[Candidate], list[Rejected]]:
-    """Those whose probability of running out of memory is at most `most`; and the rest, why not."""
-    safe = [c for c in found if c.prediction.risk <= most]
-    said = "of running out of memory is above --risk"
-    return safe, [
-        Rejected({"layout": c.label}, f"the risk({c.prediction.risk:.0%}) {said}({most:.0%})")
-        for c in found
-        if c.prediction.risk > most
-    ]
+def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, Any], float]]:
+    """What is fixed in each of the planner's tables that together have all runs, and the share of
+    its rows that is predicted.
+    """
+    fixed = {name: value for name, value in asdict(config.layout).items() if name not in AXES}
+    fixed["partition"] = choices("partition")
+    fixed |= {name: values[0] if len(values) == 1 else values for name, values in given.items()}
+    fixed.pop("recompute_layers", None)
+    numbers, schedules = given.get("recompute_layers"), given.get("schedule", [])
+    if "auto" in schedules:
+        yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
+        fixed["schedule"] = [name for name in schedules if name != "auto"]
+    if schedules == ["auto"]:
+        return
+    if numbers:
+        yield from ((fixed | {"recompute_layers": number}, 1.0) for number in numbers)
+        return
+    yield fixed, 1.0  # which recomputes as few blocks as fit
+    if "full" in given.get("recompute", ["full"]):
+        # All blocks, in case that a run needs more memory than predicted.
+        yield fixed | {"recompute": ["full"], "recompute_layers": None}, ALL_BLOCKS
 
 
 def choices(option: str) -> list:

@@ -35,6 +35,7 @@ from tuner.trials import Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
+PREDICTED = 1000  # layouts that a search chooses from: those that are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 # What only a search reads, with its defaults; --all reads all but the gain.
 OF_SEARCH = {"models": (), "gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
@@ -213,13 +214,15 @@ class Session:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
         ranks = self.options.gpus
         self.view.print(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
-        found, rejected = search_space.candidates(config, self.machine, ranks, self.held)
-        found, risky = search_space.without_risk(found, self.options.risk)
-        rejected = [*rejected, *risky]
+        about = config, self.machine, ranks, self.held, self.options.risk
+        most = math.inf if self.options.all else PREDICTED
+        found, rejected, slower = search_space.candidates(*about, most)
         self.rejected += rejected
         for entry in rejected:
             self.view.print("rejected " + result_tables.rejection_line(entry))
         self.view.print(f"{len(found)} layouts can run, {len(rejected)} cannot")
+        if slower:
+            self.view.print(f"{slower} more are likely slower than most of these: not predicted")
         if not found:
             return
         if self.options.all:

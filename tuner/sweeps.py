@@ -22,7 +22,7 @@ from planner.hardware import Machine
 from planner.layouts import Rejected
 from planner.step_time import predict
 from tuner import search_space
-from tuner.search_space import INNER_AXES, OUTER_AXES, Candidate
+from tuner.search_space import AXES, Candidate
 
 # What each sweep changes: a group of options, and one of them; a topology is all of tp, pp and dp.
 SWEEPS = {
@@ -80,9 +80,9 @@ def sweep(
     layout can run.
     """
     group, swept = SWEEPS[name]
-    held = _as_given(config, {*INNER_AXES, *OUTER_AXES} - {swept}) | given
+    held = _as_given(config, {*AXES} - {"tp", "pp", swept}) | given
     if name == "topology":
-        return search_space.candidates(config, machine, ranks, held)
+        return search_space.candidates(config, machine, ranks, held)[:2]
     best = _candidates("layout to sweep", config, machine, ranks, held)[0]
     base = replace(config, layout=best.config.layout)
     runs, rejected = [], []
@@ -108,7 +108,7 @@ def _candidates(
     what: str, config: Config, machine: Machine, ranks: int, given: dict
 ) -> list[Candidate]:
     """Every layout that can run, fastest predicted first; UserError with a reason if none can."""
-    found, rejected = search_space.candidates(config, machine, ranks, given)
+    found, rejected, _ = search_space.candidates(config, machine, ranks, given)
     if not found:
         reason = rejected[0].reason if rejected else "there is none"
         raise UserError(f"no {what} on {ranks} ranks: {reason}")
@@ -198,7 +198,8 @@ def least_memory(config: Config, machine: Machine, ranks: int, given: dict) -> C
     what fits. UserError if no layout is possible.
     """
     unlimited = replace(machine, memory=math.inf)
-    held = {"micro_batch_size": [1]} | _as_given(config, OUTER_AXES) | given
+    others = {*AXES} - {"tp", "pp", "micro_batch_size", "recompute"}
+    held = {"micro_batch_size": [1]} | _as_given(config, others) | given
     what = f"layout of {parameters(config.model) / 1e6:.1f} million parameters"
     found = _candidates(what, config, unlimited, ranks, held)
     return min(found, key=lambda c: max(stage.total for stage in c.prediction.memory))
