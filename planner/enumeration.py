@@ -226,7 +226,7 @@ def _ways(asked: Asked, placed: Layout) -> list[Layout]:
     return list(found.values())
 
 
-def _virtual_stages(asked: Asked, way: Layout) -> list[int | None]:
+def _virtual_stages(asked: Asked, way: Layout) -> list[Any]:
     """How many stages of a rank to try."""
     if way.schedule != "interleaved":
         return [way.virtual_stages]

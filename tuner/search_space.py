@@ -26,8 +26,10 @@ from planner.step_time import Prediction
 from schedules import partition
 
 # What is varied, unless it is given.
-AXES = ("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero")
-AXES += ("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition")
+AXES = (
+    *("tp", "pp", "cp", "micro_batch_size", "recompute", "recompute_layers", "zero"),
+    *("sequence_parallel", "schedule", "virtual_stages", "vocab_pp", "partition"),
+)
 # Options that do not change a run's speed at its full batch.
 FULL_BATCH: dict[str, Any] = dict.fromkeys(
     ("steps", "train_samples", "rampup_batch_size", "batch_schedule")
