@@ -3,51 +3,40 @@
 PREFIX.bin, PREFIX.idx   tokens on disk                            corpora/token_files.py
     |
     |  a split is a range of sequences: [train | validation | test]
-    v
+    v                                                              corpora/corpus_splits.py
 samples                  in Megatron's order, or blended           corpora/sample_order.py
     |                                                              corpora/mapped_files.py: cache
-    v
+    v                    read ahead by threads                     corpora/prefetch.py
 step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that order
 """
 
-import functools
-import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from config.data_options import parse_eval_sets
 from config.messages import UserError
 from config.schema import Config, Layout
-from corpora.blends import (
-    Blend,
-    Epochs,
-    find_blend_order,
-    normalise,
-    parse_blend,
-    shares_by_phase,
-)
-from corpora.checksums import check_blocks
-from corpora.mapped_files import ArrayCache
-from corpora.objectives import Objective
-from corpora.prefetch import AHEAD, READERS, Batch, Prefetcher
-from corpora.sample_order import (
-    SPLITS,
-    GPTSamples,
-    TextSpan,
-    TooFewTokens,
-    eval_samples,
-    split_ranges,
-    tokens_per_epoch,
-)
-from corpora.token_files import ANSWERS, IndexedDataset
+from corpora.objectives import NO_TARGET, Objective, Readable
+from corpora.prefetch import Prefetcher
 from distributed.collectives import Group
 
-# Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
-SURPLUS = 0.005
+if TYPE_CHECKING:
+    from corpora.sample_order import TextSpan
+
+
+class Samples(Readable, Protocol):
+    """What a batch is made of: sample k is the same on every rank and in every layout."""
+
+    def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
+        """How many of the samples from `first` up to `stop` each corpus gives, by its prefix."""
+
+    def spans(self, k: int) -> "list[TextSpan]":
+        """Where in the corpora the text of sample k stands."""
 
 
 class Synthetic:
@@ -72,7 +61,7 @@ class Synthetic:
         """None: there is no corpus."""
         return {}
 
-    def spans(self, k: int) -> list[TextSpan]:
+    def spans(self, k: int) -> "list[TextSpan]":
         """None: there is no text."""
         return []
 
@@ -83,10 +72,6 @@ class Synthetic:
     def file_of(self, k: int) -> str:
         """None: a name for messages."""
         return "synthetic"
-
-
-# What a batch is made of: sample k is the same on every rank and in every layout.
-Samples = Synthetic | GPTSamples | Blend | Epochs
 
 
 @dataclass(frozen=True)
@@ -114,145 +99,81 @@ def build(config: Config) -> Splits:
     model. The test split is built if --split gives it a share and it holds a sample. UserError on
     bad data or shares.
     """
-    splits, (eval_sets, notes) = _splits(config), _eval_sets(config)
-    return replace(splits, eval_sets=eval_sets, notes=splits.notes + notes)
+    random = config.data.data == ("synthetic",)
+    splits = _synthetic_splits(config) if random else _corpus_splits(config)
+    if not config.data.eval_data:
+        return splits
+    from corpora.corpus_splits import eval_sets
+
+    sets, notes = eval_sets(config)
+    return replace(splits, eval_sets=sets, notes=splits.notes + notes)
 
 
-def _splits(config: Config) -> Splits:
-    """The splits of --data."""
-    evaluated = config.data.eval_samples
-    if config.data.data == ("synthetic",):
-        model, seed = config.model, config.training.seed
-        streams = [Synthetic(model.vocab_size, model.seq_length, seed, i) for i in range(3)]
-        others = streams[1:] if evaluated else [None, None]
-        return Splits(streams[0], others[0], others[1])
-    corpora = Corpora(config)
-    samples = corpora.split(0, config.total_samples)
-    splits = Splits(samples, None, None, corpora.describe(), epoch_tokens=corpora.epoch_tokens())
+def _synthetic_splits(config: Config) -> Splits:
+    model, seed = config.model, config.training.seed
+    train, validation, test = (
+        Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
+    )
+    if not config.data.eval_samples:
+        return Splits(train, None, None)
+    return Splits(train, validation, test)
+
+
+def _corpus_splits(config: Config) -> Splits:
+    """The splits of the files of --data."""
+    from corpora.corpus_splits import Corpora  # random tokens need none of it
+
+    evaluated, corpora = config.data.eval_samples, Corpora(config)
+    train = corpora.split(0, config.total_samples)
+    source, epoch_tokens = corpora.describe(), corpora.epoch_tokens()
     if not evaluated:
-        return splits
-    splits = replace(splits, validation=corpora.split(1, evaluated))
-    if not any(ranges[SPLITS.index("test")] for ranges in corpora.ranges):
-        return splits
-    try:
-        return replace(splits, test=corpora.split(2, evaluated))
-    except TooFewTokens as error:
-        return replace(splits, notes=(f"no test loss: {error}",))
+        return Splits(train, None, None, source, epoch_tokens=epoch_tokens)
+    validation = corpora.split(1, evaluated)
+    test, notes = corpora.test_split(evaluated)
+    return Splits(train, validation, test, source, notes, epoch_tokens=epoch_tokens)
 
 
-def _eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
-    """The sets of --eval-data by name, and a line on each; UserError if one lacks samples.
-
-    The last micro-batches are filled with samples of a second epoch, which do not count.
-    """
-    model, cache = config.model, ArrayCache(config.data.cache_folder)
-    about = model.seq_length, config.training.seed, model.vocab_size, "stable", cache
-    found: dict[str, tuple[Samples, int]] = {}
-    notes = []
-    for asked in parse_eval_sets(config.data.eval_data or ()):
-        name, prefix, _ = asked
-        dataset = _open(prefix, config, cache)
-        every = range(len(dataset))
-        count, there = eval_samples(asked, dataset.tokens, model.seq_length)
-        share = config.layout.micro_batch_size * config.layout.dp
-        found[name] = GPTSamples(dataset, every, -(-count // share) * share, *about), count
-        notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")
-    return found, tuple(notes)
+# ---- Micro-batches -------------------------------------------------------------------------------
 
 
-def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
-    """A corpus of a run, with its answers if they are needed; some blocks are compared with their
-    checksums. UserError.
-    """
-    dataset = IndexedDataset(prefix, cache)
-    if config.data.answers_only:
-        dataset.open_answers()
-        check_blocks(prefix + ANSWERS)
-    check_blocks(prefix)
-    return dataset
-
-
-class Corpora:
-    """The token files of a run, and its splits of them.
-
-    ranges: by corpus, the sequences of each split. UserError on bad data or shares.
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None are those that
+    the options do not ask for. count: of labels that count in the loss; the others are negative.
     """
 
-    def __init__(self, config: Config):
-        self.config, self.cache = config, ArrayCache(config.data.cache_folder)
-        prefixes, self.weights = parse_blend(config.data.data)
-        schedule = config.data.data_schedule or ()
-        self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)
-        self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
-        self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
+    tokens: Tensor
+    labels: Tensor
+    count: int
+    starts: Tensor | None = None
+    stops: Tensor | None = None
+    positions: Tensor | None = None
 
-    def split(self, number: int, num_samples: int) -> Samples:
-        """At least so many samples of a split: of the only corpus, or of a blend."""
-        ranges = [own[number] for own in self.ranges]
-        try:
-            if self.weights is None and len(self.datasets) == 1:
-                return self._part(0, ranges, num_samples)
-            if self.weights is None:
-                return self._by_size(ranges, num_samples)
-            return self._by_weight(ranges, num_samples, () if number else self.changes)
-        except UserError as error:
-            raise type(error)(
-                f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
-            ) from None
-        except MemoryError:
-            name = f"{num_samples:,} {SPLITS[number]} samples"
-            raise UserError(f"no memory for the order of {name}") from None
+    def first(self, rows: int) -> "Batch":
+        """The same, where only the first `rows` samples, or none, count in the loss."""
+        if rows < len(self.labels):
+            self.labels[max(0, rows) :] = NO_TARGET
+        return replace(self, count=int((self.labels >= 0).sum()))
 
-    def epoch_tokens(self) -> dict[str, int]:
-        """By corpus, the tokens of its train split."""
-        parts = zip(self.datasets, self.ranges)
-        return {dataset.prefix: dataset.tokens_in(ranges[0]) for dataset, ranges in parts}
-
-    def describe(self) -> str:
-        """How tokens are read and where orders are kept, for the start of a run."""
-        order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
-        if self.changes:
-            order += f"; other weights from samples {[first for first, _ in self.changes]} on"
-        return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
-
-    def _part(
-        self, i: int, ranges: list[range], count: int | None, seed: int | None = None
-    ) -> GPTSamples:
-        config = self.config
-        seed = config.training.seed if seed is None else seed
-        about = config.model.seq_length, seed, config.model.vocab_size, config.data.order
-        return GPTSamples(self.datasets[i], ranges[i], count, *about, self.cache)
-
-    def _by_weight(self, ranges: list[range], num_samples: int, changes: Sequence) -> Blend:
-        """A blend whose parts are requested as Megatron does: their share and some surplus.
-
-        The order of a part depends on how much is requested of it. Where that falls short of what
-        the blend takes, where Megatron fails, what is taken is requested. changes: of the shares,
-        in the stable order alone, in which a part's first samples do not depend on the request.
+    def to(self, device: torch.device, length: int, cp: Group) -> "Batch":
+        """Of the first `length` tokens of each sample those of this rank of cp, on a device, to
+        which copies are under way. starts and stops stay of all tokens: attention needs them.
         """
-        shares = normalise(self.weights or ())
-        # Megatron normalises given weights once for the requests and once more for the order.
-        order = find_blend_order(normalise(shares), num_samples, self.cache, changes)
-        surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
-        requests = [max(pair) for pair in zip(surplus, order.taken)]
-        return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
-
-    def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
-        """Parts mixed by the samples in them, an epoch of each, as Megatron does; further epochs,
-        which Megatron has none of, are the same with each part in the order of another seed.
-        """
-        length, seed = self.config.model.seq_length, self.config.training.seed
-        epoch = [
-            (tokens_per_epoch(dataset, own, length) - 1) // length
-            for dataset, own in zip(self.datasets, ranges)
-        ]
-        number = range(len(self.datasets))
-        order = find_blend_order(normalise(epoch), min(num_samples, sum(epoch)), self.cache)
-        epochs = [
-            Blend([self._part(i, ranges, None, (seed + e) % 2**32) for i in number], order)
-            for e in range(-(-num_samples // sum(epoch)))
-        ]
-        return epochs[0] if len(epochs) == 1 else Epochs(epochs, num_samples)
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if torch.is_tensor(value)
+        }
+        if length < self.tokens.shape[1]:
+            # Cut there: of pinned memory only a whole tensor is copied without a wait.
+            moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
+            moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
+        for name in {"tokens", "labels", "positions"} & set(moved):
+            moved[name] = cp.balanced_shard(moved[name], 1)
+        if moved["labels"].shape != self.labels.shape:
+            own = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
+            moved["count"] = int((own >= 0).sum())
+        return replace(self, **moved)
 
 
 class BatchReader:
@@ -269,7 +190,7 @@ class BatchReader:
         shape = self.layout.micro_batch_size, config.model.seq_length
         objective = Objective(config.data, config.training.seed)
         self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
-        self.kept: dict[int, Callable[[int], Batch]] = {}  # by the first sample
+        self.kept: dict[int, MicroBatches] = {}  # by the first sample
 
     def batches(
         self,
@@ -278,53 +199,96 @@ class BatchReader:
         config: Config,
         evaluated: int | None = None,
         keep: bool = False,
-    ) -> Callable[[int], Batch]:
+    ) -> "MicroBatches":
         """Micro-batches by index, of the global batch that starts at sample `first`.
 
         evaluated: of how many samples an evaluation is, which may end within a micro-batch: those
-        after them do not count. None: training, which goes on after this batch. Where a rank has
-        several stages, which may all ask for it, a micro-batch is kept; keep: and given again to
-        the next step, if that begins at `first` too.
+        after them do not count. None: training, which goes on after this batch. keep: whether the
+        same micro-batches are given again to the next step, if that begins at `first` too.
         """
-        if evaluated is None and (kept := self.kept.pop(first, None)):
-            return kept
-        size, begun = self.layout.micro_batch_size, False
-        length = config.length(first) if evaluated is None else config.model.seq_length
-        count = None if evaluated is None else -(-evaluated // (size * self.layout.dp))
-
-        def take(index: int) -> Batch:
-            """Micro-batch `index` on the device; the first one asked for begins the reading."""
-            nonlocal begun
-            begin = first_of_micro_batch(first, index, self.layout, self.dp_rank)
-            check_end(samples, begin, size)
-            if not begun:  # only now: ranks that ask for nothing read nothing
-                self.prefetcher.go_on(samples, begin, self._upcoming(first, config, count))
-                begun = True
-            batch = self.prefetcher.take(samples, begin)
-            if evaluated is not None:
-                batch = batch.first(evaluated - begin)
-            # torch gives pinned memory away again only when the copy from it has ended.
-            return batch.to(self.device, length, self.cp)
-
-        found = functools.cache(take) if keep or self.layout.stages_per_rank > 1 else take
-        self.kept |= {first: found} if keep else {}
+        if evaluated is None and first in self.kept:
+            return self.kept.pop(first)
+        found = MicroBatches(self, samples, first, config, evaluated)
+        if keep:
+            found.keep()
+            self.kept[first] = found
         return found
-
-    def _upcoming(self, first: int, config: Config, count: int | None) -> Iterator[int]:
-        """The first samples of this replica's micro-batches from the global batch at `first` on."""
-        while True:
-            batch = config.batches.batch(first)
-            micro_batches = config.micro_batches(batch) if count is None else count
-            if count is not None or not config.passes_over(first, batch):
-                for index in range(micro_batches):
-                    yield first_of_micro_batch(first, index, self.layout, self.dp_rank)
-            if count is not None:
-                return
-            first += batch
 
     def close(self) -> None:
         """End the threads."""
         self.prefetcher.close()
+
+
+class MicroBatches:
+    """The micro-batches of a global batch for one replica: `batches(0)`, `batches(1)`, ...
+
+    Nothing is read before the first one is asked for: the ranks in the middle of a pipeline ask for
+    none.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        samples: Samples,
+        first: int,
+        config: Config,
+        evaluated: int | None,
+    ):
+        """As BatchReader.batches."""
+        self.reader, self.samples, self.first, self.config = reader, samples, first, config
+        self.evaluated = evaluated
+        self.length = config.model.seq_length if evaluated is not None else config.length(first)
+        self.reading = False
+        self._kept: dict[int, Batch] | None = None
+        if reader.layout.stages_per_rank > 1:
+            self.keep()  # the first and the last stage ask for the same micro-batch
+
+    def keep(self) -> None:
+        """Keep every micro-batch, so that it can be asked for again."""
+        self._kept = {}
+
+    def __call__(self, index: int) -> Batch:
+        """Micro-batch `index` on the device. UserError if the samples end before it does."""
+        if self._kept is None:
+            return self._take(index)
+        if index not in self._kept:
+            self._kept[index] = self._take(index)
+        return self._kept[index]
+
+    def _take(self, index: int) -> Batch:
+        reader, samples = self.reader, self.samples
+        begin = self._begin_of(self.first, index)
+        check_end(samples, begin, reader.layout.micro_batch_size)
+        if not self.reading:
+            reader.prefetcher.go_on(samples, begin, self._upcoming())
+            self.reading = True
+        rows = reader.prefetcher.take(samples, begin)
+        batch = Batch(count=rows.targets, **rows.tensors)
+        if self.evaluated is not None:
+            batch = batch.first(self.evaluated - begin)
+        # torch gives pinned memory away again only when the copy from it has ended.
+        return batch.to(reader.device, self.length, reader.cp)
+
+    def _begin_of(self, first: int, index: int) -> int:
+        """The first sample of micro-batch `index` of the global batch that starts at `first`."""
+        return first_of_micro_batch(first, index, self.reader.layout, self.reader.dp_rank)
+
+    def _upcoming(self) -> Iterator[int]:
+        """The first samples of this replica's micro-batches, in the order in which they are asked
+        for: those of this evaluation, or of this global batch and all that follow.
+        """
+        if self.evaluated is not None:
+            layout = self.reader.layout
+            count = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
+            yield from (self._begin_of(self.first, index) for index in range(count))
+            return
+        first, config = self.first, self.config
+        while True:
+            batch = config.batches.batch(first)
+            if not config.passes_over(first, batch):
+                for index in range(config.micro_batches(batch)):
+                    yield self._begin_of(first, index)
+            first += batch
 
 
 def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank: int) -> int:

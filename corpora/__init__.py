@@ -9,6 +9,7 @@
     mapped_files  the cache of orders, built by one process of a node and mapped by all
     objectives    what is learned from a sample: masks, prefixes, reordered documents
     attention_masks  which tokens each token sees, as torch's attention takes it
+    corpus_splits  the splits of --data and the sets of --eval-data
     prefetch      micro-batches that threads read before they are asked for
 
 data.py makes the samples of a run of them; scripts/prepare_data.py writes token files.

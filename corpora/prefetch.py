@@ -2,7 +2,7 @@
 
     reader = Prefetcher(shape=(4, 2048), pinned=True)
     reader.go_on(samples, 120, iter([120, 124, 128]))    the first samples of the next ones
-    batch = reader.take(samples, 120)
+    rows = reader.take(samples, 120)
     reader.close()
 
 What is read follows from the samples' numbers alone, so a resumed run reads the same.
@@ -13,60 +13,27 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from config.messages import UserError
 from config.run_options import Data
-from corpora.objectives import NO_TARGET, Objective, Readable
-from distributed.collectives import Group
+from corpora.objectives import Objective, Readable
 
 READERS = 4  # threads: reads that wait for a disk or a file system at the same time
 AHEAD = 8  # micro-batches that are read or being read before they are asked for
 SECONDS_TO_END = 2.0  # for a thread whose read is under way when the run ends
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None are those that
-    the options do not ask for. count: of labels that count in the loss; the others are negative.
+class Rows(NamedTuple):
+    """A micro-batch as it was read: tensors of (b, s) by the names of objectives.py, and how many
+    labels count in the loss.
     """
 
-    tokens: Tensor
-    labels: Tensor
-    count: int
-    starts: Tensor | None = None
-    stops: Tensor | None = None
-    positions: Tensor | None = None
-
-    def first(self, rows: int) -> "Batch":
-        """The same, where only the first `rows` samples, or none, count in the loss."""
-        if rows < len(self.labels):
-            self.labels[max(0, rows) :] = NO_TARGET
-        return replace(self, count=int((self.labels >= 0).sum()))
-
-    def to(self, device: torch.device, length: int, cp: Group) -> "Batch":
-        """Of the first `length` tokens of each sample those of this rank of cp, on a device, to
-        which copies are under way. starts and stops stay of all tokens: attention needs them.
-        """
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if torch.is_tensor(value)
-        }
-        if length < self.tokens.shape[1]:
-            # Cut there: of pinned memory only a whole tensor is copied without a wait.
-            moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
-            moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
-        for name in {"tokens", "labels", "positions"} & set(moved):
-            moved[name] = cp.balanced_shard(moved[name], 1)
-        if moved["labels"].shape != self.labels.shape:
-            own = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
-            moved["count"] = int((own >= 0).sum())
-        return replace(self, **moved)
+    tensors: dict[str, Tensor]
+    targets: int
 
 
 class _Read(Future[None]):
@@ -92,9 +59,9 @@ class _Read(Future[None]):
             self.sample += 1
 
     @property
-    def batch(self) -> Batch:
+    def rows(self) -> Rows:
         """What was read."""
-        return Batch(count=self.count, **self.tensors)
+        return Rows(self.tensors, self.count)
 
 
 class Prefetcher:
@@ -135,7 +102,7 @@ class Prefetcher:
         self._upcoming[id(samples)] = upcoming
         self._fill(samples)
 
-    def take(self, samples: Readable, first: int) -> Batch:
+    def take(self, samples: Readable, first: int) -> Rows:
         """The micro-batch of the samples from `first` on.
 
         Raises what reading them raised; UserError, with the file's name, if that takes too long.
@@ -151,7 +118,7 @@ class Prefetcher:
             file = samples.file_of(read.sample)
             late = f"tokens of sample {read.sample} have not arrived within {self.seconds:g} s"
             raise UserError(f"{late} from {file}: does its file system answer?") from None
-        return read.batch
+        return read.rows
 
     def _fill(self, samples: Readable) -> None:
         reads, upcoming = self._reads[id(samples)], self._upcoming.get(id(samples), iter(()))

@@ -1,0 +1,185 @@
+"""The samples of a run's token files: the splits of --data, and the sets of --eval-data.
+
+    corpora = Corpora(config)
+    train = corpora.split(0, config.total_samples)
+    sets, notes = eval_sets(config)
+
+The orders of samples and blends are Megatron's (sample_order.py, blends.py); they are cached on
+the node (mapped_files.py). A run on synthetic tokens does not load this module.
+"""
+
+import math
+from collections.abc import Sequence
+
+from config.data_options import parse_eval_sets
+from config.messages import UserError
+from config.schema import Config
+from corpora.blends import (
+    Blend,
+    Epochs,
+    find_blend_order,
+    normalise,
+    parse_blend,
+    shares_by_phase,
+)
+from corpora.checksums import check_blocks
+from corpora.mapped_files import ArrayCache
+from corpora.prefetch import AHEAD, READERS
+from corpora.sample_order import (
+    SPLITS,
+    GPTSamples,
+    TooFewTokens,
+    eval_samples,
+    split_ranges,
+    tokens_per_epoch,
+)
+from corpora.token_files import ANSWERS, IndexedDataset
+
+# Megatron's mid_level_dataset_surplus: what a blend requests of each part in addition.
+SURPLUS = 0.005
+
+Samples = GPTSamples | Blend | Epochs
+
+
+class Corpora:
+    """The token files of a run, and its splits of them.
+
+    ranges: by corpus, the sequences of each split. UserError on bad data or shares.
+    """
+
+    def __init__(self, config: Config):
+        self.config, self.cache = config, ArrayCache(config.data.cache_folder)
+        prefixes, self.weights = parse_blend(config.data.data)
+        schedule = config.data.data_schedule or ()
+        self.changes = shares_by_phase(schedule, len(prefixes), self.weights is not None)
+        self.datasets = [_open(prefix, config, self.cache) for prefix in prefixes]
+        self.ranges = [split_ranges(config.data.split, len(dataset)) for dataset in self.datasets]
+
+    def split(self, number: int, num_samples: int) -> Samples:
+        """At least so many samples of a split: of the only corpus, or of a blend."""
+        ranges = [own[number] for own in self.ranges]
+        try:
+            if self.weights is None and len(self.datasets) == 1:
+                return self._part(0, ranges, num_samples)
+            if self.weights is None:
+                return self._by_size(ranges, num_samples)
+            return self._by_weight(ranges, num_samples, () if number else self.changes)
+        except UserError as error:
+            raise type(error)(
+                f"{SPLITS[number]} samples (--split {self.config.data.split}): {error}"
+            ) from None
+        except MemoryError:
+            name = f"{num_samples:,} {SPLITS[number]} samples"
+            raise UserError(f"no memory for the order of {name}") from None
+
+    def test_split(self, num_samples: int) -> tuple[Samples | None, tuple[str, ...]]:
+        """At least so many samples of the test split, if --split gives it a share and it holds a
+        sample; and a note if it holds none.
+        """
+        if not any(ranges[SPLITS.index("test")] for ranges in self.ranges):
+            return None, ()
+        try:
+            return self.split(2, num_samples), ()
+        except TooFewTokens as error:
+            return None, (f"no test loss: {error}",)
+
+    def epoch_tokens(self) -> dict[str, int]:
+        """By corpus, the tokens of its train split."""
+        parts = zip(self.datasets, self.ranges)
+        return {dataset.prefix: dataset.tokens_in(ranges[0]) for dataset, ranges in parts}
+
+    def describe(self) -> str:
+        """How tokens are read and where orders are kept, for the start of a run."""
+        order = f"{self.config.data.order} order in {self.cache.folder or 'memory'}"
+        if self.changes:
+            order += f"; other weights from samples {[first for first, _ in self.changes]} on"
+        return f"tokens read by pread, {READERS} threads, {AHEAD} micro-batches ahead; {order}"
+
+    def _part(
+        self, i: int, ranges: list[range], count: int | None, seed: int | None = None
+    ) -> GPTSamples:
+        """Samples of corpus i. count: as many at least; None: an epoch. seed: --seed if None."""
+        model = self.config.model
+        return GPTSamples(
+            self.datasets[i],
+            ranges[i],
+            count,
+            model.seq_length,
+            self.config.training.seed if seed is None else seed,
+            model.vocab_size,
+            self.config.data.order,
+            self.cache,
+        )
+
+    def _by_weight(self, ranges: list[range], num_samples: int, changes: Sequence) -> Blend:
+        """A blend whose parts are requested as Megatron does: their share and some surplus.
+
+        The order of a part depends on how much is requested of it. Where that falls short of what
+        the blend takes, where Megatron fails, what is taken is requested. changes: of the shares,
+        in the stable order alone, in which a part's first samples do not depend on the request.
+        """
+        shares = normalise(self.weights or ())
+        # Megatron normalises given weights once for the requests and once more for the order.
+        order = find_blend_order(normalise(shares), num_samples, self.cache, changes)
+        surplus = [math.ceil(math.ceil(num_samples * share) * (1 + SURPLUS)) for share in shares]
+        requests = [max(pair) for pair in zip(surplus, order.taken)]
+        return Blend([self._part(i, ranges, n) for i, n in enumerate(requests)], order)
+
+    def _by_size(self, ranges: list[range], num_samples: int) -> Samples:
+        """Parts mixed by the samples in them, an epoch of each, as Megatron does; further epochs,
+        which Megatron has none of, are the same with each part in the order of another seed.
+        """
+        length, seed = self.config.model.seq_length, self.config.training.seed
+        epoch = [
+            (tokens_per_epoch(dataset, own, length) - 1) // length
+            for dataset, own in zip(self.datasets, ranges)
+        ]
+        number = range(len(self.datasets))
+        order = find_blend_order(normalise(epoch), min(num_samples, sum(epoch)), self.cache)
+        epochs = [
+            Blend([self._part(i, ranges, None, (seed + e) % 2**32) for i in number], order)
+            for e in range(-(-num_samples // sum(epoch)))
+        ]
+        return epochs[0] if len(epochs) == 1 else Epochs(epochs, num_samples)
+
+
+def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str, ...]]:
+    """The sets of --eval-data by name, and a line on each; UserError if one lacks samples.
+
+    The last micro-batches are filled with samples of a second epoch, which do not count.
+    """
+    model, cache = config.model, ArrayCache(config.data.cache_folder)
+    found: dict[str, tuple[Samples, int]] = {}
+    notes = []
+    for asked in parse_eval_sets(config.data.eval_data or ()):
+        name, prefix, _ = asked
+        dataset = _open(prefix, config, cache)
+        every = range(len(dataset))
+        count, there = eval_samples(asked, dataset.tokens, model.seq_length)
+        share = config.layout.micro_batch_size * config.layout.dp
+        whole_passes = -(-count // share) * share
+        samples = GPTSamples(
+            dataset,
+            every,
+            whole_passes,
+            model.seq_length,
+            config.training.seed,
+            model.vocab_size,
+            "stable",
+            cache,
+        )
+        found[name] = samples, count
+        notes.append(f"evaluation set {name}: {count} of {there} samples of {prefix}")
+    return found, tuple(notes)
+
+
+def _open(prefix: str, config: Config, cache: ArrayCache) -> IndexedDataset:
+    """A corpus of a run, with its answers if they are needed; some blocks are compared with their
+    checksums. UserError.
+    """
+    dataset = IndexedDataset(prefix, cache)
+    if config.data.answers_only:
+        dataset.open_answers()
+        check_blocks(prefix + ANSWERS)
+    check_blocks(prefix)
+    return dataset
