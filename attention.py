@@ -5,7 +5,6 @@ with tensor parallelism the local ones. What each token sees is in corpora/atten
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,12 +19,13 @@ from config.schema import ModelShape
 from config.validation import rotary_scaling
 from corpora.attention_masks import (
     Mask,
-    Past,
     alibi_slopes,
     causal_alibi,
     masked_attention,
     takes_flex,
+    visible,
 )
+from data import Batch
 from distributed.collectives import Group, sum_both_ways
 from distributed.context_parallel import (
     causal_attention,
@@ -43,27 +43,85 @@ recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 # ---- Positions -----------------------------------------------------------------------------------
 
 
-def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """ALiBi's slopes of this tensor rank's heads: those of the whole model's, sliced; (a,)."""
-    return factory.mesh.tp.shard(alibi_slopes(model.heads))
+class Positions:
+    """What the blocks of a stage are told about positions: ALiBi's mask, or rotary tables.
 
+    positions.set_length(2048)              for the samples from now on
+    positions.mask(batch)                   what each token of a batch sees, None: all before it
+    positions.rotary(batch.positions)       tables for `rotate`, None: nothing is turned
 
-def alibi_bias(
-    model: ModelShape, factory: ParamFactory, samples: int, length: int
-) -> Tensor | Mask:
-    """What ALiBi adds to the scores of the heads that attention is computed of, for micro-batches
-    of so many samples: (1, a, s, s), or a mask without s x s numbers.
+    Learned positions are a part of the embedding.
     """
-    slopes = factory.mesh.heads.shard(local_slopes(model, factory)).to(factory.device)
-    places = own_places(factory.mesh.kv, length, factory.device)
-    return causal_alibi(slopes, samples, length, model.head_size, factory.dtype, places)
+
+    def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
+        """micro_batch: its samples; masked: whether each batch says what its tokens see."""
+        self.factory, self.mesh = factory, factory.mesh
+        self.head_size, self.micro_batch, self.masked = model.head_size, micro_batch, masked
+        self.length = 0
+        self.slopes: Tensor | None = None
+        if model.positions == "alibi":
+            slopes = self.mesh.heads.shard(local_slopes(model, factory))
+            self.slopes = slopes.to(factory.device)
+        self.tables: tuple[Tensor, Tensor] | None = None
+        if model.positions == "rotary":
+            cos, sin = rotary_tables(model)
+            self.tables = (
+                cos.to(factory.device, factory.dtype),
+                sin.to(factory.device, factory.dtype),
+            )
+        self._own_tables = self.tables  # of this rank's tokens
+        self._causal: Mask | None = None
+        self.set_length(model.seq_length)
+
+    def set_length(self, length: int) -> None:
+        """The samples from now on have so many tokens, at most seq_length."""
+        if length == self.length:
+            return
+        self.length, cp = length, self.mesh.cp
+        if self.tables is not None and cp.size > 1:
+            cos, sin = self.tables
+            self._own_tables = (
+                cp.balanced_shard(cos[:length], 0),
+                cp.balanced_shard(sin[:length], 0),
+            )
+        if self.slopes is not None and not self.masked:
+            self._causal = causal_alibi(
+                self.slopes,
+                self.micro_batch,
+                length,
+                self.head_size,
+                self.factory.dtype,
+                self._own_places(length),
+            )
+
+    def mask(self, batch: Batch | None) -> Mask | None:
+        """What attention takes for this batch, or for causal attention if it says nothing."""
+        if batch is None or batch.starts is None or batch.stops is None:
+            return self._causal
+        places = self._own_places(batch.starts.shape[1])
+        return visible(batch.starts, batch.stops, self.slopes, self.factory.dtype, places)
+
+    def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Tables for tokens at these positions, (b, s); None: for this rank's of a sample."""
+        if self.tables is None or positions is None:
+            return self._own_tables
+        cos, sin = self.tables
+        return cos[positions.t(), 0], sin[positions.t(), 0]  # s b 1 r
+
+    def _own_places(self, length: int) -> Tensor | None:
+        return own_places(self.mesh.kv, length, self.factory.device)
 
 
 def own_places(group: Group, length: int, device: torch.device) -> Tensor | None:
-    """Of the tokens whose queries this rank has, in a sample of that length; None: all tokens."""
+    """The tokens, of a sample of that length, whose queries this rank has; None: all tokens."""
     if group.size == 1:
         return None
     return group.balanced_shard(torch.arange(length, device=device), 0)
+
+
+def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
+    """ALiBi's slopes of this tensor rank's heads: those of the whole model's, sliced; (a,)."""
+    return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
@@ -105,6 +163,41 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
+# ---- Keys and values of the tokens so far --------------------------------------------------------
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, by layer, so that new tokens are computed alone.
+
+    tokens: how many there are, with the new ones; positions: of the new ones, (1, s).
+    """
+
+    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
+        """most: tokens that there may be; slopes: of ALiBi for the local heads, (a,)."""
+        self.most, self.device, self.tokens = most, device, 0
+        self.slopes = torch.zeros(1) if slopes is None else slopes
+        self._held: dict[nn.Module, list[Tensor]] = {}
+
+    def begin(self, count: int) -> None:
+        """The next pass through the layers is of so many new tokens."""
+        self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
+        self.tokens += count
+        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
+        bias = -self.slopes.to(self.device)[:, None, None] * distance
+        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
+
+    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
+        """Keys and values of all tokens, given those of the new ones, (s, b, heads, d), and the
+        mask of the new ones' queries.
+        """
+        if layer not in self._held:
+            self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
+        keys, values = self._held[layer]
+        keys[self.tokens - len(k) : self.tokens] = k
+        values[self.tokens - len(v) : self.tokens] = v
+        return keys[: self.tokens], values[: self.tokens], Mask(self._bias.to(k.dtype))
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 
@@ -131,25 +224,30 @@ class Attention(nn.Module):
         inputs = model.heads * self.d
         self.out = RowLinear(factory, f"{name}.out", inputs, model.hidden, std, model.bias)
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
-        """x of the linear layers' shapes; `bias` is added to the scores, `rotary` turns q and k."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """x of the linear layers' shapes; mask: what each token sees, None: all before it; rotary:
+        tables that turn q and k. With a cache, x is of tokens that follow it, and has no mask.
+        """
         turned = rotary if self.norms is None else None
         q, k, v = self.split(self.qkv(x), self.queries, self.d, turned)
         if self.norms is not None:
             q, k = self.norms(q, k)
             q, k = (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
-        if isinstance(bias, Past):
-            mixed = _attend(q, *bias.extend(self, k, v), Group())
-        else:
-            q, k, v = to_heads(q, k, v, self.mesh.heads)
-            mixed = to_tokens(self._mix(q, k, v, bias), self.mesh.heads)
-        return self.out(mixed)
-
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, bias: Any) -> Tensor:
-        """Attention of this rank's heads: (s, b, heads, d) each -> (s, b, a d)."""
+        if cache is not None:
+            k, v, mask = cache.extend(self, k, v)
+            return self.out(_attend(q, k, v, mask, Group()))
+        q, k, v = to_heads(q, k, v, self.mesh.heads)
         if self.recompute and torch.is_grad_enabled():  # then keys are gathered again, too
-            return recomputed(_attend, q, k, v, bias, self.mesh.kv)
-        return _attend(q, k, v, bias, self.mesh.kv)
+            mixed = recomputed(_attend, q, k, v, mask, self.mesh.kv)
+        else:
+            mixed = _attend(q, k, v, mask, self.mesh.kv)
+        return self.out(to_tokens(mixed, self.mesh.heads))
 
 
 def _split_heads(
@@ -162,26 +260,21 @@ def _split_heads(
     return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | Mask | None, group: Group) -> Tensor:
-    """Softmax(q k^T / sqrt(d) + bias) v: (s, b, heads, d) each -> (s, b, a d).
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
+    """Softmax(q k^T / sqrt(d)) v over what the mask shows: (s, b, heads, d) each -> (s, b, a d).
 
     group: ranks with other tokens of the samples, whose keys and values are gathered.
     """
     k, v = gather_tokens(k, v, group)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
-    if isinstance(bias, Mask):
-        mixed = masked_attention(q, k, v, bias, q.shape[1] != k.shape[1])
-    elif bias is None and group.size > 1:
+    if mask is not None:
+        mixed = masked_attention(q, k, v, mask)
+    elif group.size > 1:
         mixed = causal_attention(q, k, v, group)
     else:
-        mixed = _call_attention(F.scaled_dot_product_attention, q, k, v, bias)
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     return mixed.permute(2, 0, 1, 3).flatten(2)
-
-
-def _call_attention(run: Callable, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Any:
-    """Call torch's attention, or what says which kernel it chooses; (b, heads, s, d) each."""
-    grouped = q.shape[1] != k.shape[1]
-    return run(q, k, v, attn_mask=bias, is_causal=bias is None, enable_gqa=grouped)
 
 
 class QueryKeyNorm(nn.Module):
@@ -241,5 +334,12 @@ def attention_kernel(
     q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
     rows = s // mesh.kv.size  # queries of this rank
     bias = torch.empty(1, model.heads // parts, rows, s, **of) if alibi else None
-    choice = _call_attention(torch._fused_sdp_choice, q[:, :, :rows], k, v, bias)
+    choice = torch._fused_sdp_choice(
+        q[:, :, :rows],
+        k,
+        v,
+        attn_mask=bias,
+        is_causal=bias is None,
+        enable_gqa=queries > 1,
+    )
     return f"torch scaled_dot_product_attention, {SDPBackend(choice).name.lower()}{over}"

@@ -17,16 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import (
-    Attention,
-    alibi_bias,
-    local_slopes,
-    own_places,
-    recomputed,
-    rotary_tables,
-)
+from attention import Attention, KeyValueCache, Positions, recomputed
 from config.schema import Layout, ModelShape
-from corpora.attention_masks import Mask, Past, visible
+from corpora.attention_masks import Mask
 from data import Batch
 from distributed.collectives import Group
 from loss import cross_entropy
@@ -119,16 +112,29 @@ class Block(nn.Module):
         self.mlp = MLP(factory, f"{name}.mlp", model, std)
         self.recompute, self.kind = recompute == "full", model.block
 
-    def forward(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """x: (s, b, h) or (s/tp, b, h), as the result; the others as Attention.forward."""
         if self.recompute and torch.is_grad_enabled():
-            return recomputed(self._run, x, bias, rotary)
-        return self._run(x, bias, rotary)
+            return recomputed(self._run, x, mask, rotary, cache)
+        return self._run(x, mask, rotary, cache)
 
-    def _run(self, x: Tensor, bias: Tensor | Mask | Past | None, rotary) -> Tensor:
+    def _run(
+        self,
+        x: Tensor,
+        mask: Mask | None,
+        rotary: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None,
+    ) -> Tensor:
         if self.kind == "post-norm":
-            x = x + self.attention_norm(self.attention(x, bias, rotary))
+            x = x + self.attention_norm(self.attention(x, mask, rotary, cache))
             return x + self.mlp_norm(self.mlp(x))
-        y = self.attention(self.attention_norm(x), bias, rotary)
+        y = self.attention(self.attention_norm(x), mask, rotary, cache)
         if self.kind == "parallel":
             return x + y + self.mlp(self.mlp_norm(x))
         mixed, normed = self.mlp_norm.of_sum(x, y)
@@ -306,87 +312,74 @@ class Stage(nn.Module):
         Raises ValueError if it has not the parameters that `spec` says.
         """
         super().__init__()
-        padded, self.spec = model.padded_vocab(layout), spec
-        spread = layout.vocab_pp
-        self.vocabulary = VocabularyPart(factory, model, padded) if spread else None
-        self.embedding = None
+        padded = model.padded_vocab(layout)
+        self.spec = spec
+        self.vocabulary: VocabularyPart | None = None
+        if layout.vocab_pp:
+            self.vocabulary = VocabularyPart(factory, model, padded)
+        self.embedding: Embedding | None = None
         if spec.embedding:
-            self.embedding = Embedding(factory, model, padded, spec.tied, spread)
-        blocks = range(spec.first, spec.last)
-        again = layout.recomputed_blocks(len(blocks), spec.index)
+            self.embedding = Embedding(factory, model, padded, spec.tied, layout.vocab_pp)
         self.blocks = nn.ModuleList()
-        for n, i in enumerate(blocks):
-            recompute = layout.recompute if n < again else "none"
-            self.blocks.append(Block(factory, i, model, recompute))
-            if factory.shard is not None:
-                factory.shard(self.blocks[-1])
-        embedding = self.embedding if first is None else first.embedding
-        self.head = Head(factory, model, padded, embedding) if spec.head and not spread else None
-        self.output_norm = Norm(factory, "head.norm", model) if spec.head and spread else None
-        shared = [self.head.weight] if self.head and first is not None and model.tied else []
-        for p in shared:
-            p.passes = 2  # gradients in a micro-batch: one of each stage's backward
-        alibi, rotary = model.positions == "alibi" and blocks, model.positions == "rotary"
-        self.cp, self.heads = factory.mesh.cp, factory.mesh.heads
-        self.kv = factory.mesh.kv
-        self.bias: Tensor | Mask | None = None
-        makes, about = alibi and not masked, (model, factory)
-        self._alibi = functools.partial(alibi_bias, *about, layout.micro_batch_size)
-        self._length = 0 if makes else None  # of the bias
-        self.slopes = None
-        if alibi and not makes:
-            self.slopes = self.heads.shard(local_slopes(model, factory)).to(factory.device)
-        self.dtype = factory.dtype
-        self.rotary = self._rotary = None
-        if rotary:
-            cos, sin = (t.to(factory.device, factory.dtype) for t in rotary_tables(model))
-            self.rotary = self._rotary = cos, sin
-        self.set_length(model.seq_length)
+        self._add_blocks(factory, model, layout)
+        self.head: Head | None = None
+        self.output_norm: Norm | None = None
+        if spec.head and layout.vocab_pp:
+            self.output_norm = Norm(factory, "head.norm", model)
+        elif spec.head:
+            holder = self if first is None else first
+            self.head = Head(factory, model, padded, holder.embedding)
+        shared: list[nn.Parameter] = []
+        if self.head is not None and first is not None and model.tied:
+            shared.append(self.head.weight)
+            self.head.weight.passes = 2  # gradients in a micro-batch: one of each stage's backward
+        self.positions: Positions | None = None
+        if spec.blocks:
+            self.positions = Positions(factory, model, layout.micro_batch_size, masked)
         _check_count(self, shared)
 
-    def set_length(self, length: int) -> None:
-        """Of the samples from now on, in tokens: at most seq_length."""
-        if self._rotary is not None and self.cp.size > 1:
-            cos, sin = (self.cp.balanced_shard(table[:length], 0) for table in self._rotary)
-            self.rotary = cos, sin
-        if self._length not in (None, length):
-            self.bias, self._length = self._alibi(length), length
+    def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
+        """Make this stage's blocks, the first ones of which may be recomputed."""
+        recomputed_blocks = layout.recomputed_blocks(self.spec.blocks, self.spec.index)
+        for n in range(self.spec.blocks):
+            recompute = layout.recompute if n < recomputed_blocks else "none"
+            block = Block(factory, self.spec.first + n, model, recompute)
+            self.blocks.append(block)
+            if factory.shard is not None:
+                factory.shard(block)
 
-    def forward(self, x: Tensor, batch: Batch | None = None, past: Past | None = None) -> Tensor:
-        """With `past`, x is of tokens that follow it; the last stage's result is this rank's logits
-        of what follows the last of them: (b, V/tp).
+    def set_length(self, length: int) -> None:
+        """The samples from now on have so many tokens, at most seq_length."""
+        if self.positions is not None:
+            self.positions.set_length(length)
+
+    def forward(
+        self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """With a cache, x is of tokens that follow it; the last stage's result is this rank's
+        logits of what follows the last of them: (b, V/tp).
         """
-        x = self.hidden_states(x, batch, past)
-        if past is not None:
+        x = self.hidden_states(x, batch, cache)
+        if cache is not None:
             return x if self.head is None else self.head.logits(x[-1:])[0]
         if self.head is None or batch is None:
             return x
         return self.head(x, batch.labels).sum()
 
     def hidden_states(
-        self, x: Tensor, batch: Batch | None = None, past: Past | None = None
+        self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
         """What leaves the last block of this stage."""
-        positions = None if batch is None else batch.positions
-        positions = positions if past is None else past.positions
+        places = None if batch is None else batch.positions
+        if cache is not None:
+            places = cache.positions
         if self.embedding is not None:
-            x = self.embedding(x, positions)
-        bias = self._bias_of(batch) if past is None else past
-        rotary = self.rotary
-        if self._rotary is not None and positions is not None:
-            cos, sin = (table[positions.t(), 0] for table in self._rotary)  # s b 1 d
-            rotary = cos, sin
-        for block in self.blocks:
-            x = block(x, bias, rotary)
+            x = self.embedding(x, places)
+        if self.positions is not None:
+            mask, rotary = self.positions.mask(batch), self.positions.rotary(places)
+            for block in self.blocks:
+                x = block(x, mask, rotary, cache)
         return x if self.output_norm is None else self.output_norm(x)
-
-    def _bias_of(self, batch: Batch | None) -> Tensor | Mask | None:
-        """What the tokens see, as attention takes it."""
-        starts, stops = (None, None) if batch is None else (batch.starts, batch.stops)
-        if starts is None or stops is None:
-            return self.bias
-        places = own_places(self.kv, starts.shape[1], starts.device)
-        return visible(starts, stops, self.slopes, self.dtype, places)
 
 
 def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from attention import KeyValueCache
 from config.schema import Config
-from corpora.attention_masks import Past
 from data import Batch
 from distributed.collectives import Handle
 from loss import LocalLoss
@@ -81,16 +81,17 @@ class Pipeline:
         return self.run(forward_only(placement(self._layout), micro_batches), batches)
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, past: Past) -> Tensor | None:
-        """Logits of what follows the tokens (b, s) that follow `past`: (b, V/tp), this rank's, on
-        the ranks of the last stage, else None. Every rank has the tokens; no sequence parallelism.
+    def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
+        """Logits of what follows the tokens (b, s), which follow the cache: (b, V/tp), this rank's.
+
+        None but on the ranks of the last stage. Every rank has the tokens; no sequence parallelism.
         """
         self.finish_sending()
-        past.begin(tokens.shape[1])
+        cache.begin(tokens.shape[1])
         x, rank, rank_of = tokens, self.mesh.pp.rank, placement(self._layout)
         for stage, (here, to) in enumerate(zip(rank_of, [*rank_of[1:], rank_of[-1]])):
             if rank == here:
-                x = self.stages[stage](x, past=past)
+                x = self.stages[stage](x, cache=cache)
             if rank == here != to:
                 self.mesh.channel("F", here, to).send(x.contiguous(), to).wait()
             elif rank == to != here:

@@ -1,8 +1,7 @@
 """Masks of attention from the first and last token that each token sees.
 
     mask = visible(batch.starts, batch.stops, slopes)       once for a stage and micro-batch
-    mixed = masked_attention(q, k, v, mask, grouped)        in each block
-    k, v, bias = past.extend(layer, k, v)                   or token by token, with a cache
+    mixed = masked_attention(q, k, v, mask)                 in each block
 
 On a CPU a mask is a tensor for torch's attention. On a GPU it is blocks of 128 x 128 tokens for
 torch's flex_attention, which skips those that nobody sees: no tensor of s x s numbers is made.
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 BLOCK = 128  # tokens; flex_attention's own
@@ -30,38 +29,6 @@ class Mask(NamedTuple):
     dense: Tensor | None = None
     blocks: BlockMask | None = None
     score: Callable | None = None
-
-
-class Past:
-    """Keys and values of the tokens so far, by layer, so that new tokens are computed alone.
-
-    tokens: how many there are, with the new ones; positions: of the new ones, (1, s).
-    """
-
-    def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
-        """most: tokens that there may be; slopes: of ALiBi for the local heads, (a,)."""
-        self.most, self.device, self.tokens = most, device, 0
-        self.slopes = torch.zeros(1) if slopes is None else slopes
-        self._held: dict[nn.Module, list[Tensor]] = {}
-
-    def begin(self, count: int) -> None:
-        """The next pass through the layers is of so many new tokens."""
-        self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
-        self.tokens += count
-        distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
-        bias = -self.slopes.to(self.device)[:, None, None] * distance
-        self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
-
-    def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values of all tokens, given those of the new ones, (s, b, heads, d), and what is
-        added to the scores.
-        """
-        if layer not in self._held:
-            self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
-        held = self._held[layer]
-        for of_all, new in zip(held, (k, v)):
-            of_all[self.tokens - len(new) : self.tokens] = new
-        return held[0][: self.tokens], held[1][: self.tokens], self._bias.to(k.dtype)
 
 
 def alibi_slopes(heads: int) -> Tensor:
@@ -162,11 +129,12 @@ def causal_alibi(
     head_size: int,
     dtype: torch.dtype,
     places: Tensor | None = None,
-) -> Tensor | Mask:
-    """What ALiBi adds to causal scores, -inf above the diagonal: slopes (a,) -> (1, a, q, s); or
-    where flex_attention computes them, a mask for so many samples. places: as of `visible`.
+) -> Mask:
+    """The mask of ALiBi and causal attention; slopes: of the local heads, (a,).
 
-    Written as -slope * distance, so that the near tokens are exact in bf16.
+    A dense one is (1, a, q, s) with -inf above the diagonal, the same for all samples; that of
+    flex_attention is for so many samples. places: as of `visible`. The dense mask is -slope *
+    distance, so that the near tokens are exact in bf16.
     """
     if takes_flex(head_size, dtype, slopes.device):
         stops = torch.arange(1, length + 1, device=slopes.device).repeat(samples, 1)
@@ -175,7 +143,7 @@ def causal_alibi(
     queries = keys if places is None else places
     distance = queries[:, None] - keys  # (q, s)
     bias = -slopes[:, None, None] * distance
-    return bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype)
+    return Mask(bias.masked_fill_(distance < 0, -torch.inf)[None].to(dtype))
 
 
 def alibi_score(slopes: Tensor, places: Tensor | None = None) -> Callable:
@@ -197,16 +165,18 @@ def _compiled() -> Callable:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """`masked_attention` on a GPU."""
+    grouped = q.shape[1] != k.shape[1]
     options = {"score_mod": mask.score, "block_mask": mask.blocks, "enable_gqa": grouped}
     limits = torch._dynamo.config  # of this thread; a curriculum has more shapes than torch's 8
     limits.recompile_limit = limits.accumulated_recompile_limit = MOST_SHAPES
     return _compiled()(q, k, v, **options)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, grouped: bool) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Softmax(q k^T / sqrt(d)) v over what the mask shows; (b, heads, s, d) each."""
-    if mask.blocks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=grouped)
-    return flex(q, k, v, mask, grouped)
+    if mask.blocks is not None:
+        return flex(q, k, v, mask)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=grouped)

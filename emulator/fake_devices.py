@@ -174,8 +174,9 @@ def attention(
     return efficient(q, k, v, attn_mask, torch.is_grad_enabled(), dropout_p, is_causal)[0]
 
 
-def flex(q, k, v, mask, grouped):
+def flex(q, k, v, mask):
     """The kernel of flex_attention, by what it allocates: as flash, the keys read by groups."""
+    grouped = q.shape[1] != k.shape[1]
     if grouped and q.dtype == torch.float32:  # flash takes groups, the other kernel does not
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     return attention(q, k, v, is_causal=True)

@@ -3,5 +3,5 @@
 text            text as token ids: the tokenizer of a corpus or a checkpoint (without torch)
 decoding        continues ids token by token, with a cache of keys and values; --sample-every
 
-pipeline.py passes the activations; the cache is attention_masks.Past of corpora/.
+pipeline.py passes the activations; the cache is attention.KeyValueCache.
 """

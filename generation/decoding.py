@@ -4,7 +4,7 @@
     ids = decoder.generate(prompt, 50, Choice(temperature=0.8, top_p=0.95))
 
 The prompt is one pass through the stages, and every new token is one, with the keys and values of
-those before it in a cache (corpora.attention_masks.Past). The last stage's logits are gathered over
+those before it in a cache (attention.KeyValueCache). The last stage's logits are gathered over
 tensor ranks, one rank of the world chooses, and its choice is broadcast. Replicas repeat the work.
 """
 
@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from attention import local_slopes
+from attention import KeyValueCache, local_slopes
 from config.schema import Config, ModelShape, rows_along
-from corpora.attention_masks import Past
 from generation.text import SAMPLE_TOKENS, prompts_of_run
 from model import Embedding
 from parallel import ParamFactory
@@ -59,21 +58,23 @@ class Decoder:
     ) -> list[int]:
         """Up to so many ids that follow those of the prompt; none from `end` on."""
         device = self.factory.device
-        past = Past(len(prompt) + count, self.slopes, device)
+        cache = KeyValueCache(len(prompt) + count, self.slopes, device)
         random = torch.Generator().manual_seed(how.seed)
         tokens, found = torch.tensor([prompt], device=device), list[int]()
         with _whole_sequences(self.pipeline.stages.values()):
             while len(found) < count:
-                chosen = self._next(tokens, past, how, random)
+                chosen = self._next(tokens, cache, how, random)
                 if chosen == end:
                     break
                 found.append(chosen)
                 tokens = torch.tensor([[chosen]], device=device)
         return found
 
-    def _next(self, tokens: Tensor, past: Past, how: Choice, random: torch.Generator) -> int:
+    def _next(
+        self, tokens: Tensor, cache: KeyValueCache, how: Choice, random: torch.Generator
+    ) -> int:
         """The token that follows; the choice of the last stage's first rank."""
-        local, chosen = self.pipeline.decode(tokens, past), torch.zeros(1, dtype=torch.int64)
+        local, chosen = self.pipeline.decode(tokens, cache), torch.zeros(1, dtype=torch.int64)
         if local is not None:
             tp, columns = self.mesh.tp, local.t().contiguous()  # (V/tp, 1)
             whole = columns.new_empty(len(columns) * tp.size, 1)

@@ -12,7 +12,7 @@ from test_data import VOCAB, config_of, samples_of, three, write_corpus
 import data
 from benchmarks.megatron_data import Megatron
 from config.messages import UserError
-from corpora import blends, compiled
+from corpora import blends, compiled, corpus_splits
 from corpora.blends import blend_order
 from corpora.mapped_files import ArrayCache
 
@@ -146,7 +146,7 @@ def test_a_blend_asks_each_part_for_what_it_takes(tmp_path, monkeypatch):
     """Where the surplus is too small, Megatron raises IndexError; here the parts grow."""
     for name in "ab":
         write_corpus(f"{tmp_path}/{name}", [9] * 10)
-    monkeypatch.setattr(data, "SURPLUS", -0.9)
+    monkeypatch.setattr(corpus_splits, "SURPLUS", -0.9)
     train = data.build(config_of([0.5, tmp_path / "a", 0.5, tmp_path / "b"], split="1")).train
     assert [len(train.sample(k)) for k in range(len(train))] == [9] * 40
 

@@ -251,7 +251,7 @@ def test_flex_attention_of_alibi_equals_the_dense_bias():
     torch.manual_seed(1)
     q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
     slopes, stops = alibi_slopes(4), torch.arange(1, 201).repeat(2, 1)
-    bias = causal_alibi(slopes, 2, 200, 16, torch.float32)
+    bias = causal_alibi(slopes, 2, 200, 16, torch.float32).dense
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
     blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
     score = alibi_score(slopes.float())

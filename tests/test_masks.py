@@ -331,7 +331,7 @@ def test_flex_attention_gives_what_the_dense_mask_does(alibi, cp):
     slopes = alibi_slopes(4) if alibi else None
     own = Group(tuple(range(cp)), cp - 1).balanced_shard(torch.arange(200), 0)
     mask, q = visible(*bounds, slopes, torch.float32, own), q[:, :, own]
-    expected = attention_masks.masked_attention(q, k, v, mask, True)
+    expected = attention_masks.masked_attention(q, k, v, mask)
     score = alibi_score(slopes.float(), own if cp > 1 else None) if alibi else None
     blocks = visible_blocks(*(bound[:, own] for bound in bounds), 200)
     with warnings.catch_warnings():
@@ -353,8 +353,8 @@ def test_flex_attention_is_compiled_for_every_length_of_a_curriculum(monkeypatch
             stops = torch.arange(1, length + 1)[None]
             blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
             mask = attention_masks.Mask(None, blocks, alibi_score(slopes.float()))
-            ours = attention_masks.flex(q, k, v, mask, False)
-            bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32)
+            ours = attention_masks.flex(q, k, v, mask)
+            bias = attention_masks.causal_alibi(slopes, 1, length, 16, torch.float32).dense
             expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
             assert_close(ours, expected, 1e-5, scale=1.0)
     assert counter.frame_count == len(lengths)

@@ -61,7 +61,7 @@ def test_the_attention_kernel_that_is_printed_is_asked_for_as_in_training(
     """torch chooses by these facts. It was asked for a batch of one, no gradient, equal heads."""
     asked = []
 
-    def facts(q, k, v, attn_mask, is_causal, enable_gqa):
+    def facts(q, k, v, enable_gqa, attn_mask=None, is_causal=False):
         of_mask = None if attn_mask is None else (attn_mask.shape, attn_mask.stride())
         of = [(t.shape, t.stride(), t.dtype, t.requires_grad) for t in (q, k, v)]
         asked.append((of, of_mask, is_causal, enable_gqa))

@@ -154,9 +154,9 @@ def test_a_seed_draws_the_same_text_again_and_the_cache_changes_nothing(runs, ca
 
     decode, seen = decoding.Pipeline.decode, []
 
-    def without_cache(pipeline, tokens, past):
+    def without_cache(pipeline, tokens, cache):
         seen.append(tokens)
-        fresh = decoding.Past(100, past.slopes, past.device)
+        fresh = decoding.KeyValueCache(100, cache.slopes, cache.device)
         return decode(pipeline, torch.cat(seen, 1), fresh)
 
     cached = [run_here(words(run), capsys)[0] for run in runs.values()]
