@@ -55,7 +55,7 @@ class Row:
     nodes: list[str]
     passes: np.ndarray
     around: np.ndarray
-    measured: float
+    measured: np.ndarray
     clocks: np.ndarray
     follows_others: bool  # whether a save or an evaluation came just before the step
 
@@ -97,7 +97,7 @@ def _row(values: Mapping[str, Any]) -> Row:
         nodes=nodes,
         passes=passes / 1e6,
         around=around / 1e6,
-        measured=float(total[0] - apart[0]) / 1e6,
+        measured=(total - apart) / 1e6,
         clocks=began + [offsets[node] for node in nodes],
         follows_others=bool(apart.any()),
     )
@@ -132,7 +132,6 @@ class MeasuredSteps:
         """Raises ValueError if the rows have other passes than the order."""
         self.order = order
         self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
-        self.measured = float(np.mean([row.measured for row in rows]))
         passes = np.array([row.passes for row in rows])
         around = np.array([row.around for row in rows])
         if passes.shape[2] != len(order.ranks[0]):
@@ -144,13 +143,13 @@ class MeasuredSteps:
         seconds[PLACE["host"], :, :, 0] = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
         clocks = np.array([row.clocks for row in rows])[..., None]
         self._set_passes(seconds, clocks + end, clocks + ready)
-        # All ranks leave the last phase of a step at once, so the rank that ended its passes last
-        # takes the shortest time from there on: it is the one that counts.
-        after = around[:, :, 2:].sum(axis=2)
-        last = after.sum(axis=2).argmin(axis=1)
-        counted = after[np.arange(len(rows)), last]
-        self.after = _by_cause(counted[:, 1:], rows[0].kinds)
-        self.after[PLACE["optimizer"]] = counted[:, 0]
+        # The rank that ends its passes last is the one that counts from there on: all ranks leave
+        # the last phase of a step at once.
+        last = np.arange(len(rows)), end[:, :, -1].argmax(axis=1)
+        self.measured = float(np.array([row.measured for row in rows])[last].mean())
+        after = around[:, :, 2:].sum(axis=2)[last]
+        self.after = _by_cause(after[:, 1:], rows[0].kinds)
+        self.after[PLACE["optimizer"]] = after[:, 0]
 
     def _set_passes(self, seconds: np.ndarray, ended: np.ndarray, ready: np.ndarray) -> None:
         """Set `passes`; the wait for an input becomes the time of its message, from the end of the
