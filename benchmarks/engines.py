@@ -16,14 +16,15 @@ import numpy as np
 
 from config.command_line import read_toml
 from config.model_stats import normed_width
-from planner import block_costs, hardware, memory, op_costs, step_time
+from planner import hardware, memory, memory_terms, op_costs, step_time, time_terms
 from planner.hardware import Constant, Machine, Software
 from planner.job import Column, Job
+from planner.op_costs import Pass
 
 FITTED = Path(__file__).parent / "data" / "engines_fitted.toml"
 # Bytes moved for each byte of the input, beside one kernel's read and write: RMSNorm or LayerNorm
 # in FP32 as five kernels of torch, forward and backward; rotary positions as eight.
-UNFUSED_NORM = (16.0, 37.0)
+UNFUSED_NORM, FUSED_NORM = Pass(16.0, 37.0), Pass(2.0, 3.0)
 UNFUSED_ROTARY = 9.0
 # The logits in half precision, in FP32, less their maximum, and their exponentials, as Megatron's
 # loss keeps them.
@@ -82,46 +83,46 @@ class Engine(Software):
 
     @property
     def keeps_scores(self) -> bool:
-        """Whether attention writes its scores to memory."""
+        """Whether attention writes its scores to memory_terms."""
         return self.attention in ("fused", "math")
 
     # ---- Passes ----------------------------------------------------------------------------------
 
-    def core_seconds(self, job: Job) -> tuple[Column, Column]:
+    def core_seconds(self, job: Job) -> Pass:
         if not self.keeps_scores or job.number_bytes > 2:
-            return unwrap(block_costs.core_seconds)(job)
+            return unwrap(time_terms.core_seconds)(job)
         return scores_seconds(job, self)
 
-    def elementwise_bytes(self, job: Job) -> tuple[Column, Column]:
+    def elementwise_bytes(self, job: Job) -> Pass:
         """Also dropout, one byte a mask, and what is not fused."""
         model, t = job.model, job.layout.tp
-        size, h = job.number_bytes, job.model.hidden / job.sequence_shards
-        forward, backward = unwrap(step_time.elementwise_bytes)(job)
+        h, size = job.model.hidden / job.sequence_shards, job.number_bytes
+        moved = unwrap(time_terms.elementwise_bytes)(job)
         if self.dropout:
-            forward, backward = forward + 2 * h, backward + (4 * size + 2) * h
+            moved += Pass(2.0, 4.0 * size + 2.0) * h
         if not self.fused_norms:
-            normed = size * normed_width(model) / t
-            forward = forward + 2 * UNFUSED_NORM[0] * size * h + (UNFUSED_NORM[0] - 2) * normed
-            backward = backward + 2 * UNFUSED_NORM[1] * size * h + (UNFUSED_NORM[1] - 3) * normed
+            moved += UNFUSED_NORM * (2 * size * h)
+            moved += (UNFUSED_NORM + FUSED_NORM * -1) * (size * normed_width(model) / t)
         if not self.fused_elementwise and model.activation == "swiglu":
-            gated = size * model.mlps[1] * model.ffn_hidden / t
-            forward, backward = forward + 2 * gated, backward + 3 * gated
+            moved += Pass(2.0, 3.0) * (size * model.mlps[1] * model.ffn_hidden / t)
         if not self.fused_elementwise and model.positions == "rotary":
             turned = size * (model.qkv_width + model.attention_width) / 2 / t
-            more = (UNFUSED_ROTARY - step_time.ROTARY) * turned
-            forward, backward = forward + more, backward + more
-        return forward, backward
+            more = UNFUSED_ROTARY - time_terms.ROTARY
+            moved += Pass(more, more) * turned
+        return moved
 
     def operations(self, job: Job) -> Column:
         more = 12 * (not self.fused_norms) + 12 * (not self.fused_elementwise)
-        return unwrap(step_time.operations)(job) + more + 6 * self.keeps_scores
+        return unwrap(time_terms.operations)(job) + more + 6 * self.keeps_scores
 
     def selective_seconds(self, job: Job, forward: Column) -> Column:
         again = self.recompute_share * forward
         if self.keeps_products:
-            again = again + products_done_again(job) + step_time.elementwise_seconds(job)[0]
+            other = time_terms.elementwise_bytes(job) * job.tokens
+            again = again + products_done_again(job)
+            again = again + op_costs.moved(job.machine, other).forward
         if self.keeps_scores:
-            again = again + block_costs.attention(job)[0]
+            again = again + time_terms.attention(job).forward
         return again
 
     # ---- Pipeline and traffic --------------------------------------------------------------------
@@ -155,19 +156,19 @@ class Engine(Software):
 
     def gather_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
         tp, ep, size = job.layout.tp, job.ep, job.number_bytes
-        seconds = step_time.ring_seconds(job, self.sharing(job), tp, dense * size) / 2
-        own = step_time.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
+        seconds = time_terms.ring_seconds(job, self.sharing(job), tp, dense * size) / 2
+        own = time_terms.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
         return (1 - self.overlap_data) * (seconds + own)
 
     def reduce_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
         """Also between nodes, where each has summed over its own ranks."""
         tp, ep, ranks = job.layout.tp, job.ep, self.sharing(job)
         whole = np.bool_(self.all_reduce_gradients) | (job.layout.zero == 0)
-        size = step_time.wire_bytes(job) * np.where(whole, 2.0, 1.0)
-        seconds = step_time.ring_seconds(job, ranks, tp, dense * size) / 2
-        seconds += step_time.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
+        size = time_terms.wire_bytes(job) * np.where(whole, 2.0, 1.0)
+        seconds = time_terms.ring_seconds(job, ranks, tp, dense * size) / 2
+        seconds += time_terms.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
         replicas = job.shards // ranks
-        seconds += step_time.ring_seconds(job, replicas, tp * ranks, dense * size / ranks)
+        seconds += time_terms.ring_seconds(job, replicas, tp * ranks, dense * size / ranks)
         return (1 - self.overlap_data) * seconds
 
     # ---- Memory ----------------------------------------------------------------------------------
@@ -180,15 +181,15 @@ class Engine(Software):
         return [more * size for size in activations], [more * count for count in heads]
 
     def gradients_of(self, job: Job, held: Column, sharded: Column) -> Column:
-        return unwrap(memory.gradients_of)(job, held, sharded) + held * self.workspace_bytes
+        return unwrap(memory_terms.gradients_of)(job, held, sharded) + held * self.workspace_bytes
 
     def buffers_of(self, job: Job) -> Column:
         gathered = self.gather_buffers * job.activation_bytes
         return self.buffers + np.where(job.layout.tp > 1, gathered, 0.0)
 
     def block_working(self, job: Job) -> Column:
-        whole = memory.block_activations(job, True)
-        working = unwrap(memory.block_working)(job)
+        whole = memory_terms.block_activations(job, True)
+        working = unwrap(memory_terms.block_working)(job)
         if self.keeps_scores:
             inner = 2.0 * job.number_bytes * job.model.ffn_hidden / job.layout.tp * job.tokens
             full = np.equal(job.layout.recompute, "full")
@@ -196,20 +197,22 @@ class Engine(Software):
         selective = np.equal(job.layout.recompute, "selective")
         return np.where(selective & self.keeps_products, whole, working)
 
-    def embedding_working(self, job: Job, parts: memory.Parts, kept: Column) -> Column:
-        return 0.0 if self.keeps_scores else unwrap(memory.embedding_working)(job, parts, kept)
+    def embedding_working(self, job: Job, parts: memory_terms.Parts, kept: Column) -> Column:
+        return (
+            0.0 if self.keeps_scores else unwrap(memory_terms.embedding_working)(job, parts, kept)
+        )
 
-    def loss_bytes(self, job: Job, parts: memory.Parts, heads: Column) -> Column:
+    def loss_bytes(self, job: Job, parts: memory_terms.Parts, heads: Column) -> Column:
         each = self.loss_bytes_per_logit or LOGIT_BYTES * self.keeps_scores
         if not each:
-            return unwrap(memory.loss_bytes)(job, parts, heads)
+            return unwrap(memory_terms.loss_bytes)(job, parts, heads)
         logits = 1.0 * job.tokens * job.vocab_columns
         return each * logits * (job.layout.tp if self.gathered_logits else 1)
 
     def kept_selectively(self, job: Job) -> Column:
         if self.keeps_products:
             return kept_products(job)
-        return (1.0 - self.recompute_share) * unwrap(memory.kept_selectively)(job)
+        return (1.0 - self.recompute_share) * unwrap(memory_terms.kept_selectively)(job)
 
     def block_activations(self, job: Job, scores: Column) -> Column:
         """Also dropout's masks, what is not fused, and attention's scores, 5 a s^2 b: masks of
@@ -229,12 +232,12 @@ class Engine(Software):
             each = 5.0 if self.dropout else 2.0
             more = more + scores * (each * model.heads / t * model.seq_length)
         size = job.number_bytes / 2 * job.tokens * more
-        return unwrap(memory.block_activations)(job, scores) + size
+        return unwrap(memory_terms.block_activations)(job, scores) + size
 
     def attention_copies(self, job: Job) -> Column:
         if self.keeps_scores:
             return 0.0
-        return np.maximum(self.copies_of_attention, unwrap(memory.attention_copies)(job))
+        return np.maximum(self.copies_of_attention, unwrap(memory_terms.attention_copies)(job))
 
 
 # ---- Selective recomputation of torchtitan -------------------------------------------------------
@@ -243,7 +246,7 @@ class Engine(Software):
 def products_done_again(job: Job) -> Column:
     """Seconds of the products that `keeps_products` does not keep: k, attention's output, w3."""
     model = job.model
-    forward = [block_costs.linear(job, *matrix)[0] for matrix in block_costs.matrices(job)]
+    forward = [product.forward for product in time_terms.products(job)]
     keys = (model.qkv_width - model.attention_width) / 2 / model.qkv_width
     return keys * forward[0] + forward[1] + forward[2] / 2
 
@@ -262,7 +265,7 @@ def kept_products(job: Job) -> Column:
 # ---- Attention that writes its scores ------------------------------------------------------------
 
 
-def scores_seconds(job: Job, engine: Engine) -> tuple[Column, Column]:
+def scores_seconds(job: Job, engine: Engine) -> Pass:
     """Seconds of attention's core as batched GEMMs and a softmax, forward and backward."""
     machine, seq, head = job.machine, job.model.seq_length, job.model.head_size
     batch = job.model.heads // job.layout.tp * job.layout.micro_batch_size
@@ -273,12 +276,9 @@ def scores_seconds(job: Job, engine: Engine) -> tuple[Column, Column]:
     dropout = 5.0 if engine.dropout else 0.0  # read 2, write 2, mask 1
     # Scale, mask, cast, softmax, cast: a kernel each.
     apart = (engine.attention == "math") | ~fused_softmax(seq, batch)
-    forward = 4.0 + dropout + np.where(apart, 24.0, 0.0)
-    backward = 6.0 + dropout + np.where(apart, 16.0, 0.0)
-    return (
-        scores + mixed + op_costs.moved(machine, forward * elements),
-        scores + 3 * mixed + op_costs.moved(machine, backward * elements),
-    )
+    moved = Pass(4.0 + dropout, 6.0 + dropout) + Pass(24.0, 16.0) * apart
+    products = Pass(scores + mixed, scores + 3 * mixed)
+    return products + op_costs.moved(machine, moved * elements)
 
 
 def fused_softmax(seq: int, batch: Column) -> Column:

@@ -54,7 +54,7 @@ def report(
     data["mfu"] = model_flops(model, size) / (step.seconds * world * machine.peak)
     data["plan"] = {name: getattr(plan, name) for name in (*NAMES, "parts")}
     data["stages"] = [
-        {"stage": s, **asdict(row), "bytes": stage.bytes, "plan": passes._asdict() | held}
+        {"stage": s, **asdict(row), "bytes": stage.bytes, "plan": asdict(passes) | held}
         for s, (row, stage, passes, held) in enumerate(
             zip(rows, stages, step_time.stage_passes(job), memory.of_run(config), strict=True)
         )

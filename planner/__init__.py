@@ -2,9 +2,10 @@
 
 hardware        machines: rates, links, coefficients, from hardware/*.toml
 job, plan_only  what every formula takes; experts and fp8, which are only planned
-op_costs        seconds of GEMMs, attention, memory traffic, collectives; block_costs: of a block
-step_time       seconds of a step, from the simulated schedule
-memory, risk    bytes of each stage's GPU; intervals, and the probability that they do not fit
+op_costs        seconds of GEMMs, attention, memory traffic, collectives
+time_terms      every term of a step's seconds; step_time: with the simulated schedule, a step's
+memory_terms    every term of a GPU's bytes; memory: of each stage
+risk            intervals, and the probability that a layout does not fit
 enumeration     every layout that train.py takes, as a table of columns
 closed_form     what each row takes at least, before its schedule is built
 ranking         the fastest rows, each predicted; layouts: ranked or rejected with a reason

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from config.schema import Layout, ModelShape
-from planner import memory, step_time
+from planner import memory_terms, step_time, time_terms
 from planner.enumeration import Table
 from planner.job import Column, Job
-from planner.memory import Parts
+from planner.memory_terms import Parts
 from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
 from schedules.vocabulary import more_ahead
@@ -123,7 +123,7 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
     it, and before the last one's gradients have gone back to the first rank.
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
-    ends, sent = ~np.bool_(layout.vocab_pp), step_time.message_seconds(job)
+    ends, sent = ~np.bool_(layout.vocab_pp), time_terms.message_seconds(job)
     more = passes.redone.backward - passes.block.backward  # of a block that is recomputed
     redone = _least_redone(ranks, layout.stages_per_rank, recomputed)
     both = sum(passes.block)
@@ -150,7 +150,9 @@ def _round_trips(job: Job, ranks: Ranks, passes: Passes) -> np.ndarray:
     """
     layout, others = job.layout, job.layout.pp - 1 - ranks.rank
     after = job.model.layers - ranks.before
-    way = after * sum(passes.block) + sum(passes.head) + 2 * others * step_time.message_seconds(job)
+    way = (
+        after * sum(passes.block) + sum(passes.head) + 2 * others * time_terms.message_seconds(job)
+    )
     trips = (job.micro_batches - 1) // (others + 1) + 1
     alone = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
     return np.where(alone, trips * way, 0.0)
@@ -172,7 +174,7 @@ def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Mos
     forward += front * passes.embedding.forward + back * passes.head.forward
     backward = (ranks.most - redone) * passes.block.backward + redone * passes.redone.backward
     backward += front * passes.embedding.backward + back * passes.head.backward
-    held = memory.held_parameters(ranks.parts, job)
+    held = memory_terms.held_parameters(job, ranks.parts)
     tied = (ranks.tied & ranks.embedding).any(axis=1, keepdims=True)
     held, forward, backward = (
         each.max(axis=1, keepdims=True) for each in (held, forward, backward)
@@ -197,14 +199,14 @@ def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
     """The fewest blocks that each row may recompute to need at most `room` bytes."""
     job, given = table.job, table.asked.fixed.get("recompute_layers")
     layout, stages = job.layout, table.job.layout.stages_per_rank
-    redone, whole = memory.kept_of_block(job)
+    redone, whole = memory_terms.kept_of_block(job)
     flying, held = micro_batches_in_flight(job, ranks), stages * ranks.least
     alone = ranks.head & (stages == 1) & ~np.bool_(layout.vocab_pp)
     heads = np.where(alone, flying, 1)
-    states = sum(memory.states_of(ranks.parts, job).values())
-    working = memory.working_of(ranks.parts, ranks.blocks * whole, heads, job)
-    fixed = states + working + memory.buffers_of(job) + job.machine.context
-    fixed = fixed + np.where(layout.vocab_pp, memory.sent_to_ranks(job), 0.0)
+    states = sum(memory_terms.states_of(job, ranks.parts).values())
+    working = memory_terms.working_of(job, ranks.parts, ranks.blocks * whole, heads)
+    fixed = states + working + memory_terms.buffers_of(job) + job.machine.context
+    fixed = fixed + np.where(layout.vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
     none = np.equal(layout.recompute, "none")
     saved = np.where(none, 0.0, flying * stages * (whole - redone))  # by one block of each stage
     unsaved = fixed + flying * held * whole

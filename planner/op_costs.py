@@ -13,7 +13,8 @@ Every size may be one number, or a numpy array of them, such as a column of `pla
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,24 @@ import numpy as np
 from planner.hardware import Link, Machine
 
 Column = Any  # a number, or an array with one for each layout
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds, or bytes, of one micro-batch forward and backward through a part."""
+
+    forward: Column
+    backward: Column
+
+    def __iter__(self) -> Iterator[Column]:
+        return iter((self.forward, self.backward))
+
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: Column) -> "Pass":
+        return Pass(self.forward * times, self.backward * times)
+
 
 # Rows and columns of a tile, and its speed relative to the largest: a smaller tile reuses less of
 # what it loads. Assumed from cuBLAS on square A100 GEMMs, not fitted.
@@ -61,27 +80,27 @@ def aligned(n: Column, k: Column) -> Column:
     return np.gcd(np.gcd(ALIGNMENT, n), k) / ALIGNMENT
 
 
-def linear(
-    machine: Machine, rows: Column, outs: Column, ins: Column, size: int = 2
-) -> tuple[Column, Column]:
-    """Seconds of a linear layer, forward and backward (input gradient and weight gradient)."""
-    forward = gemm(machine, rows, outs, ins, size)
-    return forward, gemm(machine, rows, ins, outs, size) + gemm(machine, outs, ins, rows, size)
+def linear(machine: Machine, rows: Column, outs: Column, ins: Column, size: int = 2) -> Pass:
+    """Seconds of a linear layer; backward has two products, gradients of input and weights."""
+    of_input = gemm(machine, rows, ins, outs, size)
+    of_weights = gemm(machine, outs, ins, rows, size)
+    return Pass(gemm(machine, rows, outs, ins, size), of_input + of_weights)
 
 
-def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> tuple[Column, Column]:
+def fp8_linear(machine: Machine, rows: Column, outs: Column, ins: Column) -> Pass:
     """As `linear`, with products in fp8: inputs and gradients are read, and written in fp8 as they
     are and transposed.
     """
-    machine = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
-    forward, backward = linear(machine, rows, outs, ins)
-    cast = [moved(machine, 4.0 * rows * columns) for columns in (ins, outs)]
-    return forward + cast[0], backward + cast[1]
+    faster = replace(machine, peak=machine.peak * machine.fp8 * FP8_SHARE)
+    casts = Pass(4.0 * rows * ins, 4.0 * rows * outs)
+    return linear(faster, rows, outs, ins) + moved(machine, casts)
 
 
-def moved(machine: Machine, count: Column) -> Column:
-    """Seconds to move that many bytes to and from memory in elementwise kernels."""
-    return count / (machine.bandwidth * COPY_MEMORY)
+def moved(machine: Machine, count: Any) -> Any:
+    """Seconds to move that many bytes, or those of a Pass, to and from memory in elementwise
+    kernels.
+    """
+    return count * (1 / (machine.bandwidth * COPY_MEMORY))
 
 
 # ---- Attention: q k^T, softmax, times v ----------------------------------------------------------
@@ -112,22 +131,21 @@ HEAD = 128  # the head size of those rates; half of it reaches SMALL_HEAD of the
 SMALL_HEAD = 0.85
 
 
-def attention(
-    machine: Machine, seq: int, head: int, batch: Column, size: int = 2
-) -> tuple[Column, Column]:
-    """Seconds of the attention core over `batch` heads, forward and backward: two products forward,
-    five backward, of which the causal mask leaves half.
+def attention(machine: Machine, seq: int, head: int, batch: Column, size: int = 2) -> Pass:
+    """Seconds of the attention core over `batch` heads: two products forward, five backward, of
+    which the causal mask leaves half.
     """
-    product = 1.0 * batch * seq * seq * head * (-(-head // ALIGNMENT) * ALIGNMENT / head)
+    filled = -(-head // ALIGNMENT) * ALIGNMENT
+    product = 1.0 * batch * seq * seq * filled
     if size > 2:
         rate = machine.vector_peak * machine.gemm_fraction
-        return 2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH
+        return Pass(2 * product / rate + LAUNCH, 5 * product / rate + LAUNCH)
     kernel = KERNELS[machine.kernel]
     rate = machine.peak * machine.flash_fraction * seq / (seq + kernel.half)
     if kernel.half:
         rate *= SMALL_HEAD ** max(0.0, math.log2(HEAD / head))
-    forward, backward = rate * kernel.forward, rate * kernel.backward
-    return 2 * product / forward + LAUNCH, 5 * product / backward + LAUNCH
+    forward = 2 * product / (rate * kernel.forward)
+    return Pass(forward + LAUNCH, 5 * product / (rate * kernel.backward) + LAUNCH)
 
 
 # ---- Between ranks -------------------------------------------------------------------------------

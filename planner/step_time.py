@@ -3,8 +3,8 @@
     prediction = predict(model, layout, training, load("a100-80"))
 
 A step is the pipeline's time (the schedule that is executed, simulated with the stages' seconds),
-then the gradient reduction, the tied embedding, the optimizer, the parameter gather.
-Symbols: h hidden, s sequence, V vocabulary, f MLP width, b micro-batch, t = tp.
+then the gradient reduction, the tied embedding, the optimizer, the parameter gather. Its terms are
+in planner/time_terms.py; here they are put together.
 
 The formulas take one layout, or many as columns (planner/job.py); what builds a schedule takes one.
 """
@@ -16,26 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.model_stats import model_flops, normed_width
+from config.model_stats import model_flops
 from config.schema import Layout, ModelShape, Training
-from planner import block_costs, memory, op_costs, risk
-from planner.hardware import Link, Machine
+from planner import memory, memory_terms, risk, time_terms
+from planner.hardware import Machine
 from planner.job import Column, Job, term
+from planner.op_costs import Pass
 from schedules import vocabulary
 from schedules.compiler import StageCosts, long_schedule
 from schedules.costs import stage_costs
 from schedules.partition import executed_flops, stage_specs
-
-OPERATIONS = 20  # that a block's forward launches with fused norms, biases and positions
-ROTARY = 2.0  # bytes moved for each byte that rotary positions turn
-COLLECTED = 10.0  # bytes moved per gradient to collect a micro-batch's in FP32, at --zero 2 and 3
-
-
-class Pass(NamedTuple):
-    """Seconds of one micro-batch forward and backward (with recomputation) through a part."""
-
-    forward: Column
-    backward: Column
 
 
 class Passes(NamedTuple):
@@ -104,7 +94,7 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
 
 def passes_of(job: Job) -> Passes:
     """Seconds of one micro-batch through the parts of a model."""
-    return Passes(*block_passes(job), embedding_pass(job), head_pass(job))
+    return Passes(*block_passes(job), time_terms.embedding(job), time_terms.head(job))
 
 
 def block_pass(job: Job) -> Pass:
@@ -113,108 +103,19 @@ def block_pass(job: Job) -> Pass:
 
 
 def block_passes(job: Job) -> tuple[Pass, Pass]:
-    """Seconds of one micro-batch through one block on each GPU of its tensor group: of a block that
-    is not recomputed, and of one that is, as the layout says.
+    """Seconds of one micro-batch through a block that is not recomputed, and through one that is,
+    as the layout says: no less than the host takes to launch it.
     """
-    model, layout, _, machine = job
-    products = [block_costs.linear(job, *matrix) for matrix in block_costs.matrices(job)]
-    core, other = block_costs.attention(job), elementwise_seconds(job)
-    sums = 1 + (model.mlps[1] if model.mlps[0] > 1 else 1)  # of each expert's outputs
-    hidden = np.where(layout.splits_backward, 0.0, machine.software.overlap_tensor)
-    exposed = sums * _tensor_all_reduce(job) * (1 - hidden)
-    collectives = exposed + block_costs.dispatched(job)
-    host = machine.software.host_per_block
-    forward = sum(each[0] for each in products) + core[0] + other[0] + collectives + host / 4
-    backward = sum(each[1] for each in products) + core[1] + other[1] + collectives + host * 3 / 4
-    added = _accumulated(machine) * job.block_parameters / layout.tp
-    backward = backward + op_costs.moved(machine, added)
-    # With sequence parallelism the gathered inputs are not kept: they are gathered once more.
-    backward = backward + np.where(job.sequence_parallel, exposed / 2, 0.0)
-    again = np.where(np.equal(layout.recompute, "full"), forward, 0.0)
-    selective = np.equal(layout.recompute, "selective")
-    again = np.where(selective, selective_seconds(job, forward), again)
-    launched = machine.software.host_per_operation * operations(job)
-    forward = np.maximum(forward, launched)
-    plain = Pass(forward, np.maximum(backward, 2 * launched))
-    return plain, Pass(forward, np.maximum(backward + again, 2 * launched))
-
-
-@term
-def selective_seconds(job: Job, forward: Column) -> Column:
-    """Seconds of what selective recomputation does again in a block whose forward takes so long:
-    nothing, since a flash kernel recomputes attention's scores itself.
-    """
-    return 0.0
-
-
-@term
-def operations(job: Job) -> Column:
-    """Kernels and collectives that a block's forward launches."""
-    collectives = np.where(job.sequence_parallel, 4, 2)
-    return OPERATIONS + np.where(job.layout.tp > 1, collectives, 0)
-
-
-def elementwise_seconds(job: Job) -> tuple[Column, Column]:
-    """Seconds of norms, residuals, activation and bias gradients, forward and backward."""
-    forward, backward = elementwise_bytes(job)
-    return (
-        op_costs.moved(job.machine, job.tokens * forward),
-        op_costs.moved(job.machine, job.tokens * backward),
-    )
-
-
-@term
-def elementwise_bytes(job: Job) -> tuple[Column, Column]:
-    """Bytes moved for a token outside of products and attention, forward and backward.
-
-    Passes over s*b*h: forward two norms (read, write) and two residual additions (read, read,
-    write); backward three for a norm, three for an addition.
-    """
-    model, t, h, (experts, active) = job.model, job.layout.tp, job.model.hidden, job.model.mlps
-    f, size = active * model.ffn_hidden, job.number_bytes
-    width = active * model.up_width + f
-    normed, turned = normed_width(model), (model.qkv_width + model.attention_width) / 2
-    forward = 10 * h / job.sequence_shards + (width + 2 * normed) / t
-    backward = 12 * h / job.sequence_shards + (width + f + 3 * normed) / t
-    if model.bias:
-        backward = backward + f / t + 2 * h
-    if model.qkv_bias:
-        backward = backward + model.qkv_width / t
-    if model.positions == "rotary":
-        forward, backward = forward + ROTARY * turned / t, backward + ROTARY * turned / t
-    if experts > 1:  # tokens are copied in the order of their experts, and back
-        forward, backward = forward + 4 * active * h, backward + 4 * active * h
-    return size * forward, size * backward
-
-
-def head_pass(job: Job) -> Pass:
-    """Seconds of one micro-batch through final norm, output matrix and loss."""
-    machine, rows, columns, h = job.machine, job.tokens, job.vocab_columns, job.model.hidden
-    forward, backward = op_costs.linear(machine, rows, columns, h, job.number_bytes)
-    logits = op_costs.moved(machine, machine.software.logit_bytes * rows * columns)
-    added = op_costs.moved(machine, _accumulated(machine) * columns * h)
-    return Pass(forward + logits + _tensor_all_reduce(job), backward + logits + added)
-
-
-def embedding_pass(job: Job) -> Pass:
-    """Seconds of one micro-batch through the embedding: rows looked up, a dense gradient added."""
-    machine, matrix = job.machine, job.vocab_columns * job.model.hidden
-    looked = op_costs.moved(machine, 5.0 * job.activation_bytes)
-    added = op_costs.moved(machine, (_accumulated(machine) + 2 * job.number_bytes) * matrix)
-    return Pass(looked + _tensor_all_reduce(job), looked + added)
-
-
-def _tensor_all_reduce(job: Job) -> Column:
-    """Seconds to sum one micro-batch's activation over the tensor group."""
-    link = op_costs.ring(job.machine, job.layout.tp, 1)
-    return op_costs.all_reduce(link, job.layout.tp, job.activation_bytes)
-
-
-def _accumulated(machine: Machine) -> float:
-    """Bytes moved per parameter to add a half-precision gradient to the accumulated one."""
-    if machine.software.fused_accumulation:
-        return 0.0
-    return 2.0 + 2 * min(machine.software.gradient_bytes, 4.0)
+    whole = sum(time_terms.block_terms(job).values(), Pass(0.0, 0.0))
+    full = np.equal(job.layout.recompute, "full")
+    selective = np.equal(job.layout.recompute, "selective")
+    again = np.where(full, whole.forward, 0.0)
+    again = np.where(selective, time_terms.selective_seconds(job, whole.forward), again)
+    launched = job.machine.software.host_per_operation * time_terms.operations(job)
+    forward = np.maximum(whole.forward, launched)
+    plain = np.maximum(whole.backward, 2 * launched)
+    redone = np.maximum(whole.backward + again, 2 * launched)
+    return Pass(forward, plain), Pass(forward, redone)
 
 
 # ---- The pipeline --------------------------------------------------------------------------------
@@ -227,10 +128,11 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     found = []
     for spec in stage_specs(job.model, layout):
         redone = layout.recomputed_blocks(spec.blocks, spec.index)
-        counts = spec.blocks - redone, redone, spec.embedding and ends, spec.head and ends
-        seconds = zip(counts, parts, strict=True)
-        rows = [(count * part.forward, count * part.backward) for count, part in seconds]
-        found.append(Pass(*(float(sum(column)) for column in zip(*rows, strict=True))))
+        one = parts.block * (spec.blocks - redone)
+        one += parts.redone * redone
+        one += parts.embedding * (spec.embedding and ends)
+        one += parts.head * (spec.head and ends)
+        found.append(Pass(float(one.forward), float(one.backward)))
     return tuple(found)
 
 
@@ -241,7 +143,7 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     rounds are not alike may be a few per cent off (`schedules.simulation.LongSchedule`).
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
-    sent = float(message_seconds(job)) if sent is None else sent
+    sent = float(time_terms.message_seconds(job)) if sent is None else sent
     passes = stage_passes(job)
     if not layout.vocab_pp:
         seconds = schedule_seconds(job, passes, sent, nearly)
@@ -266,14 +168,6 @@ def schedule_seconds(job: Job, passes: tuple[Pass, ...], sent: float, nearly: bo
     costs = stage_costs(job.model, layout)
     count, virtual = job.micro_batches, layout.stages_per_rank
     return makespan(layout.schedule, passes, sent, count, virtual, weights, costs, nearly)
-
-
-@term
-def message_seconds(job: Job) -> Column:
-    """Seconds until a micro-batch's activation has reached the next stage."""
-    ranks = job.layout.tp * job.shards
-    seconds = op_costs.message(job.machine, ranks, job.activation_bytes)
-    return np.where(job.layout.pp > 1, seconds, 0.0)
 
 
 @lru_cache(maxsize=4096)
@@ -312,23 +206,21 @@ def action_seconds(
 
 def vocabulary_seconds(job: Job) -> dict[tuple[str, int], float]:
     """As `action_seconds`, of the passes for a vocabulary that all ranks share."""
-    front, back = embedding_pass(job), head_pass(job)
+    front, back = time_terms.embedding(job), time_terms.head(job)
     each = {"E": front.forward, "S": back.forward, "T": back.backward, "G": front.backward}
     return {(kind, s): float(one) for kind, one in each.items() for s in range(job.layout.pp)}
 
 
 def stage_weights(job: Job) -> list[float]:
-    """Seconds of one micro-batch's weight gradients in each stage: half of every GEMM's backward,
-    and adding them up. Those of a head that shares its matrix with the embedding come with B.
+    """Seconds of one micro-batch's weight gradients in each stage. Those of a head that shares its
+    matrix with the embedding come with B.
     """
-    model, machine, t, h = job.model, job.machine, job.layout.tp, job.model.hidden
-    block = op_costs.moved(machine, _accumulated(machine) * job.block_parameters / t)
-    block += sum(block_costs.linear(job, *matrix)[1] / 2 for matrix in block_costs.matrices(job))
-    head = op_costs.linear(machine, job.tokens, job.vocab_columns, h, job.number_bytes)[1] / 2
-    head += op_costs.moved(machine, _accumulated(machine) * job.vocab_columns * h)
-    specs = stage_specs(model, job.layout)
-    heads = [s.head and (s.tied or not model.tied) for s in specs]
-    return [float(s.blocks * block + own * head) for s, own in zip(specs, heads, strict=True)]
+    block, head = time_terms.block_weights(job), time_terms.head_weights(job)
+    found = []
+    for spec in stage_specs(job.model, job.layout):
+        has_own_head = spec.head and (spec.tied or not job.model.tied)
+        found.append(float(spec.blocks * block + has_own_head * head))
+    return found
 
 
 # ---- After the pipeline --------------------------------------------------------------------------
@@ -348,7 +240,7 @@ class Most(NamedTuple):
 def step_parts(job: Job) -> dict[str, float]:
     """Seconds of what follows the last backward: reduce, tied, optimizer, and a fixed rest."""
     specs, passes = stage_specs(job.model, job.layout), stage_passes(job)
-    own = memory.held_parameters(memory.Parts.of(specs), job)
+    own = memory_terms.held_parameters(job, memory_terms.Parts.of(specs))
     of_rank = np.bincount([spec.rank for spec in specs], np.broadcast_to(own, len(specs)))
     slowest = [max(each) for each in zip(*passes, strict=True)]
     parts = after_pipeline(job, Most(max(of_rank), slowest[0], slowest[1], specs[0].tied))
@@ -357,22 +249,16 @@ def step_parts(job: Job) -> dict[str, float]:
 
 def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     """As `step_parts`, of one layout or of columns."""
-    model, layout, _, machine = job
-    software, t, dp, held = machine.software, layout.tp, layout.dp, most.parameters
-    blocks = -(-model.layers // layout.pp)
-    reduced = _exposed(job, most, blocks * job.expert_parameters / t)
-    if software.fused_accumulation:
-        collected = job.micro_batches * op_costs.moved(machine, COLLECTED * held)
-        reduced = reduced + np.where(job.zero >= 2, collected, 0.0)
-    sharing = np.minimum(machine.node, t * dp)
-    link = Link(machine.network.latency, machine.network.speed / sharing, 1.0)
-    tied = op_costs.all_reduce(link, 2, 1.0 * wire_bytes(job) * job.vocab_columns * model.hidden)
-    shard = memory.sharded_parameters(held, blocks, job)
+    layout, held = job.layout, most.parameters
+    blocks = -(-job.model.layers // layout.pp)
+    experts = blocks * job.expert_parameters / layout.tp
+    shard = memory_terms.sharded_parameters(job, held, blocks)
+    exposed = _exposed(job, most, experts)
     return {
-        "reduce": reduced,
-        "tied": np.where(most.tied, tied, 0.0),
-        "optimizer": op_costs.moved(machine, 40.0 * shard + 8.0 * held),  # state; norm, zero, cast
-        "fixed": software.per_step,
+        "reduce": exposed + time_terms.collected_seconds(job, held),
+        "tied": np.where(most.tied, time_terms.tied_seconds(job), 0.0),
+        "optimizer": time_terms.optimizer_seconds(job, held, shard),
+        "fixed": job.machine.software.per_step,
     }
 
 
@@ -381,49 +267,18 @@ def _exposed(job: Job, most: Most, experts: Column) -> Column:
 
     experts: parameters of experts on a GPU, which fewer ranks share.
     """
-    layout, software = job.layout, job.machine.software
-    dense = most.parameters - experts
-    gather, reduce = gather_seconds(job, dense, experts), reduce_seconds(job, dense, experts)
-    # Passes behind which the traffic can hide.
-    forward = np.where(
-        np.equal(layout.overlap_param_gather, False), 0.0, software.overlap_passes * most.forward
-    )
-    backward = software.overlap_passes * most.backward
-    rounds = np.where(layout.zero >= 2, job.micro_batches, 1)
+    layout, overlap = job.layout, job.machine.software.overlap_passes
+    gather = time_terms.gather_seconds(job, most.parameters - experts, experts)
+    reduce = time_terms.reduce_seconds(job, most.parameters - experts, experts)
+    waits = np.equal(layout.overlap_param_gather, False)
+    forward = np.where(waits, 0.0, overlap * most.forward)  # behind which the gather hides
+    backward = overlap * most.backward
     # The traffic of the last block of a stage, which nothing hides, as a share.
     tail = 1 / np.maximum(1, job.model.layers // (layout.pp * layout.stages_per_rank))
-    gathered = np.maximum(gather - forward, gather * tail)
-    after = np.where(layout.zero > 0, gathered, 0.0)
-    once = rounds * np.maximum(reduce - backward, reduce * tail) + after
-    # At --zero 3 the weights are gathered once forward and once backward.
-    both = gathered + np.maximum(gather + reduce - backward, reduce * tail)
-    return np.where(layout.zero == 3, rounds * both, once)
-
-
-def ring_seconds(job: Job, ranks: Column, stride: Column, count: Column) -> Column:
-    """Seconds to sum `count` bytes over ranks so far apart."""
-    return op_costs.all_reduce(op_costs.ring(job.machine, ranks, stride), ranks, count)
-
-
-@term
-def gather_seconds(job: Job, dense: Column, experts: Column) -> Column:
-    """Seconds to gather the weights of a GPU's parameters once."""
-    size, tp, ep = job.number_bytes, job.layout.tp, job.ep
-    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
-    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
-
-
-@term
-def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
-    """Seconds to reduce the gradients of a GPU's parameters once: a rank gets the part that it
-    updates, which without ZeRO is all.
-    """
-    tp, ep = job.layout.tp, job.ep
-    size = wire_bytes(job) * np.where(job.layout.zero == 0, 2.0, 1.0)
-    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
-    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
-
-
-def wire_bytes(job: Job) -> int:
-    """Bytes of one gradient as it is sent."""
-    return job.machine.software.wire_bytes if job.number_bytes == 2 else 4
+    gathered = np.where(layout.zero > 0, np.maximum(gather - forward, gather * tail), 0.0)
+    # At --zero 3 the weights are gathered once more in backward, all for each micro-batch.
+    again = np.where(layout.zero == 3, gather, 0.0)
+    reduced = np.maximum(again + reduce - backward, reduce * tail)
+    gathers = np.where(layout.zero == 3, job.micro_batches, 1)
+    reductions = np.where(layout.zero >= 2, job.micro_batches, 1)
+    return gathers * gathered + reductions * reduced

@@ -15,7 +15,7 @@ from config.validation import check
 from emulator.emulation import AFTER, StageMeasured, StageSeconds, composed, priced
 from emulator.links import MachineLinks, MeasuredLinks, interpolated
 from emulator.stand_ins import Ledger, Operation, StandInGroup, emulated_context
-from planner import block_costs, hardware, op_costs
+from planner import hardware, op_costs, time_terms
 from planner.job import Job
 from schedules.schedule import build
 
@@ -197,7 +197,7 @@ def test_ranks_of_cp_gather_what_the_planner_prices(tmp_path):
     config = check(parse(words.split()), 2)
     job = Job(config.model, config.layout, config.training, hardware.load("cpu"))
     for kind in "FB":
-        assert stage["crossing"][kind] == pytest.approx(4 * block_costs.gathered(job))
+        assert stage["crossing"][kind] == pytest.approx(4 * time_terms.gathered(job))
 
 
 @pytest.mark.parametrize(

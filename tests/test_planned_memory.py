@@ -18,7 +18,7 @@ from config.messages import UserError
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.validation import check
-from planner import hardware, layouts, memory, ranking, step_time
+from planner import hardware, layouts, memory, memory_terms, ranking, step_time
 from planner.job import Job
 from schedules import schedule
 
@@ -129,7 +129,7 @@ def test_seed_004_reads_22_and_18_gb():
         tp=4, pp=32, dp=1, recompute="full", partition="layers", sequence_parallel=False
     )  # fmt: skip
     model = preset("104b")
-    kept = memory.kept_bytes(Job(model, layout, training(2048), A100))
+    kept = memory_terms.kept_bytes(Job(model, layout, training(2048), A100))
     assert kept == 2 * 2048 * 11600
     context = 1271 * 2**20
     assert (17_157_252_600 + context + 2 * 32 * kept) / 1e9 == pytest.approx(22, abs=0.6)
@@ -143,7 +143,7 @@ def test_activations_are_those_that_the_schedule_holds(pp, count, name):
     layout = Layout(pp=pp, dp=1, schedule=name, partition="layers", recompute="full")
     machine = dataclasses.replace(A100, activation_overhead=1.0)
     table = memory.stages(Job(model, layout, training(count), machine))
-    kept = 2 * memory.kept_bytes(Job(model, layout, training(count), machine))
+    kept = 2 * memory_terms.kept_bytes(Job(model, layout, training(count), machine))
     peak = schedule.build(name, pp, count).peak
     assert [stage.activations for stage in table] == [held * kept for held in peak]
 
@@ -201,7 +201,7 @@ def test_recomputation_keeps_less():
 
     def kept(recompute, machine):
         layout = Layout(tp=8, pp=12, dp=4, recompute=recompute, sequence_parallel=False)
-        return memory.kept_bytes(Job(model, layout, training(2048), machine))
+        return memory_terms.kept_bytes(Job(model, layout, training(2048), machine))
 
     assert kept("full", JEAN_ZAY) < kept("selective", JEAN_ZAY) < kept("none", JEAN_ZAY)
     assert kept("selective", A100) == kept("none", A100)  # flash writes no scores

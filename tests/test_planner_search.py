@@ -14,7 +14,7 @@ from config import command_line, validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape, Training
 from config.validation import check_any_length
-from planner import block_costs, hardware, layouts, memory, op_costs, risk
+from planner import hardware, layouts, memory, memory_terms, op_costs, risk, time_terms
 from planner.closed_form import least_of
 from planner.enumeration import SCHEDULES
 from planner.job import Job
@@ -223,15 +223,15 @@ def test_attention_with_cp_is_heads_by_all_to_all_then_a_gather():
         layout = Layout(cp=8, dp=1)
         assert layout.over_heads(model) == kv_heads
         job = Job(model, layout, training, A100)
-        alone = block_costs.attention(job._replace(layout=Layout(dp=8)))
-        forward, backward = block_costs.attention(job)
+        alone = time_terms.attention(job._replace(layout=Layout(dp=8)))
+        forward, backward = time_terms.attention(job)
         row = 2 * job.tokens
         width = model.qkv_width + model.attention_width
         turned = op_costs.all_to_all(A100, kv_heads, 1, row * width)
         sent = row * 2 * kv_heads * model.head_size / A100.nvlink.speed + A100.nvlink.latency
         sent *= 8 // kv_heads - 1
-        assert forward == pytest.approx(alone[0] / 8 + sent + turned)
-        assert backward == pytest.approx(alone[1] / 8 + sent + turned)
+        assert forward == pytest.approx(alone.forward / 8 + sent + turned)
+        assert backward == pytest.approx(alone.backward / 8 + sent + turned)
         seconds[kv_heads] = forward
         assert (turned > 0) == (kv_heads > 1)
 
@@ -242,7 +242,9 @@ def test_keys_and_values_that_are_gathered_are_held():
     for kv_heads, others in ((1, 7), (2, 3), (8, 0)):
         model = replace(LONG, kv_heads=kv_heads)
         job = Job(model, Layout(cp=8, dp=1), training, A100)
-        held = memory.block_activations(job, True) - memory.block_activations(job, False)
+        held = memory_terms.block_activations(job, True) - memory_terms.block_activations(
+            job, False
+        )
         keys = 2 * kv_heads * model.head_size * job.tokens
         assert held == 2 * keys * others
 

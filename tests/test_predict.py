@@ -18,7 +18,7 @@ import row_engines
 from config.command_line import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
-from planner import block_costs, hardware, op_costs, risk, step_time
+from planner import hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
 from schedules import schedule, simulation
 
@@ -38,9 +38,8 @@ def software(machine, **changes):
 def core_seconds(machine, head, heads, seq=2048):
     """Seconds of attention's core over so many heads of that size."""
     model = ModelShape(1, head * heads, heads, seq_length=seq)
-    return block_costs.core_seconds(
-        Job(model, Layout(dp=1), Training(1, precision="bf16"), machine)
-    )
+    job = Job(model, Layout(dp=1), Training(1, precision="bf16"), machine)
+    return tuple(time_terms.core_seconds(job))
 
 
 JEAN_ZAY = program("jean-zay-a100", "megatron-deepspeed-2022")
@@ -380,7 +379,7 @@ def test_only_below_zero_2_products_add_up_the_gradients():
     }
     assert seconds[1, 8] == pytest.approx(0.0, abs=1e-9)
     assert seconds[2, 1] == 0.0
-    each = op_costs.moved(machine, step_time.COLLECTED * parameters(preset("1b3")))
+    each = op_costs.moved(machine, time_terms.COLLECTED * parameters(preset("1b3")))
     assert seconds[2, 8] == pytest.approx(256 / 8 * each, rel=0.01)
 
 
@@ -439,5 +438,5 @@ def test_hidden_messages_of_an_interleaved_pipeline():
     )
     shown, not_shown = (Job(model, layout, training(16), one) for one in (plain, hidden))
     difference = step_time.pipeline_time(shown)[0] - step_time.pipeline_time(not_shown)[0]
-    assert difference == pytest.approx(15 * 4 * step_time.message_seconds(shown))
+    assert difference == pytest.approx(15 * 4 * time_terms.message_seconds(shown))
     assert difference > 0

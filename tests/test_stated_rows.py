@@ -20,7 +20,7 @@ import stated_rows
 from source_accuracy import Guess
 
 from config.messages import UserError
-from planner import hardware, memory, step_time
+from planner import hardware, memory_terms, step_time
 from planner.job import Job
 from schedules.partition import stage_specs
 
@@ -161,7 +161,7 @@ def test_what_torchtitans_policy_keeps_and_does_again(titan):
     machine = row.on(hardware.load(row.machine))
     job = Job(row.model, row.layout, row.training, machine)
     widths = 4096 + 4096 + 1024 + 4096 + 14336 + 4096
-    assert memory.kept_bytes(job) == 2 * widths * 2 * 8192
+    assert memory_terms.kept_bytes(job) == 2 * widths * 2 * 8192
     none = job._replace(layout=replace(row.layout, recompute="none"))
     more = step_time.block_pass(job).backward - step_time.block_pass(none).backward
     again = 1024 * 4096 + 4096**2 + 14336 * 4096
@@ -169,7 +169,7 @@ def test_what_torchtitans_policy_keeps_and_does_again(titan):
     assert products < more < 2 * products  # norms, rotary positions and SiLU beside them
     tensor = job._replace(layout=replace(row.layout, tp=8, dp=1, sequence_parallel=True))
     widths = (widths + 4096) / 8 + 4096  # each rank's own sum of w2, and both sums reduced
-    assert memory.kept_bytes(tensor) == 2 * widths * 2 * 8192
+    assert memory_terms.kept_bytes(tensor) == 2 * widths * 2 * 8192
 
 
 def test_figures_of_a_table_by_hand(titan):
