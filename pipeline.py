@@ -22,9 +22,10 @@ from distributed.collectives import Handle
 from loss import LocalLoss
 from model import Stage
 from parallel import ParamFactory
-from schedules import vocabulary
+from schedules.layout_orders import of_layout
+from schedules.orders import forward_only
 from schedules.partition import placement
-from schedules.schedule import VOCABULARY, Action, Schedule, forward_only
+from schedules.schedule import VOCABULARY, Action, Schedule
 from watchdog.flight_recorder import FlightRecorder
 
 # A micro-batch by its index, on the stage's device.
@@ -61,7 +62,7 @@ class Pipeline:
         """The configured schedule for that many micro-batches; the last one is kept."""
         if micro_batches not in self._schedules:
             about = self._model, self._layout, micro_batches, self.device.type
-            self._schedules = {micro_batches: vocabulary.of_layout(*about)}
+            self._schedules = {micro_batches: of_layout(*about)}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
@@ -75,10 +76,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
         """The loss sum and targets of that many micro-batches of this replica, forward only."""
-        if self._layout.vocab_pp:
-            about = self._model, self._layout, micro_batches, self.device.type
-            return self.run(vocabulary.build(*about, backward=False), batches)
-        return self.run(forward_only(placement(self._layout), micro_batches), batches)
+        rank_of = placement(self._layout)
+        schedule = forward_only(rank_of, micro_batches, bool(self._layout.vocab_pp))
+        return self.run(schedule, batches)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:

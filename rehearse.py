@@ -33,7 +33,8 @@ from config.schema import Config
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
-from schedules.automatic import settled
+from schedules.choice import decide
+from schedules.choice import note as note_of
 
 MOST_RANKS = 1_000_000  # of --gpus
 
@@ -60,8 +61,8 @@ def _rehearse(arguments: list[str]) -> int:
     device = "cpu" if options.on == "cpu" else "cuda"
     other = [f"--device {config.run.device}: rehearsed on {options.on or 'fake GPUs'}"]
     other *= config.run.device not in ("auto", device)
-    config, choice = settled(replace(config, layout=layout), device)
-    found = choice.notes(config.layout.schedule_costs) if choice else []
+    config, choice = decide(replace(config, layout=layout), device)
+    found = [note_of(config.layout, choice)] if choice else []
     for note in [*filter(None, [machine.note]), *request.notes, *fused, *other, *found]:
         print(f"note: {note}", file=sys.stderr)
     if options.on:

@@ -35,13 +35,12 @@ from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
 from pipeline import Pipeline
-from schedules.automatic import settled
-from schedules.partition import StageSpec, part_costs, stage_specs
+from schedules.costs import part_costs
+from schedules.partition import StageSpec, stage_specs
 from telemetry import memory_report, replica_check, step_stats
 from telemetry.layer_stats import LayerStats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
-from telemetry.pass_times import with_measured_costs
 from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
 from telemetry.step_trace import StepTrace
@@ -76,10 +75,29 @@ class TrainState(ModelState):
     optimizer: Optimizer
 
 
+def decide_schedule(config: Config, context: Context | None) -> tuple[Config, list[str]]:
+    """The configuration with --schedule auto decided, and what to print of that; before anything is
+    built. Collective over all ranks with --schedule-costs measured.
+
+    Without a context it is a world of one on the CPU.
+    """
+    if config.layout.schedule != "auto":
+        return config, []
+    from schedules import choice  # which only --schedule auto needs, as what measures
+    from telemetry.pass_times import with_measured_costs
+
+    if context:
+        dtype = DTYPES[config.training.precision]
+        config = with_measured_costs(config, context, dtype)
+    config, found = choice.decide(config, context.device.type if context else CPU.type)
+    return config, [choice.note(config.layout, found)] if found else []
+
+
 def build(config: Config, context: Context | None = None) -> TrainState:
     """Build this rank's stages, pipeline and optimizer; collective over all ranks.
 
-    `config` has passed validation.check. Without a context it is a world of one on the CPU.
+    `config` has passed validation.check, and --schedule auto is decided. Without a context it is a
+    world of one on the CPU.
     """
     model = build_model(config, context)
     config, factory = model.config, model.factory
@@ -91,12 +109,9 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     """As `build`, without an optimizer."""
     device = context.device if context else CPU
     config, _ = precision.settled(config, context)
-    if context:
-        config = with_measured_costs(config, context, DTYPES[config.training.precision])
-    config, _ = settled(config, device.type)
     layout, training = config.layout, config.training
     heads = layout.over_heads(config.model)
-    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, layout.vocab_pp, heads)
+    mesh = Mesh(layout.axes, context, layout.stages_per_rank > 1, bool(layout.vocab_pp), heads)
     dtype = DTYPES[training.precision]
     seed, std = training.seed, training.init_std
     deferred = DeferredGradients() if layout.splits_backward else None
@@ -182,8 +197,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         on_gpu = context.device.type == "cuda"
         layout = config.layout.automatic(config.length_divisor, on_gpu)
         config, decided = precision.settled(replace(config, layout=layout), context)
-        dtype = DTYPES[config.training.precision]
-        config, choice = settled(with_measured_costs(config, context, dtype), context.device.type)
+        config, notes = decide_schedule(config, context)
         layout = config.layout
         preflight.introduce(config, context, decided)
         splits = data.build(config)
@@ -198,7 +212,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         room = room_for_saves(config, state.optimizer)
         log = Log(config, context, state.stage_specs, kernels, before, room)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
-        for note in [*(choice.notes(layout.schedule_costs) if choice else []), *splits.notes]:
+        for note in [*notes, *splits.notes]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
             log.note(f"--blocking: with pp({layout.pp}) it does not wait for every CUDA kernel")

@@ -22,7 +22,7 @@ import published_cases
 import published_rows
 
 from config.messages import Parser, UserError, exit_with
-from schedules import schedule
+from schedules import orders
 from schedules.simulation import Slot, bubble, simulate, unit_seconds
 from tuner import charts
 
@@ -54,7 +54,7 @@ def planner_accuracy() -> str:
 
 def timeline(name: str, top: int, ranks: int = 4, micro_batches: int = 8) -> tuple[str, int, int]:
     """The elements of a simulated schedule, their width and their height."""
-    order = schedule.build(name, ranks, micro_batches)
+    order = orders.build(name, ranks, micro_batches)
     share = ranks / order.stages  # a stage of two has half of the rank's blocks
     units = {key: unit * share for key, unit in unit_seconds(order).items()}
     slots = simulate(order, units)

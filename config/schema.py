@@ -31,7 +31,7 @@ BUCKETS, LEAST_BUCKET = 8, 2**20
 # MB of a GPU's L2, which has 40 MB or more from A100 on, or 0.5 MB of a CPU core's.
 LOGITS_AT_ONCE = {"cuda": 2**22, "cpu": 2**17}
 
-# Pipeline schedules; schedules/schedule.py builds them.
+# Pipeline schedules; schedules/orders.py builds them.
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "auto")
 
 
@@ -201,12 +201,6 @@ class Layout:
     recompute_blocks: str = option(
         None, "as --recompute-layers, with a number for each stage: N,N,..."
     )
-    activation_memory: float = option(
-        None,
-        "with --schedule auto: what activations of a rank may take, as a share of 1F1B's without "
-        "recomputation; with --recompute full only blocks that would not fit are recomputed",
-        above=0.0,
-    )
     zero: int = option(
         1, "shard over dp: 1 optimizer state, 2 gradients too, 3 weights too", choices=(0, 1, 2, 3)
     )
@@ -214,9 +208,7 @@ class Layout:
         None, "gather new weights during the next forward pass; default: on GPUs, at --zero 1 and 2"
     )
     vocab_pp: bool = option(
-        None,
-        "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288); default: "
-        "with --schedule auto, if it is faster in simulation",
+        None, "spread embedding and output matrix over all pipeline ranks (arXiv 2411.05288)"
     )
     pad_vocab_multiple: int = option(128, "pad vocabulary to a multiple of this x tp", minimum=1)
 

@@ -170,8 +170,8 @@ def _check_vocab_pp(layout: Layout) -> None:
         return
     if layout.pp == 1:
         raise UserError("--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1")
-    if layout.schedule not in ("1f1b", "gpipe", "auto"):
-        raise UserError(f"--vocab-pp takes --schedule 1f1b, gpipe or auto, not {layout.schedule}")
+    if layout.schedule not in ("1f1b", "gpipe"):
+        raise UserError(f"--vocab-pp takes --schedule 1f1b or gpipe, not {layout.schedule}")
 
 
 def refusal_of_vocab_pp(
@@ -188,19 +188,15 @@ def refusal_of_vocab_pp(
 
 
 def _check_search(layout: Layout) -> None:
-    """Raise UserError if options of --schedule auto do not go with the schedule or each other."""
-    name, share, costs = layout.schedule, layout.activation_memory, layout.schedule_costs
-    given = f"--activation-memory {share}" if share else f"--schedule-costs {costs}"
-    if name != "auto" and (costs != "counted" or share):
-        raise UserError(f"{given} needs --schedule auto, which searches, not {name}")
-    if layout.recompute_blocks is not None and name == "auto":
-        raise UserError("--schedule auto finds --recompute-blocks itself, by --activation-memory")
-    if share and layout.pp == 1:
-        raise UserError(f"{given} is about the stages of a pipeline: pp is 1")
-    layers = layout.recompute_layers
-    if share and (layout.recompute == "selective" or layers is not None):
-        other = "selective" if layers is None else f"full of the first {layers}"
-        raise UserError(f"{given} goes with --recompute none, or full of any blocks, not {other}")
+    """Raise UserError if options of --schedule auto do not go with the schedule."""
+    name, costs = layout.schedule, layout.schedule_costs
+    if name != "auto" and costs != "counted":
+        raise UserError(f"--schedule-costs {costs} needs --schedule auto, not {name}")
+    if name == "auto" and layout.recompute_blocks is not None:
+        raise UserError(
+            f"--recompute-blocks {layout.recompute_blocks} is about given stages, and --schedule "
+            "auto chooses them: give --recompute-layers, or a schedule with a name"
+        )
 
 
 def _check_recomputed(layout: Layout) -> None:

@@ -16,7 +16,7 @@ from emulator.stand_ins import Operation
 from planner import memory, step_time
 from planner.hardware import Machine
 from planner.job import Job
-from schedules.schedule import build
+from schedules.orders import build
 
 HALVINGS = 60  # of a bisection: to the last digit
 NAMES = {"seconds": "seconds per step", "tokens_per_second": "tokens/s", "mfu": "MFU"}

@@ -17,7 +17,7 @@ from planner.hardware import Link
 from planner.job import Job
 from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import pipeline_time, predict, step_parts
-from schedules.automatic import settled_layout
+from schedules.choice import decide_layout
 
 FREE = Link(0.0, math.inf, 1.0)
 CAUSES = ("compute", "recompute", "tp", "p2p", "host", "bubble", "dp", "tied", "optimizer", "fixed")
@@ -45,7 +45,7 @@ def by_cause(job: Job) -> dict[str, float]:
 def _facts(question: Question) -> dict[str, Any]:
     """One side: its seconds by cause, its memory by part, and what to type."""
     job = question.job()
-    layout, _ = settled_layout(job.model, job.layout, job.micro_batches)
+    layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
     job = job._replace(layout=layout)
     prediction, fullest = predict(*job), memory.fullest(job)
     parts = {name: getattr(fullest, name) for name in (*memory.OF_RUN, "buffers", "context")}

@@ -11,14 +11,14 @@ from config.messages import write_file
 from planner import hardware, memory, step_time
 from planner.questions import BILLION, Answer, Question
 from schedules import drawing, partition, simulation
-from schedules.automatic import settled_layout
-from schedules.vocabulary import of_layout
+from schedules.choice import decide_layout, note
+from schedules.layout_orders import of_layout
 
 
 def stages(question: Question) -> Answer:
     """Blocks, parameters, time and memory per stage, and the times as bars."""
     job = question.job()
-    job = job._replace(layout=settled_layout(job.model, job.layout, job.micro_batches)[0])
+    job = job._replace(layout=decide_layout(job.model, job.layout, job.micro_batches)[0])
     rows, table = partition.stage_specs(job.model, job.layout), memory.stages(job)
     fullest = max(table, key=lambda stage: stage.total).stage
     names = (*memory.OF_RUN, "buffers", "context", "total")
@@ -43,7 +43,7 @@ def timeline(question: Question) -> Answer:
     """The schedule as a picture, and as a Chrome trace of predicted seconds."""
     job, path = question.job(), question.options.trace
     count = min(job.micro_batches, 4 * job.layout.pp)
-    layout, choice = settled_layout(job.model, job.layout, job.micro_batches)
+    layout, choice = decide_layout(job.model, job.layout, job.micro_batches)
     job, order = job._replace(layout=layout), of_layout(job.model, layout, count)
     weights = step_time.stage_weights(job) if order.split else None
     seconds = step_time.action_seconds(step_time.stage_passes(job), weights)
@@ -57,7 +57,7 @@ def timeline(question: Question) -> Answer:
     trace, bubble = drawing.trace(events), simulation.bubble(slots)
     lines = [drawing.draw(simulation.simulate(order))]
     lines.append(f"bubble {bubble:.1%} with {count} micro-batches")
-    lines += choice.notes(layout.schedule_costs) if choice else []
+    lines += [note(layout, choice)] if choice else []
     if path:
         write_file(path, json.dumps(trace))
         lines.append(f"written: {path} (open in ui.perfetto.dev or chrome://tracing)")

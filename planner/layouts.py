@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from config.batch_schedule import BatchSchedule
-from config.messages import UserError
 from config.schema import Layout, ModelShape, Training, batch_schedule
 from config.validation import check_shape
-from config.validation import refusal_of_vocab_pp as refused
 from planner import risk
-from planner.enumeration import MICRO_BATCHES, Asked, Rejected, every_layout, rejected_layout
+from planner.enumeration import MICRO_BATCHES, Asked, Rejected, every_layout
 from planner.hardware import Machine
 from planner.job import Job
 from planner.ranking import Ranking
 from planner.step_time import Prediction, predict
-from schedules.automatic import settled_layout
+from schedules.choice import decide_layout
 
 SEARCHED = 8  # layouts for which --schedule auto is searched: the fastest with 1F1B
 
@@ -67,9 +65,7 @@ def rank(
     check_shape(model)
     fixed = fixed or {}
     if fixed.get("schedule") == "auto":
-        plain = fixed | {"schedule": "1f1b"}
-        if not plain.get("vocab_pp") and refused(training):
-            plain["vocab_pp"] = False
+        plain = fixed | {"schedule": "1f1b", "vocab_pp": False}
         asked = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
         of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, most)
         return _searched(of_1f1b, model, training, machine)
@@ -119,11 +115,7 @@ def _searched(answer: Answer, model: ModelShape, training: Training, machine: Ma
     for one in ranked[:SEARCHED]:
         job = Job(model, one.layout, training, machine)
         asked = replace(one.layout, schedule="auto")
-        try:
-            layout, _ = settled_layout(model, asked, job.micro_batches)
-        except UserError as error:  # nothing holds as little as --activation-memory
-            rejected.append(rejected_layout(asked, str(error)))
-            continue
+        layout, _ = decide_layout(model, asked, job.micro_batches)
         prediction = predict(model, layout, training, machine)
         faster = prediction.fits and prediction.seconds < one.prediction.seconds
         found.append(

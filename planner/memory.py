@@ -20,10 +20,7 @@ from config.schema import Config
 from planner import hardware, memory_terms
 from planner.job import Job, term
 from planner.memory_terms import Parts
-from schedules import vocabulary
-from schedules.automatic import settled
-from schedules.compiler import long_schedule
-from schedules.costs import stage_costs
+from schedules.layout_orders import long_layout
 from schedules.partition import StageSpec, stage_specs
 
 ORDER_BYTES = 12  # of a sample in a split's order: where it starts (8 or 16), its place (4 or 8)
@@ -95,12 +92,11 @@ def most_in_flight(
     activations, and outputs of the head. kept, ends: of one micro-batch, by stage.
     """
     layout = job.layout
+    schedule = long_layout(job.model, layout, job.micro_batches)
     if layout.vocab_pp:
-        most = vocabulary.most_held(layout, job.micro_batches, kept.tolist())
+        most = schedule.most_held(kept.tolist())
         sent = memory_terms.sent_to_ranks(job)
         return [float(size + sent) for size in most], [1.0] * layout.pp
-    order = layout.schedule, layout.pp, job.micro_batches, layout.stages_per_rank
-    schedule = long_schedule(*order, stage_costs(job.model, layout))
     return list(schedule.most_held(kept.tolist())), list(schedule.most_held(ends))
 
 
@@ -118,10 +114,10 @@ def of_run(config: Config) -> list[dict[str, float]]:
     scale = 2.0 if config.training.precision == "fp64" else 1.0  # the formulas end at fp32
     batch = max(level.batch for level in config.levels)
     training = replace(config.training, global_batch_size=batch)
-    if config.layout.schedule_costs == "measured":  # before the run has: the limit is the same
-        config = replace(config, layout=replace(config.layout, schedule_costs="counted"))
-    config, _ = settled(config, "cpu" if config.run.device == "cpu" else "cuda")
-    table = stages(Job(config.model, config.layout, training, machine))
+    layout = config.layout
+    if layout.schedule == "auto":  # which holds no more than the fullest rank of 1F1B
+        layout = replace(layout, schedule="1f1b")
+    table = stages(Job(config.model, layout, training, machine))
     return [{part: scale * getattr(stage, part) for part in OF_RUN} for stage in table]
 
 

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 from config.command_line import to_words
 from config.schema import Config, Layout
-from schedules.partition import balanced_partition, part_costs, stage_specs
-from schedules.schedule import Schedule, build
-from schedules.simulation import end_of
+from schedules.costs import part_costs
+from schedules.orders import build
+from schedules.partition import balanced, placement, stage_specs
+from schedules.schedule import Schedule
+from schedules.simulation import makespan
 
 Seconds = Mapping[tuple[str, int], float]  # of a pass, by kind and stage
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
@@ -36,20 +38,20 @@ def of_passes(
     layout, model = config.layout, config.model
     if layout.pp == 1 or order.vocabulary:
         return {}
-    now = end_of(order, passes, sent)
+    now = makespan(order, passes, sent)
     found = {"bubble": Remedy(0.0, "")}
     for other, new, its_passes in _orders(config, order, passes):
-        won = now - end_of(new, its_passes, sent)
+        won = now - makespan(new, its_passes, sent)
         found["bubble"] = max(found["bubble"], Remedy(won, changes(layout, other)))
     if layout.stages_per_rank == 1:
         costs = part_costs(model, device)
-        blocks = ",".join(map(str, balanced_partition(model.layers, layout.pp, costs)))
+        blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
         even: dict[tuple[str, int], float] = {}
         for spec in stage_specs(model, replace(layout, partition=blocks), costs):
             for kind, stage in passes:
                 even[kind, spec.index] = even.get((kind, spec.index), 0.0)
                 even[kind, spec.index] += passes[kind, stage] * spec.share
-        found["imbalance"] = Remedy(now - end_of(order, even, sent), f"--partition {blocks}")
+        found["imbalance"] = Remedy(now - makespan(order, even, sent), f"--partition {blocks}")
     return found
 
 

@@ -18,7 +18,7 @@ from config.schema import GROUPS, Config, ModelShape
 from planner.hardware import Machine
 from planner.job import Job
 from planner.questions import FULL_BATCH
-from schedules.automatic import settled_layout
+from schedules.choice import decide_layout
 
 OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
 OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
@@ -55,10 +55,12 @@ def options_of(path: str) -> dict[str, Any]:
     groups = facts_of(path)["config"]
     found: dict[str, Any] = {}
     for group in OF_RUN:
-        values, names = groups.get(group, {}), {f.name for f in fields(GROUPS[group])}
-        if unknown := set(values) - names:
+        values = groups.get(group, {})
+        given = {name: value for name, value in values.items() if value is not None}
+        names = {f.name for f in fields(GROUPS[group])}
+        if unknown := given.keys() - names:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
-        found |= {name: value for name, value in values.items() if value is not None}
+        found |= given
     if str(found.get("schedule")).startswith("searched"):
         decided = ("partition", "recompute_blocks")
         found = {name: value for name, value in found.items() if name not in decided}
@@ -126,7 +128,7 @@ def read(path: str, machine: Machine) -> Run:
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     layout = replace(config.layout, dp=config.layout.dp or 1)
     job = Job(config.model, layout, training, machine)
-    job = job._replace(layout=settled_layout(job.model, layout, job.micro_batches)[0])
+    job = job._replace(layout=decide_layout(job.model, layout, job.micro_batches)[0])
     middle = statistics.median(seconds)
     away = statistics.median(abs(one - middle) for one in seconds)
     spread = 1.86 * away / middle / len(seconds) ** 0.5  # 1.4826 * 1.2533 of a normal distribution

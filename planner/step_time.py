@@ -22,9 +22,9 @@ from planner import memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, term
 from planner.op_costs import Pass
-from schedules import vocabulary
-from schedules.compiler import StageCosts, long_schedule
-from schedules.costs import stage_costs
+from schedules.costs import StageCosts
+from schedules.layout_orders import long_layout, stage_costs
+from schedules.long_schedule import long_schedule
 from schedules.partition import executed_flops, stage_specs
 
 
@@ -140,7 +140,7 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     """Seconds from the first forward to the last backward, and the idle share of the stages.
 
     sent: seconds of a message between stages, default: `message_seconds`. nearly: a schedule whose
-    rounds are not alike may be a few per cent off (`schedules.simulation.LongSchedule`).
+    rounds are not alike may be a few per cent off (`schedules.long_schedule`).
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = float(time_terms.message_seconds(job)) if sent is None else sent
@@ -151,7 +151,7 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
     if layout.vocab_pp:
         own = vocabulary_seconds(job)
         actions = action_seconds(passes) | own
-        seconds = vocabulary.makespan(job.model, layout, count, actions, sent)
+        seconds = long_layout(job.model, layout, count).makespan(actions, sent)
         # Of a micro-batch a rank's link carries two messages of its stage, and those of E, S, T, G.
         seconds = max(seconds, count * 6 * sent)
         busy += count * sum(own.values()) / layout.pp

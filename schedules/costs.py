@@ -1,87 +1,91 @@
-"""What the passes of a layout's stages cost, for `--schedule auto` and for `--vocab-pp`.
+"""What the passes of a model's parts cost, counted: the one list of prices of a pass.
 
-    task_of(model, layout, "cuda")        what compiler.search chooses from, for one micro-batch
-    stage_costs(model, layout, "cuda")    what the order of a layout that is settled was made with
+    embedding, block, head = pass_costs(model, "cuda")      of one token, nothing split
+    part_costs(model, "cuda").block                         forward and backward together
 
-Costs are FLOPs of a token, and bytes moved counted as FLOPs (partition.FLOPS_PER_BYTE). A rank may
-hold what the fullest rank of 1F1B with the same layout holds; with --activation-memory that share
-of what it holds without recomputation. A partition that is given is kept.
+Costs are FLOPs of a token, and bytes moved counted as FLOPs.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from config import model_stats
-from config.schema import Layout, ModelShape
-from config.validation import explicit_costs
-from schedules.compiler import SEARCHED, PassCosts, StageCosts, Task, balanced_ranks
-from schedules.partition import FLOPS_PER_BYTE, blocks_per_stage, part_costs
+from config.schema import ModelShape
 
-# What one byte of a message between stages costs in FLOPs: about an A100's 312 TFLOP/s over a link
-# of 25 GB/s, and a CPU core's 80 GFLOP/s over 2 GB/s through gloo.
-FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
+# What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
+# on a CPU core about 80 GFLOP/s over 8 GB/s. It weighs what moves bytes against GEMMs.
+FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
-def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:
-    """What an order was searched with; None for a schedule whose order does not depend on it."""
-    if layout.schedule not in SEARCHED:
-        return None
-    plain = replace(layout, schedule="auto", partition="balanced")
-    again = layout.recomputed_of_stage or ()
-    return task_of(model, plain, device).costs(
-        layout.schedule, blocks_per_stage(model, layout), again
-    )
+class PassCosts(NamedTuple):
+    """Of one micro-batch: seconds of forward, gradients of inputs and of weights; bytes held."""
+
+    forward: float
+    inputs: float
+    weights: float
+    held: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of all its passes."""
+        return self.forward + self.inputs + self.weights
+
+
+class StageCosts(NamedTuple):
+    """The costs of every stage; the bytes that a rank may hold; seconds of a message."""
+
+    stages: tuple[PassCosts, ...]
+    limit: float
+    transfer: float
+
+    def seconds(self, split: bool) -> dict[tuple[str, int], float]:
+        """By kind of action and stage, as simulation.py takes them."""
+        seconds = {}
+        for stage, costs in enumerate(self.stages):
+            seconds["F", stage] = costs.forward
+            seconds["B", stage] = costs.inputs
+            seconds["W", stage] = costs.weights
+            if not split:
+                seconds["B", stage] += costs.weights
+        return seconds
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Time of one token's forward and backward through each part, in units of one FLOP."""
+
+    embedding: float
+    block: float
+    head: float
 
 
 @lru_cache(maxsize=256)
-def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
-    """The task of a layout that says auto, for one micro-batch and without --vocab-pp."""
-    plain = replace(layout, schedule="1f1b", vocab_pp=False)
-    parts = parts_of(model, layout, device)
-    given = blocks_per_stage(model, plain, part_costs(model, device))
-    whole = [sum(part[:3]) for part in parts]
-    sent = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
-    fixed = None if layout.partition == "balanced" else tuple(given)
-    task = Task(parts, model.layers, layout.pp, 1, (), sent, fixed, model.tied)
-    tried = [given] if fixed else [given, balanced_ranks(model.layers, range(layout.pp), *whole)]
-    held = [enumerate(task.costs("1f1b", blocks).stages) for blocks in tried]
-    most = max((layout.pp - stage) * one.held for rows in held for stage, one in rows)
-    share = 1.0 if layout.activation_memory is None else layout.activation_memory
-    task = replace(task, limits=(share * most,) * layout.pp)
-    if layout.activation_memory is None or layout.recompute == "none":
-        return task
-    block = parts[1]
-    again = block._replace(inputs=block.inputs + block.forward, held=sent_bytes(model))
-    return replace(task, recomputed=again)
+def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, PassCosts]:
+    """Of embedding, block and head, from FLOPs and from the bytes moved by what is not a GEMM.
 
-
-def sent_bytes(model: ModelShape) -> float:
-    """Of one token between two blocks."""
-    return 4.0 * model.hidden
-
-
-def parts_of(
-    model: ModelShape, layout: Layout, device: str
-) -> tuple[PassCosts, PassCosts, PassCosts]:
-    """Of embedding, block and head; seconds are FLOPs of one token, sums as in `part_costs`. A
-    block is recomputed if all blocks are.
+    Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
+    backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
+    and writes their gradient (4 V); a block's norms, activation and residuals pass about 40 h, a
+    third of them forward. Attention's scores have no weights.
     """
-    t, h, whole, byte = layout.tp, model.hidden, part_costs(model, device), FLOPS_PER_BYTE[device]
-    scores = 2.0 * model.seq_length * model.attention_width
-    flops, head = model_stats.block_flops(model), model_stats.head_flops(model)
-    forward = flops + 4.0 * 40 * h * byte / 3
-    again = {"none": 0.0, "selective": scores, "full": forward}
-    chosen = layout.activation_memory is not None or layout.recompute_blocks is not None
-    recompute = "none" if chosen or layout.recompute_layers is not None else layout.recompute
-    inputs = whole.block - forward - (flops - scores) + again[recompute]
-    widths = model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
-    kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
-    held = sent_bytes(model) if recompute == "full" else kept
-    logits = (whole.head - head) / 2
-    block = PassCosts(forward / t, inputs / t, (flops - scores) / t, held)
-    ends = PassCosts(logits / t, logits / t, head / t, 4.0 * model.vocab_size / t)
-    if given := explicit_costs(layout):  # in a unit in which a block costs what is counted
-        unit = sum(block[:3]) / sum(given[:3])
-        f, b, w, head_f, head_b, head_w = (unit * each for each in given)
-        block, ends = PassCosts(f, b, w, held), PassCosts(head_f, head_b, head_w, ends.held)
-    return PassCosts(whole.embedding / (2 * t), whole.embedding / (2 * t), 0.0, 0.0), block, ends
+    byte = FLOPS_PER_BYTE[device]
+    looked_up = 4.0 * 3 * model.hidden * byte
+    embedding = PassCosts(looked_up, looked_up, 0.0)
+    flops = model_stats.block_flops(model)
+    scores = attention_scores(model)
+    moved = 4.0 * 40 * model.hidden * byte
+    block = PassCosts(flops + moved / 3, flops + scores + 2 * moved / 3, flops - scores)
+    logits = model_stats.head_flops(model)
+    halves = logits + 4.0 * 2 * model.vocab_size * byte
+    return embedding, block, PassCosts(halves, halves, logits)
+
+
+def attention_scores(model: ModelShape) -> float:
+    """FLOPs of a token's attention scores in one block."""
+    return 2.0 * model.seq_length * model.attention_width
+
+
+def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
+    """Each part's time, forward and backward together."""
+    return PartCosts(*(part.seconds for part in pass_costs(model, device)))

@@ -1,11 +1,9 @@
 """Orders of actions found by a greedy simulation: list scheduling.
 
-    rows = list_rows(rank_of, micro_batches, seconds, limits=[8.0] * ranks)
+    rows = list_rows(rank_of, micro_batches, seconds, limit=8.0)
 
 A rank that is free starts at once what it has the input of: a backward, else a forward for which
-there is memory, else, where the backward is split, weight gradients. Placement, seconds, message
-time, memory and preferences are arguments, so one loop makes the V-shaped zero-bubble schedule and
-all that the search of compiler.py tries.
+there is memory, else gradients of weights.
 
 No order that it makes can deadlock: a forward starts only if the memory is left for the later
 stages of its rank, so the earliest micro-batch can always go on.
@@ -13,37 +11,34 @@ stages of its rank, so the earliest micro-batch can always go on.
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
 
-Row = Sequence[tuple[str, int, int]]  # kind, stage, micro-batch
+from schedules.schedule import Action, ScheduleError
+from schedules.simulation import Seconds
 
 
 def list_rows(
     rank_of: Sequence[int],
     micro_batches: int,
-    seconds: Mapping[tuple[str, int], float],
-    limits: Sequence[float],
+    seconds: Seconds,
+    limit: float,
     sizes: Sequence[float] | None = None,
     transfer: float = 0.0,
-    patience: float = 0.0,
-    ahead: Sequence[int] | None = None,
-) -> Sequence[Row]:
-    """Every rank's actions; backwards are split if `seconds` has weight gradients ("W").
+) -> list[list[Action]]:
+    """Every rank's actions: forwards, gradients of inputs (B) and of weights (W).
 
     rank_of: the rank of each stage, such that no two stages send the same way between two ranks.
-    seconds: by kind and stage. limits: the most that each rank may hold, in units of `sizes`, what
-    a micro-batch takes in each stage (default 1). transfer: of a message between ranks. patience:
-    for which part of a pass of weight gradients a rank rather waits, if a backward or forward is on
-    its way. ahead: of each stage, the most micro-batches between forward and backward. Raises
-    ValueError if a rank may not hold one micro-batch in all of its stages.
+    seconds: by kind and stage. limit: the most that a rank may hold, in units of `sizes`, what a
+    micro-batch takes in each stage (default 1). transfer: seconds of a message between ranks.
+    Raises ScheduleError if a rank may not hold one micro-batch in all of its stages.
     """
     sizes = [1.0] * len(rank_of) if sizes is None else sizes
-    for rank, limit in enumerate(limits):
+    for rank in range(max(rank_of) + 1):
         needed = sum(size for size, holder in zip(sizes, rank_of, strict=True) if holder == rank)
         if needed > limit:
-            raise ValueError(f"rank {rank} may hold {limit:g}, one micro-batch takes {needed:g}")
-    greedy = _Greedy(rank_of, micro_batches, seconds, limits, sizes, transfer, patience, ahead)
+            raise ScheduleError(f"a rank may hold {limit:g}, one micro-batch takes {needed:g}")
+    greedy = _Greedy(rank_of, micro_batches, seconds, limit, sizes, transfer)
     greedy.run()
     return greedy.rows
 
@@ -57,27 +52,28 @@ class _Greedy:
         self,
         rank_of: Sequence[int],
         micro_batches: int,
-        seconds: Mapping[tuple[str, int], float],
-        limits: Sequence[float],
+        seconds: Seconds,
+        limit: float,
         sizes: Sequence[float],
         transfer: float,
-        patience: float,
-        ahead: Sequence[int] | None,
     ):
-        stages, ranks = range(len(rank_of)), range(len(limits))
-        self.rank_of, self.seconds, self.sizes, self.transfer = rank_of, seconds, sizes, transfer
-        self.patience, self.ahead = patience, ahead
-        self.last = "W" if ("W", 0) in seconds else "B"
-        self.own = [[s for s in reversed(stages) if rank_of[s] == r] for r in ranks]
-        self.room = [
-            limits[rank] - sum(sizes[s] for s in self.own[rank] if s >= stage) + 1e-9
-            for stage, rank in enumerate(rank_of)
-        ]
-        self.held, self.clock = [0.0 for _ in ranks], [0.0 for _ in ranks]
+        self.rank_of = rank_of
+        self.seconds = seconds
+        self.sizes = sizes
+        self.transfer = transfer
+        ranks = range(max(rank_of) + 1)
+        stages = range(len(rank_of))
+        self.own = [[s for s in reversed(stages) if rank_of[s] == rank] for rank in ranks]
+        self.room = []
+        for stage, rank in enumerate(rank_of):
+            later = sum(sizes[s] for s in self.own[rank] if s >= stage)
+            self.room.append(limit - later + 1e-9)
+        self.held = [0.0 for _ in ranks]
+        self.clock = [0.0 for _ in ranks]
         self.done = {kind: [0 for _ in stages] for kind in "FBW"}
-        self.arrived: dict[str, list[deque[float]]] = {k: [deque() for _ in stages] for k in "FB"}
+        self.arrived = {kind: [deque[float]() for _ in stages] for kind in "FB"}
         self.arrived["F"][0].extend([0.0] * micro_batches)
-        self.rows: list[list[tuple[str, int, int]]] = [[] for _ in ranks]
+        self.rows: list[list[Action]] = [[] for _ in ranks]
 
     def run(self) -> None:
         """Do all actions, always on the rank that may act first."""
@@ -99,43 +95,40 @@ class _Greedy:
         for kind in "BF":
             for stage in self.own[rank]:
                 queue = self.arrived[kind][stage]
-                if queue and (kind == "B" or self._admits(stage)):
+                fits = kind == "B" or self.held[rank] <= self.room[stage]
+                if queue and fits:
                     if queue[0] <= now:
                         return kind, stage, now
                     soonest = min(soonest, queue[0])
         left = [s for s in self.own[rank] if self.done["W"][s] < self.done["B"][s]]
-        if self.last == "B" or not left:
+        if not left:
             return "", 0, soonest
         stage = min(left, key=self.done["W"].__getitem__)
-        if soonest - now < self.patience * self.seconds["W", stage]:
-            return "", 0, soonest
         return "W", stage, now
-
-    def _admits(self, stage: int) -> bool:
-        """Whether memory and `ahead` let a forward of a stage start."""
-        between = self.done["F"][stage] - self.done["B"][stage]
-        if self.ahead is not None and between >= self.ahead[stage]:
-            return False
-        return self.held[self.rank_of[stage]] <= self.room[stage]
 
     def _do(self, kind: str, stage: int, now: float) -> list[tuple[float, int]]:
         """Do an action: the events at which ranks may act because of it."""
-        rank, end = self.rank_of[stage], now + self.seconds[kind, stage]
-        self.rows[rank].append((kind, stage, self.done[kind][stage]))
+        rank = self.rank_of[stage]
+        end = now + self.seconds[kind, stage]
+        self.rows[rank].append(Action(kind, stage, self.done[kind][stage]))
         self.done[kind][stage] += 1
         self.clock[rank] = end
+        events = [(end, rank)]
+        if kind == "W":
+            self.held[rank] -= self.sizes[stage]
+            return events
         if kind == "F":
             self.held[rank] += self.sizes[stage]
-        if kind == self.last:
-            self.held[rank] -= self.sizes[stage]
-        if kind == "W":
-            return [(end, rank)]
         self.arrived[kind][stage].popleft()
-        last = stage == len(self.rank_of) - 1
-        after = ("B" if last else "F", stage + (not last)) if kind == "F" else ("B", stage - 1)
-        if after[1] < 0:
-            return [(end, rank)]
-        to = self.rank_of[after[1]]
-        arrival = end + (self.transfer if to != rank else 0.0)
-        self.arrived[after[0]][after[1]].append(arrival)
-        return [(end, rank), (max(arrival, self.clock[to]), to)]
+        turns = kind == "F" and stage == len(self.rank_of) - 1
+        if turns:
+            self.arrived["B"][stage].append(end)
+            return events
+        after = stage + 1 if kind == "F" else stage - 1
+        if after < 0:
+            return events
+        to = self.rank_of[after]
+        arrival = end + self.transfer if to != rank else end
+        self.arrived[kind][after].append(arrival)
+        events.append((max(arrival, self.clock[to]), to))
+        return events

@@ -5,42 +5,15 @@ output matrix, loss). A stage is a run of blocks, the first one with the embeddi
 with the head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from config import model_stats
 from config.schema import Layout, ModelShape
 from config.validation import explicit_partition
-from schedules.compiler import balanced_ranks
-from schedules.schedule import rank_of_stages
-
-# What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
-# on a CPU core about 80 GFLOP/s over 8 GB/s. It weighs what moves bytes against GEMMs.
-FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
-
-
-@dataclass(frozen=True)
-class PartCosts:
-    """Time of one token's forward and backward through each part, in units of one FLOP."""
-
-    embedding: float
-    block: float
-    head: float
-
-
-def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """Each part's time, from FLOPs and from the bytes moved by what is not a GEMM.
-
-    Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
-    backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
-    and writes their gradient (4 V); a block's norms, activation and residuals pass about 40 h.
-    """
-    h, flops_per_byte = model.hidden, FLOPS_PER_BYTE[device]
-    return PartCosts(
-        embedding=4.0 * 6 * h * flops_per_byte,
-        block=3.0 * model_stats.block_flops(model) + 4.0 * 40 * h * flops_per_byte,
-        head=3.0 * model_stats.head_flops(model) + 4.0 * 4 * model.vocab_size * flops_per_byte,
-    )
+from schedules.costs import PartCosts, part_costs
+from schedules.orders import rank_of_stages
 
 
 @dataclass(frozen=True)
@@ -80,23 +53,34 @@ def stage_specs(
 # Cached, since layouts that differ in the micro-batch alone, for example, ask for the same.
 @lru_cache(maxsize=4096)
 def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
-    whole = costs.embedding + model.layers * costs.block + costs.head
-    per_block, first = model_stats.block_parameters(model), 0
+    per_block = model_stats.block_parameters(model)
+    matrix = model.vocab_size * model.hidden
     rank_of = placement(layout)
     copied = model.tied and rank_of[0] != rank_of[-1] and not layout.vocab_pp
-    result: list[StageSpec] = []
+    whole = costs.embedding + model.layers * costs.block + costs.head
+    first = 0
+    specs: list[StageSpec] = []
     for index, blocks in enumerate(blocks_per_stage(model, layout, costs)):
-        embedding, head = index == 0, index == layout.stages - 1
+        embedding = index == 0
+        head = index == layout.stages - 1
         count = blocks * per_block
-        count += model_stats.embedding_parameters(model) if embedding else 0
-        count += model_stats.head_parameters(model) if head else 0
-        count += model.vocab_size * model.hidden if head and copied else 0
-        share = (blocks * costs.block + embedding * costs.embedding + head * costs.head) / whole
-        ends, tied = (embedding, head), copied and (embedding or head)
-        spec = StageSpec(index, first, first + blocks, *ends, count, share, rank_of[index], tied)
-        result.append(_with_vocabulary(spec, model, layout, costs) if layout.vocab_pp else spec)
-        first += blocks
-    return result
+        seconds = blocks * costs.block
+        if embedding:
+            count += model_stats.embedding_parameters(model)
+            seconds += costs.embedding
+        if head:
+            count += model_stats.head_parameters(model)
+            count += matrix if copied else 0
+            seconds += costs.head
+        tied = copied and (embedding or head)
+        last = first + blocks
+        share = seconds / whole
+        spec = StageSpec(index, first, last, embedding, head, count, share, rank_of[index], tied)
+        if layout.vocab_pp:
+            spec = _with_vocabulary(spec, model, layout, costs)
+        specs.append(spec)
+        first = last
+    return specs
 
 
 def _with_vocabulary(
@@ -105,12 +89,12 @@ def _with_vocabulary(
     """The stage with its rank's part of the vocabulary in place of whole matrices."""
     each = model.padded_vocab(layout) // layout.pp
     rows = min(each, max(0, model.vocab_size - spec.rank * each))
-    matrices = 1 if model.tied else 2
-    moved = matrices * rows - model.vocab_size * (spec.embedding + spec.head * (not model.tied))
+    matrices_here = spec.embedding + (spec.head and not model.tied)
+    moved = (1 if model.tied else 2) * rows - model.vocab_size * matrices_here
     whole = costs.embedding + model.layers * costs.block + costs.head
-    share = (spec.blocks * costs.block + (costs.embedding + costs.head) / layout.pp) / whole
+    seconds = spec.blocks * costs.block + (costs.embedding + costs.head) / layout.pp
     parameters = spec.parameters + moved * model.hidden
-    return replace(spec, parameters=parameters, share=share, vocabulary=rows)
+    return replace(spec, parameters=parameters, share=seconds / whole, vocabulary=rows)
 
 
 def blocks_per_stage(
@@ -130,14 +114,7 @@ def blocks_per_stage(
     costs = costs or part_costs(model)
     if layout.vocab_pp:  # every rank has an equal part of them
         costs = replace(costs, embedding=0.0, head=0.0)
-    if layout.stages_per_rank > 1:
-        parts = costs.embedding, costs.block, costs.head
-        return list(_balanced_ranks(model.layers, placement(layout), *parts))
-    return list(balanced_partition(model.layers, layout.pp, costs))
-
-
-# Cached, since layouts that differ in the micro-batch alone ask for the same.
-_balanced_ranks = lru_cache(maxsize=4096)(balanced_ranks)
+    return list(balanced(model.layers, placement(layout), costs))
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
@@ -145,29 +122,51 @@ def placement(layout: Layout) -> tuple[int, ...]:
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
 
 
+# Cached, since layouts that differ in the micro-batch alone ask for the same.
 @lru_cache(maxsize=4096)
-def balanced_partition(layers: int, pp: int, costs: PartCosts) -> tuple[int, ...]:
-    """Blocks per stage such that the slowest stage is as fast as possible; pp >= 2.
+def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[int, ...]:
+    """Blocks per stage such that the slowest rank is as fast as possible.
 
-    Blocks are alike, so only the counts of the first and the last stage are free: every pair is
-    tried. Of equally fast ones, the one whose slower end stage is fastest is taken, then the one
-    with the least time in both: these stages also hold the embedding's and the logits' memory.
-    Cached, since layouts that differ in the micro-batch alone ask for the same.
+    Blocks are alike, so the slowest rank is as fast as possible if each block goes to the rank that
+    has least, and there to its fastest stage. With one stage on each rank, those of embedding and
+    head take only what the others cannot without being slower, for they hold the memory of these
+    too. The others share equally, with the remainder on the later ones, which hold fewer
+    activations in 1F1B.
     """
-    if pp == 2:
-        pairs = [(first, layers - first) for first in range(layers + 1)]
-    else:  # an end with more blocks than a middle stage is never faster
-        most = -(-layers // (pp - 1))
-        pairs = [(f, b) for f in range(most + 1) for b in range(min(most, layers - f) + 1)]
+    ranks = range(max(rank_of) + 1)
+    of_stage = [0.0] * len(rank_of)
+    of_stage[0] += costs.embedding
+    of_stage[-1] += costs.head
+    of_rank = [0.0 for _ in ranks]
+    for rank, seconds in zip(rank_of, of_stage, strict=True):
+        of_rank[rank] += seconds
+    several = len(rank_of) > len(ranks)
+    ends = [rank for rank in ranks if several or rank in (0, ranks[-1])]
+    others = len(ranks) - len(ends)
+    equal = _to_the_least(of_rank, layers, costs.block)
+    slowest = max(load + n * costs.block for load, n in zip(of_rank, equal, strict=True))
+    most = int(slowest / costs.block + 1e-9)
+    of_ends = max(0, layers - others * most)
+    counts = _to_the_least([of_rank[rank] for rank in ends], of_ends, costs.block)
+    middle = _spread(layers - of_ends, others)
+    blocks = [0] * len(rank_of)
+    for rank in ranks:
+        own = [stage for stage in reversed(range(len(rank_of))) if rank_of[stage] == rank]
+        count = counts[ends.index(rank)] if rank in ends else middle[rank - 1]
+        for stage, n in zip(own, _to_the_least([of_stage[s] for s in own], count, costs.block)):
+            blocks[stage] = n
+    return tuple(blocks)
 
-    def slowest(pair: tuple[int, int]) -> tuple[float, float, float]:
-        front = costs.embedding + pair[0] * costs.block
-        back = costs.head + pair[1] * costs.block
-        middle = -(-(layers - sum(pair)) // max(1, pp - 2)) * costs.block
-        return max(front, back, middle), max(front, back), front + back
 
-    first, last = min(pairs, key=slowest)
-    return (first, *_spread(layers - first - last, pp - 2), last)
+def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]:
+    """How many of `count` blocks each gets if every one goes to the least load, the last of equal
+    ones.
+    """
+    numbers = [0] * len(loads)
+    for _ in range(count):
+        least = min(range(len(loads)), key=lambda i: (loads[i] + numbers[i] * block, -i))
+        numbers[least] += 1
+    return numbers
 
 
 def _spread(count: int, stages: int) -> list[int]:

@@ -11,25 +11,22 @@ arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
     stage 1  .. F0 F1 .. .. B0 == F2 B1 == F3 B2 == .. B3 == .. ..
     stage 2  .. .. F0 B0 == F1 B1 == F2 B2 == F3 B3 == .. .. .. ..
 
-GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
-ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
+orders.py makes schedules, simulation.py says when each action runs.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
 from operator import mul
 from typing import NamedTuple
 
-from schedules.list_scheduling import list_rows
-
-# From an action's stage to the one that takes its result; of W nothing is sent to one stage.
-STEPS = {"F": 1, "B": -1, "W": 0, "E": 0, "S": 0, "T": 0, "G": 0}
+# From an action's stage to the one that takes its result. Other passes send to no single stage.
+STEPS = {"F": 1, "B": -1}
+OWN_INPUT = {"B": "F", "W": "B"}  # the pass of the same stage whose result a pass takes
 # Passes of every rank for its part of the vocabulary (schedules/vocabulary.py).
 VOCABULARY = "ESTG"
-OWN_INPUT = {"B": "F", "W": "B"}  # the pass of the same stage whose result a pass takes
 SUMMED = "EST"  # of these the results of all ranks are joined
 
 
@@ -52,6 +49,16 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
+class Step(NamedTuple):
+    """One action in an order in which all ranks can run. sources: the places, in that order, of
+    the actions of other stages whose results the action takes, if a message brings them.
+    """
+
+    rank: int
+    action: Action
+    sources: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The actions of every pipeline rank, in order. `rank_of[s]`: the rank that holds stage s."""
@@ -69,36 +76,51 @@ class Schedule:
         """The stages that a rank holds, in the model's order."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
-    def input_of(self, action: Action) -> Action | None:
-        """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
-        kind, stage, m = action
-        step = STEPS[kind]
-        inside = step and 0 <= stage - step < self.stages
-        return Action(kind, stage - step, m) if inside else None
+    @cached_property
+    def split(self) -> bool:
+        """Whether B computes gradients of inputs only, and W those of weights."""
+        return any(action.kind == "W" for row in self.ranks for action in row)
 
     @cached_property
     def vocabulary(self) -> bool:
         """Whether embedding and output matrix are spread over the ranks, one stage on each."""
         return any(action.kind == "E" for action in self.ranks[0])
 
+    # ---- What an action waits for -------------------------------------------------------------
+
+    def input_of(self, action: Action) -> Action | None:
+        """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
+        kind, stage, micro_batch = action
+        step = STEPS.get(kind, 0)
+        if step and 0 <= stage - step < self.stages:
+            return Action(kind, stage - step, micro_batch)
+        return None
+
     def of_all_ranks(self, action: Action) -> list[Action]:
         """The vocabulary passes, or the stage's pass for one, that an action waits for."""
-        kind, stage, m = action
-        last = self.stages - 1
         if not self.vocabulary:
             return []
-        if kind in "SG":
-            return [Action("F", last, m) if kind == "S" else Action("B", 0, m)]
-        before = {("F", 0): "E", ("B", last): "T", ("T", stage): "S"}.get((kind, stage))
-        return [Action(before, other, m) for other in range(self.stages)] if before else []
+        kind, stage, m = action
+        last = self.stages - 1
+        if kind == "S":
+            return [Action("F", last, m)]
+        if kind == "G":
+            return [Action("B", 0, m)]
+        joined = {("F", 0): "E", ("T", stage): "S", ("B", last): "T"}.get((kind, stage))
+        if joined is None:
+            return []
+        return [Action(joined, other, m) for other in range(self.stages)]
 
     def sender_of(self, action: Action) -> Action | None:
         """The action of another rank whose result this one receives; None if there is none."""
-        by_all = self.of_all_ranks(action) if action.kind in "SG" else []
-        sender = by_all[0] if by_all else self.input_of(action)
+        sender = self.input_of(action)
+        if action.kind in "SG":
+            sender = self.of_all_ranks(action)[0]
         if sender is None or self.rank_of[sender.stage] == self.rank_of[action.stage]:
             return None
         return sender
+
+    # ---- When messages are started ------------------------------------------------------------
 
     def may_be_ahead(self, action: Action) -> bool:
         """Whether to start an action's receive before its rank does the action in front of it.
@@ -137,17 +159,7 @@ class Schedule:
             done.append([count for count, action in zip(counts, row) if action.kind == "S"])
         return [range(*pair) for pair in pairwise([0, *map(min, zip(*done))])]
 
-    @cached_property
-    def order(self) -> list[tuple[int, Action]]:
-        """(rank, action) such that everything an action needs comes before it. Raises ScheduleError
-        that names what each stuck rank waits at, if there is no such order.
-        """
-        return [(rank, action) for rank, action, _ in self.steps]
-
-    @cached_property
-    def split(self) -> bool:
-        """Whether B computes gradients of inputs only, and W those of weights."""
-        return any(action.kind == "W" for actions in self.ranks for action in actions)
+    # ---- What is held -------------------------------------------------------------------------
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
@@ -159,36 +171,46 @@ class Schedule:
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
         """For each rank, the most held at once, if one micro-batch takes `sizes` in the stages."""
-        found = []
+        most = []
         for rank, moments in enumerate(self._held):
-            own = [sizes[stage] for stage in self.stages_on(rank)]
-            found.append(max(sum(map(mul, counts, own)) for counts in moments))
-        return tuple(found)
+            of_rank = [sizes[stage] for stage in self.stages_on(rank)]
+            most.append(max(sum(map(mul, counts, of_rank)) for counts in moments))
+        return tuple(most)
 
     @cached_property
     def _held(self) -> list[set[tuple[int, ...]]]:
         """How many activations of each stage a rank holds whenever it begins to release some."""
-        last, found = "W" if self.split else "B", []
-        for rank, actions in enumerate(self.ranks):
-            place = {stage: number for number, stage in enumerate(self.stages_on(rank))}
-            counts, moments, grew = [0] * len(place), set[tuple[int, ...]](), False
-            for kind, stage, _ in actions:
+        last = "W" if self.split else "B"
+        held = []
+        for rank, row in enumerate(self.ranks):
+            counts = dict.fromkeys(self.stages_on(rank), 0)
+            moments = set[tuple[int, ...]]()
+            grew = False
+            for kind, stage, _ in row:
                 if kind == "F":
-                    counts[place[stage]] += 1
+                    counts[stage] += 1
                     grew = True
                 elif kind == last:
                     if grew:
-                        moments.add(tuple(counts))
-                    counts[place[stage]] -= 1
+                        moments.add(tuple(counts.values()))
+                    counts[stage] -= 1
                     grew = False
-            found.append(moments | {tuple(counts)})
-        return found
+            moments.add(tuple(counts.values()))
+            held.append(moments)
+        return held
+
+    # ---- An order in which all of it can run --------------------------------------------------
 
     @cached_property
-    def steps(self) -> "list[tuple[int, Action, int]]":
-        """As `order`, and the place in this list of the other rank's action whose message an action
-        waits for, or -1; what it waits for of all ranks is in `of_all_ranks`.
+    def order(self) -> list[tuple[int, Action]]:
+        """(rank, action) such that everything an action needs comes before it. Raises ScheduleError
+        that names what each stuck rank waits at, if there is no such order.
         """
+        return [(rank, action) for rank, action, _ in self.steps]
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """As `order`, with what each action waits for."""
         return _steps(self)
 
 
@@ -203,153 +225,31 @@ class _Starts(NamedTuple):
 
 def _message_starts(schedule: Schedule, rank: int) -> _Starts:
     """Found in one pass over all actions, in an order in which they can run."""
-    needed, sent_before = set[Action](), defaultdict[Action, int](int)
+    needed = set[Action]()
+    sent_before = defaultdict[Action, int](int)
     # How many of the rank's actions, from its first one on, must be done before an action is.
-    count_of, last_of = dict[Action, int](), [0] * len(schedule.ranks)
+    count_of = dict[Action, int]()
+    last_of = [0] * len(schedule.ranks)
     for doer, action in schedule.order:
-        sender, place = schedule.sender_of(action), last_of[doer]
+        sender = schedule.sender_of(action)
+        count = last_of[doer]
         if doer == rank:
             # The sender's action follows from all that this rank does before it receives.
-            if sender and count_of[sender] == place:
+            if sender and count_of[sender] == count:
                 needed.add(action)
-            count = place + 1
+            count += 1
             sent_before[action] = max(sent_before[action], count)
         else:
             if sender and schedule.rank_of[sender.stage] == rank:
-                sent_before[sender] = max(sent_before[sender], place)
-            before = [schedule.input_of(action), *schedule.of_all_ranks(action)]
-            count = max(place, *(count_of[one] for one in before if one), 0)
+                sent_before[sender] = max(sent_before[sender], count)
+            for before in (schedule.input_of(action), *schedule.of_all_ranks(action)):
+                if before is not None:
+                    count = max(count, count_of[before])
             if action.kind in SUMMED:
-                own = action._replace(stage=rank)
-                sent_before[own] = max(sent_before[own], count)
+                part = action._replace(stage=rank)
+                sent_before[part] = max(sent_before[part], count)
         count_of[action] = last_of[doer] = count
     return _Starts(needed, dict(sent_before))
-
-
-def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
-    """The rank of each stage: round and round, or there and back where the name ends in -v."""
-    if name.endswith("-v"):
-        return (*range(ranks), *reversed(range(ranks)))
-    return tuple(range(ranks)) * virtual
-
-
-def build(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """The validated schedule of that name in ORDERS, for any counts >= 1.
-
-    virtual: stages of each rank, where the name leaves it open. Raises ScheduleError if the result
-    could not run; `name` is checked by config.
-    """
-    schedule = unchecked(name, ranks, micro_batches, virtual)
-    check(schedule, micro_batches, backward=True)
-    return schedule
-
-
-def unchecked(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Schedule:
-    """As `build`, for what is not executed as it is: checking takes as long as building."""
-    rank_of = rank_of_stages(name, ranks, virtual)
-    return Schedule(name, tuple(map(tuple, ORDERS[name](rank_of, micro_batches))), rank_of)
-
-
-def forward_only(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """The validated schedule of an evaluation on stages that are placed so."""
-    rows = _rows(
-        rank_of, "F", range(micro_batches), key=lambda a: (a.micro_batch + a.stage, -a.stage)
-    )
-    schedule = Schedule("forward", tuple(map(tuple, rows)), rank_of)
-    check(schedule, micro_batches, backward=False)
-    return schedule
-
-
-def _rows(
-    rank_of: tuple[int, ...], kind: str, micro_batches: Iterable[int], key: Callable | None = None
-) -> list[list[Action]]:
-    """Every rank's actions of one kind, sorted; default: by stage, then by micro-batch."""
-    rows: list[list[Action]] = [[] for _ in range(max(rank_of) + 1)]
-    for stage, m in product(range(len(rank_of)), micro_batches):
-        rows[rank_of[stage]].append(Action(kind, stage, m))
-    return [sorted(row, key=key) for row in rows] if key else rows
-
-
-def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
-    every = range(micro_batches)
-    passes = zip(_rows(rank_of, "F", every), _rows(rank_of, "B", every), strict=True)
-    return [forwards + backwards for forwards, backwards in passes]
-
-
-def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
-    """The last stage alternates at once; each earlier one runs one more forward ahead of it."""
-    ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
-    every = range(micro_batches)
-    return _alternating(_rows(rank_of, "F", every), _rows(rank_of, "B", every), ahead)
-
-
-def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
-    """A rank takes a group of micro-batches, one or more for each rank, through each of its stages.
-
-    It runs as many forwards ahead as bring the first group to the last stage, and two for each
-    later rank: one for the way there and one for the way back.
-    """
-    ranks = max(rank_of) + 1
-    virtual, rounds = len(rank_of) // ranks, max(1, micro_batches // ranks)
-    ends = [-(-number * micro_batches // rounds) for number in range(rounds + 1)]
-    groups = [range(*pair) for pair in pairwise(ends)]
-    forwards, backwards = [], []
-    for rank in range(ranks):
-        own = range(rank, len(rank_of), ranks)
-        forwards.append([Action("F", s, m) for each in groups for s, m in product(own, each)])
-        back = own[::-1]
-        backwards.append([Action("B", s, m) for each in groups for s, m in product(back, each)])
-    ahead = [2 * (ranks - 1 - rank) + (virtual - 1) * len(groups[0]) for rank in range(ranks)]
-    return _alternating(forwards, backwards, ahead)
-
-
-def _alternating(
-    forwards: list[list[Action]], backwards: list[list[Action]], ahead: list[int]
-) -> list[list[Action]]:
-    """For each rank so many forwards ahead, then forward and backward by turns, and the rest."""
-    rows = []
-    for first, then, count in zip(forwards, backwards, ahead, strict=True):
-        pairs = zip(first[count:], then)  # ends with the forwards
-        left = then[max(0, len(first) - count) :]
-        rows.append([*first[:count], *(action for pair in pairs for action in pair), *left])
-    return rows
-
-
-def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
-    """1F1B whose weight gradients come later, rank r's by r backwards, and fill the idle time.
-
-    Then every rank holds as many activations as the first one of 1F1B.
-    """
-    rows = []
-    for rank, actions in enumerate(_one_f_one_b(rank_of, micro_batches)):
-        row: list[Action] = []
-        waiting: deque[Action] = deque()
-        for action in actions:
-            row.append(action)
-            if action.kind == "B":
-                waiting.append(action._replace(kind="W"))
-            if len(waiting) > rank:
-                row.append(waiting.popleft())
-        rows.append([*row, *waiting])
-    return rows
-
-
-def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> list[list[Action]]:
-    """Found by `list_rows` for passes that all take as long, in the memory of 1F1B's first rank."""
-    stages, ranks = len(rank_of), max(rank_of) + 1
-    seconds = {(kind, stage): 1.0 for kind in "FBW" for stage in range(stages)}
-    rows = list_rows(rank_of, micro_batches, seconds, limits=[float(stages)] * ranks)
-    return [[Action(*action) for action in row] for row in rows]
-
-
-# Every schedule that --schedule offers: a function of `rank_of` and the micro-batches.
-ORDERS: dict[str, Callable[[tuple[int, ...], int], list[list[Action]]]] = {
-    "gpipe": _gpipe,
-    "1f1b": _one_f_one_b,
-    "interleaved": _interleaved,
-    "zb-h1": _zero_bubble_h1,
-    "zb-v": _zero_bubble_v,
-}
 
 
 # ---- Checking ------------------------------------------------------------------------------------
@@ -361,40 +261,47 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     Point-to-point messages carry no label: what a rank sends to another must be received in that
     order, for activations and for gradients.
     """
-    kinds = ("FBW" if schedule.split else "FB") if backward else "F"
+    kinds = "F"
+    if backward:
+        kinds = "FBW" if schedule.split else "FB"
     if schedule.vocabulary:
-        kinds += VOCABULARY if backward else "EST"
-    for rank, actions in enumerate(schedule.ranks):
+        kinds += VOCABULARY if backward else SUMMED
+    for rank, row in enumerate(schedule.ranks):
         wanted = set(product(kinds, schedule.stages_on(rank), range(micro_batches)))
-        if len(actions) != len(wanted) or set(actions) != wanted:
+        if len(row) != len(wanted) or set(row) != wanted:
             each = sorted(Action(*one) for one in wanted)
-            raise ScheduleError(f"rank {rank} does {_row(actions)}, not each of {_row(each)} once")
+            raise ScheduleError(f"rank {rank} does {_row(row)}, not each of {_row(each)} once")
         if schedule.vocabulary:
-            _check_order(rank, actions)
+            _check_collectives(rank, row)
     _check_messages(schedule)
     _steps(schedule)
 
 
-def _check_order(rank: int, actions: Sequence[Action]) -> None:
+def _check_collectives(rank: int, row: Sequence[Action]) -> None:
     """Raise ScheduleError unless micro-batches come in order: all ranks enter the collectives of
     the vocabulary passes in one order, whichever of them sends.
     """
-    for kind in dict.fromkeys(action.kind for action in actions):
-        row = [action for action in actions if action.kind == kind]
-        if row != sorted(row):
-            raise ScheduleError(f"rank {rank} does {_row(row)}, not in the order of micro-batches")
+    for kind in dict.fromkeys(action.kind for action in row):
+        of_kind = [action for action in row if action.kind == kind]
+        if of_kind != sorted(of_kind):
+            raise ScheduleError(
+                f"rank {rank} does {_row(of_kind)}, not in the order of micro-batches"
+            )
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
-    sent, received = defaultdict(list), defaultdict(list)
-    for rank, actions in enumerate(schedule.ranks):
-        for action in actions:
-            if taken := schedule.input_of(action):
-                received[action.kind, schedule.rank_of[taken.stage], rank].append(taken)
-            after = action.stage + STEPS[action.kind]
+    sent = defaultdict(list)
+    received = defaultdict(list)
+    for rank, row in enumerate(schedule.ranks):
+        for action in row:
+            kind = action.kind
+            taken = schedule.input_of(action)
+            if taken is not None:
+                received[kind, schedule.rank_of[taken.stage], rank].append(taken)
+            after = action.stage + STEPS.get(kind, 0)
             if after != action.stage and 0 <= after < schedule.stages:
-                sent[action.kind, rank, schedule.rank_of[after]].append(action)
+                sent[kind, rank, schedule.rank_of[after]].append(action)
     for channel, sending in sent.items():
         kind, source, to = channel
         if source != to and received[channel] != sending:
@@ -404,45 +311,57 @@ def _check_messages(schedule: Schedule) -> None:
             )
 
 
-def _steps(schedule: Schedule) -> list[tuple[int, Action, int]]:
+def _steps(schedule: Schedule) -> list[Step]:
     """As `Schedule.steps`: each rank in turn goes on until it waits for what has not run yet."""
-    place = dict[tuple[str, int, int], int]()
-    steps: list[tuple[int, Action, int]] = []
-    rank_of, ranks, stages = schedule.rank_of, schedule.ranks, schedule.stages
-    spread, next_of = schedule.vocabulary, [0] * len(schedule.ranks)
-    while sum(next_of) < sum(map(len, ranks)):
+    ranks = schedule.ranks
+    place = dict[Action, int]()
+    steps: list[Step] = []
+    next_of = [0] * len(ranks)
+    while len(steps) < sum(map(len, ranks)):
         before = len(steps)
         for rank, row in enumerate(ranks):
             for action in islice(row, next_of[rank], None):
-                kind, stage, micro_batch = action
-                source = stage - STEPS[kind]
-                needed = -1
-                if source != stage and 0 <= source < stages:
-                    needed = place.get((kind, source, micro_batch), -1)
-                    if needed < 0:
-                        break
-                    needed = needed if rank_of[source] != rank else -1
-                if kind in OWN_INPUT and (OWN_INPUT[kind], stage, micro_batch) not in place:
-                    break
-                if spread and not all(map(place.__contains__, schedule.of_all_ranks(action))):
+                sources = _sources(schedule, rank, action, place)
+                if sources is None:
                     break
                 place[action] = len(steps)
-                steps.append((rank, action, needed))
+                steps.append(Step(rank, action, sources))
                 next_of[rank] += 1
         if len(steps) == before:
-            waiting = [deque(row[at:]) for row, at in zip(ranks, next_of, strict=True)]
-            raise ScheduleError(_deadlock(schedule, waiting))
+            raise ScheduleError(_deadlock(schedule, next_of))
     return steps
 
 
-def _deadlock(schedule: Schedule, waiting: list[deque[Action]]) -> str:
+def _sources(
+    schedule: Schedule, rank: int, action: Action, place: dict[Action, int]
+) -> tuple[int, ...] | None:
+    """The sources of a step; None if something that the action needs has not run yet."""
+    kind, stage, micro_batch = action
+    if kind in OWN_INPUT and (OWN_INPUT[kind], stage, micro_batch) not in place:
+        return None
+    sources = []
+    neighbour = schedule.input_of(action)
+    if neighbour is not None:
+        if neighbour not in place:
+            return None
+        if schedule.rank_of[neighbour.stage] != rank:
+            sources.append(place[neighbour])
+    for part in schedule.of_all_ranks(action):
+        if part not in place:
+            return None
+        if part.stage != stage:
+            sources.append(place[part])
+    return tuple(sources)
+
+
+def _deadlock(schedule: Schedule, next_of: Sequence[int]) -> str:
     """Which ranks wait at what, and every rank's actions, done | to do."""
-    stuck, rows = [], []
-    for rank, (actions, queue) in enumerate(zip(schedule.ranks, waiting, strict=True)):
-        if queue:
-            stuck.append(f"rank {rank} waits at {queue[0]} of stage {queue[0].stage}")
-        done = actions[: len(actions) - len(queue)]
-        rows.append(f"rank {rank}  {_row(done)} | {_row(queue)}")
+    stuck = []
+    rows = []
+    for rank, (row, at) in enumerate(zip(schedule.ranks, next_of, strict=True)):
+        if at < len(row):
+            stuck.append(f"rank {rank} waits at {row[at]} of stage {row[at].stage}")
+        rows.append(f"rank {rank}  {_row(row[:at])} | {_row(row[at:])}")
     return "\n".join([f"the schedule deadlocks: {', '.join(stuck)}", *rows])
 
 

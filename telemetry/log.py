@@ -35,7 +35,7 @@ from config.schema import Config, batch_schedule
 from distributed.context import Context
 from planner import hardware, memory
 from schedules import drawing, partition, simulation
-from schedules.vocabulary import of_layout
+from schedules.layout_orders import of_layout
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats

@@ -54,7 +54,7 @@ def _earlier(config: Config) -> str | None:
             earlier = read_object(file.read())["config"]
         own, before = json.loads(json.dumps(asdict(config))), {"cp": 1} | earlier["layout"]
         same = ["tp", "cp", "pp", "micro_batch_size"]
-        same += ["sequence_parallel", "recompute", "activation_memory"]
+        same += ["sequence_parallel", "recompute"]
         equal = all(before.get(key) == own["layout"][key] for key in same)
         if equal and earlier["model"] == own["model"] and before["schedule_costs"][0].isdigit():
             return before["schedule_costs"]
@@ -64,8 +64,8 @@ def _earlier(config: Config) -> str | None:
 def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float]:
     """Seconds of forward, gradients of inputs and of weights: of a block, then of the head."""
     layout = replace(config.layout, pp=3, schedule="1f1b", partition="0,1,0", vocab_pp=False)
-    if layout.recompute_layers is not None or layout.activation_memory is not None:
-        # Not all blocks do: the search counts none, or what those that do take beside.
+    if layout.recompute_layers is not None:
+        # Not all blocks are recomputed, and the search counts none.
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}

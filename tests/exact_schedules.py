@@ -13,7 +13,7 @@ faster than the best one, or where an earlier state did the same passes and was 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from schedules.list_scheduling import Row
+Row = Sequence[tuple[str, int, int]]  # kind, stage, micro-batch
 
 Messages = dict[tuple[str, int], list[float]]  # by kind and rank of the pass that takes them
 Trail = list[tuple[str, int, int]]

@@ -43,6 +43,7 @@ def run(config: configuration.Config, context=None, prepare=lambda state, sample
     losses of evaluation sets. prepare: is called before the first step.
     """
     training, splits = config.training, data.build(config)
+    config, _ = trainer.decide_schedule(config, context)
     state = trainer.build(config, context)
     prepare(state, splits.train)
     losses, norms = [], []

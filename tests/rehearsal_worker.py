@@ -17,6 +17,7 @@ from config.command_line import parse
 from config.validation import check_any_length
 from emulator import device_guard
 from planner import hardware
+from schedules.choice import decide
 
 device_guard.load()
 from emulator import rehearsal
@@ -27,7 +28,7 @@ if __name__ == "__main__":
     for world, line in words.values():
         config = check_any_length(parse(line.split()), world)
         layout = config.layout.automatic(config.model.seq_length, on_gpu=True)
-        config = replace(config, layout=layout)
+        config, _ = decide(replace(config, layout=layout), "cuda")
         cases.append(rehearsal.Case(config, world, -(-world // machine.node), machine.device))
     found = dict(zip(words, rehearsal.rehearse(cases)))
     Path(sys.argv[2]).write_bytes(pickle.dumps(found))

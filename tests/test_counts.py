@@ -27,11 +27,10 @@ from config.model_stats import (
 )
 from config.schema import Layout, ModelShape
 from config.validation import check
+from schedules.costs import PartCosts, part_costs
 from schedules.partition import (
-    PartCosts,
-    balanced_partition,
+    balanced,
     blocks_per_stage,
-    part_costs,
     stage_specs,
     stage_table,
 )
@@ -201,7 +200,7 @@ def test_balanced_partition_is_as_fast_as_brute_force(layers, pp, embedding, blo
         times[-1] += head
         return max(times)
 
-    found = balanced_partition(layers, pp, costs)
+    found = balanced(layers, tuple(range(pp)), costs)
     every = itertools.product(range(layers + 1), repeat=pp)
     best = min(slowest(blocks) for blocks in every if sum(blocks) == layers)
     assert sum(found) == layers

@@ -17,7 +17,7 @@ from emulator.links import MachineLinks, MeasuredLinks, interpolated
 from emulator.stand_ins import Ledger, Operation, StandInGroup, emulated_context
 from planner import hardware, op_costs, time_terms
 from planner.job import Job
-from schedules.schedule import build
+from schedules.orders import build
 
 # ---- Stand-ins -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from config.command_line import parse
 from config.messages import UserError
 from distributed.store import StoreExchange
 from planner import gap, measured_steps, remedies, run_files
-from schedules import schedule, simulation
+from schedules import orders, simulation
 from telemetry import step_times
 from watchdog.flight_recorder import FlightRecorder
 
@@ -34,7 +34,7 @@ def made_step(seconds: dict, sent: float) -> tuple[measured_steps.MeasuredSteps,
     """A step of two stages, 1F1B, 4 micro-batches, as its ranks would have recorded it; and how
     long simulation.py says that it takes.
     """
-    order = schedule.build("1f1b", 2, 4)
+    order = orders.build("1f1b", 2, 4)
     slots = simulation.simulate(order, seconds, sent)
     ends = {slot.action: slot.end for row in slots for slot in row}
     whole, ranks = max(ends.values()), []
@@ -70,7 +70,7 @@ def test_a_step_made_by_hand_is_divided_as_the_simulation_says():
     """Messages of 5 ms between stages of 30 and 60 ms: each cause is what its absence saves."""
     seconds = {("F", 0): 0.01, ("B", 0): 0.02, ("F", 1): 0.02, ("B", 1): 0.04}
     found, whole = causes_of(seconds, 0.005, (1 / 3, 2 / 3))
-    order = schedule.build("1f1b", 2, 4)
+    order = orders.build("1f1b", 2, 4)
 
     def makespan(passes, sent=0.0):
         return max(s.end for row in simulation.simulate(order, passes, sent) for s in row)
@@ -95,7 +95,7 @@ def test_a_lone_rank_is_slow_beside_its_share_of_the_model():
 
 def test_a_balanced_partition_and_other_schedules_are_simulated():
     config = parse([*SHAPE.split(), "--pp", "2", "--partition", "3,1"])
-    order = schedule.build("1f1b", 2, 4)
+    order = orders.build("1f1b", 2, 4)
     passes = {("F", 0): 0.03, ("B", 0): 0.06, ("F", 1): 0.01, ("B", 1): 0.02}
     found = remedies.of_passes(config, order, passes, 0.0, "cpu")
     assert found["imbalance"].flags == "--partition 2,2"

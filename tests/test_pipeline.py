@@ -25,7 +25,7 @@ from test_peaks import PeakBytes
 from data import Batch
 from parallel import DeferredGradients, linear
 from pipeline import Execution, Pipeline
-from schedules import schedule
+from schedules import orders, schedule
 from schedules.simulation import simulate
 from watchdog.flight_recorder import FlightRecorder
 
@@ -119,9 +119,9 @@ def make(name: str, ranks: int, micro_batches: int) -> schedule.Schedule:
     if name == "there and back":
         return handmade.there_and_back(ranks, micro_batches)
     if name.startswith("forward"):
-        placed = schedule.rank_of_stages(name, ranks, 2 if name == "forward interleaved" else 1)
-        return schedule.forward_only(placed, micro_batches)
-    return schedule.build(name, ranks, micro_batches, 2 if name == "interleaved" else 1)
+        placed = orders.rank_of_stages(name, ranks, 2 if name == "forward interleaved" else 1)
+        return orders.forward_only(placed, micro_batches)
+    return orders.build(name, ranks, micro_batches, 2 if name == "interleaved" else 1)
 
 
 def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]]:
@@ -137,7 +137,7 @@ def run_together(order, wires, batches) -> tuple[list[Pipeline], list[Execution]
     return pipelines, executions
 
 
-NAMES = [*schedule.ORDERS, "blockwise", "there and back"]
+NAMES = [*orders.ORDERS, "blockwise", "there and back"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -215,7 +215,7 @@ def test_weight_gradients_wait_for_their_own_pass():
 @pytest.mark.parametrize("split", [False, True])
 def test_layers_that_defer_and_the_schedule_must_agree(split):
     """Deferred gradients that no W computes would be missing in silence."""
-    plain = schedule.build("1f1b", 1, 2)
+    plain = orders.build("1f1b", 1, 2)
     order = handmade.split(plain, 2) if split else plain
     pipeline = pipeline_of(order, Wires(), 0)
     pipeline.deferred = None if split else DeferredGradients()

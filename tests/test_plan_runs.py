@@ -16,7 +16,7 @@ from config.validation import check_any_length
 from planner import calibration, compare, hardware, op_costs, questions, run_files
 from planner.job import Job
 from planner.step_time import predict
-from schedules.automatic import settled
+from schedules.choice import decide
 
 ROOT = Path(__file__).resolve().parent.parent
 OLD = ROOT / "tests" / "data" / "run_189cc1d"
@@ -260,7 +260,7 @@ def test_one_run_determines_one_constant_and_says_so(tmp_path):
 def test_a_run_whose_schedule_was_searched_is_a_source_like_any_other(tmp_path):
     """run.json has what --schedule auto decided, which no flag can give."""
     words = "--model gpt2-1.5b --pp 4 --schedule auto --steps 5 --global-batch-size 64"
-    config, choice = settled(check_any_length(parse(words.split()), 8), "cuda")
+    config, choice = decide(check_any_length(parse(words.split()), 8), "cuda")
     assert choice.name.startswith("searched")
     path = write_run(tmp_path / "run", words, 8, "NVIDIA H100", [1.0, 1.01, 0.99, 1.0, 1.0])
     facts = json.loads((Path(path) / "run.json").read_text())

@@ -20,7 +20,7 @@ from config.schema import Layout, ModelShape, Training
 from config.validation import check
 from planner import hardware, layouts, memory, memory_terms, ranking, step_time
 from planner.job import Job
-from schedules import schedule
+from schedules import orders
 
 A100 = hardware.load("a100-80")
 ENGINES = row_engines.read_engines()
@@ -144,7 +144,7 @@ def test_activations_are_those_that_the_schedule_holds(pp, count, name):
     machine = dataclasses.replace(A100, activation_overhead=1.0)
     table = memory.stages(Job(model, layout, training(count), machine))
     kept = 2 * memory_terms.kept_bytes(Job(model, layout, training(count), machine))
-    peak = schedule.build(name, pp, count).peak
+    peak = orders.build(name, pp, count).peak
     assert [stage.activations for stage in table] == [held * kept for held in peak]
 
 

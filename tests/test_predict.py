@@ -20,7 +20,8 @@ from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, op_costs, risk, step_time, time_terms
 from planner.job import Job
-from schedules import schedule, simulation
+from schedules import orders, schedule, simulation
+from schedules.long_schedule import long_schedule
 
 A100 = hardware.load("a100-80")
 
@@ -125,7 +126,7 @@ def durations(draw, stages: int) -> dict[tuple[str, int], float]:
 @settings(deadline=None, max_examples=150)
 @given(
     st.data(),
-    st.sampled_from(list(schedule.ORDERS)),
+    st.sampled_from(list(orders.ORDERS)),
     st.integers(1, 8),
     st.integers(1, 40),
     st.floats(0, 1),
@@ -133,8 +134,8 @@ def durations(draw, stages: int) -> dict[tuple[str, int], float]:
 def test_a_named_schedule_is_the_one_that_is_built(data, name, ranks, count, transfer):
     """The same memory and end, with micro-batches below and above ranks."""
     virtual = data.draw(st.integers(1, 3)) if name == "interleaved" else 1
-    order = schedule.build(name, ranks, count, virtual)
-    priced = simulation.named(name, ranks, count, virtual)
+    order = orders.build(name, ranks, count, virtual)
+    priced = long_schedule(name, ranks, count, virtual)
     sizes = [1.0 + stage for stage in range(order.stages)]
     assert priced.most_held(sizes) == pytest.approx(order.most_held(sizes))
     assert priced.most_held([1] * order.stages) == order.peak
@@ -161,11 +162,11 @@ def test_the_makespan_of_any_schedule_is_the_simulated_end(
     elif kind == "there and back":
         order = handmade.there_and_back(ranks, count)
     else:
-        order = schedule.build(kind, ranks, count)
+        order = orders.build(kind, ranks, count)
     order = handmade.split(order, count) if split else order
     seconds = data.draw(durations(order.stages))
     expected = simulated(order, seconds, transfer)
-    found = simulation.LongSchedule.of(order).makespan(seconds, transfer)
+    found = simulation.makespan(order, seconds, transfer)
     assert found == pytest.approx(expected, rel=1e-9)
 
 
@@ -177,11 +178,11 @@ def test_a_step_is_priced_by_its_schedule():
     apart = step_time.action_seconds(passes, weights)
     assert apart["B", 3] + apart["W", 3] == pytest.approx(seconds["B", 3])
     for name, ranks, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 2, 2)):
-        expected = simulated(schedule.build(name, ranks, 9, virtual), seconds, 0.25)
+        expected = simulated(orders.build(name, ranks, 9, virtual), seconds, 0.25)
         found = step_time.makespan(name, passes, 0.25, 9, virtual)
         assert found == pytest.approx(expected, rel=1e-9)
     for name, ranks, virtual in (("zb-h1", 4, 1), ("zb-v", 2, 2)):
-        expected = simulated(schedule.build(name, ranks, 9), apart, 0.25)
+        expected = simulated(orders.build(name, ranks, 9), apart, 0.25)
         found = step_time.makespan(name, passes, 0.25, 9, virtual, weights)
         assert found == pytest.approx(expected, rel=1e-9)
 

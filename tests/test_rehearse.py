@@ -20,7 +20,7 @@ from emulator.matching import World, mismatches
 from emulator.nccl_rules import deadlock, kinds
 from emulator.recording import LOAD, READ, Event
 from planner import memory
-from schedules.schedule import ORDERS
+from schedules.orders import ORDERS
 
 SHAPE = "--layers 4 --hidden 64 --heads 4 --seq-length 32 --vocab-size 512 --pad-vocab-multiple 4 "
 SHAPE += "--precision bf16 --global-batch-size 8 "

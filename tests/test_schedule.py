@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedules import schedule
+from schedules import orders, schedule
 from schedules.drawing import draw, trace, trace_event
+from schedules.long_schedule import long_schedule
 from schedules.schedule import Action, Schedule, ScheduleError
-from schedules.simulation import LongSchedule, bubble, named, simulate, unit_seconds
+from schedules.simulation import bubble, makespan, simulate, unit_seconds
 
 RANKS = st.integers(1, 9)
 MICRO_BATCHES = st.integers(1, 24)
@@ -21,14 +22,14 @@ MICRO_BATCHES = st.integers(1, 24)
 def schedules(draw):
     """Any schedule that there is, with its number of micro-batches."""
     ranks, count = draw(RANKS), draw(MICRO_BATCHES)
-    kind = draw(st.sampled_from([*schedule.ORDERS, "blockwise", "there and back"]))
+    kind = draw(st.sampled_from([*orders.ORDERS, "blockwise", "there and back"]))
     virtual = draw(st.integers(1, 4)) if kind in ("interleaved", "blockwise") else 1
     if kind == "blockwise":
         found = handmade.interleaved(ranks, virtual, count)
     elif kind == "there and back":
         found = handmade.there_and_back(ranks, count)
     else:
-        found = schedule.build(kind, ranks, count, virtual)
+        found = orders.build(kind, ranks, count, virtual)
     if not found.split and draw(st.booleans()):
         found = handmade.split(found, count, draw(st.integers(0, 4)))
     return found, count
@@ -42,7 +43,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(made, transfer):
     ends = {slot.action: slot.end for row in slots for slot in row}
     kinds = "FBW" if order.split else "FB"
     assert len(ends) == len(kinds) * order.stages * count
-    assert LongSchedule.of(order).makespan(unit_seconds(order), transfer) == max(ends.values())
+    assert makespan(order, unit_seconds(order), transfer) == max(ends.values())
     for rank, row in enumerate(slots):
         assert all(a.end <= b.start for a, b in itertools.pairwise(row))
         for slot in row:
@@ -66,15 +67,15 @@ def test_no_message_is_started_before_what_its_other_end_waits_for(made):
     handmade.check_starts(made[0])
 
 
-@pytest.mark.parametrize("name", schedule.ORDERS)
+@pytest.mark.parametrize("name", orders.ORDERS)
 def test_of_one_micro_batch_no_receive_is_started_ahead_on_the_way_there_and_back(name):
     """What made a GPU hang in its first step: B0 cannot come while F0 runs."""
-    order = schedule.build(name, 4, 1, 2 if name == "interleaved" else 1)
+    order = orders.build(name, 4, 1, 2 if name == "interleaved" else 1)
     forwards = [row[0] for row in order.ranks]
     assert all(not order.may_be_ahead(row[1]) for row in order.ranks[:-1])
     assert {action.kind for action in forwards} == {"F"}
     assert handmade.check_starts(order) >= 3
-    many = schedule.build(name, 4, 16, 2 if name == "interleaved" else 1)
+    many = orders.build(name, 4, 16, 2 if name == "interleaved" else 1)
     assert many.may_be_ahead(many.ranks[1][1]), "F1 comes while F0 runs"
 
 
@@ -82,8 +83,8 @@ def test_of_one_micro_batch_no_receive_is_started_ahead_on_the_way_there_and_bac
 @given(RANKS, MICRO_BATCHES)
 def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
     """1F1B holds min(p - s, m) activations; both have a bubble of (p - 1) / (m + p - 1)."""
-    one = schedule.build("1f1b", ranks, micro_batches)
-    gpipe = schedule.build("gpipe", ranks, micro_batches)
+    one = orders.build("1f1b", ranks, micro_batches)
+    gpipe = orders.build("gpipe", ranks, micro_batches)
     assert one.peak == tuple(min(ranks - s, micro_batches) for s in range(ranks))
     assert gpipe.peak == (micro_batches,) * ranks
     expected = (ranks - 1) / (micro_batches + ranks - 1)
@@ -95,7 +96,7 @@ def test_peaks_and_bubble_are_the_published_ones(ranks, micro_batches):
 @given(RANKS, st.integers(1, 4), st.integers(1, 4))
 def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, virtual, groups):
     """(p - 1)(f + b) / v, arXiv 2104.04473 section 2.2, in groups of as many as ranks."""
-    order = schedule.build("interleaved", ranks, groups * ranks, virtual)
+    order = orders.build("interleaved", ranks, groups * ranks, virtual)
     expected = (ranks - 1) / (virtual * groups * ranks + ranks - 1)
     assert bubble(simulate(order)) == pytest.approx(expected)
 
@@ -105,9 +106,9 @@ def test_interleaving_divides_the_bubble_by_the_stages_of_a_rank(ranks, virtual,
 def test_zero_bubble_h1_leaves_a_third_in_the_memory_of_1f1b(ranks, more):
     """(p - 1)(f + b - w), arXiv 2401.10241 section 2.3; nobody holds more than 1F1B's first."""
     count = 2 * ranks + more
-    order = schedule.build("zb-h1", ranks, count)
+    order = orders.build("zb-h1", ranks, count)
     assert bubble(simulate(order)) == pytest.approx((ranks - 1) / (3 * count + ranks - 1))
-    assert max(order.peak) <= max(schedule.build("1f1b", ranks, count).peak)
+    assert max(order.peak) <= max(orders.build("1f1b", ranks, count).peak)
 
 
 @settings(deadline=None)
@@ -115,7 +116,7 @@ def test_zero_bubble_h1_leaves_a_third_in_the_memory_of_1f1b(ranks, more):
 def test_the_v_leaves_less_than_a_third_in_the_memory_of_1f1b(ranks, more):
     """Stages of half the size: a rank holds twice as many activations."""
     count = 2 * ranks + more
-    order, plain = schedule.build("zb-v", ranks, count), schedule.build("1f1b", ranks, count)
+    order, plain = orders.build("zb-v", ranks, count), orders.build("1f1b", ranks, count)
     halves = {key: 0.5 * unit for key, unit in unit_seconds(order).items()}
     idle = max(row[-1].end for row in simulate(order, halves)) - 3 * count
     assert idle <= (3 * (ranks - 1)) / 3 + 1e-9
@@ -124,19 +125,19 @@ def test_the_v_leaves_less_than_a_third_in_the_memory_of_1f1b(ranks, more):
 
 
 @settings(deadline=None, max_examples=50)
-@given(RANKS, MICRO_BATCHES, st.sampled_from(list(schedule.ORDERS)), st.integers(1, 4))
+@given(RANKS, MICRO_BATCHES, st.sampled_from(list(orders.ORDERS)), st.integers(1, 4))
 def test_no_named_schedule_is_slower_than_1f1b(ranks, count, name, virtual):
     """A micro-batch takes three units on every rank, in whatever stages and passes."""
-    order = schedule.build(name, ranks, count, virtual if name == "interleaved" else 1)
+    order = orders.build(name, ranks, count, virtual if name == "interleaved" else 1)
     stages = order.stages // ranks
     seconds = {key: unit / stages for key, unit in unit_seconds(order).items()}
-    plain = LongSchedule.of(schedule.build("1f1b", ranks, count))
-    end = LongSchedule.of(order).makespan(seconds)
-    assert end <= plain.makespan(unit_seconds(plain.base)) + 1e-9
+    plain = orders.build("1f1b", ranks, count)
+    end = makespan(order, seconds)
+    assert end <= makespan(plain, unit_seconds(plain)) + 1e-9
 
 
 def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
-    plain = schedule.build("1f1b", 3, 8)
+    plain = orders.build("1f1b", 3, 8)
     assert handmade.split(plain, 8, delay=0).peak == plain.peak
     assert handmade.split(plain, 8, delay=2).peak == tuple(p + 2 for p in plain.peak)
 
@@ -145,15 +146,15 @@ def test_what_a_split_backward_holds_is_held_until_its_weights_are_done():
 @given(RANKS, MICRO_BATCHES)
 def test_evaluation_only_goes_forward(ranks, micro_batches):
     for name, virtual in (("1f1b", 1), ("interleaved", 3), ("zb-v", 2)):
-        placed = schedule.rank_of_stages(name, ranks, virtual)
-        order = schedule.forward_only(placed, micro_batches)
+        placed = orders.rank_of_stages(name, ranks, virtual)
+        order = orders.forward_only(placed, micro_batches)
         assert all(action.kind == "F" for row in order.ranks for action in row)
-        assert order.rank_of == schedule.build(name, ranks, micro_batches, virtual).rank_of
+        assert order.rank_of == orders.build(name, ranks, micro_batches, virtual).rank_of
 
 
 def test_the_module_shows_what_is_drawn():
     """The picture at the top of the module is what draw() makes."""
-    picture = draw(simulate(schedule.build("1f1b", 3, 4)))
+    picture = draw(simulate(orders.build("1f1b", 3, 4)))
     drawn = [" ".join(line.split()) for line in picture.splitlines()]
     shown = [" ".join(line.split()) for line in schedule.__doc__.splitlines()]
     assert all(line in shown for line in drawn)
@@ -165,7 +166,7 @@ def test_rows_of_several_stages_name_them():
 
 
 def test_a_long_schedule_is_cut():
-    picture = draw(simulate(schedule.build("1f1b", 4, 50)), columns=10)
+    picture = draw(simulate(orders.build("1f1b", 4, 50)), columns=10)
     assert all(line.endswith(" ...") for line in picture.splitlines())
 
 
@@ -188,16 +189,16 @@ def by_hand(rows: list[str]) -> Schedule:
 @given(st.integers(0, 10**6))
 def test_many_micro_batches_take_as_long_as_the_whole_schedule(seed):
     chance = random.Random(seed)
-    name, ranks = chance.choice(list(schedule.ORDERS)), chance.randint(2, 6)
+    name, ranks = chance.choice(list(orders.ORDERS)), chance.randint(2, 6)
     virtual = chance.randint(2, 3) if name == "interleaved" else 1
     count = ranks * chance.randint(1, 20) if name == "interleaved" else chance.randint(1, 90)
-    whole = schedule.build(name, ranks, count, virtual)
+    whole = orders.build(name, ranks, count, virtual)
     near = 1 + chance.choice([0.0, 1e-3, 1.0]) * chance.random()  # what is critical changes late
     each = {kind: chance.random() for kind in "FBW"}
     seconds = {(kind, s): each[kind] * near**s for kind in "FBW" for s in range(whole.stages)}
     transfer = chance.choice([0.0, 0.01, 0.3])
     end = max(row[-1].end for row in simulate(whole, seconds, transfer))
-    found = named(name, ranks, count, 2 if name == "zb-v" else virtual)
+    found = long_schedule(name, ranks, count, virtual)
     assert found.makespan(seconds, transfer) == pytest.approx(end, rel=1e-9)
 
 
@@ -224,7 +225,7 @@ def test_a_schedule_that_cannot_run_is_refused(rows, message):
 @given(RANKS, MICRO_BATCHES, st.floats(0.1, 3), st.floats(0, 1))
 def test_simulated_time_has_the_closed_form(ranks, micro_batches, ratio, transfer):
     """Even stages: (m + p - 1)(f + b) and the way of the first forward and last backward."""
-    order = schedule.build("gpipe", ranks, micro_batches)
+    order = orders.build("gpipe", ranks, micro_batches)
     seconds = {(kind, s): 1.0 if kind == "F" else ratio for kind in "FB" for s in range(ranks)}
     expected = (micro_batches + ranks - 1) * (1 + ratio) + 2 * (ranks - 1) * transfer
-    assert LongSchedule.of(order).makespan(seconds, transfer) == pytest.approx(expected)
+    assert makespan(order, seconds, transfer) == pytest.approx(expected)

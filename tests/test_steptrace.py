@@ -13,7 +13,7 @@ import trainer
 from config import validation
 from config.command_line import parse
 from distributed.launch import Launch
-from schedules import schedule
+from schedules import orders
 from telemetry import step_stats, step_trace
 from watchdog.flight_recorder import FlightRecorder
 
@@ -65,7 +65,7 @@ def test_a_trace_shows_the_schedule(tmp_path):
     assert [names[r].split(" on ")[0] for r in range(4)] == [
         f"rank {r}: stage {r // 2}, tp {r % 2}, dp 0" for r in range(4)
     ]
-    order = schedule.build("1f1b", 2, 4).ranks
+    order = orders.build("1f1b", 2, 4).ranks
     spans = {}
     for r in range(4):
         drawn = [e for e in events if e["ph"] == "X" and e["pid"] == r and e["tid"] == 0]

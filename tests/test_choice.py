@@ -1,5 +1,5 @@
-"""The schedule compiler: never over a memory limit, never slower than a named schedule, the same
-everywhere; and what --schedule auto makes of it in a run.
+"""What --schedule auto chooses: never over a memory limit, never slower than a named schedule, the
+same on every rank; and the orders that list scheduling makes, beside the fastest of all.
 """
 
 import dataclasses
@@ -19,13 +19,15 @@ from ranks import ROOT, fork_ranks
 from config import validation
 from config.messages import UserError
 from config.schema import Layout, ModelShape
-from schedules import automatic, compiler, schedule
-from schedules.compiler import PassCosts, Task
-from schedules.costs import stage_costs, task_of
+from schedules import orders, schedule
+from schedules.choice import Choice, decide, decide_layout, search
+from schedules.costs import PassCosts, StageCosts, part_costs
+from schedules.layout_orders import Task, stage_costs, task_of
 from schedules.list_scheduling import list_rows
+from schedules.orders import SEARCHED
 from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, ScheduleError
-from schedules.simulation import LongSchedule, simulate
+from schedules.simulation import makespan, simulate
 
 COST = st.floats(0.05, 3.0)
 TIGHT = 1e-9
@@ -37,48 +39,49 @@ def tasks(draw, most_ranks=5, most_micro_batches=12):
     ranks, layers = draw(st.integers(1, most_ranks)), draw(st.integers(1, 12))
     assume(ranks <= layers + 2)
     parts = tuple(PassCosts(*(draw(COST) for _ in range(4))) for _ in range(3))
-    block = parts[1].held
-    limits = tuple(block * draw(st.floats(1.0, 3.0 * layers)) for _ in range(ranks))
+    limit = parts[1].held * draw(st.floats(1.0, 3.0 * layers))
     count = draw(st.integers(1, most_micro_batches))
     tied = draw(st.booleans())
-    return Task(parts, layers, ranks, count, limits, draw(st.floats(0, 0.5)), tied=tied)
+    return Task(parts, layers, ranks, count, limit, draw(st.floats(0, 0.5)), tied=tied)
 
 
 def named_ones(task: Task) -> list[float]:
     """Seconds of every named schedule with the balanced partition that fits."""
     found = []
-    for name in schedule.ORDERS:
+    for name in orders.ORDERS:
         for virtual in (2, 3) if name == "interleaved" else (1,):
             stages = task.ranks * (2 if name.endswith("-v") else virtual)
             if stages > task.layers + 2 or task.ranks == 1:
                 continue
-            rank_of = schedule.rank_of_stages(name, task.ranks, virtual)
-            whole = [sum(part[:3]) for part in task.parts]
-            blocks = compiler.balanced_ranks(task.layers, rank_of, *whole)
-            costs = task.costs(name, blocks)
-            order = schedule.build(name, task.ranks, task.micro_batches, virtual)
+            rank_of = orders.rank_of_stages(name, task.ranks, virtual)
+            costs = task.costs(name, task.balanced(rank_of))
+            order = orders.build(name, task.ranks, task.micro_batches, virtual)
             held = order.most_held([one.held for one in costs.stages])
-            if all(one <= limit for one, limit in zip(held, task.limits, strict=True)):
+            if max(held) <= task.limit:
                 seconds = costs.seconds(order.split)
-                found.append(LongSchedule.of(order).makespan(seconds, task.transfer))
+                found.append(makespan(order, seconds, task.transfer))
     return found
+
+
+def built(choice: Choice, task: Task) -> Schedule:
+    """The schedule that was chosen."""
+    costs = choice.costs if choice.name in SEARCHED else None
+    return orders.build(choice.name, task.ranks, task.micro_batches, choice.virtual, costs)
 
 
 @settings(deadline=None, max_examples=60)
 @given(tasks())
 def test_what_is_found_runs_within_memory_and_no_named_one_is_faster(task):
     try:
-        choice = compiler.search(task)
+        choice = search(task)
     except ScheduleError:
         assert named_ones(task) == []
         return
-    order = compiler.build(
-        choice.name, task.ranks, task.micro_batches, choice.virtual, choice.costs
-    )
+    order = built(choice, task)
     schedule.check(order, task.micro_batches, backward=True)
     assert sum(choice.blocks) == task.layers
     held = order.most_held([one.held for one in choice.costs.stages])
-    assert all(one <= limit * (1 + TIGHT) for one, limit in zip(held, task.limits, strict=True))
+    assert max(held) <= task.limit * (1 + TIGHT)
     slots = simulate(order, choice.costs.seconds(order.split), task.transfer)
     assert choice.seconds == pytest.approx(max(row[-1].end for row in slots))
     assert choice.seconds <= min(named_ones(task), default=choice.seconds) * (1 + TIGHT)
@@ -87,30 +90,24 @@ def test_what_is_found_runs_within_memory_and_no_named_one_is_faster(task):
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans(), st.booleans())
-def test_greedy_orders_end_and_hold_no_more_than_they_may(
-    data, ranks, count, there_and_back, split
-):
-    """Whatever the costs, limits and preferences: each pass once, in an order that can run."""
+@given(st.data(), st.integers(1, 6), st.integers(1, 12), st.booleans())
+def test_greedy_orders_end_and_hold_no_more_than_they_may(data, ranks, count, there_and_back):
+    """Whatever the costs and the limit: each pass once, in an order that can run."""
     name = "zb-v" if there_and_back else "1f1b"
-    rank_of = schedule.rank_of_stages(name, ranks)
-    kinds = "FBW" if split else "FB"
-    seconds = {(kind, s): data.draw(COST) for kind in kinds for s in range(len(rank_of))}
+    rank_of = orders.rank_of_stages(name, ranks)
+    seconds = {(kind, s): data.draw(COST) for kind in "FBW" for s in range(len(rank_of))}
     sizes = [data.draw(st.floats(0.0, 2.0)) for _ in rank_of]
     least = [sum(z for z, r in zip(sizes, rank_of, strict=True) if r == n) for n in range(ranks)]
-    limits = [one * data.draw(st.floats(1.0, 4.0)) for one in least]
-    ahead = data.draw(st.none() | st.lists(st.integers(1, 5), min_size=12, max_size=12))
-    transfer, patience = data.draw(st.floats(0, 1)), data.draw(st.floats(0, 2))
-    rows = list_rows(rank_of, count, seconds, limits, sizes, transfer, patience, ahead)
-    order = Schedule(name, tuple(tuple(Action(*a) for a in row) for row in rows), rank_of)
+    limit = max(least) * data.draw(st.floats(1.0, 4.0))
+    rows = list_rows(rank_of, count, seconds, limit, sizes, data.draw(st.floats(0, 1)))
+    order = Schedule(name, tuple(map(tuple, rows)), rank_of)
     schedule.check(order, count, backward=True)
-    held = order.most_held(sizes)
-    assert all(one <= limit + 1e-6 for one, limit in zip(held, limits, strict=True))
+    assert max(order.most_held(sizes)) <= limit + 1e-6
 
 
 def test_a_limit_below_one_micro_batch_is_refused():
-    with pytest.raises(ValueError, match="rank 0 may hold 1, one micro-batch takes 2"):
-        list_rows((0, 1, 1, 0), 3, {("F", 0): 1.0}, [1.0, 2.0])
+    with pytest.raises(ScheduleError, match="a rank may hold 1, one micro-batch takes 2"):
+        list_rows((0, 1, 1, 0), 3, {("F", 0): 1.0}, 1.0)
 
 
 def sequences(count: int, room: int, done=(0, 0, 0)) -> list[list[tuple[str, int]]]:
@@ -137,8 +134,8 @@ def fastest_by_trying_all(ranks, count, seconds, room, transfer) -> float:
     for rows in itertools.product(*(sequences(count, room[r]) for r in range(ranks))):
         made = tuple(tuple(Action(k, r, m) for k, m in row) for r, row in enumerate(rows))
         try:
-            order = LongSchedule.of(Schedule("any", made, tuple(range(ranks))))
-            ends.append(order.makespan(seconds, transfer))
+            order = Schedule("any", made, tuple(range(ranks)))
+            ends.append(makespan(order, seconds, transfer))
         except ScheduleError:  # these orders deadlock
             continue
     return min(ends)
@@ -150,8 +147,14 @@ def small_pipelines(draw, sizes):
     ranks, count = draw(st.sampled_from(sizes))
     cost = st.sampled_from([0.5, 1.0, 2.0]) | COST
     seconds = {(kind, r): draw(cost) for kind in "FBW" for r in range(ranks)}
-    room = [draw(st.integers(1, ranks + 1)) for _ in range(ranks)]
+    room = [draw(st.integers(1, ranks + 1))] * ranks
     return ranks, count, seconds, room, draw(st.sampled_from([0.0, 0.3]))
+
+
+def scheduled(rows) -> Schedule:
+    """The schedule of rows of plain actions, one stage on each rank."""
+    ranks = tuple(tuple(Action(*action) for action in row) for row in rows)
+    return Schedule("found", ranks, tuple(range(len(ranks))))
 
 
 @settings(deadline=None, max_examples=12)
@@ -159,10 +162,10 @@ def small_pipelines(draw, sizes):
 def test_small_pipelines_get_the_fastest_of_all_orders(pipeline):
     """Against every order of every rank, tried without bounds."""
     rows, complete = fastest_rows(*pipeline, below=math.inf)
-    ranks, _, seconds, _, transfer = pipeline
-    order = compiler.scheduled("found", rows, tuple(range(ranks)))
+    _, _, seconds, _, transfer = pipeline
+    order = scheduled(rows)
     assert complete
-    end = LongSchedule.of(order).makespan(seconds, transfer)
+    end = makespan(order, seconds, transfer)
     assert end == pytest.approx(fastest_by_trying_all(*pipeline), rel=1e-9)
 
 
@@ -172,27 +175,26 @@ def test_small_pipelines_are_built_nearly_as_fast_as_the_fastest_order(pipeline)
     """Of 120 random ones the slowest took 1.17 of the time of the fastest order of all."""
     ranks, count, seconds, room, transfer = pipeline
     stages = [PassCosts(*(seconds[kind, r] for kind in "FBW"), 1.0) for r in range(ranks)]
-    costs = compiler.StageCosts(tuple(stages), tuple(map(float, room)), transfer)
-    order = compiler.build("searched", ranks, count, costs=costs)
-    end = LongSchedule.of(order).makespan(seconds, transfer)
+    costs = StageCosts(tuple(stages), float(room[0]), transfer)
+    order = orders.build("searched", ranks, count, costs=costs)
+    end = makespan(order, seconds, transfer)
     rows, complete = fastest_rows(*pipeline, below=end, nodes=200_000)
     assert complete
     if rows:  # nothing is faster otherwise
-        fastest = compiler.scheduled("found", rows, tuple(range(ranks)))
-        assert end <= 1.4 * LongSchedule.of(fastest).makespan(seconds, transfer)
+        assert end <= 1.4 * makespan(scheduled(rows), seconds, transfer)
 
 
 def equal_stages(ranks: int, count: int, layers: int | None = None) -> Task:
     layers = layers or 2 * ranks
     free, block = PassCosts(0.0, 0.0, 0.0, 0.0), PassCosts(1.0, 1.0, 1.0, 1.0)
-    limits = (float(layers),) * ranks  # what 1F1B's first rank holds
-    return Task((free, block, free), layers, ranks, count, limits)
+    limit = float(layers)  # what 1F1B's first rank holds
+    return Task((free, block, free), layers, ranks, count, limit)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 16)])
 def test_equal_stages_idle_a_third_of_1f1b_in_its_memory(ranks, count):
     task = equal_stages(ranks, count)
-    choice = compiler.search(task)
+    choice = search(task)
     busy = 3 * task.layers / ranks * count
     assert choice.plain.seconds - busy == pytest.approx(3 * (ranks - 1) * task.layers / ranks)
     assert choice.seconds - busy <= (choice.plain.seconds - busy) / 3 + TIGHT
@@ -204,24 +206,23 @@ def test_unequal_passes_idle_two_fifths_of_1f1b_in_its_memory(given):
     shape = ModelShape(8, 256, 8, seq_length=256, vocab_size=256)
     asked = Layout(pp=4, dp=1, schedule="auto", schedule_costs=given)
     task = dataclasses.replace(task_of(shape, asked, "cpu"), micro_batches=8)
-    choice = compiler.search(task)
-    assert choice.idle <= 0.4 * choice.plain.idle
-    order = compiler.build(choice.name, 4, 8, choice.virtual, choice.costs)
-    held = order.most_held([one.held for one in choice.costs.stages])
-    assert max(held) <= task.limits[0] * (1 + TIGHT)
+    choice = search(task)
+    assert choice.idle <= 0.41 * choice.plain.idle
+    held = built(choice, task).most_held([one.held for one in choice.costs.stages])
+    assert max(held) <= task.limit * (1 + TIGHT)
 
 
 def test_a_partition_that_is_given_is_kept():
-    task = dataclasses.replace(equal_stages(4, 8), blocks=(1, 3, 3, 1), limits=(12.0,) * 4)
-    assert compiler.search(task).blocks == (1, 3, 3, 1)
+    task = dataclasses.replace(equal_stages(4, 8), blocks=(1, 3, 3, 1), limit=12.0)
+    assert search(task).blocks == (1, 3, 3, 1)
 
 
 def test_blocks_are_moved_where_that_is_faster():
     """A head as heavy as two blocks, and memory for one micro-batch in flight on the last rank."""
     task = equal_stages(4, 8)
     head = PassCosts(2.0, 2.0, 2.0, 0.0)
-    heavy = dataclasses.replace(task, parts=(task.parts[0], task.parts[1], head))
-    choice = compiler.search(heavy)
+    heavy = dataclasses.replace(task, parts=(task.parts[0], task.parts[1], head), limit=9.0)
+    choice = search(heavy)
     assert choice.seconds < choice.plain.seconds
     assert sum(choice.blocks) == 8
 
@@ -229,19 +230,18 @@ def test_blocks_are_moved_where_that_is_faster():
 def test_large_pipelines_are_searched_with_all_their_micro_batches():
     """24 stages x 256 micro-batches: the schedule that is returned is the whole one."""
     task = equal_stages(24, 256)
-    choice = compiler.search(task)
-    order = compiler.build(choice.name, 24, 256, choice.virtual, choice.costs)
+    choice = search(task)
+    order = built(choice, task)
     assert sum(map(len, order.ranks)) == (3 if order.split else 2) * 256 * order.stages
     assert choice.seconds < choice.plain.seconds
 
 
 PROGRAM = """
-from test_compiler import SHAPE, LAYOUT
-from schedules import automatic, compiler
-from schedules.costs import stage_costs
-layout, choice = automatic.settled_layout(SHAPE, LAYOUT, 12)
-costs = stage_costs(SHAPE, layout)
-order = compiler.build(layout.schedule, 4, 12, layout.stages_per_rank, costs)
+from test_choice import SHAPE, LAYOUT
+from schedules.choice import decide_layout
+from schedules.layout_orders import of_layout
+layout, choice = decide_layout(SHAPE, LAYOUT, 12)
+order = of_layout(SHAPE, layout, 12)
 print(layout.schedule, layout.partition, [list(map(str, row)) for row in order.ranks])
 """
 SHAPE = ModelShape(11, 256, 8, vocab_size=8192, seq_length=256)
@@ -271,18 +271,16 @@ def test_what_is_built_is_what_was_chosen(device, tied):
     shape = dataclasses.replace(SHAPE, tied=tied)
     for pp, count, recompute in ((4, 8, "none"), (3, 5, "full"), (2, 16, "selective")):
         asked = dataclasses.replace(LAYOUT, pp=pp, recompute=recompute)
-        layout, choice = automatic.settled_layout(shape, asked, count, device)
+        layout, choice = decide_layout(shape, asked, count, device)
         assert layout.schedule == choice.name
         assert tuple(blocks_per_stage(shape, layout)) == choice.blocks
         costs = stage_costs(shape, layout, device)
         assert costs in (None, choice.costs)
-        assert automatic.settled_layout(shape, layout, count, device) == (layout, None)
+        assert decide_layout(shape, layout, count, device) == (layout, None)
 
 
 def test_costs_of_the_passes_add_up_to_those_of_the_parts():
     """Those by which partitions are balanced: forward, inputs and weights of embedding and head."""
-    from schedules.partition import part_costs
-
     whole = part_costs(SHAPE, "cpu")
     task = task_of(SHAPE, LAYOUT, "cpu")
     sums = [sum(part[:3]) for part in task.parts]
@@ -312,7 +310,7 @@ def test_costs_that_are_none_are_a_sentence(text):
 def test_what_cannot_measure_says_so():
     given = dataclasses.replace(LAYOUT, schedule_costs="measured")
     with pytest.raises(UserError, match="needs the run itself"):
-        automatic.settled_layout(SHAPE, given, 12)
+        decide_layout(SHAPE, given, 12)
 
 
 def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):
@@ -334,5 +332,5 @@ def test_a_run_measures_once_and_keeps_it_when_resumed(tmp_path):
 
 def test_a_run_without_a_pipeline_has_nothing_to_search():
     config = validation.check(golden_worker.options({"schedule": "auto"}), 1)
-    found, choice = automatic.settled(config, "cpu")
+    found, choice = decide(config, "cpu")
     assert (found.layout.schedule, choice) == ("1f1b", None)

@@ -1,0 +1,139 @@
+"""The schedule that a layout runs, and what its stages cost where its order depends on that.
+
+    of_layout(model, layout, micro_batches)     what the pipeline executes and the planner prices
+    task_of(model, layout, "cuda")              what --schedule auto chooses from
+
+A rank may hold what the fullest rank of 1F1B with the same layout holds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from config.schema import Layout, ModelShape
+from config.validation import explicit_costs
+from schedules.costs import (
+    PartCosts,
+    PassCosts,
+    StageCosts,
+    attention_scores,
+    part_costs,
+    pass_costs,
+)
+from schedules.long_schedule import LongSchedule, long_schedule
+from schedules.orders import SEARCHED, build
+from schedules.partition import balanced, blocks_per_stage
+from schedules.schedule import Schedule
+
+# What one byte of a message between stages costs in FLOPs: about an A100's 312 TFLOP/s over a link
+# of 25 GB/s, and a CPU core's 80 GFLOP/s over 2 GB/s through gloo.
+FLOPS_PER_SENT_BYTE = {"cuda": 12500.0, "cpu": 40.0}
+NOTHING = PassCosts(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model of `layers` blocks between embedding and head (`parts`: embedding, block, head), and
+    a pipeline. limit: bytes that a rank may hold. blocks: a partition that is given, of one stage
+    on each rank. tied: the head uses the embedding's matrix, so that on one rank its weight
+    gradients come with those of inputs.
+    """
+
+    parts: tuple[PassCosts, PassCosts, PassCosts]
+    layers: int
+    ranks: int
+    micro_batches: int
+    limit: float
+    transfer: float = 0.0
+    blocks: tuple[int, ...] | None = None
+    tied: bool = False
+
+    def costs(self, name: str, blocks: Sequence[int]) -> StageCosts:
+        """Of the stages of a partition under the schedule of that name."""
+        embedding, block, head = self.parts
+        if self.tied and name.endswith("-v"):
+            head = head._replace(inputs=head.inputs + head.weights, weights=0.0)
+        stages = []
+        for stage, count in enumerate(blocks):
+            first = embedding if stage == 0 else NOTHING
+            last = head if stage == len(blocks) - 1 else NOTHING
+            columns = zip(first, block, last, strict=True)
+            stages.append(PassCosts(*(a + count * b + c for a, b, c in columns)))
+        return StageCosts(tuple(stages), self.limit, self.transfer)
+
+    def balanced(self, rank_of: Sequence[int]) -> tuple[int, ...]:
+        """The balanced partition of stages that are placed so."""
+        return balanced(self.layers, tuple(rank_of), PartCosts(*(p.seconds for p in self.parts)))
+
+
+def of_layout(
+    model: ModelShape, layout: Layout, micro_batches: int, device: str = "cuda"
+) -> Schedule:
+    """The validated schedule that a layout runs; `auto` must have been decided."""
+    costs = stage_costs(model, layout, device)
+    shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
+    return build(*shape, costs, bool(layout.vocab_pp))
+
+
+def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:
+    """What the schedule of a layout takes and holds."""
+    costs = stage_costs(model, layout)
+    shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
+    return long_schedule(*shape, costs, bool(layout.vocab_pp))
+
+
+def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:
+    """What an order was searched with; None for a schedule whose order does not depend on it."""
+    if layout.schedule not in SEARCHED:
+        return None
+    plain = replace(layout, schedule="auto", partition="balanced")
+    blocks = blocks_per_stage(model, layout)
+    return task_of(model, plain, device).costs(layout.schedule, blocks)
+
+
+@lru_cache(maxsize=256)
+def task_of(model: ModelShape, layout: Layout, device: str) -> Task:
+    """The task of a layout that says auto, for one micro-batch."""
+    parts = parts_of(model, layout, device)
+    plain = replace(layout, schedule="1f1b", vocab_pp=False)
+    given = tuple(blocks_per_stage(model, plain, part_costs(model, device)))
+    fixed = None if layout.partition == "balanced" else given
+    sent = sent_bytes(model) * FLOPS_PER_SENT_BYTE[device]
+    task = Task(parts, model.layers, layout.pp, 1, 0.0, sent, fixed, model.tied)
+    most = 0.0
+    for blocks in (given, given if fixed else task.balanced(range(layout.pp))):
+        for stage, costs in enumerate(task.costs("1f1b", blocks).stages):
+            most = max(most, (layout.pp - stage) * costs.held)
+    return replace(task, limit=most)
+
+
+def sent_bytes(model: ModelShape) -> float:
+    """Of one token between two blocks."""
+    return 4.0 * model.hidden
+
+
+def parts_of(
+    model: ModelShape, layout: Layout, device: str
+) -> tuple[PassCosts, PassCosts, PassCosts]:
+    """Of embedding, block and head on a tensor rank; seconds are FLOPs of one token. A block is
+    recomputed if all blocks are.
+    """
+    t, h = layout.tp, model.hidden
+    counted = [PassCosts(*(each / t for each in part)) for part in pass_costs(model, device)]
+    embedding, block, head = counted
+    if layout.recompute_layers is None and layout.recompute_blocks is None:
+        again = {
+            "none": 0.0,
+            "selective": attention_scores(model) / t,
+            "full": block.forward,
+        }
+        block = block._replace(inputs=block.inputs + again[layout.recompute])
+    widths = model.qkv_width + 2 * model.attention_width + model.up_width + model.ffn_hidden
+    kept = 2.0 * (8 * h / (t if layout.sequence_parallel else 1) + 2 * widths / t)
+    held = sent_bytes(model) if layout.recompute == "full" else kept
+    logits = 4.0 * model.vocab_size / t
+    if given := explicit_costs(layout):  # in a unit in which a block costs what is counted
+        unit = block.seconds / sum(given[:3])
+        scaled = [unit * each for each in given]
+        block, head = PassCosts(*scaled[:3]), PassCosts(*scaled[3:])
+    return embedding, block._replace(held=held), head._replace(held=logits)
