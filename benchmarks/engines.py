@@ -69,6 +69,7 @@ class Engine(Software):
     overlap_data: float = 0.0  # share of gradient and parameter traffic hidden, whatever it takes
     shard_in_node: bool = False  # --zero shards over a node's ranks, and nodes are replicas
     all_reduce_gradients: bool = False  # although ZeRO would need only a reduce-scatter
+    seconds_per_shard: float = 0.0  # of a broadcast of one rank's weights, over several nodes
     gathered_logits: bool = False  # each tensor rank holds the logits of the whole vocabulary
     loss_bytes_per_logit: float = 0.0  # held for a micro-batch's loss; 0: as Trine or Megatron
     workspace_bytes: float = 0.0  # of flat copies of one parameter or gradient, not sharded
@@ -155,21 +156,23 @@ class Engine(Software):
         return np.where(job.layout.zero > 0, np.minimum(job.shards, of_node), job.shards)
 
     def gather_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
-        tp, ep, size = job.layout.tp, job.ep, job.number_bytes
-        seconds = time_terms.ring_seconds(job, self.sharing(job), tp, dense * size) / 2
-        own = time_terms.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
-        return (1 - self.overlap_data) * (seconds + own)
+        """InternEvo sends each rank's part by a broadcast of its own, one after the other."""
+        tp, ranks = job.layout.tp, self.sharing(job)
+        seconds = time_terms.ring_seconds(job, ranks, tp, dense * job.number_bytes) / 2
+        over_nodes = ranks * tp > job.machine.node
+        broadcasts = np.where(over_nodes, self.seconds_per_shard * ranks, 0.0)
+        return (1 - self.overlap_data) * (seconds + broadcasts)
 
     def reduce_seconds(self, job: Job, dense: Column, experts: Column) -> Column:
-        """Also between nodes, where each has summed over its own ranks."""
-        tp, ep, ranks = job.layout.tp, job.ep, self.sharing(job)
+        """Also between nodes, where each has summed over its own ranks: a part for each of them."""
+        tp, ranks, size = job.layout.tp, self.sharing(job), time_terms.wire_bytes(job)
         whole = np.bool_(self.all_reduce_gradients) | (job.layout.zero == 0)
-        size = time_terms.wire_bytes(job) * np.where(whole, 2.0, 1.0)
-        seconds = time_terms.ring_seconds(job, ranks, tp, dense * size) / 2
-        seconds += time_terms.ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
-        replicas = job.shards // ranks
-        seconds += time_terms.ring_seconds(job, replicas, tp * ranks, dense * size / ranks)
-        return (1 - self.overlap_data) * seconds
+        inside = (
+            time_terms.ring_seconds(job, ranks, tp, dense * size * np.where(whole, 2.0, 1.0)) / 2
+        )
+        nodes = job.shards // ranks
+        between = time_terms.ring_seconds(job, nodes, tp * ranks, dense * size / ranks)
+        return (1 - self.overlap_data) * (inside + between)
 
     # ---- Memory ----------------------------------------------------------------------------------
 

@@ -238,9 +238,9 @@ def gather_seconds(job: Job, dense: Column, experts: Column) -> Column:
     """To gather the weights of a GPU's parameters once: half of an all-reduce. experts: of these
     parameters, which fewer ranks share.
     """
-    size, tp, ep = job.number_bytes, job.layout.tp, job.ep
-    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
-    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
+    size = job.number_bytes
+    seconds = ring_seconds(job, job.shards, job.layout.tp, dense * size) / 2
+    return seconds + expert_ring_seconds(job, experts * size) / 2
 
 
 @term
@@ -248,10 +248,16 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
     """To reduce the gradients of a GPU's parameters once: a rank gets the part that it updates,
     half of an all-reduce, or without ZeRO all.
     """
-    tp, ep = job.layout.tp, job.ep
     size = wire_bytes(job) * np.where(job.layout.zero == 0, 2.0, 1.0)
-    seconds = ring_seconds(job, job.shards, tp, dense * size) / 2
-    return seconds + ring_seconds(job, job.shards // ep, tp * ep, experts * size) / 2
+    seconds = ring_seconds(job, job.shards, job.layout.tp, dense * size) / 2
+    return seconds + expert_ring_seconds(job, experts * size) / 2
+
+
+def expert_ring_seconds(job: Job, count: Column) -> Column:
+    """To sum `count` bytes of experts over the ranks that have the same ones."""
+    if job.model.mlps[0] == 1:
+        return 0.0
+    return ring_seconds(job, job.shards // job.ep, job.layout.tp * job.ep, count)
 
 
 def collected_seconds(job: Job, held: Column) -> Column:

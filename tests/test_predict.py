@@ -441,3 +441,29 @@ def test_hidden_messages_of_an_interleaved_pipeline():
     difference = step_time.pipeline_time(shown)[0] - step_time.pipeline_time(not_shown)[0]
     assert difference == pytest.approx(15 * 4 * time_terms.message_seconds(shown))
     assert difference > 0
+
+
+def test_gradients_that_are_sharded_within_nodes_cross_the_network_once():
+    """All-reduced in a node of 8, then each rank's eighth over 16 nodes, in 2 bytes."""
+    facts = {"shard_in_node": True, "all_reduce_gradients": True, "wire_bytes": 2}
+    job = Job(preset("1b3"), Layout(dp=128, zero=1), training(128), engines.on(A100, facts))
+    inside = time_terms.ring_seconds(job, 8, 1, 2 * 2e9) / 2
+    between = time_terms.ring_seconds(job, 16, 8, 2e9 / 8)
+    assert time_terms.reduce_seconds(job, 1e9, 0.0) == pytest.approx(inside + between)
+
+
+def test_broadcasts_of_single_ranks_cost_time_over_several_nodes_alone():
+    for dp, count in ((8, 0), (128, 128)):
+        found = []
+        for seconds in (0.0, 1e-3):
+            machine = engines.on(A100, {"seconds_per_shard": seconds})
+            job = Job(preset("1b3"), Layout(dp=dp), training(128), machine)
+            found.append(time_terms.gather_seconds(job, 1e9, 0.0))
+        assert found[1] - found[0] == pytest.approx(count * 1e-3)
+
+
+def test_a_model_without_experts_has_one_ring_of_gradients_and_one_of_weights():
+    job = Job(preset("1b3"), Layout(dp=512, zero=1), training(512), A100)
+    ring = time_terms.ring_seconds(job, 512, 1, 4e9) / 2
+    assert time_terms.reduce_seconds(job, 1e9, 0.0) == pytest.approx(ring, rel=1e-9)
+    assert time_terms.gather_seconds(job, 1e9, 0.0) < ring
