@@ -13,8 +13,10 @@ import math
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
+
+import numpy as np
 
 from config.batch_schedule import Level
 from config.messages import UserError, write_file
@@ -23,8 +25,8 @@ from planner import questions
 from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
-KEPT = 2  # layouts on so many nodes: the fastest with the first batch size, and with the last
-FRACTIONS = 4  # numbers of nodes that are tried: n with lcm(n, most) at most so many times the most
+KEPT = 2  # layouts on a number of nodes: the fastest with the first batch size, and with the last
+FRACTIONS = 4  # numbers of nodes that are tried: n with lcm(n, most) at most this times the most
 RESTART_MINUTES = 10.0  # that a change of nodes takes, without the time in the queue
 HOUR, DAY = 3600.0, 86400.0
 LEAST_PRICE, MOST_PRICE = 1e-3, 1e9  # of a second, in GPU-seconds: with the most only time counts
@@ -44,88 +46,73 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice for every level. restart: seconds that each change of the choice takes."""
+    """For each level the number of its choice; seconds and GPU-seconds of the whole run."""
 
-    levels: Sequence[Level]
-    chosen: tuple[Choice, ...]
-    restart: float
-
-    @property
-    def stages(self) -> list[tuple[Choice, list[int]]]:
-        """Each choice with the numbers of its levels."""
-        numbers = groupby(range(len(self.levels)), key=lambda number: self.chosen[number])
-        return [(choice, list(of_choice)) for choice, of_choice in numbers]
+    chosen: tuple[int, ...]
+    seconds: float
+    gpu_seconds: float
 
     @property
-    def seconds(self) -> float:
-        """Of the whole run."""
-        steps = sum(self.step_seconds(number) for number in range(len(self.levels)))
-        return steps + self.restart * (len(self.stages) - 1)
-
-    @property
-    def gpu_seconds(self) -> float:
-        """Of the whole run; the nodes of a new stage wait while it starts."""
-        steps = sum(c.gpus * self.step_seconds(number) for number, c in enumerate(self.chosen))
-        return steps + self.restart * sum(c.gpus for c, _ in self.stages[1:])
-
-    def step_seconds(self, number: int) -> float:
-        """Of all steps of a level."""
-        return (self.levels[number].steps or 0) * self.chosen[number].seconds[number]
-
-    def totals(self) -> dict[str, float]:
-        """Days, GPU-hours, and the most nodes."""
-        days, hours = self.seconds / DAY, self.gpu_seconds / HOUR
-        return {"days": days, "gpu_hours": hours, "nodes": self.chosen[-1].nodes}
+    def starts(self) -> list[int]:
+        """The levels with which the stages begin, and the number of levels."""
+        changes = np.flatnonzero(np.diff(self.chosen)) + 1
+        return [0, *map(int, changes), len(self.chosen)]
 
 
-def at_price(
-    levels: Sequence[Level], choices: Sequence[Choice], price: float, restart: float
-) -> Plan | None:
-    """The plan of least GPU-seconds + price x seconds; choices may only change to later ones in
-    their order, which is that of nodes. None if none can run every level.
+class Table:
+    """The seconds of every choice at every level, all steps of the level together.
+
+    The choices are in the order of their nodes. restart: seconds that a change of the choice takes,
+    in which the nodes of the new choice wait.
     """
-    totals, origins = [0.0] * len(choices), []
-    for number, level in enumerate(levels):
-        least, row, sums = 0, [], []
-        for at, choice in enumerate(choices):
-            least = at if totals[at] < totals[least] else least
-            rate = choice.gpus + price
-            moved = totals[least] + restart * rate
-            changes = number > 0 and moved < totals[at]
-            row.append(least if changes else at)
-            before = moved if changes else totals[at]
-            sums.append(before + (level.steps or 0) * choice.seconds[number] * rate)
-        totals = sums
-        origins.append(row)
-    path = [min(range(len(choices)), key=totals.__getitem__, default=0)]
-    if not choices or totals[path[0]] == math.inf:
-        return None
-    for row in origins[:0:-1]:
-        path.append(row[path[-1]])
-    return Plan(levels, tuple(choices[at] for at in reversed(path)), restart)
+
+    def __init__(self, levels: Sequence[Level], choices: Sequence[Choice], restart: float):
+        steps = [level.steps or 0 for level in levels]
+        self.gpus = np.array([choice.gpus for choice in choices], float)
+        self.seconds = np.array([choice.seconds for choice in choices], float) * steps
+        self.restart = restart
+
+    def plan(self, chosen: Sequence[int]) -> Plan:
+        """The plan with these choices, with its restarts."""
+        seconds = self.seconds[chosen, range(len(chosen))]
+        gpus = self.gpus[list(chosen)]
+        restarts = gpus[1:][np.diff(chosen) != 0]
+        return Plan(
+            chosen=tuple(map(int, chosen)),
+            seconds=float(seconds.sum() + self.restart * len(restarts)),
+            gpu_seconds=float(gpus @ seconds + self.restart * restarts.sum()),
+        )
+
+    def at_price(self, price: float) -> Plan:
+        """The plan of the fewest GPU-seconds + price x seconds, found level by level."""
+        rates = self.gpus + price
+        prices = rates[:, None] * self.seconds
+        totals, origins = prices[:, 0], []
+        for level in range(1, prices.shape[1]):
+            # For each choice, the cheapest that has no more nodes, from which the run may change.
+            cheapest_before = [int(totals[: at + 1].argmin()) for at in range(len(totals))]
+            changed = totals[cheapest_before] + self.restart * rates
+            stays = totals <= changed
+            origins.append(np.where(stays, range(len(totals)), cheapest_before))
+            totals = np.minimum(totals, changed) + prices[:, level]
+        chosen = [int(totals.argmin())]
+        for origin in reversed(origins):
+            chosen.insert(0, int(origin[chosen[0]]))
+        return self.plan(chosen)
 
 
-def cheapest(
-    levels: Sequence[Level], choices: Sequence[Choice], deadline: float, restart: float
-) -> Plan | None:
-    """The plan of least GPU-seconds within `deadline` seconds, at the lowest price of a second that
-    keeps it. None if no plan runs every level; UserError if none is as fast.
+def cheapest(table: Table, deadline: float) -> Plan:
+    """The plan of the fewest GPU-seconds within `deadline` seconds, at the lowest price of a second
+    that keeps it; the fastest plan if none is in time.
     """
-    best = at_price(levels, choices, MOST_PRICE, restart)
-    if best is None:
-        return None
-    if best.seconds > deadline:
-        fastest = f"the fastest plan takes {best.seconds / DAY:.4g} days"
-        raise UserError(f"--deadline {deadline / DAY:g} days cannot be kept: {fastest}")
-    low, high, price = LEAST_PRICE, MOST_PRICE, 0.0
+    low, high = LEAST_PRICE, MOST_PRICE
+    best, price = table.at_price(high), low
     for _ in range(BISECTIONS):
-        plan = at_price(levels, choices, price, restart)
-        if plan and plan.seconds <= deadline:
+        plan = table.at_price(price)
+        if plan.seconds <= deadline:
             best, high = plan, price
-        elif price:
+        else:
             low = price
-        if not high:  # the cheapest of all is fast enough
-            break
         price = math.sqrt(low * high)
     return best
 
@@ -140,10 +127,11 @@ def levels_of_run(config: Config) -> list[Level]:
         raise UserError("--decrease-batch-size-if-needed would give each layout other batch sizes")
     if training.steps is None and training.train_samples is None:
         raise UserError("how long is the run? give --train-samples or --steps")
-    total, found = config.total_steps, []
+    found = []
     for level in config.batches.levels():
-        left = total - level.first_step
-        found += [replace(level, steps=min(level.steps or left, left))] if left > 0 else []
+        left = config.total_steps - level.first_step
+        if left > 0:
+            found.append(replace(level, steps=min(level.steps or left, left)))
     return found
 
 
@@ -156,18 +144,19 @@ def choices(question: Question, levels: Sequence[Level], most: int) -> list[Choi
     """The fastest layouts on each number of nodes, with the first batch size or the last, in the
     order of nodes; on the same nodes those for the last size come last.
     """
-    node, found = question.machine.node, []
+    found = []
     for nodes in node_counts(most):
+        gpus = nodes * question.machine.node
+        options = Namespace(**vars(question.options) | {"nodes": None, "gpus": gpus})
         kept: list[Layout] = []
         for level in (levels[0], levels[-1]):
-            options = Namespace(**vars(question.options) | {"nodes": None, "gpus": nodes * node})
             at_size = replace(question, options=options, config=_at_size(question, level))
             ranked = at_size.rank(KEPT).ranked
-            safe = [r for r in ranked if r.prediction.risk <= options.risk]
-            kept += [r.layout for r in safe[:KEPT] if r.layout not in kept]
+            safe = [row.layout for row in ranked if row.prediction.risk <= options.risk]
+            kept += [layout for layout in safe[:KEPT] if layout not in kept]
         for layout in kept:
             seconds = tuple(_seconds(question, layout, level) for level in levels)
-            found.append(Choice(nodes, nodes * node, layout, seconds))
+            found.append(Choice(nodes, gpus, layout, seconds))
     return sorted(found, key=lambda choice: (choice.nodes, -choice.seconds[-1]))
 
 
@@ -208,22 +197,33 @@ def rampup(question: Question) -> Answer:
         raise UserError(
             f"--deadline plans full nodes of {question.machine.node}, not --gpus {question.gpus}"
         )
-    levels = levels_of_run(question.config)
     minutes = RESTART_MINUTES if options.restart is None else options.restart
     if not 0 <= minutes < math.inf:
         raise UserError(f"--restart must be at least 0, not {minutes:g}")
-    able, limits = choices(question, levels, most), (options.deadline * DAY, 60 * minutes)
-    plan = cheapest(levels, able, *limits)
-    if plan is None:
+    return _planned(question, most, 60 * minutes)
+
+
+def _planned(question: Question, most: int, restart: float) -> Answer:
+    """The answer about the cheapest plan on up to `most` nodes that ends by the deadline."""
+    options = question.options
+    levels = levels_of_run(question.config)
+    able = choices(question, levels, most)
+    table = Table(levels, able, restart) if able else None
+    plan = cheapest(table, options.deadline * DAY) if table else None
+    if table is None or plan is None or plan.seconds == math.inf:
         tried = f"nodes of {question.machine.name}: {', '.join(map(str, node_counts(most)))}"
         raise UserError(
             f"no plan runs every batch size, with never fewer nodes than before; {tried}"
         )
-    same = _constant(levels, able, *limits)
-    data = plan.totals() | {
-        "levels": [_level(plan, number) for number in range(len(levels))],
-        "stages": [_stage(plan, choice, numbers) for choice, numbers in plan.stages],
-        "constant": same.totals() if same else None,
+    if plan.seconds > options.deadline * DAY:
+        fastest = f"the fastest plan takes {plan.seconds / DAY:.4g} days"
+        raise UserError(f"--deadline {options.deadline:g} days cannot be kept: {fastest}")
+    data = _totals(plan, able) | {
+        "stages": [
+            _stage(levels, able[plan.chosen[first]], first, last)
+            for first, last in pairwise(plan.starts)
+        ],
+        "constant": _constant(levels, able, options.deadline * DAY, restart),
         # By which scripts/stages.py knows the run, and what it gives to sbatch.
         "model": asdict(question.config.model),
         "batches": question.config.batches.starts,
@@ -233,46 +233,56 @@ def rampup(question: Question) -> Answer:
     return Answer("\n".join(_lines(data)), data)
 
 
+def _totals(plan: Plan, able: Sequence[Choice]) -> dict[str, Any]:
+    """Days, GPU-hours, and the most nodes."""
+    return {
+        "days": plan.seconds / DAY,
+        "gpu_hours": plan.gpu_seconds / HOUR,
+        "nodes": able[plan.chosen[-1]].nodes,
+    }
+
+
 def _constant(
     levels: Sequence[Level], able: Sequence[Choice], deadline: float, restart: float
-) -> Plan | None:
-    """The cheapest plan on the same nodes throughout that keeps the deadline, if there is one."""
-    of_nodes = [[c for c in able if c.nodes == nodes] for nodes in sorted({c.nodes for c in able})]
-    plans = [at_price(levels, own, 0.0, restart) for own in of_nodes]
-    kept = [plan for plan in plans if plan and plan.seconds <= deadline]
-    return min(kept, key=lambda plan: plan.gpu_seconds, default=None)
+) -> dict[str, Any] | None:
+    """The totals of the cheapest plan on the same nodes throughout that is in time, if any is."""
+    found = []
+    for _, of_nodes in groupby(able, key=lambda choice: choice.nodes):
+        own = list(of_nodes)
+        plan = cheapest(Table(levels, own, restart), deadline)
+        if plan.seconds <= deadline:
+            found.append(_totals(plan, own))
+    return min(found, key=lambda totals: totals["gpu_hours"], default=None)
 
 
-def _level(plan: Plan, number: int) -> dict[str, Any]:
-    choice = plan.chosen[number]
-    found = asdict(plan.levels[number])
-    found |= {"nodes": choice.nodes, "seconds": choice.seconds[number]}
-    return found | {"gpu_hours": choice.gpus * plan.step_seconds(number) / HOUR}
-
-
-def _stage(plan: Plan, choice: Choice, numbers: list[int]) -> dict[str, Any]:
-    """One stage: where it runs, and what to give train.py in it."""
-    first, last = plan.levels[numbers[0]], plan.levels[numbers[-1]]
-    stop = 0 if last is plan.levels[-1] else plan.levels[numbers[-1] + 1].consumed
-    seconds = sum(map(plan.step_seconds, numbers))
-    words = [f"--{name.replace('_', '-')} {getattr(choice.layout, name)}" for name in SEARCHED]
-    words += [f"--begin-at-samples {first.consumed}"] if first.consumed else []
-    words += [f"--stop-at-samples {stop}"] if stop else []
-    found = {"nodes": choice.nodes, "gpus": choice.gpus, "batches": [first.batch, last.batch]}
-    found |= {"begin_at_samples": first.consumed, "stop_at_samples": stop, "days": seconds / DAY}
-    found |= {"gpu_hours": choice.gpus * seconds / HOUR, "layout": asdict(choice.layout)}
-    return found | {"words": " ".join(words).split()}
+def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> dict[str, Any]:
+    """The stage of the levels [first, last): where it runs, and what to give train.py in it."""
+    begin = levels[first].consumed
+    stop = levels[last].consumed if last < len(levels) else 0
+    seconds = sum((levels[i].steps or 0) * choice.seconds[i] for i in range(first, last))
+    words: list[str] = []
+    for name in SEARCHED:
+        words += [f"--{name.replace('_', '-')}", str(getattr(choice.layout, name))]
+    if begin:
+        words += ["--begin-at-samples", str(begin)]
+    if stop:
+        words += ["--stop-at-samples", str(stop)]
+    return {
+        "nodes": choice.nodes,
+        "gpus": choice.gpus,
+        "batches": [levels[first].batch, levels[last - 1].batch],
+        "begin_at_samples": begin,
+        "stop_at_samples": stop,
+        "days": seconds / DAY,
+        "gpu_hours": choice.gpus * seconds / HOUR,
+        "layout": asdict(choice.layout),
+        "words": words,
+    }
 
 
 def _lines(data: dict[str, Any]) -> list[str]:
-    """The answer as text: every batch size, every stage, and what it saves."""
-    lines = [" batch  first step    consumed    steps  nodes   s/step   GPU-hours"]
-    lines += [
-        f"{lv['batch']:6}{lv['first_step']:12,}{lv['consumed']:12,}{lv['steps']:9,}"
-        f"{lv['nodes']:7}{lv['seconds']:9.2f}{lv['gpu_hours']:12,.0f}"
-        for lv in data["levels"]
-    ]
-    lines.append(" nodes      batches     days   GPU-hours  train.py")
+    """The answer as text: every stage, and what the plan saves."""
+    lines = [" nodes      batches     days   GPU-hours  train.py"]
     for stage in data["stages"]:
         sizes = " to ".join(map(str, stage["batches"]))
         line = f"{stage['nodes']:6}{sizes:>13}{stage['days']:9.2f}{stage['gpu_hours']:12,.0f}  "
