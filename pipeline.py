@@ -1,14 +1,17 @@
 """Runs a schedule on a rank's stages: the only place that sends activations.
 
-The executor does what the schedule's list for this rank says. A receive is started one action ahead
-of its use and a send is not waited for, so messages travel while the rank computes; but neither is
-started while the other side still waits for this rank (Schedule.may_be_ahead, sent_before). Groups
-of their own carry activations and gradients (Mesh.channel); within each, neighbours have agreed on
-the order (schedule.check), so messages need no labels. Stages of one rank send nothing.
+The executor does what the schedule's list for this rank says; passes of a kind are looked up in a
+table. A receive is started one action ahead of its use and a send is not waited for, so messages
+travel while the rank computes; but neither is started while the other side still waits for this
+rank (Schedule.may_be_ahead, sent_before). Groups of their own carry activations and gradients
+(Mesh.channel); within each, neighbours have agreed on the order (schedule.check), so messages need
+no labels. Stages of one rank send nothing.
+
+What the first stage takes and what becomes of the last stage's output is the business of `Ends`:
+tokens and a loss, unless other passes make them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,17 +22,71 @@ from attention import KeyValueCache
 from config.schema import Config
 from data import Batch
 from distributed.collectives import Handle
-from loss import LocalLoss
+from distributed.mesh import Mesh
 from model import Stage
 from parallel import ParamFactory
-from schedules.layout_orders import of_layout
-from schedules.orders import forward_only
+from schedules.layout_orders import evaluation_of_layout, of_layout
 from schedules.partition import placement
-from schedules.schedule import VOCABULARY, Action, Schedule
+from schedules.schedule import Action, Schedule
 from watchdog.flight_recorder import FlightRecorder
 
 # A micro-batch by its index, on the stage's device.
 Batches = Callable[[int], Batch]
+
+
+class Ends:
+    """What the first stage takes, and what becomes of the last stage's output, in one execution.
+
+    Here the first stage takes the tokens of a batch and the last one gives a loss. A subclass may
+    have other passes make and take these: then it has them in `passes`, by kind.
+    """
+
+    # Whether all ranks wait for one another in an evaluation too. Then what they have received is
+    # known, although no gradients come back that would show it.
+    meet_in_evaluation = False
+
+    def __init__(self, execution: "Execution"):
+        self.execution = execution
+        self.passes: dict[str, Callable[[Action], None]] = {}
+
+    @staticmethod
+    def connect(mesh: Mesh, device: torch.device) -> None:
+        """Have all ranks meet in the groups that the passes use, before they are first used."""
+
+    def batch(self, action: Action) -> Batch | None:
+        """The batch that a forward reads: without masks that of the first and last stage."""
+        execution = self.execution
+        first = action.stage == 0
+        if not (first or execution.is_last(action) or execution.pipeline.masked):
+            return None
+        execution.mesh.recorder.at("data", action.micro_batch)
+        return execution.batches(action.micro_batch)
+
+    def first_input(self, action: Action, batch: Batch | None) -> Tensor:
+        """What the first stage's forward takes."""
+        assert batch is not None  # the first stage reads it
+        return batch.tokens
+
+    def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
+        """Take the last stage's output; returns what its backward begins with."""
+        assert batch is not None  # the last stage reads it
+        self.execution.loss += y.detach()
+        self.execution.targets += batch.count
+        return y * self.execution.loss_weight
+
+    def last_gradient(self, action: Action) -> Tensor | None:
+        """The gradient of what `last_output` returned; None: it is a loss."""
+        return None
+
+    def first_gradient(self, action: Action, x: Tensor) -> None:
+        """Take the first stage's input, which has a gradient where it is no tokens."""
+
+    def post_receive(self, action: Action) -> None:
+        """Begin to receive what an action takes, if it is one of `passes`."""
+
+    def finish(self) -> list[Handle]:
+        """What is still being sent when all actions are done."""
+        return []
 
 
 class Pipeline:
@@ -40,15 +97,28 @@ class Pipeline:
     batch, which says what its attention sees.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], factory: ParamFactory, config: Config):
-        layout, model = config.layout, config.model
-        self.stages, self.mesh, self.deferred = stages, factory.mesh, factory.deferred
-        self.dtype, self.device = factory.dtype, factory.device
+    ends: type[Ends] = Ends
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        factory: ParamFactory,
+        config: Config,
+        ends: type[Ends] = Ends,
+    ):
+        self.stages = stages
+        self.mesh = factory.mesh
+        self.deferred = factory.deferred
+        self.dtype = factory.dtype
+        self.device = factory.device
         self.masked = config.data.masks_attention or config.data.reset_positions
-        self._model, self._layout, self._schedules = model, layout, dict[int, Schedule]()
-        self.set_length(model.seq_length)
+        self.ends = ends
+        self._model = config.model
+        self._layout = config.layout
+        self._schedules: dict[int, Schedule] = {}
+        self.set_length(config.model.seq_length)
         self.sending: list[Handle] = []  # the last messages of the last pass
-        self.last_rank = placement(layout)[-1]  # of the pipeline, the last stage's
+        self.last_rank = placement(config.layout)[-1]  # of the pipeline, the last stage's
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def set_length(self, length: int) -> None:
@@ -61,8 +131,8 @@ class Pipeline:
     def schedule(self, micro_batches: int) -> Schedule:
         """The configured schedule for that many micro-batches; the last one is kept."""
         if micro_batches not in self._schedules:
-            about = self._model, self._layout, micro_batches, self.device.type
-            self._schedules = {micro_batches: of_layout(*about)}
+            found = of_layout(self._model, self._layout, micro_batches, self.device.type)
+            self._schedules = {micro_batches: found}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
@@ -76,9 +146,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
         """The loss sum and targets of that many micro-batches of this replica, forward only."""
-        rank_of = placement(self._layout)
-        schedule = forward_only(rank_of, micro_batches, bool(self._layout.vocab_pp))
-        return self.run(schedule, batches)
+        return self.run(evaluation_of_layout(self._layout, micro_batches), batches)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
@@ -106,16 +174,16 @@ class Pipeline:
         """Do all of this rank's actions in order; returns what `train` does."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
-            if schedule.vocabulary:
-                for group in self.mesh.passes.values():  # a first one connects all ranks
-                    group.broadcast(torch.zeros(1, device=self.device), 0).wait()
         self.finish_sending()
         execution = Execution(self, schedule, batches, loss_weight)
-        for _ in execution:
-            pass
+        for action in execution:
+            self.after(action)
         if self.mesh.tp.rank > 0:
             return torch.zeros_like(execution.loss), 0
         return execution.loss, execution.targets
+
+    def after(self, action: Action) -> None:
+        """Called when an action of `run` is done; a measurement may replace it."""
 
     def finish_sending(self) -> None:
         """Wait for the last messages of the last pass. By the next one they have arrived; at its
@@ -133,7 +201,8 @@ class Pipeline:
         """
         self._connected.add(rank_of)
         pairs = sorted({(a, b) for a, b in pairwise(rank_of) if a != b})
-        message, rank = torch.zeros(1, dtype=self.dtype, device=self.device), self.mesh.pp.rank
+        message = torch.zeros(1, dtype=self.dtype, device=self.device)
+        rank = self.mesh.pp.rank
         for a, b in pairs:
             for kind, sender, receiver in (("F", a, b), ("B", b, a)):
                 group = self.mesh.channel(kind, sender, receiver)
@@ -141,6 +210,7 @@ class Pipeline:
                     group.send(message, receiver).wait()
                 elif rank == receiver:
                     group.receive(message, sender).wait()
+        self.ends.connect(self.mesh, self.device)
 
 
 class Later:
@@ -182,16 +252,26 @@ class Execution:
         """
         if torch.is_grad_enabled() and schedule.split != (pipeline.deferred is not None):
             raise ValueError(f"layers and schedule {schedule.name} disagree on a split backward")
-        self.pipeline, self.mesh, self.schedule = pipeline, pipeline.mesh, schedule
-        self.rank, self.actions = pipeline.mesh.pp.rank, schedule.ranks[pipeline.mesh.pp.rank]
-        # The action whose result one takes, and its rank; none at the pipeline's ends.
-        needed = {action: schedule.input_of(action) for action in self.actions}
-        self.sources = {a: (of, schedule.rank_of[of.stage]) for a, of in needed.items() if of}
-        self.batches, self.loss_weight = batches, loss_weight
-        # Of forwards whose backward is to come: the input, and the node that made the output. The
-        # output itself is freed when it has been sent.
+        self.pipeline = pipeline
+        self.mesh = pipeline.mesh
+        self.schedule = schedule
+        self.rank = pipeline.mesh.pp.rank
+        self.actions = schedule.ranks[self.rank]
+        self.batches = batches
+        self.loss_weight = loss_weight
+        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
+        self.targets = 0
+        # Per (stage, micro-batch): the stage's input and the autograd node of its output, kept
+        # until the backward pass. The output itself is freed when it has been sent.
         self.held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
+        # Per action, the neighbouring stage's action whose result it takes, and its rank; none at
+        # the pipeline's ends.
+        self.sources: dict[Action, tuple[Action, int]] = {}
+        for action in self.actions:
+            sender = schedule.input_of(action)
+            if sender is not None:
+                self.sources[action] = sender, schedule.rank_of[sender.stage]
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
         self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
         self.leaving: dict[Action, Later] = {}  # by this rank's action
@@ -199,75 +279,68 @@ class Execution:
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
         self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
         self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
-        self.loss = torch.zeros((), dtype=torch.float64, device=pipeline.device)
-        self.targets = 0
-        self.vocabulary = VocabularyPasses(self) if schedule.vocabulary else None
+        self.ends = pipeline.ends(self)
+        self.passes = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
+        self.passes |= self.ends.passes
 
     def __iter__(self) -> Iterator[Action]:
-        run = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
-        if self.vocabulary:
-            run |= dict.fromkeys(VOCABULARY, self.vocabulary.run)
         for position, action in enumerate(self.actions):
             self._post_receive(action)
             for upcoming in self.actions[position + 1 : position + 2]:
                 if self.schedule.may_be_ahead(upcoming):
                     self._post_receive(upcoming)
-            run[action.kind](action)
+            self.passes[action.kind](action)
             for message in self.unsent.pop(position + 1, ()):
                 message.start()
             yield action
         self.pipeline.sending += self.leaving.values()
-        if self.vocabulary:
-            self.pipeline.sending += self.vocabulary.finish()
+        self.pipeline.sending += self.ends.finish()
+
+    def is_last(self, action: Action) -> bool:
+        """Whether an action is one of the last stage."""
+        return action.stage == self.schedule.stages - 1
+
+    # -- passes of a stage ------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        stage, last = self.pipeline.stages[action.stage], self._is_last(action)
-        x, batch = self._inputs(action, last)
-        y = stage(x, batch)
-        if last and batch:
-            self.loss += y.detach()
-            self.targets += batch.count
-            y = y * self.loss_weight
+        stage, micro_batch = action.stage, action.micro_batch
+        batch = self.ends.batch(action)
+        self.mesh.recorder.at("F", micro_batch)
+        if stage == 0:
+            x = self.ends.first_input(action, batch)
         else:
-            self._pass_on(y.detach(), action, action.stage + 1)
+            x = self._take_input(action).requires_grad_(torch.is_grad_enabled())
+        y = self.pipeline.stages[stage](x, batch)
+        if self.is_last(action):
+            y = self.ends.last_output(action, y, batch)
+        else:
+            self._pass_on(y.detach(), action, stage + 1)
         if torch.is_grad_enabled():
-            self.held[action.stage, action.micro_batch] = (x, get_gradient_edge(y))
-
-    def _inputs(self, action: Action, last: bool) -> tuple[Tensor, Batch | None]:
-        """What the stage's forward takes: without masks only the first and the last stage read the
-        batch.
-        """
-        batch = None
-        reads = action.stage == 0 or last or self.pipeline.masked
-        if reads and not self.vocabulary:
-            self.mesh.recorder.at("data", action.micro_batch)
-            batch = self.batches(action.micro_batch)
-        self.mesh.recorder.at("F", action.micro_batch)
-        if batch and action.stage == 0:
-            return batch.tokens, batch
-        return self._take_input(action).requires_grad_(torch.is_grad_enabled()), batch
+            self.held[stage, micro_batch] = (x, get_gradient_edge(y))
 
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or where the schedule splits it that for inputs."""
-        self.mesh.recorder.at("B", action.micro_batch)
-        x, output = self.held.pop((action.stage, action.micro_batch))
-        outermost = self._is_last(action) and not self.vocabulary
-        gradient = None if outermost else self._take_input(action)
+        stage, micro_batch = action.stage, action.micro_batch
+        self.mesh.recorder.at("B", micro_batch)
+        x, output = self.held.pop((stage, micro_batch))
+        if self.is_last(action):
+            gradient = self.ends.last_gradient(action)
+        else:
+            gradient = self._take_input(action)
         deferred = self.pipeline.deferred
         if deferred is None:
             torch.autograd.backward(output, gradient)
         else:
-            self.left[action.stage, action.micro_batch] = deferred.backward(output, gradient)
-        if action.stage > 0 or self.vocabulary:
+            self.left[stage, micro_batch] = deferred.backward(output, gradient)
+        if stage == 0:
+            self.ends.first_gradient(action, x)
+        else:
             dx: Tensor = x.grad  # type: ignore[assignment]  # an input of this stage requires it
-            self._pass_on(dx, action, action.stage - 1)
+            self._pass_on(dx, action, stage - 1)
 
     def _weight_gradients(self, action: Action) -> None:
         self.mesh.recorder.at("W", action.micro_batch)
         self.left.pop((action.stage, action.micro_batch))()
-
-    def _is_last(self, action: Action) -> bool:
-        return action.stage == self.schedule.stages - 1
 
     # -- between stages ---------------------------------------------------------------------
 
@@ -278,19 +351,21 @@ class Execution:
         return message
 
     def _post_receive(self, action: Action) -> None:
-        if self.vocabulary:
-            self.vocabulary.post_receive(action)
+        self.ends.post_receive(action)
         needed, rank = self.sources.get(action, (None, self.rank))
         if needed is None or rank == self.rank or needed in self.arriving:
             return
-        channel, pipeline = self.mesh.channel(action.kind, rank, self.rank), self.pipeline
-        buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+        channel = self.mesh.channel(action.kind, rank, self.rank)
+        buffer = self.new_activation()
         self.arriving[needed] = (buffer, channel.receive(buffer, rank))
 
+    def new_activation(self) -> Tensor:
+        """Room for one activation between two stages."""
+        pipeline = self.pipeline
+        return torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+
     def _take_input(self, action: Action) -> Tensor:
-        """The neighbouring stage's result, or that of the vocabulary's passes, when it is there."""
-        if action not in self.sources and self.vocabulary:
-            return self.vocabulary.take("E" if action.kind == "F" else "T", action.micro_batch)
+        """The neighbouring stage's result, when it is there."""
         needed, rank = self.sources[action]
         if rank == self.rank:
             return self.handed.pop(needed)
@@ -300,15 +375,12 @@ class Execution:
         return buffer
 
     def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
-        """Give an action's result to the neighbouring stage, or the ranks, that take it."""
-        if self.vocabulary and not 0 <= to_stage < self.schedule.stages:
-            self.vocabulary.send(action, tensor)
-            return
+        """Give an action's result to the neighbouring stage that takes it."""
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
             self.handed[action] = tensor
             return
-        if not torch.is_grad_enabled() and not self.vocabulary:
+        if not torch.is_grad_enabled() and not self.ends.meet_in_evaluation:
             self._wait_for_sends()  # nothing ever comes back that would show an arrival
         channel = self.mesh.channel(action.kind, self.rank, to)
         tensor = tensor.contiguous()
@@ -319,7 +391,8 @@ class Execution:
 
         Without this, every activation sent would be held until the step ends.
         """
-        before, now = self.passed[neighbour], self.place[finished] + 1
+        before = self.passed[neighbour]
+        now = self.place[finished] + 1
         for action in self.schedule.ranks[neighbour][before:now]:
             used = self.schedule.input_of(action)
             if used in self.leaving:
@@ -329,123 +402,3 @@ class Execution:
     def _wait_for_sends(self) -> None:
         for action in [action for action, sent in self.leaving.items() if sent.handle]:
             self.leaving.pop(action).wait()
-
-
-# ---- The vocabulary's passes, where all ranks share it -------------------------------------------
-
-
-class VocabularyPasses:
-    """E, S, T and G of schedules/vocabulary.py on one rank, in one pass through its actions.
-
-    The collectives of each kind of pass have a group of their own, and are waited for in the next
-    pass that needs their result.
-    """
-
-    def __init__(self, execution: "Execution"):
-        pipeline, schedule = execution.pipeline, execution.schedule
-        self.execution, self.mesh, self.stage = execution, pipeline.mesh, schedule.stages - 1
-        part = pipeline.stages[pipeline.mesh.pp.rank].vocabulary
-        assert part is not None  # stages and schedule come from one layout
-        self.part = part
-        self.groups, self.rank = pipeline.mesh.passes, pipeline.mesh.pp.rank
-        self.batch: dict[int, Batch] = {}
-        self.embedded: dict[int, GradientEdge] = {}
-        self.losses: dict[int, tuple] = {}
-        # Under way, by kind of pass and micro-batch: a tensor that is received, sent or summed.
-        self.moving: dict[tuple[str, int], tuple[Tensor, Handle]] = {}
-        self.taken = schedule.gradients_taken
-
-    def run(self, action: Action) -> None:
-        """Do one pass."""
-        kind, _, m = action
-        if kind == "E":
-            self.mesh.recorder.at("data", m)
-            self.batch[m] = self.execution.batches(m)
-        self.mesh.recorder.at(kind, m)
-        {"E": self._embed, "S": self._logits, "T": self._loss, "G": self._add}[kind](m)
-
-    def post_receive(self, action: Action) -> None:
-        """Begin to receive what a pass S or G takes from one rank, unless this rank sends it."""
-        kind, _, m = action
-        source = {"S": self.stage, "G": 0}.get(kind, self.rank)
-        if source != self.rank and (kind, m) not in self.moving:
-            pipeline = self.execution.pipeline
-            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-            self._start(kind, m, buffer, self.groups[kind].broadcast(buffer, source))
-
-    def send(self, action: Action, tensor: Tensor) -> None:
-        """Give all ranks what their S takes, the last stage's output, or their G, a gradient."""
-        kind, tensor = {"F": "S", "B": "G"}[action.kind], tensor.detach().contiguous()
-        broadcast = partial(self.groups[kind].broadcast, tensor, self.rank)
-        later = self.execution.start_later(action, broadcast)
-        self._start(kind, action.micro_batch, tensor, later)
-
-    def take(self, kind: str, m: int) -> Tensor:
-        """The sum of E, on the first stage's rank, or of T, on the last one's."""
-        tensor, handle = self.moving.pop((kind, m))
-        handle.wait()
-        return tensor
-
-    def _start(self, kind: str, m: int, tensor: Tensor, handle: Handle) -> None:
-        self.moving[kind, m] = tensor, handle
-
-    def _sum(self, kind: str, m: int, tensor: Tensor, to: int) -> None:
-        tensor = tensor.contiguous()
-        reduce = partial(self.groups[kind].reduce, tensor, to)
-        later = self.execution.start_later(Action(kind, self.rank, m), reduce)
-        self._start(kind, m, tensor, later)
-
-    def _release(self, kind: str, m: int) -> None:
-        """Free what has been sent and, by what has arrived since, received."""
-        if (kind, m) in self.moving:
-            self.take(kind, m)
-
-    def _embed(self, m: int) -> None:
-        rows = self.part(self.batch[m].tokens)
-        if torch.is_grad_enabled():
-            self.embedded[m] = get_gradient_edge(rows)
-        self._sum("E", m, rows.detach(), 0)
-
-    def _logits(self, m: int) -> None:
-        sends = self.rank == self.stage
-        x = self.moving["S", m][0] if sends else self.take("S", m)
-        x = x.detach().requires_grad_(torch.is_grad_enabled())
-        logits = self.part.logits(x)
-        edge = get_gradient_edge(logits) if torch.is_grad_enabled() else None
-        labels, part = self.batch[m].labels.t(), self.part
-        local = LocalLoss.of(logits.detach(), labels, part.spec, part.factory.compile)
-        every = local.sums.new_empty(self.mesh.vocabulary.size, *local.sums.shape)
-        gather = partial(self.mesh.vocabulary.all_gather, every, local.sums)
-        handle = self.execution.start_later(Action("S", self.rank, m), gather)
-        self.losses[m] = x, edge, local, every, handle
-
-    def _loss(self, m: int) -> None:
-        x, edge, local, every, handle = self.losses.pop(m)
-        handle.wait()  # now every rank has done S, and so has what it takes, and E is summed
-        self._release("E", m)
-        self._release("S", m)
-        sent = self.execution.leaving.pop(Action("F", self.rank, m), None)
-        if sent is not None:
-            sent.wait()
-        for done in self.taken[m]:
-            self._release("G", done)
-        losses, gradient = local.finish(every, self.execution.loss_weight)
-        if self.rank == self.stage:
-            self.execution.loss += losses.sum()
-            self.execution.targets += self.batch[m].count
-        if edge is None:
-            del self.batch[m]
-            return
-        add_weight_gradients = self.part.deferred.backward(edge, gradient)
-        self._sum("T", m, x.grad, self.stage)
-        add_weight_gradients()
-
-    def _add(self, m: int) -> None:
-        gradient = self.moving["G", m][0] if self.rank == 0 else self.take("G", m)
-        self._release("T", m)
-        torch.autograd.backward(self.embedded.pop(m), gradient)
-        del self.batch[m]
-
-    def finish(self) -> list[Handle]:
-        """What is still being sent."""
-        return [handle for _, handle in self.moving.values()]

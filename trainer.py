@@ -34,7 +34,7 @@ from optim import precision
 from optim.precision import DTYPES
 from optim.update_rules import learning_rate
 from parallel import CPU, DeferredGradients, ParamFactory
-from pipeline import Pipeline
+from pipeline import Ends, Pipeline
 from schedules.costs import part_costs
 from schedules.partition import StageSpec, stage_specs
 from telemetry import memory_report, replica_check, step_stats
@@ -130,7 +130,12 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
             masked = config.data.masks_attention
             stage_of[spec.index] = Stage(factory, config.model, layout, spec, first, masked)
     stages = nn.ModuleList(stage_of.values())
-    pipeline = Pipeline(stage_of, factory, config)
+    ends = Ends
+    if layout.vocab_pp:
+        from vocabulary import VocabularyEnds  # only where it is used
+
+        ends = VocabularyEnds
+    pipeline = Pipeline(stage_of, factory, config, ends)
     reader = data.BatchReader(config, mesh.dp.rank, factory.device, mesh.cp)
     return ModelState(config, factory, specs, stages, pipeline, reader)
 

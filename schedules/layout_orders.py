@@ -21,8 +21,8 @@ from schedules.costs import (
     pass_costs,
 )
 from schedules.long_schedule import LongSchedule, long_schedule
-from schedules.orders import SEARCHED, build
-from schedules.partition import balanced, blocks_per_stage
+from schedules.orders import SEARCHED, build, forward_only
+from schedules.partition import balanced, blocks_per_stage, placement
 from schedules.schedule import Schedule
 
 # What one byte of a message between stages costs in FLOPs: about an A100's 312 TFLOP/s over a link
@@ -73,6 +73,11 @@ def of_layout(
     costs = stage_costs(model, layout, device)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
     return build(*shape, costs, bool(layout.vocab_pp))
+
+
+def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
+    """The validated schedule of an evaluation, which goes forward only."""
+    return forward_only(placement(layout), micro_batches, bool(layout.vocab_pp))
 
 
 def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSchedule:

@@ -32,6 +32,7 @@ ROWS = (
     ("generation",),
     ("telemetry",),
     ("checkpointing",),
+    ("vocabulary",),
     ("pipeline",),
     ("zero",),
     ("optim",),
@@ -55,10 +56,10 @@ OUTSIDE = ("tests", "benchmarks", "scripts")  # import from every room; no room 
 APART = {"test_all"}  # a file of the root that is no room
 LONG_FUNCTIONS: set[str] = set()  # "room.module.Class.name" of the loops that may be longer; two
 
-MOST_ROOT_FILES = 15
+MOST_ROOT_FILES = 17
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
-MOST_ROOMS_OF_TRAINER = 13
+MOST_ROOMS_OF_TRAINER = 14
 
 
 def wings() -> list[str]:
