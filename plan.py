@@ -65,7 +65,7 @@ LIMITS = {
 }
 LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
 LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
-LIMITS |= {"deadline": 1e5}  # days
+LIMITS |= {"deadline": 1e5, "network": 1e5}  # days, GB/s
 WRITTEN = ("trace", "stages", "write", "json", "picture")  # options that name a file to write
 QUESTIONS = questions.QUESTIONS | layout_questions.QUESTIONS | model_questions.QUESTIONS
 QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
@@ -115,6 +115,8 @@ def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str
     _check(options)
     machine = _machine(options.gpu or "a100-80", options.calibration)
     notes = []
+    if options.network:
+        machine = hardware.with_network(machine, options.network * 1e9)
     if options.gpus_per_node:
         there = f"a node of {options.gpus_per_node} has the links that {machine.name} states for "
         notes.append(there + f"one of {machine.node}: {machine.network.bandwidth / 1e9:g} GB/s out")
@@ -340,6 +342,7 @@ def _add_flags(question: str, parser: Parser) -> None:
     shown = question in READ_BY["gpus"]
     parser.add_gpus("GPUs, in place of nodes" if shown else SUPPRESS)
     add("calibration", "measured rates of this machine, TOML", metavar="FILE")
+    add("network", "GB/s of a node as measured, in place of the datasheet's", type=float)
     add("top", "lines to print (default 20)", type=int)
     add("rejected", "print every rejected layout", action="store_true", default=None)
     add("tokens", "tokens to train on", type=float)

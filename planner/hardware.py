@@ -103,6 +103,7 @@ class Machine:
     # Standard deviation of the logarithm of measured over predicted, of runs that were not fitted.
     time_spread: float = 0.12
     memory_spread: float = 0.12
+    network_measured: bool = False  # whether its rate is of this cluster, not of its datasheet
     slowdown: float = 1.0  # of every step, by a known defect of this machine
     bf16: bool = True  # whether it has bf16 arithmetic
     fp8: float = 0.0  # dense fp8 FLOP/s over half-precision's; 0: none
@@ -269,6 +270,7 @@ def calibrate(machine: Machine, path: str) -> Machine:
     changes: dict[str, Any] = {}
     for key, entry in entries.items():
         if key in ("nvlink", "network"):
+            changes["network_measured"] = key == "network" or "network" in entries
             changes[key] = _calibrated_link(file, key, entry, machine)
         elif key in CALIBRATED and _is_rate(entry, zero=key not in RATES):
             changes[key] = int(entry) if key == "node" else float(entry)
@@ -279,6 +281,26 @@ def calibrate(machine: Machine, path: str) -> Machine:
         host = changes.pop("host_per_block")
         changes["software"] = replace(machine.software, host_per_block=host)
     return replace(machine, **changes)
+
+
+def with_network(machine: Machine, rate: float) -> Machine:
+    """The machine with a measured network: bytes/s of one node, one way, in rings of long messages
+    over all ranks. No message between two nodes is faster, and rings of fewer ranks are as fast.
+    """
+    latency, messages = machine.network.latency, machine.network.bandwidth * machine.p2p_fraction
+    return replace(
+        machine,
+        network=Link(latency, rate, 1.0),
+        crossing=1.0,
+        p2p_fraction=min(1.0, messages / rate),
+        network_measured=True,
+    )
+
+
+def at_share_of_network(machine: Machine, share: float) -> Machine:
+    """The machine with a network of a share of its rate."""
+    link = replace(machine.network, bandwidth=machine.network.bandwidth * share)
+    return replace(machine, network=link)
 
 
 def _is_rate(entry: Any, zero: bool = False) -> bool:

@@ -19,6 +19,7 @@ from config.schema import Config
 from planner import cost, hardware, layouts, model_sizes, risk
 from planner.job import Job
 from planner.plan_only import PlanOnly
+from planner.step_time import with_networks
 
 STEPS = 1000  # of the command that is printed, if no length is given
 BATCH = 2048  # global batch if none is given: that of every published run of a 200B model
@@ -36,6 +37,10 @@ WIDTH = 120  # of a table, in columns of a terminal
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
 LEFT_OUT = {"cp": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
+NETWORK = (
+    "note: ranked at the rate of the network's datasheet, and 90 % reaches to a quarter of it: "
+    "--network GB/s gives yours, the busbw of all ranks by scripts/bench_allreduce.sh"
+)
 BILLION = 1e9  # of parameters, and bytes of a gigabyte
 
 
@@ -74,7 +79,17 @@ class Question:
             fixed = PLAIN | {"recompute_layers": None} | fixed
         refusal = lambda layout: _refusal(replace(run, layout=layout), self.gpus)  # noqa: E731
         about = run.model, run.training, self.machine, self.gpus
-        return layouts.rank(*about, fixed, refusal, self.options.risk, most)
+        found = layouts.rank(*about, fixed, refusal, self.options.risk, most)
+        if self.options.question not in SEARCHED:
+            return found
+        return found._replace(ranked=[self._at_networks(one) for one in found.ranked])
+
+    def _at_networks(self, one: layouts.Ranked) -> layouts.Ranked:
+        """A layout with an interval for a network whose rate was not measured on this cluster."""
+        run, name = self.config, one.layout.schedule
+        layout = replace(one.layout, schedule="1f1b" if name == "auto" else name)
+        job = Job(run.model, layout, run.training, self.machine)
+        return replace(one, prediction=with_networks(one.prediction, job))
 
     def job(self) -> Job:
         """The given layout on the GPUs asked for; UserError if it is impossible there."""
@@ -324,7 +339,8 @@ def _reasons(rejected: list[layouts.Rejected], every: bool) -> list[str]:
 
 
 def _notes(ranked: list[layouts.Ranked]) -> list[str]:
-    return [f"note: {text}" for r in ranked for text in r.prediction.warnings]
+    told = [f"note: {text}" for r in ranked for text in r.prediction.warnings]
+    return told + [NETWORK] * any(r.prediction.at_networks for r in ranked)
 
 
 # ---- How long, how many samples in a step --------------------------------------------------------

@@ -10,7 +10,7 @@ The formulas take one layout, or many as columns (planner/job.py); what builds a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from config.model_stats import model_flops
 from config.schema import Layout, ModelShape, Training
-from planner import memory, memory_terms, risk, time_terms
+from planner import hardware, memory, memory_terms, risk, time_terms
 from planner.hardware import Machine
 from planner.job import Column, Job, term
 from planner.op_costs import Pass
@@ -26,6 +26,9 @@ from schedules.costs import StageCosts
 from schedules.layout_orders import long_layout, stage_costs
 from schedules.long_schedule import long_schedule
 from schedules.partition import executed_flops, stage_specs
+
+# Of a datasheet's rate: reductions over many nodes were measured at a half to a quarter of it.
+NETWORK_SHARES = (1.0, 0.5, 0.25)
 
 
 class Passes(NamedTuple):
@@ -54,6 +57,9 @@ class Prediction:
     hardware_tflops: float  # per GPU, with recomputation
     mfu: float
     warnings: list[str]
+    # Seconds at NETWORK_SHARES of a network's rate that is its datasheet's, where nodes exchange
+    # anything: then the interval reaches to the slowest.
+    at_networks: tuple[float, ...] = ()
 
 
 def predict(model: ModelShape, layout: Layout, training: Training, machine: Machine) -> Prediction:
@@ -87,6 +93,21 @@ def predict(model: ModelShape, layout: Layout, training: Training, machine: Mach
         mfu=flops / (per_gpu * machine.peak),
         warnings=job.warnings,
     )
+
+
+def with_networks(prediction: Prediction, job: Job) -> Prediction:
+    """The prediction of a job with the seconds at slower networks, if its own was not measured."""
+    if job.machine.network_measured or job.gpus <= job.machine.node:
+        return prediction
+    slower = []
+    for share in NETWORK_SHARES:
+        machine = hardware.at_share_of_network(job.machine, share)
+        at_share = job._replace(machine=machine)
+        after = sum(step_parts(at_share).values())
+        slower.append(job.machine.slowdown * (pipeline_time(at_share)[0] + after))
+    found = tuple(prediction.seconds * seconds / slower[0] for seconds in slower)
+    low, high = prediction.interval
+    return replace(prediction, interval=(low, high * found[-1] / found[0]), at_networks=found)
 
 
 # ---- One micro-batch through one part ------------------------------------------------------------

@@ -407,3 +407,19 @@ def test_weights_themselves_are_sharded_where_one_gpu_holds_no_replica():
     line = "layouts --layers 48 --hidden 8192 --heads 64 --gpu a100-80 --gpus 64 --pp 1 --tp 1"
     ranked = ask(f"{line} --global-batch-size 64 --risk 1").data["ranked"]
     assert {row["zero"] for row in ranked} == {3}
+
+
+def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
+    words = ["layouts", "--model", "gpt2-1.5b", "--gpu", "a100-80", "--nodes", "4"]
+    words += ["--global-batch-size", "64", "--tp", "1", "--pp", "1", "--top", "1"]
+    stated = plan.ask(words)
+    measured = plan.ask([*words, "--network", "10"])
+    assert "--network GB/s gives yours" in stated.text
+    assert "--network" not in measured.text
+    first, slower = (answer.data["ranked"][0] for answer in (stated, measured))
+    datasheet, half, quarter = first["at_networks"]
+    assert first["seconds"] == datasheet < half < quarter < first["interval"][1]
+    assert slower["at_networks"] == ()
+    assert slower["seconds"] > quarter
+    with pytest.raises(UserError, match="--network must be above 0"):
+        plan.ask([*words, "--network", "0"])

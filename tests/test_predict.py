@@ -467,3 +467,32 @@ def test_a_model_without_experts_has_one_ring_of_gradients_and_one_of_weights():
     ring = time_terms.ring_seconds(job, 512, 1, 4e9) / 2
     assert time_terms.reduce_seconds(job, 1e9, 0.0) == pytest.approx(ring, rel=1e-9)
     assert time_terms.gather_seconds(job, 1e9, 0.0) < ring
+
+
+# ------------------------------------------------------------------------------------------------
+# The network
+# ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_measured_network_the_interval_reaches_to_a_quarter_of_its_rate():
+    job = small(dp=256, zero=3)
+    plain = step_time.predict(*job)
+    found = step_time.with_networks(plain, job)
+    quarter = hardware.at_share_of_network(A100, 0.25)
+    slow = step_time.predict(job.model, job.layout, job.training, quarter).seconds
+    assert found.at_networks == pytest.approx((plain.seconds, found.at_networks[1], slow))
+    assert plain.seconds < found.at_networks[1] < slow
+    assert found.interval[0] == plain.interval[0]
+    assert found.interval[1] == pytest.approx(plain.interval[1] * slow / plain.seconds)
+
+
+def test_a_measured_network_and_a_single_node_have_one_price():
+    measured = hardware.with_network(A100, 25e9)
+    assert measured.network.speed == 25e9
+    assert measured.network.bandwidth * measured.p2p_fraction == 25e9
+    for job in (small(measured, dp=256), small(dp=8)):
+        plain = step_time.predict(*job)
+        assert step_time.with_networks(plain, job) == plain
+    job = small(measured, dp=256, zero=3)
+    slower = job._replace(machine=hardware.with_network(A100, 12.5e9))
+    assert step_time.predict(*slower).seconds > step_time.predict(*job).seconds
