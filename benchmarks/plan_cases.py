@@ -1,6 +1,8 @@
 """Random questions to `plan.py layouts`, and checks of the answers that need no measurement.
 
     python benchmarks/plan_cases.py --seconds 300 --seed 1      # prints failures; status 1 if any
+    python benchmarks/plan_cases.py --questions 1000 --seconds 500 --cases CASES.jsonl   # in parts
+    python benchmarks/plan_cases.py --seconds 0 --cases CASES.jsonl --table FILE.md
 
 A case is a command line: model, machine, GPUs, batch and given options, all drawn. Of its answer
 it is checked that
@@ -12,7 +14,9 @@ it is checked that
 """
 
 import argparse
+import json
 import math
+import platform
 import random
 import shlex
 import sys
@@ -25,9 +29,11 @@ from functools import partial
 from io import StringIO
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy
 
 import plan
 from config import command_line
@@ -301,26 +307,70 @@ def checked(words: list[str], small: bool, chance: random.Random) -> tuple[list[
             return [traceback.format_exc()], False
 
 
+class Case(NamedTuple):
+    """A question that was asked: its number, its words, and what was found."""
+
+    number: int
+    words: list[str]
+    seconds: float  # of the processor
+    answered: bool  # by a table, and not by a sentence
+    failures: list[str]
+
+
+def asked(seed: int, number: int) -> Case:
+    """One question, drawn from the seed and its number alone, so that any part can be repeated."""
+    chance, small = random.Random(f"{seed} {number}"), number % 2 == 0
+    words, began = drawn(chance, small), time.process_time()
+    found, answered = checked(words, small, chance)
+    return Case(number, words, time.process_time() - began, answered, found)
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The questions that earlier parts asked, in their order; none if there is no such file."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Case(*json.loads(line)) for line in lines]
+
+
+def result_lines(cases: list[Case], command: str) -> list[str]:
+    """What all questions found, in Markdown."""
+    seconds = sorted(case.seconds for case in cases)
+    wrong = [case for case in cases if case.failures]
+    lines = ["# Random questions to plan.py layouts", "", f"    {command}", ""]
+    lines += [f"Python {platform.python_version()}, numpy {numpy.__version__}.", ""]
+    lines += [
+        f"{len(cases)} questions, {sum(case.answered for case in cases)} answered by a table, the "
+        f"others by one sentence; {len(wrong)} with failures. Processor seconds of a question with "
+        f"its checks: median {seconds[len(seconds) // 2]:.2f}, largest {seconds[-1]:.1f}.",
+    ]
+    for case in wrong:
+        lines += ["", f"    plan.py layouts {shlex.join(case.words)}", "", *case.failures]
+    return lines
+
+
 def main() -> int:
-    """Draw and check until the time is over; the number of failures decides the exit status."""
+    """Ask until the time is over or all is asked; failures decide the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seconds", type=float, default=60, help="after which no more are asked")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--slow", type=float, default=20, help="seconds that are worth a line")
+    parser.add_argument("--questions", type=int, default=10**6, help="in all parts together")
+    parser.add_argument("--cases", type=Path, metavar="FILE.jsonl", help="goes on after its last")
+    parser.add_argument("--table", type=Path, metavar="FILE.md", help="write what all parts found")
     options = parser.parse_args()
-    chance, start = random.Random(options.seed), time.monotonic()
-    count = answered = wrong = 0
-    while time.monotonic() - start < options.seconds:
-        small = count % 2 == 0
-        words, began = drawn(chance, small), time.monotonic()
-        found, has_answer = checked(words, small, random.Random(count))
-        count, answered = count + 1, answered + has_answer
-        if time.monotonic() - began > options.slow:
-            print(f"{time.monotonic() - began:.0f} s: {shlex.join(words)}", flush=True)
-        for text in found:
-            wrong += 1
-            print(f"plan.py layouts {shlex.join(words)}\n    {text}", flush=True)
-    print(f"{count} questions, {answered} answered, {wrong} failures")
+    start = time.monotonic()
+    cases = read_cases(options.cases) if options.cases else []
+    while len(cases) < options.questions and time.monotonic() - start < options.seconds:
+        case = asked(options.seed, len(cases))
+        cases.append(case)
+        for text in case.failures:
+            print(f"plan.py layouts {shlex.join(case.words)}\n    {text}", flush=True)
+        if options.cases:
+            with options.cases.open("a") as file:
+                file.write(json.dumps(case) + "\n")
+    wrong = sum(len(case.failures) for case in cases)
+    print(f"{len(cases)} questions, {sum(c.answered for c in cases)} answered, {wrong} failures")
+    if options.table:
+        command = f"python benchmarks/plan_cases.py --questions {len(cases)} --seed {options.seed}"
+        options.table.write_text("\n".join(result_lines(cases, command)) + "\n")
     return int(wrong > 0)
 
 

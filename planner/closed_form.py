@@ -236,7 +236,6 @@ def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
     further = np.where(layout.vocab_pp, more_ahead(layout.pp), 0)
     flying = np.minimum(layout.pp - rank + further, count)
     flying = np.where(np.equal(name, "gpipe"), count, flying)
-    flying = np.where(np.equal(name, "zb-h1"), np.minimum(layout.pp, count), flying)
-    flying = np.where(np.equal(name, "interleaved"), interleaved, flying)
-    folded = np.where(rank == 0, np.minimum(layout.pp, count), 1)
-    return np.where(np.equal(name, "zb-v"), folded, flying)
+    # Every rank of zb-v holds as many as the first one of 1F1B (schedules/list_scheduling.py).
+    flying = np.where(layout.splits_backward, np.minimum(layout.pp, count), flying)
+    return np.where(np.equal(name, "interleaved"), interleaved, flying)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from schedules import simulation
 from schedules.costs import StageCosts
 from schedules.orders import SEARCHED, unchecked
 from schedules.schedule import Schedule
 from schedules.simulation import Seconds
+from schedules.simulation import makespan as end_of
 
 SIMULATED = 3_000  # forwards up to which all of a schedule is simulated
 ROUNDS = 3  # micro-batches for each rank, after which every schedule repeats itself
@@ -30,9 +30,10 @@ class LongSchedule:
     """A schedule that is built as far as it is needed.
 
     whole: builds all of it. shorter: three orders of fewer micro-batches, each with one round more
-    than the one before, or none. rounds: how many more rounds there are than in the last of them.
-    alike: by how much of the whole two rounds may differ. in_whole: all of it is simulated, since
-    its rounds need not be alike, or since that is quick.
+    than the one before; two, if their rounds are not compared; or none. rounds: how many more
+    rounds there are than in the last of them. alike: by how much of the whole two rounds may
+    differ. in_whole: all of it is simulated, since its rounds need not be alike, or since that is
+    quick.
     """
 
     whole: Callable[[], Schedule]
@@ -50,7 +51,7 @@ class LongSchedule:
         """As `Schedule.most_held`."""
         if self.in_whole or not self.shorter:
             return self.whole().most_held(sizes)
-        before, last = (order.most_held(sizes) for order in self.shorter[1:])
+        before, last = (order.most_held(sizes) for order in self.shorter[-2:])
         pairs = zip(before, last, strict=True)
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
@@ -59,10 +60,10 @@ class LongSchedule:
         be some per mille off, if its later rounds differ although two were alike.
         """
         if self.in_whole or not self.shorter:
-            return simulation.makespan(self.whole(), seconds, transfer)
-        first, second, last = self._ends(seconds, transfer)
+            return end_of(self.whole(), seconds, transfer)
+        first, second, last = (end_of(order, seconds, transfer) for order in self.shorter)
         if abs((last - second) - (second - first)) > self.alike * last:
-            return simulation.makespan(self.whole(), seconds, transfer)
+            return end_of(self.whole(), seconds, transfer)
         return last + self.rounds * (last - second)
 
     def nearly(self, seconds: Seconds, transfer: float = 0.0) -> float:
@@ -70,12 +71,9 @@ class LongSchedule:
         interleaved groups of unequal size a few per cent off.
         """
         if not self.shorter:
-            return simulation.makespan(self.whole(), seconds, transfer)
-        _, second, last = self._ends(seconds, transfer)
+            return end_of(self.whole(), seconds, transfer)
+        second, last = (end_of(order, seconds, transfer) for order in self.shorter[-2:])
         return last + self.rounds * (last - second)
-
-    def _ends(self, seconds: Seconds, transfer: float) -> list[float]:
-        return [simulation.makespan(order, seconds, transfer) for order in self.shorter]
 
 
 @lru_cache(maxsize=1024)
@@ -99,7 +97,7 @@ def long_schedule(
     uneven = name == "zb-v" or (name == "interleaved" and rest > 0)
     quick = micro_batches * ranks * virtual <= SIMULATED and not vocabulary
     few = ROUNDS * ranks + (0 if uneven else rest)
-    counts = [few + more * ranks for more in range(3)]
+    counts = [few + more * ranks for more in range(uneven, 3)]
     shorter = [unchecked(name, ranks, count, virtual, None, vocabulary) for count in counts]
     left = (micro_batches - counts[-1]) / ranks
     alike = NEARLY_ALIKE if vocabulary else ALIKE

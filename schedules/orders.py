@@ -154,7 +154,7 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
         for action in actions:
             row.append(action)
             if action.kind == "B":
-                waiting.append(action._replace(kind="W"))
+                waiting.append(Action("W", action.stage, action.micro_batch))
             if len(waiting) > rank:
                 row.append(waiting.popleft())
         rows.append([*row, *waiting])

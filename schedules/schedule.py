@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice, pairwise, product
-from operator import mul
+from operator import le, mul
 from typing import NamedTuple
 
 # From an action's stage to the one that takes its result. Other passes send to no single stage.
@@ -49,14 +49,11 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-class Step(NamedTuple):
-    """One action in an order in which all ranks can run. sources: the places, in that order, of
-    the actions of other stages whose results the action takes, if a message brings them.
-    """
-
-    rank: int
-    action: Action
-    sources: tuple[int, ...]
+# One action in an order in which all ranks can run: its rank, the action, and the places, in that
+# order, of the actions of other stages whose results it takes, if a message brings them.
+Step = tuple[int, Action, list[int]]
+# Where actions are in such an order: by kind and stage, then by micro-batch.
+Places = dict[tuple[str, int], dict[int, int]]
 
 
 @dataclass(frozen=True)
@@ -98,18 +95,23 @@ class Schedule:
 
     def of_all_ranks(self, action: Action) -> list[Action]:
         """The vocabulary passes, or the stage's pass for one, that an action waits for."""
-        if not self.vocabulary:
-            return []
         kind, stage, m = action
+        return [Action(*part, m) for part in self.joined.get((kind, stage), ())]
+
+    @cached_property
+    def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
+        """As `of_all_ranks`, without the micro-batch, for each kind and stage that waits so."""
+        if not self.vocabulary:
+            return {}
+        every = range(self.stages)
         last = self.stages - 1
-        if kind == "S":
-            return [Action("F", last, m)]
-        if kind == "G":
-            return [Action("B", 0, m)]
-        joined = {("F", 0): "E", ("T", stage): "S", ("B", last): "T"}.get((kind, stage))
-        if joined is None:
-            return []
-        return [Action(joined, other, m) for other in range(self.stages)]
+        of_kind = {kind: [(kind, stage) for stage in every] for kind in SUMMED}
+        found = {("F", 0): of_kind["E"], ("B", last): of_kind["T"]}
+        for stage in every:
+            found["S", stage] = [("F", last)]
+            found["T", stage] = of_kind["S"]
+            found["G", stage] = [("B", 0)]
+        return found
 
     def sender_of(self, action: Action) -> Action | None:
         """The action of another rank whose result this one receives; None if there is none."""
@@ -179,7 +181,9 @@ class Schedule:
 
     @cached_property
     def _held(self) -> list[set[tuple[int, ...]]]:
-        """How many activations of each stage a rank holds whenever it begins to release some."""
+        """How many activations of each stage a rank holds whenever it begins to release some; not
+        those moments at which it holds no more of any stage than at another one.
+        """
         last = "W" if self.split else "B"
         held = []
         for rank, row in enumerate(self.ranks):
@@ -196,7 +200,7 @@ class Schedule:
                     counts[stage] -= 1
                     grew = False
             moments.add(tuple(counts.values()))
-            held.append(moments)
+            held.append(_largest(moments))
         return held
 
     # ---- An order in which all of it can run --------------------------------------------------
@@ -212,6 +216,15 @@ class Schedule:
     def steps(self) -> list[Step]:
         """As `order`, with what each action waits for."""
         return _steps(self)
+
+
+def _largest(moments: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Those that are not at most another one in every number."""
+    found: list[tuple[int, ...]] = []
+    for counts in sorted(moments, key=sum, reverse=True):
+        if not any(all(map(le, counts, other)) for other in found):
+            found.append(counts)
+    return set(found)
 
 
 class _Starts(NamedTuple):
@@ -314,44 +327,46 @@ def _check_messages(schedule: Schedule) -> None:
 def _steps(schedule: Schedule) -> list[Step]:
     """As `Schedule.steps`: each rank in turn goes on until it waits for what has not run yet."""
     ranks = schedule.ranks
-    place = dict[Action, int]()
+    # Where each action is in the list: by kind and stage, then by micro-batch.
+    kinds = "FBW" + VOCABULARY
+    place: Places = {each: {} for each in product(kinds, range(schedule.stages))}
+    inputs = {each: _inputs(schedule, *each, place) for each in place}
     steps: list[Step] = []
     next_of = [0] * len(ranks)
-    while len(steps) < sum(map(len, ranks)):
+    count = sum(map(len, ranks))
+    while len(steps) < count:
         before = len(steps)
         for rank, row in enumerate(ranks):
             for action in islice(row, next_of[rank], None):
-                sources = _sources(schedule, rank, action, place)
-                if sources is None:
+                kind, stage, micro_batch = action
+                own, sent = inputs[kind, stage]
+                before_it = [done.get(micro_batch, -1) for done in own]
+                sources = [done.get(micro_batch, -1) for done in sent]
+                if -1 in sources or -1 in before_it:
                     break
-                place[action] = len(steps)
-                steps.append(Step(rank, action, sources))
+                place[kind, stage][micro_batch] = len(steps)
+                steps.append((rank, action, sources))
                 next_of[rank] += 1
         if len(steps) == before:
             raise ScheduleError(_deadlock(schedule, next_of))
     return steps
 
 
-def _sources(
-    schedule: Schedule, rank: int, action: Action, place: dict[Action, int]
-) -> tuple[int, ...] | None:
-    """The sources of a step; None if something that the action needs has not run yet."""
-    kind, stage, micro_batch = action
-    if kind in OWN_INPUT and (OWN_INPUT[kind], stage, micro_batch) not in place:
-        return None
-    sources = []
-    neighbour = schedule.input_of(action)
+def _inputs(
+    schedule: Schedule, kind: str, stage: int, place: Places
+) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+    """The places of what a pass takes: of its own rank, and of what a message brings."""
+    own: list[dict[int, int]] = []
+    sent: list[dict[int, int]] = []
+    if kind in OWN_INPUT:
+        own.append(place[OWN_INPUT[kind], stage])
+    neighbour = schedule.input_of(Action(kind, stage, 0))
     if neighbour is not None:
-        if neighbour not in place:
-            return None
-        if schedule.rank_of[neighbour.stage] != rank:
-            sources.append(place[neighbour])
-    for part in schedule.of_all_ranks(action):
-        if part not in place:
-            return None
-        if part.stage != stage:
-            sources.append(place[part])
-    return tuple(sources)
+        is_near = schedule.rank_of[neighbour.stage] == schedule.rank_of[stage]
+        (own if is_near else sent).append(place[kind, neighbour.stage])
+    for part in schedule.joined.get((kind, stage), ()):
+        (own if part[1] == stage else sent).append(place[part])
+    return own, sent
 
 
 def _deadlock(schedule: Schedule, next_of: Sequence[int]) -> str:

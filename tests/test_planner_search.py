@@ -19,6 +19,7 @@ from planner.closed_form import least_of
 from planner.enumeration import SCHEDULES
 from planner.job import Job
 from planner.step_time import predict
+from schedules import orders
 
 MODEL = ModelShape(layers=12, hidden=4096, heads=32, seq_length=2048, vocab_size=250_000)
 SHAPE = "--layers 12 --hidden 4096 --heads 32 --seq-length 2048 --vocab-size 250000"
@@ -279,6 +280,15 @@ def test_no_schedule_is_faster_than_its_bound(seed, batches):
     job = Job(MODEL, layout, training, A100)
     found = predict(*job).seconds * (1 + 1e-9)
     assert least_of(job) <= found
+
+
+@pytest.mark.parametrize("name", ["zb-v", "zb-h1"])
+@pytest.mark.parametrize("ranks_", [2, 3, 5, 8])
+def test_every_rank_of_a_split_backward_holds_what_the_bound_says(name, ranks_):
+    for count in (1, ranks_ - 1, ranks_, 3 * ranks_ + 1):
+        order = orders.build(name, ranks_, count)
+        stages = order.stages // ranks_
+        assert set(order.peak) == {stages * min(ranks_, count)}
 
 
 def test_more_virtual_stages_are_found_where_they_hold_less():
