@@ -4,7 +4,7 @@
 
 One run throughout, and two processes beside it, each of which makes connections of the nine kinds
 of tests/strangers.py, 200 at a time, again and again: one to both ports of the run, the other to
-two ports of no run that answer alike (one refuses, one drops what comes). In each round a block of
+two ports of no run that refuse alike. In each round a block of
 steps runs with the first, one with the second, and one with neither; their order alternates. A
 stranger's own computation on the same machine slows the run down as well, so what the run itself
 pays for its strangers is the first block beside the second. The model is that of
@@ -31,7 +31,6 @@ import trainer
 from config import validation
 from config.command_line import parse
 from config.run_options import Run
-from distributed import job_store
 from distributed.context import Context, start
 from distributed.launch import discover
 
@@ -71,10 +70,10 @@ def visitors_of(context: Context) -> list[Visitors]:
     """Those of the run, and those of two ports of no run; on rank 0."""
     if context.rank:
         return []
-    dropping, refusing = socket.create_server(("127.0.0.1", 0)), socket.socket()
-    job_store.drop_all(dropping)
-    refusing.bind(("127.0.0.1", 0))
-    elsewhere = [Visitors([sock.getsockname()[1] for sock in (dropping, refusing)])]
+    refusing = [socket.socket(), socket.socket()]
+    for sock in refusing:
+        sock.bind(("127.0.0.1", 0))
+    elsewhere = [Visitors([sock.getsockname()[1] for sock in refusing])]
     store, monitor = context.store.underlying_store, context.watchdog._socket
     return [Visitors([store.port, monitor.getpeername()[1]]), *elsewhere]
 

@@ -136,7 +136,7 @@ class Context(Meeting):
         """Lock the folder of the run until the end; UserError, on rank 0, if another run has it."""
         self.out = out
         if self.rank == 0:
-            self.run_lock = RunLock(out, self.end_all_ranks)
+            self.run_lock = RunLock(out)
             atexit.register(self.run_lock.release)
 
     @property

@@ -44,7 +44,7 @@ def main() -> None:
     if launch.rank == 0:
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / "open.go").touch()
-        wait_before(job_store, "_connect", "open")
+        wait_before(job_store, "meet", "open")
         wait_before(zero.Optimizer, "step", "step", call=3)
     trainer.main(validation.check(parse(sys.argv[2:]), launch.size), launch)
 

@@ -13,7 +13,6 @@ from ranks import ROOT
 
 from config.messages import UserError
 from distributed import job_store
-from distributed.launch import Launch, Local
 from distributed.store import NoAnswer, StoreExchange
 
 ENOUGH, SHORT = 60.0, 2.0  # seconds until a rank is considered lost
@@ -133,16 +132,14 @@ def test_a_world_of_one_needs_no_store():
     assert exchange.collect("trace") == [5]
 
 
-ONE_NODE = Local(0, 1, True, 1, 0)
 # Rank 0 of a hundred, in a process that may open 64 files; its store's address, then it waits.
 RANK_0 = """
 import resource, sys
 from distributed import job_store
-from distributed.launch import Launch, Local
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-job_store._meet_over_mpi = lambda server: server
-server = job_store.open_store(Launch("mpirun", 0, 100, True), Local(0, 1, True, 1, 0), "")
-print(server.address[1], flush=True)
+job_store.allow_open_files(100)
+server = job_store.Server("127.0.0.1", 100)
+print(server.address.port, flush=True)
 sys.stdin.read()
 """
 
@@ -167,9 +164,7 @@ def test_the_store_takes_all_ranks_where_few_open_files_are_the_default():
 def test_too_few_open_files_for_the_store_are_one_sentence(monkeypatch):
     monkeypatch.setattr(job_store.resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(job_store.resource, "setrlimit", lambda kind, limits: None)
-    monkeypatch.setattr(job_store, "_meet_over_mpi", lambda server: server)
     sentence = "the store of 4,000 ranks needs 8,256 open files on .*, and the limit there is 4,096"
-    for rank in (0, 1):  # both exit; else one would wait for the other
-        with pytest.raises(UserError, match=sentence):
-            job_store.open_store(Launch("mpirun", rank, 4000, True), ONE_NODE, "")
-    assert job_store.open_store(Launch("mpirun", 0, 1900, True), ONE_NODE, "") is not None
+    with pytest.raises(UserError, match=sentence):
+        job_store.allow_open_files(4000)
+    job_store.allow_open_files(1900)

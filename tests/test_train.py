@@ -340,7 +340,7 @@ def test_a_full_disk_ends_no_run_and_status_0_needs_the_last_save(tmp_path):
     assert sentence in outcome.err
     assert outcome.out.count("cannot write tensorboard") == 1
     assert "Traceback" not in outcome.err
-    assert not (tmp_path / ".lock").exists()
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 NO_ROOM = """
@@ -366,7 +366,7 @@ def test_a_last_save_that_fails_twice_is_one_error_on_two_ranks(tmp_path):
     sentence = "training is complete, but step_00000004 could not be saved: there is none yet"
     assert outcome.err.count(f"error: {sentence}") == outcome.err.count("error: ") == 1
     assert "Traceback" not in outcome.err
-    assert not (tmp_path / ".lock").exists()
+    assert (tmp_path / ".lock").read_text() == ""
 
 
 def test_output_that_cannot_be_written_does_not_end_the_run(monkeypatch):
