@@ -20,25 +20,33 @@ from planner.step_time import pipeline_time, predict, step_parts
 from schedules.choice import decide_layout
 
 FREE = Link(0.0, math.inf, 1.0)
+NO_RECOMPUTE: dict[str, Any] = {"recompute": "none", "recompute_layers": None}
 CAUSES = ("compute", "recompute", "tp", "p2p", "host", "bubble", "dp", "tied", "optimizer", "fixed")
 
 
 def by_cause(job: Job) -> dict[str, float]:
     """Seconds of a step by CAUSES; with experts or cp, `tp` has their collectives too."""
-    left, _ = pipeline_time(job)
-    free = replace(job.machine, nvlink=FREE, network=FREE)
-    quiet = replace(free, software=replace(free.software, host_per_block=0, host_per_operation=0))
-    none: dict[str, Any] = {"recompute": "none", "recompute_layers": None}
-    plain = replace(job.layout, **none)
-    without = {"p2p": job, "tp": job._replace(machine=free), "host": job._replace(machine=quiet)}
-    without["recompute"] = job._replace(machine=quiet, layout=plain)
-    found, idle = {}, 0.0
+    software = replace(job.machine.software, host_per_block=0, host_per_operation=0)
+    no_links = replace(job.machine, nvlink=FREE, network=FREE)
+    no_host = replace(no_links, software=software)
+    no_recompute = replace(job.layout, **NO_RECOMPUTE)
+    # In this order each cause takes no time, with those before it.
+    without = {
+        "p2p": job,
+        "tp": job._replace(machine=no_links),
+        "host": job._replace(machine=no_host),
+        "recompute": job._replace(machine=no_host, layout=no_recompute),
+    }
+    left, idle = pipeline_time(job)
+    found = {}
     for cause, rest in without.items():
         seconds, idle = pipeline_time(rest, sent=0.0)
-        found[cause], left = left - seconds, seconds
-    found |= {"bubble": left * idle, "compute": left * (1 - idle)}
-    after = step_parts(job)
-    found |= {"dp": after.pop("reduce")} | after
+        found[cause] = left - seconds
+        left = seconds
+    found["bubble"] = left * idle
+    found["compute"] = left * (1 - idle)
+    found |= step_parts(job)
+    found["dp"] = found.pop("reduce")
     return {cause: found[cause] * job.machine.slowdown for cause in CAUSES}
 
 
@@ -64,36 +72,37 @@ def _facts(question: Question) -> dict[str, Any]:
 
 def compare(first: Question, second: Question, names: Sequence[str]) -> Answer:
     """Where the second of two layouts gains and loses; `names`: what the user calls them."""
-    one, two = _facts(first), _facts(second)
+    sides = {"A": _facts(first), "B": _facts(second)}
+    one, two = sides.values()
     lines = []
-    for letter, name, facts in zip("AB", names, (one, two), strict=True):
+    for (letter, facts), name in zip(sides.items(), names, strict=True):
         where = f"{facts['gpus']} GPUs of {facts['machine']}"
         lines.append(f"{letter}: {name}: {where}, global batch {facts['global_batch_size']}")
+    seconds = [facts["causes"] | {"step": facts["seconds"]} for facts in sides.values()]
     lines += ["", "seconds per step       A         B     B - A"]
-    lines += _rows(one["causes"], two["causes"], 1.0)
-    lines += _rows({"step": one["seconds"]}, {"step": two["seconds"]}, 1.0)
+    lines += _rows(seconds[0], seconds[1], unit=1.0)
     lines += ["", "GB, fullest GPU        A         B     B - A"]
-    lines += _rows(one["memory"], two["memory"], BILLION)
-    rates = one["tokens_per_second"], two["tokens_per_second"]
-    lines += [
-        "",
-        f"tokens/s: {rates[0]:,.0f} and {rates[1]:,.0f}, B has {rates[1] / rates[0]:.3f}x",
-    ]
+    lines += _rows(one["memory"], two["memory"], unit=BILLION)
+    before, after = one["tokens_per_second"], two["tokens_per_second"]
+    lines += ["", f"tokens/s: {before:,.0f} and {after:,.0f}, B has {after / before:.3f}x"]
     differences = {cause: two["causes"][cause] - one["causes"][cause] for cause in CAUSES}
     most = max(CAUSES, key=lambda cause: abs(differences[cause]))
     if differences[most]:
         lines.append(f"most of the difference: {most}, {differences[most]:+.2f} s a step")
-    lines += [f"{s} runs out of memory" for s, f in zip("AB", (one, two)) if not f["fits"]]
+    for letter, facts in sides.items():
+        if not facts["fits"]:
+            lines.append(f"{letter} runs out of memory")
     if one["global_batch_size"] != two["global_batch_size"]:
         lines.append("note: the global batches differ: compare tokens/s, not seconds")
     return Answer("\n".join(lines), {"a": one, "b": two, "difference": differences})
 
 
-def _rows(one: dict[str, float], two: dict[str, float], unit: float) -> list[str]:
+def _rows(before: dict[str, float], after: dict[str, float], unit: float) -> list[str]:
     """A line for each name that takes anything on a side."""
     found = []
-    for name, before in one.items():
-        values = before / unit, two[name] / unit, (two[name] - before) / unit
-        if any(values):
-            found.append(f"  {name:14}" + "".join(f"{value:10.3f}" for value in values))
+    for name in before:
+        first = before[name] / unit
+        second = after[name] / unit
+        if first or second:
+            found.append(f"  {name:14}{first:10.3f}{second:10.3f}{second - first:10.3f}")
     return found

@@ -1,9 +1,9 @@
-"""What GPUs cost: hours, money and energy.
+"""The cost of GPUs: hours, money and energy.
 
     rates = rates_of(options, machine)
     rates.of(gpus=64, seconds=86400.0)     # {"gpu_hours": ..., "kwh": ..., "cost": ...}
 
-Energy is that of the GPUs alone at a stated power; hosts, network and cooling are not in it.
+The energy is the GPUs' alone, at a stated power; hosts, network and cooling are not counted.
 """
 
 from argparse import Namespace
@@ -25,10 +25,13 @@ class Rates:
     shown: bool  # whether a table has columns of them
 
     def of(self, gpus: int, seconds: float) -> dict[str, float | None]:
-        """GPU hours, kWh and cost of so many GPUs for so long."""
+        """GPU hours, kWh and cost of some GPUs for some seconds."""
         hours = gpus * seconds / 3600
-        energy = None if self.watts is None else hours * self.watts / 1000
-        return {"gpu_hours": hours, "kwh": energy, "cost": self.price and hours * self.price}
+        return {
+            "gpu_hours": hours,
+            "kwh": hours * self.watts / 1000 if self.watts else None,
+            "cost": hours * self.price if self.price else None,
+        }
 
     def per_billion(self, gpus: int, tokens_per_second: float) -> dict[str, float | None]:
         """The same of a billion tokens; each name ends in `_per_billion_tokens`."""
@@ -37,23 +40,29 @@ class Rates:
 
     def cells(self, gpus: int, tokens_per_second: float) -> dict[str, str]:
         """Energy and cost of a billion tokens by the heads of a table's columns, if it has them."""
-        found = self.of(gpus, BILLION / tokens_per_second) if self.shown else {}
-        return {HEADS[k]: f"{v:,.1f}" for k, v in found.items() if k in HEADS and v is not None}
+        if not self.shown:
+            return {}
+        found = self.of(gpus, BILLION / tokens_per_second)
+        return {head: f"{found[name]:,.1f}" for name, head in HEADS.items() if found[name]}
 
     def sentence(self, gpus: int, seconds: float) -> str:
         """The same as `of`, for people."""
         found = self.of(gpus, seconds)
         parts = [f"{found['gpu_hours']:,.0f} GPU hours"]
-        if found["kwh"] is not None:
+        if energy := found["kwh"]:
             power = f"{self.watts:g} W a GPU ({self.origin}), GPUs alone"
-            parts.append(f"{found['kwh'] / 1000:,.1f} MWh at {power}")
-        if found["cost"] is not None:
-            parts.append(f"{found['cost']:,.0f} at {self.price:g} a GPU hour")
+            parts.append(f"{energy / 1000:,.1f} MWh at {power}")
+        if cost := found["cost"]:
+            parts.append(f"{cost:,.0f} at {self.price:g} a GPU hour")
         return "; ".join(parts)
 
 
 def rates_of(options: Namespace, machine: Machine) -> Rates:
     """--price-per-gpu-hour, and --watts-per-gpu or the power that the machine's file states."""
     price, watts = options.price_per_gpu_hour, options.watts_per_gpu
-    origin = "--watts-per-gpu" if watts else f"the limit in {machine.name}'s datasheet"
-    return Rates(price, watts or machine.watts or None, origin, shown=bool(price or watts))
+    return Rates(
+        price=price,
+        watts=watts or machine.watts or None,
+        origin="--watts-per-gpu" if watts else f"the limit in {machine.name}'s datasheet",
+        shown=bool(price or watts),
+    )
