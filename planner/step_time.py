@@ -274,13 +274,8 @@ def after_pipeline(job: Job, most: Most) -> dict[str, Column]:
     blocks = -(-job.model.layers // layout.pp)
     experts = blocks * job.expert_parameters / layout.tp
     shard = memory_terms.sharded_parameters(job, held, blocks)
-    exposed = _exposed(job, most, experts)
-    return {
-        "reduce": exposed + time_terms.collected_seconds(job, held),
-        "tied": np.where(most.tied, time_terms.tied_seconds(job), 0.0),
-        "optimizer": time_terms.optimizer_seconds(job, held, shard),
-        "fixed": job.machine.software.per_step,
-    }
+    terms = time_terms.after_terms(job, held, shard, most.tied)
+    return terms | {"reduce": terms["reduce"] + _exposed(job, most, experts)}
 
 
 def _exposed(job: Job, most: Most, experts: Column) -> Column:

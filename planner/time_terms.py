@@ -1,11 +1,13 @@
 """Every term of a step's time with its unit and its source: seconds, unless it says otherwise.
 
-    block_terms(job)        of one micro-batch through a block, by cause
-    head(job), embedding(job), message_seconds(job)
-    reduce_seconds, gather_seconds, tied_seconds, optimizer_seconds, collected_seconds: of a step
+    block_terms(job)                    of one micro-batch through a block
+    head(job), embedding(job)           of one through the ends
+    message_seconds(job)                of one from a stage to the next
+    gather_seconds, reduce_seconds      of a step, which passes may hide
+    after_terms(job, held, shard, tied) of a step, which nothing hides
 
-`planner.step_time` puts them together. To add a term, add a line to `block_terms` or
-`after_terms`: all that prices, compares or shows a step takes it from there.
+`planner.step_time` puts them together. To add a term, write its function here and add it to one of
+these: all that prices, compares or shows a step takes it from there.
 Symbols: b micro-batch, s sequence, h hidden, f MLP width, V vocabulary, t = tp.
 """
 
@@ -258,6 +260,20 @@ def expert_ring_seconds(job: Job, count: Column) -> Column:
     if job.model.mlps[0] == 1:
         return 0.0
     return ring_seconds(job, job.shards // job.ep, job.layout.tp * job.ep, count)
+
+
+def after_terms(job: Job, held: Column, shard: Column, tied: Column) -> dict[str, Column]:
+    """What follows the last backward and nothing hides, by the parts of a step.
+
+    held, shard: parameters of a rank, and those that it updates. tied: whether a second stage has
+    a copy of the vocabulary's matrix.
+    """
+    return {
+        "reduce": collected_seconds(job, held),
+        "tied": np.where(tied, tied_seconds(job), 0.0),
+        "optimizer": optimizer_seconds(job, held, shard),
+        "fixed": job.machine.software.per_step,
+    }
 
 
 def collected_seconds(job: Job, held: Column) -> Column:
