@@ -17,7 +17,6 @@ How long does a step take? One real device stands for each stage in turn (docs/r
 
     --on cpu|cuda       run there; the links of --gpu say what the other ranks' part takes
     --links FILE        allreduce.csv of benchmarks/allreduce.py: operations by size, not the links
-    --write FILE        write a calibration for plan.py and tune.py, fitted to what was measured
 
 Exit status: 0 if all is well; 1 if operations do not meet, or memory does not suffice; 2 a mistake.
 """
@@ -49,8 +48,7 @@ def main(arguments: list[str]) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     options, rest = _parser().parse_known_args(arguments)
-    for path in (options.json, options.write):
-        check_file(path)
+    check_file(options.json)
     usual = "cpu" if options.on == "cpu" else "a100-80"
     machine = hardware.load(options.gpu or usual, options.calibration)
     nodes = _nodes(options, machine.node)
@@ -67,8 +65,8 @@ def _rehearse(arguments: list[str]) -> int:
         print(f"note: {note}", file=sys.stderr)
     if options.on:
         return _emulate(options, config, replace(machine, node=options.gpus // nodes))
-    if options.links or options.write:
-        raise UserError("--links and --write are about seconds: give --on cpu|cuda")
+    if options.links:
+        raise UserError("--links is about seconds: give --on cpu|cuda")
     if config.training.optimizer == "adamw8bit":
         why = "bitsandbytes' kernels write to memory, and fake GPUs have none"
         raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
@@ -89,7 +87,7 @@ def _rehearse(arguments: list[str]) -> int:
 
 
 def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> int:
-    """Measure each stage on the device, and print and write the step of the world."""
+    """Measure each stage on the device, and print the step of the world."""
     if options.all_ranks:
         raise UserError("--all-ranks is about operations: --on runs one rank of each stage")
     if config.layout.zero == 3 and options.gpus > 1:
@@ -101,7 +99,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError(f"--on does not emulate --schedule {name}: it takes gpipe, 1f1b or zb-h1")
     import torch
 
-    from emulator import emulation, emulation_report, links
+    from emulator import emulation, links
     from emulator.progress import Progress
 
     if options.on == "cuda" and not torch.cuda.is_available():
@@ -118,14 +116,9 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         stages = emulation.measured(config, options.gpus, machine.node, options.on, show)
     finally:
         show.close()
-    answer = emulation_report.report(config, options.gpus, machine, stages, price.seconds)
+    answer = emulation.report(config, options.gpus, machine, stages, price.seconds)
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
-    rates = [f"{name} = {json.dumps(value)}" for name, value in answer.rates.items()]
-    for name in ("nvlink", "network") if options.calibration else ():
-        of = getattr(machine, name)
-        rates += ["", f"[{name}]", f"alpha = {of.latency}", f"beta = {of.speed}"]
-    write_file(options.write, "\n".join(rates) + "\n")
     return 0
 
 
@@ -136,7 +129,7 @@ def _parser() -> Parser:
     parser.add_argument("--all-ranks", action="store_true")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--on", choices=("cpu", "cuda"))
-    for name in ("--gpu", "--json", "--calibration", "--links", "--write"):
+    for name in ("--gpu", "--json", "--calibration", "--links"):
         parser.add_argument(name)
     return parser
 

@@ -6,5 +6,5 @@ and writes down what a rank does with them. distinct_ranks chooses the ranks of 
 rehearsal runs them, matching compares their operations, nccl_rules finds deadlocks among them,
 answers says it in words; progress shows meanwhile how far it is.
 emulation measures one rank of each stage on a real device, with stand_ins for the other ranks and
-links for the seconds of what crosses ranks; emulation_report sets the step beside the planner's.
+links for the seconds of what crosses ranks, and sets the step beside the planner's.
 """

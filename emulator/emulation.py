@@ -1,10 +1,11 @@
 """Measures one rank of every pipeline stage on the device here, and composes the step of the world.
 
     stages = measured(config, world, per_node=8, device="cpu")      # a process each, in turn
-    composed(schedule, [priced(s, links.seconds, 1) for s in stages], transfer=1e-4).seconds
+    answer = report(config, world, machine, stages, links.seconds)  # beside the planner's step
+    print(answer.text)
 
-A stage's own computation runs for real, on stand-ins of the other ranks; the links say what its
-collectives take. The schedule that is executed is simulated with both.
+A stage's own computation runs for real, in the trainer's own step, on stand-ins of the other ranks;
+the links say what its collectives take. The schedule that is executed is simulated with both.
 """
 
 import multiprocessing
@@ -12,23 +13,30 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 import data
 import trainer
+from config.model_stats import model_flops
 from config.schema import Config
 from distributed.placement import allowed_cores, physical_cores
+from emulator.answers import Answers
 from emulator.rehearsal import shortened, stages_of
 from emulator.stand_ins import EmulatedContext, Operation, emulated_context
-from pipeline import Execution
+from planner import memory, step_time
+from planner.hardware import Machine
+from planner.job import Job
+from schedules.orders import build
 from schedules.schedule import Schedule
 from schedules.simulation import simulate
 from telemetry import step_stats
 
 WARM_UP, STEPS = 2, 5
 AFTER = "after"  # what follows the last action of a step
+TITLES = {"seconds": "seconds per step", "tokens_per_second": "tokens/s", "mfu": "MFU"}
 
 
 @dataclass
@@ -93,56 +101,52 @@ def measured(
         return stages
 
 
+class _Laps:
+    """Seconds and operations from one call of `lap` to the next, by name."""
+
+    def __init__(self, context: EmulatedContext):
+        self.context = context
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.operations: dict[str, list[Operation]] = {}
+        self.began = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """End a lap; the seconds that stand-ins took are not counted."""
+        context = self.context
+        whole = step_stats.seconds_since(self.began, context.device, context.recorder)
+        self.operations[name], apart = context.ledger.take()
+        self.seconds[name].append(whole - apart)
+        self.began = time.perf_counter()
+
+
 def measure_rank(
     config: Config, world: int, rank: int, per_node: int, device: str
 ) -> StageMeasured:
-    """Train a few steps as that rank, with as many micro-batches as reach the steady state."""
+    """Train a few steps as that rank, with as many micro-batches as reach the steady state.
+
+    The learning rate is 0: the weights stay as drawn, whatever the stand-ins give.
+    """
     config = shortened(config)
     cores = len(physical_cores(allowed_cores()))
     torch.set_num_threads(min(torch.get_num_threads(), max(1, cores // per_node)))
     context = emulated_context(world, rank, torch.device(device))
     before = step_stats.measure(context.device, 0.0).peak
     state = trainer.build(config, context)
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{cores} CPU cores"
-    found = StageMeasured(state.factory.mesh.pp.rank, rank, name, torch.get_num_threads())
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
-    seconds: dict[str, list[float]] = defaultdict(list)
+    laps = _Laps(context)
+    state.pipeline.after = lambda action: laps.lap(action.kind)  # type: ignore[method-assign]
     for step in range(WARM_UP + STEPS):
-        for kind, own, operations in _step(state, samples, context):
-            seconds[kind] += [own] if step >= WARM_UP else []
-            found.operations[kind] = operations
-    found.seconds = {kind: statistics.median(own) for kind, own in seconds.items()}
-    found.bytes = step_stats.measure(context.device, 0.0).peak - before
-    return found
-
-
-def _step(
-    state: trainer.TrainState, samples: data.Samples, context: EmulatedContext
-) -> list[tuple[str, float, list[Operation]]]:
-    """trainer.step action by action: kind, seconds without the stand-ins', operations.
-
-    The learning rate is 0: the weights stay as drawn, whatever the stand-ins give.
-    """
-    laps, began = [], time.perf_counter()
-
-    def lap(kind: str) -> None:
-        nonlocal began
-        own = step_stats.seconds_since(began, context.device, context.recorder)
-        operations, apart = context.ledger.take()
-        laps.append((kind, own - apart, operations))
-        began = time.perf_counter()
-
-    config, size = state.config, state.config.batches.batch(0)
-    micro_batches, targets = config.micro_batches(size), size * config.model.seq_length
-    batches = state.reader.batches(samples, 0, config)
-    loss_weight = state.optimizer.begin_step(targets, micro_batches)
-    schedule = state.pipeline.schedule(micro_batches)
-    execution = Execution(state.pipeline, schedule, batches, loss_weight)
-    for action in execution:
-        lap(action.kind)
-    state.optimizer.step(0.0, execution.loss)
-    lap(AFTER)
-    return laps
+        if step == WARM_UP:
+            laps.seconds.clear()
+        laps.began = time.perf_counter()
+        trainer.step(state, samples, 0, lr=0.0)
+        laps.lap(AFTER)
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{cores} CPU cores"
+    stage = StageMeasured(state.factory.mesh.pp.rank, rank, name, torch.get_num_threads())
+    stage.seconds = {kind: statistics.median(own) for kind, own in laps.seconds.items()}
+    stage.operations = laps.operations
+    stage.bytes = step_stats.measure(context.device, 0.0).peak - before
+    return stage
 
 
 # ---- Composing -----------------------------------------------------------------------------------
@@ -152,13 +156,19 @@ def priced(stage: StageMeasured, price: Callable[[Operation], float], rounds: in
     """A measured stage with its collectives; rounds: how often a step reduces over the replicas."""
     sums: dict[str, list[float]] = defaultdict(list)
     for kind, operations in stage.operations.items():
-        for each in operations:
-            sums[_part(each, kind)].append(price(each))
+        for operation in operations:
+            sums[_part(operation, kind)].append(price(operation))
     crossing = {kind: sum(sums[kind]) for kind in stage.seconds if kind != AFTER}
-    actions = {kind: stage.seconds[kind] + own for kind, own in crossing.items()}
-    reduce, after = sums["reduce"] * rounds, stage.seconds[AFTER]
-    rest = (sum(reduce), len(reduce), sum(sums[AFTER]), sum(sums["gather"]))
-    return StageSeconds(actions, crossing, after, *rest)
+    reduced = sums["reduce"] * rounds
+    return StageSeconds(
+        actions={kind: stage.seconds[kind] + crossed for kind, crossed in crossing.items()},
+        crossing=crossing,
+        after=stage.seconds[AFTER],
+        reduce=sum(reduced),
+        buckets=len(reduced),
+        others=sum(sums[AFTER]),
+        gather=sum(sums["gather"]),
+    )
 
 
 def _part(operation: Operation, kind: str) -> str:
@@ -182,19 +192,94 @@ def composed(
     communicates: then reductions but that of the last bucket hide behind the last backward, and
     with `overlap` weights are gathered behind the next step's first forward.
     """
-    seconds = {(kind, s): own for s, one in enumerate(stages) for kind, own in one.actions.items()}
+    seconds = {}
+    for number, stage in enumerate(stages):
+        for kind, action in stage.actions.items():
+            seconds[kind, number] = action
     ends = [row[-1].end for row in simulate(schedule, seconds, transfer)]
-    reduced, gathered = [one.reduce for one in stages], [one.gather for one in stages]
-    if hides:
-        behind = [one.actions["B"] - one.crossing["B"] for one in stages]
-        last = [one.reduce / max(1, one.buckets) for one in stages]
-        reduced = [max(one, own - b) for one, own, b in zip(last, reduced, behind)]
-    if hides and overlap:
-        gathered = [max(0.0, one.gather - one.actions["F"]) for one in stages]
-    met = max(end + more for end, more in zip(ends, reduced))
-    update = max(one.after + more for one, more in zip(stages, gathered))
-    parts = {"pipeline": max(ends), "reduce": met - max(ends)}
-    parts["norm, tied"] = max(one.others for one in stages)
-    parts["optimizer"] = max(one.after for one in stages)
-    parts["gather"] = update - parts["optimizer"]
+    met = update = 0.0
+    for stage, end in zip(stages, ends, strict=True):
+        reduce, gather = stage.reduce, stage.gather
+        if hides:
+            behind = stage.actions["B"] - stage.crossing["B"]
+            reduce = max(reduce / max(1, stage.buckets), reduce - behind)
+        if hides and overlap:
+            gather = max(0.0, gather - stage.actions["F"])
+        met = max(met, end + reduce)
+        update = max(update, stage.after + gather)
+    optimizer = max(stage.after for stage in stages)
+    parts = {
+        "pipeline": max(ends),
+        "reduce": met - max(ends),
+        "norm, tied": max(stage.others for stage in stages),
+        "optimizer": optimizer,
+        "gather": update - optimizer,
+    }
     return Step(sum(parts.values()), parts)
+
+
+# ---- Beside the planner's step -------------------------------------------------------------------
+
+
+def report(
+    config: Config,
+    world: int,
+    machine: Machine,
+    stages: list[StageMeasured],
+    price: Callable[[Operation], float],
+) -> Answers:
+    """Compose the step of `config` from its stages, and compare it with the planner's."""
+    layout, model, size = config.layout, config.model, config.training.global_batch_size
+    job = Job(model, layout, config.training, machine)
+    rows = [priced(stage, price, job.micro_batches if layout.zero == 2 else 1) for stage in stages]
+    transfer = 0.0
+    for stage in stages:
+        for operations in stage.operations.values():
+            sent = [price(each) for each in operations if each.kind == "send"]
+            transfer = max(transfer, *sent, 0.0)
+    schedule = build(layout.schedule, layout.pp, job.micro_batches)
+    hides = not stages[0].device.endswith("CPU cores")
+    step = composed(schedule, rows, transfer, hides, bool(layout.overlap_param_gather))
+    plan = step_time.predict(model, layout, config.training, machine)
+    found: dict[str, Any] = {
+        "device": stages[0].device,
+        "threads": stages[0].threads,
+        "ranks": world,
+        "ranks_run": [stage.rank for stage in stages],
+        "transfer": transfer,
+        "tokens_per_second": size * model.seq_length / step.seconds,
+        "mfu": model_flops(model, size) / (step.seconds * world * machine.peak),
+        "plan": {name: getattr(plan, name) for name in (*TITLES, "parts")},
+        "stages": [],
+    }
+    found |= asdict(step)
+    held = [sum(parts.values()) for parts in memory.of_run(config)]
+    passes = step_time.stage_passes(job)
+    for number, (row, stage) in enumerate(zip(rows, stages, strict=True)):
+        planned = {"bytes": held[number], **asdict(passes[number])}
+        here = {"stage": number, "bytes": stage.bytes, "plan": planned}
+        found["stages"].append(here | asdict(row))
+    return Answers(_text(found), found)
+
+
+def _text(found: dict[str, Any]) -> str:
+    plan = found["plan"]
+    ranks = ", ".join(map(str, found["ranks_run"]))
+    lines = [
+        f"{found['ranks']} ranks, of which {ranks} were run in turn on {found['device']}, "
+        f"{found['threads']} threads; milliseconds, GB, and plan.py's",
+        "  stage   F (collectives)     plan   B (collectives)     plan   reduce   update     plan"
+        "  gather      GB    plan",
+    ]
+    for row in found["stages"]:
+        line = f"  {row['stage']:5}"
+        for kind, name in (("F", "forward"), ("B", "backward")):
+            line += f"{1e3 * row['actions'][kind]:9.2f} ({1e3 * row['crossing'][kind]:7.2f})"
+            line += f"{1e3 * row['plan'][name]:9.2f}"
+        for seconds in (row["reduce"], row["after"], plan["parts"]["optimizer"], row["gather"]):
+            line += f"{1e3 * seconds:9.2f}"
+        lines.append(f"{line}{row['bytes'] / 1e9:8.3f}{row['plan']['bytes'] / 1e9:8.3f}")
+    for key, title in TITLES.items():
+        lines.append(f"{title}: {found[key]:,.4g}, plan.py: {plan[key]:,.4g}")
+    parts = ", ".join(f"{name} {1e3 * part:.1f}" for name, part in found["parts"].items())
+    return "\n".join([*lines, f"of a step, milliseconds: {parts}"])

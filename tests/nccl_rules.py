@@ -1,11 +1,8 @@
-"""What NCCL demands of the hosts, as a simulation: lazy connections of point-to-point messages.
+"""A mesh whose groups write down what emulator/nccl_rules.py takes, the simulation of NCCL's rules.
 
-Two ranks connect at their first message of a group and direction, and the hosts of both are blocked
-until the other one is there. Later messages block no host. StreamMesh records what the simulation
-of emulator/nccl_rules.py takes: messages that hold up those behind them on their group's stream.
+pipeline.mesh = StreamMesh(rank, ranks, recorder, channels=False)
+stuck_streams(meshes)       which ranks wait for one another for ever, or None
 """
-
-from typing import NamedTuple
 
 import torch
 
@@ -14,47 +11,6 @@ from emulator.matching import World
 from emulator.nccl_rules import deadlock
 from emulator.recording import LOAD, Event
 from watchdog.flight_recorder import FlightRecorder
-
-
-class Message(NamedTuple):
-    """One end of a message as its host started it; sends: whether it is the sender's end."""
-
-    group: str
-    sender: int
-    receiver: int
-    sends: bool
-
-
-class RecordedGroup:
-    """A group that communicates nothing and writes down what its rank's host starts."""
-
-    def __init__(self, name: str, rank: int, size: int, trace: list[Message]):
-        self.name, self.rank, self.size, self.trace = name, rank, size, trace
-
-    def send(self, tensor, to):
-        self.trace.append(Message(self.name, self.rank, to, True))
-        return self
-
-    def receive(self, tensor, source):
-        tensor.zero_()
-        self.trace.append(Message(self.name, source, self.rank, False))
-        return self
-
-    def wait(self):
-        """What `send` and `receive` return is finished at once."""
-
-
-class RecordedMesh:
-    """What a pipeline asks of a mesh, for one of `ranks` pipeline ranks; `trace`: its messages."""
-
-    def __init__(self, rank: int, ranks: int, recorder):
-        self.trace: list[Message] = []
-        self.groups = {kind: RecordedGroup(kind, rank, ranks, self.trace) for kind in "FB"}
-        self.pp, self.recorder = self.groups["F"], recorder
-        self.tp = RecordedGroup("tp", 0, 1, [])
-
-    def channel(self, kind, source, to):
-        return self.groups[kind]
 
 
 class StreamGroup:
@@ -99,7 +55,7 @@ class StreamMesh:
         named = [groups[role] for role in self.roles]
         self._channels = {"F": named[:4], "B": named[4:]}
         self.pp, self.recorder = named[0], recorder
-        self.tp = RecordedGroup("tp", 0, 1, [])
+        self.tp = StreamGroup("tp", 0, 1, self.events)
 
 
 class LoadingRecorder(FlightRecorder):
@@ -136,24 +92,3 @@ class Passing(torch.nn.Module):
 
     def forward(self, x, batch=None):
         return (x * self.weight).sum() if self.last else x * self.weight
-
-
-def blocked_hosts(traces: list[list[Message]]) -> list[str]:
-    """The hosts that wait for ever while connecting, each with its message; none is right."""
-    at, connected = [0] * len(traces), set()
-    while True:
-        moved = False
-        for rank, trace in enumerate(traces):
-            while at[rank] < len(trace):
-                message = trace[at[rank]]
-                pair, other = message[:3], message.receiver if message.sends else message.sender
-                if pair not in connected:
-                    here = traces[other][at[other] : at[other] + 1]
-                    if here != [message._replace(sends=not message.sends)]:
-                        break
-                    connected.add(pair)
-                at[rank], moved = at[rank] + 1, True
-        if not moved:
-            break
-    stuck = [(rank, trace[at[rank]]) for rank, trace in enumerate(traces) if at[rank] < len(trace)]
-    return [f"rank {rank}: {message}" for rank, message in stuck]

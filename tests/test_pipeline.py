@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from nccl_rules import (
     LoadingRecorder,
     Passing,
-    RecordedMesh,
     StreamMesh,
-    blocked_hosts,
     stuck_streams,
 )
 from test_peaks import PeakBytes
 
 from data import Batch
+from emulator.recording import MESSAGES
 from parallel import DeferredGradients, linear
 from pipeline import Execution, Pipeline
 from schedules import orders, schedule
@@ -229,7 +228,7 @@ def recording_pipeline(order, rank: int, shape: tuple[int, ...], mesh=None) -> P
     """A rank's pipeline of stages without matrices, over groups that only write messages down."""
     pipeline = Pipeline.__new__(Pipeline)
     pipeline.masked = False
-    pipeline.mesh = mesh or RecordedMesh(rank, len(order.ranks), FlightRecorder())
+    pipeline.mesh = mesh or StreamMesh(rank, len(order.ranks), FlightRecorder(), channels=False)
     pipeline.deferred = DeferredGradients() if order.split else None
     pipeline._connected, pipeline.sending = set(), []
     pipeline.stages = {s: Passing(s == order.stages - 1) for s in order.stages_on(rank)}
@@ -250,52 +249,14 @@ def test_an_output_is_freed_when_it_has_been_sent():
 # ---- Under NCCL's rules --------------------------------------------------------------------------
 
 
-def recorded(order, run) -> list[list]:
-    """The messages of every rank, in the order in which `run(pipeline, batches)` starts them."""
-    traces, ones = [], torch.ones(1, WIDTH)
-    for rank in range(len(order.ranks)):
-        pipeline = recording_pipeline(order, rank, (1, WIDTH))
-        run(pipeline, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
-        traces.append(pipeline.mesh.trace)
-    return traces
-
-
 FORWARD = ["forward", "forward interleaved", "forward zb-v"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *FORWARD])
-def test_no_host_waits_for_ever_for_a_first_message(name):
-    """NCCL connects at the first message of two ranks and blocks both hosts until then."""
-    for ranks in (2, 3, 4, 5, 8, 12):
-        for micro_batches in (1, 2, 3, 8, 16):
-            order = make(name, ranks, micro_batches)
-            with torch.set_grad_enabled(name not in FORWARD):
-                traces = recorded(order, lambda one, batches: one.run(order, batches))  # noqa: B023
-            assert blocked_hosts(traces) == [], (ranks, micro_batches)
-            sent = sum(message.sends for trace in traces for message in trace)
-            assert 2 * sent == sum(len(trace) for trace in traces) > 0
+def streams(order, channels: bool, steps: int = 2, loads: bool = False, connect: bool = True):
+    """The meshes of all ranks after some steps: what every rank's host launches, and what its
+    compute stream waits for.
 
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("ranks", [2, 3, 12])
-def test_one_micro_batch_alone_would_block(name, ranks, monkeypatch):
-    """Why the ranks connect first: a receive that is started ahead, in a group where none has sent,
-    blocks its host. Schedules start none so early; the ranks do not depend on it.
-    """
-    order = make(name, ranks, 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
-        traces = recorded(order, lambda one, batches: list(Execution(one, order, batches, 1.0)))
-    assert len(blocked_hosts(traces)) == ranks
-    traces = recorded(order, lambda one, batches: [one.run(order, batches) for _ in range(2)])
-    assert blocked_hosts(traces) == []
-    assert sum(map(len, traces)) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps
-
-
-def streams(order, channels: bool, steps: int = 2, loads: bool = False) -> list[StreamMesh]:
-    """What every rank's host launches in some steps, and what its compute stream waits for.
-
-    loads: the first action of each kind loads a kernel.
+    loads: the first action of each kind loads a kernel. connect: whether the ranks connect first.
     """
     meshes, ones = [], torch.ones(1, WIDTH)
     for rank in range(len(order.ranks)):
@@ -304,6 +265,8 @@ def streams(order, channels: bool, steps: int = 2, loads: bool = False) -> list[
         if loads:
             recorder.events = mesh.events
         pipeline = recording_pipeline(order, rank, (1, WIDTH), mesh)
+        if not connect:
+            pipeline._connected.add(order.rank_of)
         for step in range(steps):
             recorder.begin_step(step)
             pipeline.run(order, lambda m: Batch(ones.clone().requires_grad_(), ones, 1))
@@ -312,9 +275,27 @@ def streams(order, channels: bool, steps: int = 2, loads: bool = False) -> list[
     return meshes
 
 
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("ranks", [2, 3, 12])
+def test_no_host_waits_for_ever_for_a_first_message(name, ranks, monkeypatch):
+    """Why the ranks connect first: a receive that is started ahead, in a group where none has sent,
+    blocks its host. Schedules start none so early; the ranks do not depend on it.
+    """
+    order = make(name, ranks, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(schedule.Schedule, "may_be_ahead", lambda order, action: True)
+        meshes = streams(order, channels=False, steps=1, connect=False)
+    assert stuck_streams(meshes).startswith("deadlock: rank")
+    meshes = streams(order, channels=False)
+    assert stuck_streams(meshes) is None
+    messages = [event for mesh in meshes for event in mesh.events if event.kind in MESSAGES]
+    assert len(messages) == (4 + 2 * 4) * (ranks - 1)  # connected once, then two steps
+
+
 @pytest.mark.parametrize("name", [*NAMES, *FORWARD])
 def test_no_stream_waits_for_ever_if_a_send_ends_only_with_its_receive(name):
-    for ranks in (2, 3, 4, 7):
+    """NCCL connects at the first message of two ranks and blocks both hosts until then."""
+    for ranks in (2, 3, 4, 7, 12):
         for micro_batches in (1, 2, 3, 8, 14):
             order = make(name, ranks, micro_batches)
             with torch.set_grad_enabled(name not in FORWARD):
