@@ -70,10 +70,10 @@ def read(run: str) -> Measured:
     rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
-    alike = [row for row in rows if row.passes.shape == rows[-1].passes.shape]
+    alike = [row for row in rows if row.ended.shape == rows[-1].ended.shape]
     plain = [row for row in alike if not row.follows_others] or alike
-    passes = plain[0].passes.shape[1]
-    plain = plain[-max(1, MOST_PASSES // (world * passes)) :]
+    passes = plain[0].ended.shape[1]
+    plain = plain[-max(1, MOST_PASSES // plain[0].ended.size) :]
     kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
     kinds += 4 if layout.vocab_pp else 0
     try:

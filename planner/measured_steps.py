@@ -38,26 +38,28 @@ PARTS = ("host", "data", "p2p", "tp", "cp", "dp", "all ranks", "optimizer")
 UNEVEN = ("slow ranks", "variation", "imbalance")
 # The rows of an array of seconds: by cause, and last what is computed.
 PLACE = {name: number for number, name in enumerate((*PARTS, "compute"))}
+COMPUTE, MESSAGE = PLACE["compute"], PLACE["p2p"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured step, in seconds; the first axis of an array is the rank.
+    """One measured step. Arrays of seconds have the axes rank and pass, after that of PLACE.
 
-    passes: of each pass start, end, data, when its last message arrived, and waits by `kinds`.
-    around: of each phase its own seconds and its waits. measured: without saves and evaluations.
-    clocks: when each rank began to measure. spent: by phase, in the `steps` since the row before.
+    seconds: of every pass by PLACE, where `p2p` is the wait for its input. ended, ready: when a
+    pass ended and when its last message arrived, on one clock. after: what follows the passes, by
+    PLACE. measured: the step without saves and evaluations; follows_others: whether there were any
+    just before it. spent: by phase, in the `steps` since the row before.
     """
 
     steps: float
     spent: dict[str, float]
-    kinds: list[str]
     nodes: list[str]
-    passes: np.ndarray
-    around: np.ndarray
-    measured: np.ndarray
-    clocks: np.ndarray
-    follows_others: bool  # whether a save or an evaluation came just before the step
+    seconds: np.ndarray
+    ended: np.ndarray
+    ready: np.ndarray
+    after: np.ndarray
+    measured: float
+    follows_others: bool
 
 
 def read_rows(run: str, ranks: int) -> list[Row]:
@@ -81,24 +83,41 @@ def _row(values: Mapping[str, Any]) -> Row:
     """One line of times.jsonl. Its passes and phases are in microseconds, its clocks in seconds."""
     ranks = values["ranks"]
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
-    passes = _numbers([rank["passes"] for rank in ranks])
-    around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks])
-    of_ranks = _numbers([[rank[name] for name in OF_RANK] for rank in ranks])
-    total, apart, began, offset, error = of_ranks.T
-    if (passes.shape[2], around.shape[2]) != (4 + len(kinds), 1 + len(kinds)) or not passes.size:
-        raise ValueError("numbers are missing")
+    passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
+    around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
+    total, apart, began, offset, error = _numbers(
+        [[rank[name] for name in OF_RANK] for rank in ranks]
+    ).T
+    steps = float(_numbers(values["steps"]))
+    if steps < 1 or (total <= apart).any():
+        raise ValueError("a step takes no time")
+    start, end, data, ready = np.moveaxis(passes, 2, 0)[:4]
+    seconds = _by_cause(passes[:, :, 4:], kinds)
+    seconds[COMPUTE] = end - start - data - seconds.sum(axis=0)
+    seconds[PLACE["data"]] = data
+    before = around[:, :2, 0]
+    seconds[PLACE["host"]][:, 0] = before.sum(axis=1)
+
+    # The rank that ends its passes last is the one that counts from there on: all ranks leave the
+    # last phase of a step at once.
+    last = int(end[:, -1].argmax())
+    phases = around[last, 2:].sum(axis=0)
+    after = _by_cause(phases[1:], kinds)
+    after[PLACE["optimizer"]] = phases[0]
+
     # Ranks of a node have the same clock; its offset is that of the rank with the smallest error.
     nodes = [str(rank["node"]) for rank in ranks]
     offsets = {nodes[rank]: offset[rank] for rank in np.argsort(-error)}
+    clocks = began + [offsets[node] for node in nodes]
     return Row(
-        steps=float(_numbers(values["steps"])),
+        steps=steps,
         spent={phase: float(_numbers(spent)) for phase, spent in values["spent"].items()},
-        kinds=kinds,
         nodes=nodes,
-        passes=passes / 1e6,
-        around=around / 1e6,
-        measured=(total - apart) / 1e6,
-        clocks=began + [offsets[node] for node in nodes],
+        seconds=seconds,
+        ended=clocks[:, None] + end,
+        ready=clocks[:, None] + ready,
+        after=after,
+        measured=float(total[last] - apart[last]) / 1e6,
         follows_others=bool(apart.any()),
     )
 
@@ -114,8 +133,8 @@ def _numbers(values: Any) -> np.ndarray:
 def _by_cause(waits: np.ndarray, kinds: Sequence[str]) -> np.ndarray:
     """The waits, whose kinds are on the last axis, by PLACE on the first axis."""
     found = np.zeros((len(PLACE), *waits.shape[:-1]))
-    for number, kind in enumerate(kinds):
-        found[PLACE[kind]] += waits[..., number]
+    for kind, waited in zip(kinds, np.moveaxis(waits, -1, 0), strict=True):
+        found[PLACE[kind]] += waited
     return found
 
 
@@ -132,39 +151,26 @@ class MeasuredSteps:
         """Raises ValueError if the rows have other passes than the order."""
         self.order = order
         self.pipelines = np.array(rows_along(layout.axes, ["pp"]))
-        passes = np.array([row.passes for row in rows])
-        around = np.array([row.around for row in rows])
-        if passes.shape[2] != len(order.ranks[0]):
+        self.measured = float(np.mean([row.measured for row in rows]))
+        self.after = np.stack([row.after for row in rows], axis=1)
+        seconds = np.stack([row.seconds for row in rows], axis=1)
+        ended = np.array([row.ended for row in rows])
+        ready = np.array([row.ready for row in rows])
+        if ended.shape[2] != len(order.ranks[0]):
             raise ValueError("its passes are not those of its schedule")
-        start, end, data, ready = np.moveaxis(passes[..., :4], -1, 0)
-        seconds = _by_cause(passes[..., 4:], rows[0].kinds)
-        seconds[PLACE["compute"]] = end - start - data - seconds.sum(axis=0)
-        seconds[PLACE["data"]] = data
-        seconds[PLACE["host"], :, :, 0] = around[:, :, :2, 0].sum(axis=2)  # `log` and `begin`
-        clocks = np.array([row.clocks for row in rows])[..., None]
-        self._set_passes(seconds, clocks + end, clocks + ready)
-        # The rank that ends its passes last is the one that counts from there on: all ranks leave
-        # the last phase of a step at once.
-        last = np.arange(len(rows)), end[:, :, -1].argmax(axis=1)
-        self.measured = float(np.array([row.measured for row in rows])[last].mean())
-        after = around[:, :, 2:].sum(axis=2)[last]
-        self.after = _by_cause(after[:, 1:], rows[0].kinds)
-        self.after[PLACE["optimizer"]] = after[:, 0]
-
-    def _set_passes(self, seconds: np.ndarray, ended: np.ndarray, ready: np.ndarray) -> None:
-        """Set `passes`; the wait for an input becomes the time of its message, from the end of the
-        pass that made it until it is there. ended, ready: of every pass, on one clock.
-        """
         places: dict[Action, tuple[np.ndarray, int]] = {}
-        for actions, ranks in zip(self.order.ranks, self.pipelines.T, strict=True):
+        for actions, ranks in zip(order.ranks, self.pipelines.T, strict=True):
             places |= {action: (ranks, number) for number, action in enumerate(actions)}
         self.passes: dict[Action, np.ndarray] = {}
         for action, (ranks, number) in places.items():
             one = seconds[:, :, ranks, number]
-            needed = self.order.input_of(action)
+            # In place of the wait for an input comes the time of its message, from the end of the
+            # pass that made it until it is there.
+            needed = order.input_of(action)
             sent = ended[:, *places[needed]] if needed else np.inf
             message = np.maximum(0.0, ready[:, ranks, number] - sent)
-            one[PLACE["p2p"]] = np.where(one[PLACE["p2p"]] < MOST_ARRIVED, 0.0, message)
+            waited = one[MESSAGE]
+            one[MESSAGE] = np.where(waited < MOST_ARRIVED, 0.0, message)
             self.passes[action] = one
 
     def timing_of(self, action: Action) -> Timing:
@@ -201,7 +207,7 @@ class MeasuredSteps:
         """Mean seconds of a step that the ranks of every pipeline compute in their passes."""
         of_ranks = []
         for actions in self.order.ranks:
-            seconds = sum(self.passes[action][PLACE["compute"]] for action in actions)
+            seconds = sum(self.passes[action][COMPUTE] for action in actions)
             of_ranks.append(np.mean(seconds, axis=0))
         return np.transpose(of_ranks)
 
@@ -216,10 +222,10 @@ class MeasuredSteps:
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)
         return np.where(slow, usual / rates, 1.0)
 
-    def even_out(self, over_stages: bool) -> None:
+    def _even_out(self, over_stages: bool) -> None:
         """Let the passes of a kind and stage, or of a kind, compute equally long in a step."""
         for actions in self._alike(over_stages).values():
-            seconds = [self.passes[action][PLACE["compute"]] for action in actions]
+            seconds = [self.passes[action][COMPUTE] for action in actions]
             mean = np.mean(seconds, axis=(0, 2))
             for each in seconds:
                 each[:] = mean[:, None]
@@ -233,17 +239,22 @@ class MeasuredSteps:
         left = self.seconds()
         found = {"unexplained": self.measured - left}
         for cause in (*PARTS, *UNEVEN):
-            if cause == "slow ranks":
-                usual = self.usual_shares(shares)
-                for action, one in self.passes.items():
-                    one[PLACE["compute"]] *= usual[:, self.order.rank_of[action.stage]]
-            elif cause in UNEVEN:
-                self.even_out(over_stages=cause == "imbalance")
-            else:
-                for one in (self.after, *self.passes.values()):
-                    one[PLACE[cause]] = 0.0
+            self._remove(cause, shares)
             now = self.seconds()
-            found[cause], left = left - now, now
+            found[cause] = left - now
+            left = now
         found["compute"] = float(self.computed().mean())
         found["bubble"] = left - found["compute"]
         return found
+
+    def _remove(self, cause: str, shares: Sequence[float]) -> None:
+        """Let a cause take no time."""
+        if cause == "slow ranks":
+            usual = self.usual_shares(shares)
+            for action, one in self.passes.items():
+                one[COMPUTE] *= usual[:, self.order.rank_of[action.stage]]
+        elif cause in UNEVEN:
+            self._even_out(over_stages=cause == "imbalance")
+        else:
+            for one in (self.after, *self.passes.values()):
+                one[PLACE[cause]] = 0.0
