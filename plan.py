@@ -31,10 +31,12 @@ with messages.installed("planning needs no other, `pip install numpy`"):
     from planner import (
         calibration,
         compare,
+        duration_questions,
         gap,
         growth,
         hardware,
         layout_questions,
+        layout_table,
         model_questions,
         plan_only,
         questions,
@@ -44,7 +46,10 @@ with messages.installed("planning needs no other, `pip install numpy`"):
     from planner.questions import Answer, Question
 
 # The planner's own flags that one or two questions read.
-READ_BY = {"rejected": ("layouts",), "rehearse": ("layouts",), "top": ("layouts", "shapes")}
+READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("rejected", "rehearse", "picture"), ("layouts",)
+)
+READ_BY |= {"top": ("layouts", "shapes")}
 READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
 READ_BY |= dict.fromkeys(("price_per_gpu_hour", "watts_per_gpu"), ("layouts", "days"))
 READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
@@ -67,7 +72,8 @@ LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5
 LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
 LIMITS |= {"deadline": 1e5, "network": 1e5}  # days, GB/s
 WRITTEN = ("trace", "stages", "write", "json", "picture")  # options that name a file to write
-QUESTIONS = questions.QUESTIONS | layout_questions.QUESTIONS | model_questions.QUESTIONS
+QUESTIONS = layout_table.QUESTIONS | duration_questions.QUESTIONS
+QUESTIONS |= layout_questions.QUESTIONS | model_questions.QUESTIONS
 QUESTIONS |= {"rampup": (growth.rampup, "a batch-size ramp-up, in stages")}
 # Questions that try layouts: of a run they take model and training, and its layout is one of many.
 SEARCHES = ("layouts", "days", "largest", "smallest", "shapes", "rampup")
@@ -354,6 +360,7 @@ def _add_flags(question: str, parser: Parser) -> None:
     add("stages", "write the stages, for scripts/stages.py", metavar="FILE")
     add("submit", "submit the first: sbatch's options and the batch file", metavar="WORDS")
     add("trace", "write a Chrome trace", metavar="FILE")
+    add("picture", "draw tokens/s over memory of all layouts", metavar="FILE.svg")
     add("price_per_gpu_hour", "adds what a billion tokens cost", type=float, metavar="PRICE")
     add("watts_per_gpu", "power, in place of the datasheet's", type=float, metavar="WATTS")
     only = "planned only:"

@@ -68,10 +68,11 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that cannot run, or all layouts with one tp and pp; and why."""
+    """A layout that cannot run, or all layouts with one tp and pp; and why. whole: one of them."""
 
     layout: dict[str, int | str]
     reason: str
+    whole: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ def _zero_stages(asked: Asked, ways: list[Layout]) -> tuple[np.ndarray, list[Rej
 def rejected_layout(layout: Layout, reason: str) -> Rejected:
     """A layout that cannot run, by what a reader looks for it."""
     names = ("tp", "pp", "dp", "micro_batch_size", "recompute")
-    return Rejected({name: getattr(layout, name) for name in names}, reason)
+    return Rejected({name: getattr(layout, name) for name in names}, reason, layout)
 
 
 def divisors(number: int) -> list[int]:

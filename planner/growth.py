@@ -21,7 +21,7 @@ import numpy as np
 from config.batch_schedule import Level
 from config.messages import UserError, write_file
 from config.schema import Config, Layout
-from planner import questions
+from planner import duration_questions
 from planner.questions import FULL_BATCH, Answer, Question
 from planner.step_time import predict
 
@@ -181,11 +181,11 @@ def _seconds(question: Question, layout: Layout, level: Level) -> float:
 
 
 def rampup(question: Question) -> Answer:
-    """With --deadline the cheapest plan of stages, else what `questions.rampup` answers."""
+    """With --deadline the cheapest plan of stages, else as `duration_questions.rampup`."""
     options = question.options
     if options.submit and not options.stages:
         raise UserError("--submit needs --stages FILE, from which the jobs have their stages")
-    found = questions.rampup(question)  # UserError without a ramp-up
+    found = duration_questions.rampup(question)  # UserError without a ramp-up
     if options.deadline is None:
         if options.stages or options.restart is not None:
             raise UserError(

@@ -4,12 +4,11 @@ print(stages(question).text)      # a Question as in planner/questions.py
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 
 from config.messages import write_file
 from planner import hardware, memory, step_time
-from planner.questions import BILLION, Answer, Question
+from planner.questions import BILLION, Answer, Question, Questions
 from schedules import drawing, partition, simulation
 from schedules.choice import decide_layout, note
 from schedules.layout_orders import of_layout
@@ -72,7 +71,7 @@ def constants() -> Answer:
     return Answer("\n".join(lines), [asdict(c) for c in found])
 
 
-QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
+QUESTIONS: Questions = {
     "stages": (stages, "blocks, parameters, time and memory per stage"),
     "timeline": (timeline, "the schedule as a picture and a Chrome trace"),
 }

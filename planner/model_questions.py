@@ -3,13 +3,12 @@
 print(largest(question).text)      # a Question as in planner/questions.py
 """
 
-from collections.abc import Callable
 from dataclasses import asdict
 
 from config import model_stats, schema, validation
 from config.messages import UserError
 from planner import model_sizes
-from planner.questions import BILLION, Answer, Question
+from planner.questions import BILLION, Answer, Question, Questions
 
 
 def model(question: Question) -> Answer:
@@ -94,7 +93,7 @@ def shapes(question: Question) -> Answer:
     return Answer("\n".join(lines[: 2 + question.options.top]), data)
 
 
-QUESTIONS: dict[str, tuple[Callable[[Question], Answer], str]] = {
+QUESTIONS: Questions = {
     "model": (model, "parameters, FLOPs and bytes of a model"),
     "largest": (largest, "the largest model that trains on some GPUs"),
     "smallest": (smallest, "the fewest nodes that hold a model"),

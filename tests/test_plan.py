@@ -16,7 +16,7 @@ from config.command_line import parse_request, preset
 from config.messages import UserError
 from config.schema import Training
 from config.validation import check_any_length
-from planner import hardware, layouts, model_sizes, questions, ranking, risk
+from planner import hardware, layouts, model_sizes, picture, questions, ranking, risk
 from planner.job import Job
 from planner.step_time import predict as predict_step
 
@@ -423,3 +423,30 @@ def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():
     assert slower["seconds"] > quarter
     with pytest.raises(UserError, match="--network must be above 0"):
         plan.ask([*words, "--network", "0"])
+
+
+# -- pictures ------------------------------------------------------------------------------------
+
+
+def test_the_front_has_what_no_other_beats_with_less():
+    points = [(3.0, 5.0), (1.0, 2.0), (2.0, 1.0), (2.0, 4.0), (4.0, 5.0)]
+    assert picture.front(points) == [(1.0, 2.0), (2.0, 4.0), (3.0, 5.0)]
+    assert picture.front([]) == []
+
+
+def test_a_picture_has_all_that_fits_and_in_grey_what_does_not(tmp_path):
+    path = tmp_path / "layouts.svg"
+    line = "layouts --model llama-3-8b --gpu v100-32 --gpus 8 --global-batch-size 16 --zero 0"
+    answer = ask(f"{line} --picture {path}")
+    assert answer.text.endswith(f"written: {path}")
+    text = path.read_text()
+    for name in ("does not fit", "fits", "front", "tokens/s", "8 GPUs of v100-32"):
+        assert f">{name}<" in text
+    drawn = {name: text.count(f"fill: {color}") for name, color in picture.COLORS.items()}
+    ranked = answer.data["ranked"] + answer.data["risky"]
+    over = [one for one in answer.data["rejected"] if "out of memory" in one["reason"]]
+    assert over
+    assert drawn["fits"] >= len(ranked) > 0
+    assert drawn["does not fit"] >= len(over)
+    with pytest.raises(UserError, match="--picture goes with layouts, not days"):
+        ask(f"days --model llama-3-8b --tokens 1e9 --picture {path}")
