@@ -23,7 +23,7 @@ from planner.remedies import Remedy
 from schedules.costs import part_costs
 from schedules.layout_orders import of_layout
 from schedules.partition import stage_specs
-from schedules.schedule import Schedule
+from schedules.schedule import VOCABULARY, Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,38 +63,39 @@ def read(run: str) -> Measured:
     The steps are those with the newest batch size. Ranks begin at other times after a save or an
     evaluation, so steps that follow one count only if there are no others.
     """
-    config, (_, device) = run_files.config_of(run), run_files.cluster_of(run)
+    config = run_files.config_of(run)
+    _, device = run_files.cluster_of(run)
     layout, model = config.layout, config.model
     check_split(model, layout)
     world = layout.tp * layout.pp * layout.cp * (layout.dp or 1)
     rows = measured_steps.read_rows(run, world)
     if not rows:
         raise UserError(f"{run}/times.jsonl has no measured step yet: the first one is step 4")
-    alike = [row for row in rows if row.ended.shape == rows[-1].ended.shape]
-    plain = [row for row in alike if not row.follows_others] or alike
-    passes = plain[0].ended.shape[1]
-    plain = plain[-max(1, MOST_PASSES // plain[0].ended.size) :]
-    kinds = (3 if layout.splits_backward else 2) * layout.stages_per_rank
-    kinds += 4 if layout.vocab_pp else 0
+    chosen = _chosen(rows)
+    _, passes = chosen[0].ended.shape
+    passes_of_micro_batch = (3 if layout.splits_backward else 2) * layout.stages_per_rank
+    if layout.vocab_pp:
+        passes_of_micro_batch += len(VOCABULARY)
     try:
-        order = of_layout(model, layout, passes // kinds, device)
-        steps = MeasuredSteps(plain, layout, order)
+        order = of_layout(model, layout, passes // passes_of_micro_batch, device)
+        steps = MeasuredSteps(chosen, layout, order)
     except ValueError as error:
         raise UserError(f"{run}/times.jsonl does not go with its run.json: {error}") from None
     shares = [spec.share for spec in stage_specs(model, layout, part_costs(model, device))]
     runs, messages = steps.by_stage()
     late = [seconds for seconds in messages.values() if seconds]
-    notes = _slow_ranks(steps, shares, layout.axes, plain[0].nodes)
+    notes = {"slow ranks": _slow_ranks(steps, shares, layout.axes, chosen[0].nodes)}
     if late:
         kind, stage = max(messages, key=messages.__getitem__)
         notes["p2p"] = f"{kind} of stage {stage}: {1e3 * max(late):.1f} ms a message"
-    notes["imbalance"] = f"stage {max(runs, key=runs.__getitem__)[1]} has the longest pass"
+    _, longest = max(runs, key=runs.__getitem__)
+    notes["imbalance"] = f"stage {longest} has the longest pass"
     causes = steps.causes(shares) | _between(rows)
     return Measured(
         config=config,
         device=device,
         seconds=steps.measured + causes["saving"] + causes["evaluation"],
-        steps=len(plain),
+        steps=len(chosen),
         causes=causes,
         order=order,
         passes=runs,
@@ -103,26 +104,35 @@ def read(run: str) -> Measured:
     )
 
 
+def _chosen(rows: Sequence[Row]) -> Sequence[Row]:
+    """The newest rows with the last one's batch size, those after no save or evaluation if any."""
+    newest = rows[-1].ended
+    alike = [row for row in rows if row.ended.shape == newest.shape]
+    plain = [row for row in alike if not row.follows_others]
+    count = max(1, MOST_PASSES // newest.size)
+    return (plain or alike)[-count:]
+
+
 def _between(rows: Sequence[Row]) -> dict[str, float]:
     """Mean seconds of a step that saves and evaluations took, of all steps until the last row."""
     steps = sum(row.steps for row in rows)
-    spent = [sum(row.spent.get(phase, 0.0) for row in rows) / steps for phase in BETWEEN]
-    return {"saving": spent[0], "evaluation": sum(spent[1:])}
+    save, *others = (sum(row.spent.get(phase, 0.0) for row in rows) for phase in BETWEEN)
+    return {"saving": save / steps, "evaluation": sum(others) / steps}
 
 
 def _slow_ranks(
     steps: MeasuredSteps, shares: Sequence[float], axes: dict[str, int], nodes: list[str]
-) -> dict[str, str]:
-    """The note that names the ranks which lose the most."""
+) -> str:
+    """The ranks that lose the most, with their places in the mesh and their nodes."""
     lost = steps.computed() * (1 - steps.usual_shares(shares))
+    most_lost = (lost > 0) & (lost >= NAMED_SHARE * lost.max())
+    shown = [axis for axis in axes if axis != "cp" or axes["cp"] > 1]
     named = []
-    for rank in sorted(steps.pipelines[(lost > 0) & (lost >= NAMED_SHARE * lost.max())]):
-        place = coordinates(int(rank), axes)
-        shown = ", ".join(
-            f"{axis} {place[axis]}" for axis in axes if axis != "cp" or axes["cp"] > 1
-        )
-        named.append(f"rank {rank} ({shown}) on {nodes[rank]}")
-    return {"slow ranks": "; ".join(named)}
+    for rank in sorted(map(int, steps.pipelines[most_lost])):
+        place = coordinates(rank, axes)
+        where = ", ".join(f"{axis} {place[axis]}" for axis in shown)
+        named.append(f"rank {rank} ({where}) on {nodes[rank]}")
+    return "; ".join(named)
 
 
 # ---- Beside the plan -----------------------------------------------------------------------------
@@ -130,16 +140,20 @@ def _slow_ranks(
 
 def _job(run: str, name: str | None, measured: Measured) -> Job | None:
     """The measured steps on the machine of that name, or the first that has the run's device."""
-    device, _ = run_files.cluster_of(run)
-    machines = [hardware.load(name) for name in ([name] if name else hardware.names())]
-    fitting = [machine for machine in machines if name or machine.has_device(device)]
-    if not fitting:
-        return None
+    if name:
+        machine = hardware.load(name)
+    else:
+        device, _ = run_files.cluster_of(run)
+        machines = map(hardware.load, hardware.names())
+        fitting = [machine for machine in machines if machine.has_device(device)]
+        if not fitting:
+            return None
+        machine = fitting[0]
     layout = measured.config.layout
     micro_batches = 1 + max(action.micro_batch for action in measured.order.ranks[0])
-    batch = micro_batches * layout.micro_batch_size * layout.dp
-    training = replace(measured.config.training, **FULL_BATCH | {"global_batch_size": batch})
-    return Job(measured.config.model, layout, training, fitting[0])
+    batch = {"global_batch_size": micro_batches * layout.micro_batch_size * layout.dp}
+    training = replace(measured.config.training, **FULL_BATCH | batch)
+    return Job(measured.config.model, layout, training, machine)
 
 
 def planned(job: Job) -> dict[str, float]:
@@ -156,14 +170,8 @@ def planned(job: Job) -> dict[str, float]:
 def gap(run: str, machine: str | None = None) -> Answer:
     """The table of a run, and its lines as data; machine: of hardware/, default: by its device."""
     measured = read(run)
-    job, causes = _job(run, machine, measured), measured.causes
-    ways = remedies.of_passes(
-        measured.config, measured.order, measured.passes, measured.sent, measured.device
-    )
-    ways["slow ranks"] = Remedy(causes["slow ranks"], "start without that node")
-    ways["data"] = Remedy(causes["data"], "a faster source of --data")
-    ways["saving"] = Remedy(causes["saving"] / 2, "--save-every twice as large")
-    ways["evaluation"] = Remedy(causes["evaluation"] / 2, "--eval-every twice as large")
+    job = _job(run, machine, measured)
+    causes = measured.causes
     plan: dict[str, float] = {}
     if job:
         plan = planned(job)
@@ -171,18 +179,21 @@ def gap(run: str, machine: str | None = None) -> Answer:
         again = plan["recompute"] / (plan["compute"] + plan["recompute"])
         causes["recompute"] = causes["compute"] * again
         causes["compute"] -= causes["recompute"]
+    ways = _ways(measured)
     rows = []
     for cause in LINES:
-        seconds, way = causes.get(cause, 0.0), ways.get(cause, Remedy(0.0, ""))
-        useful = min(seconds, way.seconds) >= LEAST_SHARE * measured.seconds
+        seconds = causes.get(cause, 0.0)
+        way = ways.get(cause, Remedy(0.0, ""))
+        if min(seconds, way.seconds) < LEAST_SHARE * measured.seconds:
+            way = Remedy(0.0, "")
         rows.append(
             {
                 "cause": cause,
                 "measured": seconds,
                 "planned": plan.get(cause, 0.0) if job else None,
                 "where": measured.notes.get(cause, ""),
-                "flags": way.flags if useful else "",
-                "wins": way.seconds if useful else 0.0,
+                "flags": way.flags,
+                "wins": way.seconds,
             }
         )
     data = {
@@ -194,6 +205,20 @@ def gap(run: str, machine: str | None = None) -> Answer:
         "closure": 1 - causes["unexplained"] / measured.seconds,
     }
     return Answer(_table(data), data)
+
+
+def _ways(measured: Measured) -> dict[str, Remedy]:
+    """By cause what would win time back."""
+    causes = measured.causes
+    return {
+        "slow ranks": Remedy(causes["slow ranks"], "start without that node"),
+        "data": Remedy(causes["data"], "a faster source of --data"),
+        "saving": Remedy(causes["saving"] / 2, "--save-every twice as large"),
+        "evaluation": Remedy(causes["evaluation"] / 2, "--eval-every twice as large"),
+        **remedies.of_passes(
+            measured.config, measured.order, measured.passes, measured.sent, measured.device
+        ),
+    }
 
 
 def _table(data: dict[str, Any]) -> str:
