@@ -1,12 +1,12 @@
-"""Runs as they were: their options, from run.json or a checkpoint, and the seconds of their steps.
+"""Runs that were measured: their options, from run.json or a checkpoint, and seconds of steps.
 
 options = options_of("runs/a")      # flat: layers, hidden, ..., tp, ..., global_batch_size, ...
 run = read("runs/a")                # with the seconds that metrics.jsonl has
 """
 
 import json
+import math
 import statistics
-from collections import Counter
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,13 @@ from planner.questions import FULL_BATCH
 from schedules.choice import decide_layout
 
 OF_RUN = ("model", "layout", "training")  # of GROUPS: what a plan is about
+DECIDED = ("schedule", "partition", "recompute_blocks")  # by --schedule auto
 OF_STEP = {"seconds", "global_batch_size"}  # what a row of a step has
 WARM_UP_STEPS = 2  # that are not measured
 FEWEST_STEPS = 3
+# The standard deviation of a median of normal numbers, times the root of how many they are, over
+# the median of their distances from it: 1.4826 * 1.2533.
+SPREAD_OF_MEDIAN = 1.86
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ def is_source(path: str) -> bool:
 
 
 def options_of(path: str) -> dict[str, Any]:
-    """Options of a run's folder, a run.json or a checkpoint, but for those that follow from others.
-    A schedule that was searched is --schedule auto again.
+    """The options of a run's folder, a run.json or a checkpoint, without those that follow from
+    others. A schedule that was searched is --schedule auto again.
 
     Raises UserError if it is none of these, or has options that are not known here.
     """
@@ -56,29 +60,31 @@ def options_of(path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for group in OF_RUN:
         values = groups.get(group, {})
-        given = {name: value for name, value in values.items() if value is not None}
-        names = {f.name for f in fields(GROUPS[group])}
-        if unknown := given.keys() - names:
+        names = {field.name for field in fields(GROUPS[group])}
+        if unknown := set(values) - names:
             raise UserError(f"{path} has {group} options unknown here: {', '.join(unknown)}")
-        found |= given
+        found |= values
     if str(found.get("schedule")).startswith("searched"):
-        decided = ("partition", "recompute_blocks")
-        found = {name: value for name, value in found.items() if name not in decided}
-        found["schedule"] = "auto"
-    for name, value in found.items():
-        check_option(name, tuple(value) if isinstance(value, list) else value)
+        found |= {"schedule": "auto", "partition": None, "recompute_blocks": None}
     shape = ModelShape(**groups["model"])
-    derived = shape.derived() | {"max_positions": shape.seq_length}
-    return {name: value for name, value in found.items() if derived.get(name) != value}
+    follows = shape.derived() | {"max_positions": shape.seq_length}
+    options = {}
+    for name, value in found.items():
+        if value is None:
+            continue
+        check_option(name, tuple(value) if isinstance(value, list) else value)
+        if follows.get(name) != value:
+            options[name] = value
+    return options
 
 
 def config_of(path: str) -> Config:
     """The configuration of a run, with what --schedule auto had decided; UserError as above."""
-    config, ran = build(options_of(path)), facts_of(path)["config"].get("layout", {})
+    config = build(options_of(path))
     if config.layout.schedule != "auto":
         return config
-    names = ("schedule", "partition", "recompute_blocks")
-    decided = {name: ran[name] for name in names if name in ran}
+    ran = facts_of(path)["config"].get("layout", {})
+    decided = {name: ran[name] for name in DECIDED if name in ran}
     return replace(config, layout=replace(config.layout, **decided))
 
 
@@ -110,29 +116,42 @@ def cluster_of(path: str) -> tuple[str, str]:
 
 def read(path: str, machine: Machine) -> Run:
     """A run's job and the median of its steps of the commonest batch; UserError if it has none."""
-    facts, config = facts_of(path), config_of(path)
-    device = str(facts.get("cluster", {}).get("device", ""))
-    if machine.device.lower() not in device.lower():
+    config = config_of(path)
+    device = str(facts_of(path).get("cluster", {}).get("device", ""))
+    if not machine.has_device(device):
         there = f"{device or 'no stated device'!r}"
         raise UserError(f"{path} ran on {there}, but {machine.name} has {machine.device!r}")
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    steps = [row for row in rows_of(folder / "metrics.jsonl") if row.keys() >= OF_STEP]
-    lengths = None, config.model.seq_length
-    measured = [row for row in steps[WARM_UP_STEPS:] if row.get("sample_length") in lengths]
-    batches = Counter(row["global_batch_size"] for row in measured)
-    batch = max(batches, key=batches.__getitem__, default=0)
-    seconds = [row["seconds"] for row in measured if row["global_batch_size"] == batch]
+    batch, seconds = _commonest_batch(path, config.model.seq_length)
     if len(seconds) < FEWEST_STEPS:
         has = f"{len(seconds)} after the first {WARM_UP_STEPS}"
         raise UserError(f"{path}: a median needs {FEWEST_STEPS} steps or more, it has {has}")
     training = replace(config.training, **FULL_BATCH | {"global_batch_size": batch})
     layout = replace(config.layout, dp=config.layout.dp or 1)
     job = Job(config.model, layout, training, machine)
-    job = job._replace(layout=decide_layout(job.model, layout, job.micro_batches)[0])
+    layout, _ = decide_layout(job.model, layout, job.micro_batches)
     middle = statistics.median(seconds)
     away = statistics.median(abs(one - middle) for one in seconds)
-    spread = 1.86 * away / middle / len(seconds) ** 0.5  # 1.4826 * 1.2533 of a normal distribution
-    return Run(path, job, middle, len(seconds), spread)
+    return Run(
+        path=path,
+        job=job._replace(layout=layout),
+        seconds=middle,
+        steps=len(seconds),
+        spread=SPREAD_OF_MEDIAN * away / middle / math.sqrt(len(seconds)),
+    )
+
+
+def _commonest_batch(path: str, seq_length: int) -> tuple[int, list[float]]:
+    """The batch size that most steps in a run's metrics.jsonl have, and the seconds of these steps.
+
+    Steps with shorter samples and the first steps do not count.
+    """
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    steps = [row for row in rows_of(folder / "metrics.jsonl") if row.keys() >= OF_STEP]
+    seconds: dict[int, list[float]] = {0: []}
+    for row in steps[WARM_UP_STEPS:]:
+        if row.get("sample_length") in (None, seq_length):
+            seconds.setdefault(row["global_batch_size"], []).append(row["seconds"])
+    return max(seconds.items(), key=lambda item: len(item[1]))
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
