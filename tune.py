@@ -11,7 +11,7 @@ Flags that describe model, layout and training are those of train.py; a layout o
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
 at any moment, run the same command again, and the search continues. On GPUs each layout is
 rehearsed before its first trial (rehearse.py), and not queued if that rejects it. At the end --out
-has table.md, results.csv and report.html.
+has table.md, results.csv and layouts.svg.
 """
 
 import argparse

@@ -4,14 +4,16 @@ planner.svg      predicted over measured seconds of the published A100 rows, eac
                  constants that were refitted without its section (about half a minute)
 schedules.svg    1F1B and zb-v in simulation, 4 ranks and 8 micro-batches, as they are executed
 
-The colours are those of the tuner's report, dark and light.
+They have colours for dark and for light pages.
 """
 
+import io
 import math
 import re
 import sys
 from html import escape
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -20,11 +22,12 @@ import engines
 import plan_accuracy
 import published_cases
 import published_rows
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from config.messages import Parser, UserError, exit_with
 from schedules import orders
 from schedules.simulation import Slot, bubble, simulate, unit_seconds
-from tuner import charts
 
 # Colours by name, light and dark. What reads no CSS variables (rsvg-convert, Inkscape) takes light.
 PALETTE = {
@@ -34,6 +37,15 @@ PALETTE = {
     "mark": ("#2563b8", "#6ea8ff"),
     "good": ("#13795b", "#4cc79a"),
     "back": ("#fbfbf9", "#15171b"),
+}
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "planner",  # the same rows give the same file
+    "font.sans-serif": ["DejaVu Sans"],
+    "text.color": PALETTE["ink"][0],
+    "axes.edgecolor": PALETTE["line"][0],
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), "#696c74"),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
 }
 VARIABLE = re.compile(r"([a-z-]+): var\(--([a-z]+)\)")
 UNIT, ROW, LEFT = 26, 20, 60  # pixels: of a unit of time, of a rank, before the first unit
@@ -47,9 +59,29 @@ def planner_accuracy() -> str:
     values = {c.name: c.value for c in engines.constants()}
     predicted = plan_accuracy.held_out(cases, "seconds", values, cases)
     chosen = [c for c in plan_accuracy.usable(cases, "seconds") if c.source == "001"]
-    points = [(c.id, c.seconds, predicted[c.id]) for c in chosen]
-    titles = "measured seconds a step", "predicted seconds"
-    return charts.scatter(points, *titles, same_scale=True, best=0)
+    measured = [c.seconds for c in chosen]
+    ends = [min(measured) / 1.2, max(measured) * 1.2]
+    with rc_context(SETTINGS):
+        figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+        axes = figure.add_subplot()
+        axes.loglog(ends, ends, "--", color=PALETTE["faint"][0], linewidth=1)
+        marks: dict[str, Any] = {"color": PALETTE["mark"][0], "alpha": 0.75, "markeredgewidth": 0}
+        axes.loglog(measured, [predicted[c.id] for c in chosen], "o", **marks)
+        axes.set(xlabel="measured seconds a step", ylabel="predicted seconds")
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    return _with_variables(file.getvalue())
+
+
+def _with_variables(text: str) -> str:
+    """The element <svg> of a drawing of matplotlib, with the names of PALETTE as its colours."""
+    view_box = re.findall(r'viewBox="[^"]*"', text)[0]
+    body = text[text.index("<defs>") :]
+    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
+    for name, (light, _) in PALETTE.items():
+        body = body.replace(light, f"var(--{name})")
+    return f'<svg {view_box} role="img" aria-label="predicted over measured seconds">{body}'
 
 
 def timeline(name: str, top: int, ranks: int = 4, micro_batches: int = 8) -> tuple[str, int, int]:

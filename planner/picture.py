@@ -12,7 +12,8 @@ from config import messages
 from config.messages import UserError
 
 Point = tuple[float, float]  # x and y
-COLORS = {"does not fit": "#b8b8b2", "fits": "#2563b8", "front": "#13795b"}
+BLUE, GREEN, GREY = "#2563b8", "#13795b", "#b8b8b2"
+COLORS = {"does not fit": GREY, "fits": BLUE, "measured": BLUE, "front": GREEN}
 
 
 def front(points: Sequence[Point]) -> list[Point]:

@@ -274,7 +274,7 @@ def test_a_signal_ends_the_trial_keeps_the_others_and_writes_the_table(numbers, 
     stored = [json.loads(s) for s in (tmp_path / "trials.jsonl").read_text().splitlines()]
     assert stored
     assert all(t["status"] == "ok" for t in stored)
-    assert (tmp_path / "report.html").exists()
+    assert (tmp_path / "layouts.svg").exists()
     assert processes_of(tmp_path) == []
 
 

@@ -6,7 +6,7 @@ search         which layout to measure next, and when to stop
 sweeps         one option with all its values; largest model, fewest ranks
 trials         runs one trial, stores it, and how much trials vary
 rehearsals     rehearse.py before a layout's first trial on GPUs, as a process
-result_tables  table.md and results.csv; html_report and charts: report.html
+result_tables  table.md, results.csv and layouts.svg
 progress       the budget, and what is shown while trials run
 
 tune.py uses `session` and `sweeps`; benchmarks replay measured rows with `search`.

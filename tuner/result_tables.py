@@ -1,4 +1,4 @@
-"""What a search found, as rows and tables: table.md, results.csv, and the lines that are printed.
+"""What a search found: table.md, results.csv, layouts.svg, and the lines that are printed.
 
 result.ranked       the layouts that ran, fastest first
 result.rows         the same, then those that failed
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from config.model_stats import parameters
+from planner import picture
 from planner.hardware import Machine
 from planner.layouts import Rejected
 from tuner import trials
@@ -278,6 +279,18 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
             "mem_gb_per_stage": " ".join(f"{stage / GIGA:.3f}" for stage in row.memory),
         }
     return values
+
+
+# ---- layouts.svg ---------------------------------------------------------------------------------
+
+
+def draw(result: SearchResult, path: str) -> None:
+    """Write tokens per second over the memory of the fullest rank, of the layouts that ran."""
+    points = []
+    for row in result.ranked:
+        points.append((max(row.memory) / GIGA, row.rate("tokens_per_second")))
+    groups = {"measured": points, "front": picture.front(points)}
+    picture.write(path, "GB on the fullest rank", "tokens/s", groups, result.title)
 
 
 def format_number(number: float) -> str:

@@ -323,16 +323,14 @@ class Session:
 
 
 def write_report(result: SearchResult, out: Path) -> list[str]:
-    """Write table.md, results.csv and report.html into `out`; the lines to print about them."""
-    from tuner import html_report  # matplotlib is loaded here, and not for a user's mistake
-
+    """Write table.md, results.csv and layouts.svg into `out`; the lines to print about them."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text("\n".join(result_tables.markdown(result)) + "\n")
     (out / "results.csv").write_text(result_tables.csv_text(result))
-    (out / "report.html").write_text(html_report.html(result))
+    result_tables.draw(result, str(out / "layouts.svg"))
     ranked = result.ranked
     lines = [*map(result_tables.top_line, ranked[:TOP]), "", *result_tables.summary(result)]
     if ranked:
         command = shlex.join(result.command(ranked[0].candidate))
         lines += ["", "to train on the fastest:", f"    {command}"]
-    return [*lines, "", f"written: {out}/table.md, {out}/results.csv, {out}/report.html"]
+    return [*lines, "", f"written: {out}/table.md, {out}/results.csv, {out}/layouts.svg"]
