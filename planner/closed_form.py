@@ -18,6 +18,7 @@ from planner import memory_terms, step_time, time_terms
 from planner.enumeration import Table
 from planner.job import Column, Job
 from planner.memory_terms import Parts
+from planner.op_costs import Pass
 from planner.step_time import Most, Passes
 from schedules.partition import StageSpec, stage_specs
 from schedules.vocabulary import more_ahead
@@ -100,13 +101,19 @@ def least_seconds(
     pipeline = _pipeline(job, ranks, passes, recomputed)
     after = step_time.after_pipeline(job, _most(job, ranks, passes, recomputed))
     least = job.machine.slowdown * (pipeline + sum(after.values()))
-    # An interleaved rank often waits while another one is at a stage with more blocks.
+    waiting = job.machine.slowdown * pipeline * _waiting(job, ranks)
+    return least[:, 0], (least + waiting)[:, 0]
+
+
+def _waiting(job: Job, ranks: Ranks) -> np.ndarray:
+    """What a rank likely waits, over the pipeline's least seconds: an interleaved one often while
+    another one is at a stage with more blocks.
+    """
+    name = job.layout.schedule
     uneven = job.layout.stages_per_rank * ranks.most / np.maximum(1, ranks.blocks) - 1
-    waiting = np.where(np.equal(job.layout.schedule, "interleaved"), UNEVEN * uneven, 0.0)
-    waiting = waiting.max(axis=1, keepdims=True)
-    waiting = np.where(np.equal(job.layout.schedule, "zb-v"), FOLDED, waiting)
-    likely = least + job.machine.slowdown * pipeline * waiting
-    return least[:, 0], likely[:, 0]
+    most = (UNEVEN * uneven).max(axis=1, keepdims=True)
+    interleaved = np.where(np.equal(name, "interleaved"), most, 0.0)
+    return np.where(np.equal(name, "zb-v"), FOLDED, interleaved)
 
 
 def least_of(job: Job) -> float:
@@ -122,26 +129,29 @@ def _pipeline(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) ->
     """Seconds of the pipeline: the busiest rank's passes, after the first micro-batch has come to
     it, and before the last one's gradients have gone back to the first rank.
     """
-    layout, machine, count = job.layout, job.machine, job.micro_batches
-    ends, sent = ~np.bool_(layout.vocab_pp), time_terms.message_seconds(job)
-    more = passes.redone.backward - passes.block.backward  # of a block that is recomputed
-    redone = _least_redone(ranks, layout.stages_per_rank, recomputed)
-    both = sum(passes.block)
-    busy = ranks.blocks * both + redone * more
-    busy += ends * (ranks.embedding * sum(passes.embedding) + ranks.head * sum(passes.head))
-    busy += np.where(layout.vocab_pp, sum(passes.head), 0.0)
-    if machine.ranks_per_core > 1:
+    layout, count = job.layout, job.micro_batches
+    sent = time_terms.message_seconds(job)
+    if job.machine.ranks_per_core > 1:
         # A rank that waits takes no time from others on its core: what all take on average.
-        whole = job.model.layers * both + ends * (sum(passes.embedding) + sum(passes.head))
-        return count * whole / layout.pp
-    there = ranks.before * passes.block.forward + ranks.rank * sent
-    there += (ranks.rank > 0) * ends * passes.embedding.forward
-    back = ranks.before * passes.block.backward + ranks.rank * sent
-    back += (ranks.rank > 0) * ends * passes.embedding.backward
-    back = np.where(layout.splits_backward, 0.0, back)  # gradients of weights come later
-    own = np.maximum(count * busy, _round_trips(job, ranks, passes))
-    least = (there + own + back).max(axis=1, keepdims=True)
+        ends = np.where(layout.vocab_pp, 0.0, sum(passes.embedding + passes.head))
+        return count * (job.model.layers * sum(passes.block) + ends) / layout.pp
+    before = passes.block * ranks.before + Pass(sent, sent) * ranks.rank
+    before += passes.embedding * ((ranks.rank > 0) & ~np.bool_(layout.vocab_pp))
+    back = np.where(layout.splits_backward, 0.0, before.backward)  # weights' gradients come later
+    busy = count * _busy(job, ranks, passes, recomputed)
+    own = np.maximum(busy, _round_trips(job, ranks, passes))
+    least = (before.forward + own + back).max(axis=1, keepdims=True)
     return np.maximum(least, np.where(layout.vocab_pp, count * 6 * sent, 0.0))
+
+
+def _busy(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> np.ndarray:
+    """Seconds of a rank's passes of one micro-batch; fewer blocks may be recomputed than that."""
+    redone = _least_redone(ranks, job.layout.stages_per_rank, recomputed)
+    again = passes.redone.backward - passes.block.backward
+    blocks = ranks.blocks * sum(passes.block) + redone * again
+    embedding = ranks.embedding * sum(passes.embedding)
+    head = ranks.head * sum(passes.head)
+    return blocks + np.where(job.layout.vocab_pp, sum(passes.head), embedding + head)
 
 
 def _round_trips(job: Job, ranks: Ranks, passes: Passes) -> np.ndarray:
@@ -149,10 +159,8 @@ def _round_trips(job: Job, ranks: Ranks, passes: Passes) -> np.ndarray:
     micro-batch only when the one that many before it has been to the last rank and back.
     """
     layout, others = job.layout, job.layout.pp - 1 - ranks.rank
-    after = job.model.layers - ranks.before
-    way = (
-        after * sum(passes.block) + sum(passes.head) + 2 * others * time_terms.message_seconds(job)
-    )
+    blocks = (job.model.layers - ranks.before) * sum(passes.block)
+    way = blocks + sum(passes.head) + 2 * others * time_terms.message_seconds(job)
     trips = (job.micro_batches - 1) // (others + 1) + 1
     alone = np.equal(layout.schedule, "1f1b") & ~np.bool_(layout.vocab_pp)
     return np.where(alone, trips * way, 0.0)
@@ -168,18 +176,14 @@ def _least_redone(ranks: Ranks, stages: Column, recomputed: np.ndarray) -> np.nd
 def _most(job: Job, ranks: Ranks, passes: Passes, recomputed: np.ndarray) -> Most:
     """What hides and shares the traffic after the pipeline: no less than it is."""
     ends = ~np.bool_(job.layout.vocab_pp)
-    front, back = ends * ranks.embedding, ends * ranks.head
     redone = np.minimum(recomputed, ranks.most)
-    forward = ranks.most * passes.block.forward
-    forward += front * passes.embedding.forward + back * passes.head.forward
-    backward = (ranks.most - redone) * passes.block.backward + redone * passes.redone.backward
-    backward += front * passes.embedding.backward + back * passes.head.backward
+    stage = passes.block * (ranks.most - redone)
+    stage += passes.redone * redone
+    stage += passes.embedding * (ends & ranks.embedding)
+    stage += passes.head * (ends & ranks.head)
     held = memory_terms.held_parameters(job, ranks.parts)
-    tied = (ranks.tied & ranks.embedding).any(axis=1, keepdims=True)
-    held, forward, backward = (
-        each.max(axis=1, keepdims=True) for each in (held, forward, backward)
-    )
-    return Most(held, forward, backward, tied)
+    tied = ranks.tied & ranks.embedding
+    return Most(*(each.max(axis=1, keepdims=True) for each in (held, *stage, tied)))
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------
@@ -197,32 +201,38 @@ class Fitting(NamedTuple):
 
 def fitting(table: Table, ranks: Ranks, room: float) -> Fitting:
     """The fewest blocks that each row may recompute to need at most `room` bytes."""
-    job, given = table.job, table.asked.fixed.get("recompute_layers")
-    layout, stages = job.layout, table.job.layout.stages_per_rank
+    job, fixed = table.job, table.asked.fixed
+    stages = job.layout.stages_per_rank
     redone, whole = memory_terms.kept_of_block(job)
-    flying, held = micro_batches_in_flight(job, ranks), stages * ranks.least
-    alone = ranks.head & (stages == 1) & ~np.bool_(layout.vocab_pp)
-    heads = np.where(alone, flying, 1)
-    states = sum(memory_terms.states_of(job, ranks.parts).values())
-    working = memory_terms.working_of(job, ranks.parts, ranks.blocks * whole, heads)
-    fixed = states + working + memory_terms.buffers_of(job) + job.machine.context
-    fixed = fixed + np.where(layout.vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
-    none = np.equal(layout.recompute, "none")
+    flying = micro_batches_in_flight(job, ranks)
+    unsaved = _beside_activations(job, ranks, flying) + flying * stages * ranks.least * whole
+    none = np.equal(job.layout.recompute, "none")
     saved = np.where(none, 0.0, flying * stages * (whole - redone))  # by one block of each stage
-    unsaved = fixed + flying * held * whole
     smallest = (unsaved - saved * ranks.least).max(axis=1)
     most = ranks.most.max(axis=1, keepdims=True)
-    if table.asked.fixed.get("recompute_blocks") is not None:  # some number of each stage
+    if fixed.get("recompute_blocks") is not None:  # some number of each stage
         return Fitting(smallest <= room + ROUNDING, np.zeros_like(most), smallest)
-    if "recompute_layers" in table.asked.fixed:
-        fewest = np.full_like(most, given if given is not None else job.model.layers)
-    else:
-        over = np.maximum(0.0, unsaved - room)
-        enough = np.ceil(over / np.where(saved > 0, saved, np.inf)).max(axis=1, keepdims=True)
-        fewest = np.clip(enough, 1, most).astype(int)
+    over = np.maximum(0.0, unsaved - room)
+    enough = np.ceil(over / np.where(saved > 0, saved, np.inf)).max(axis=1, keepdims=True)
+    fewest = np.clip(enough, 1, most).astype(int)
+    if "recompute_layers" in fixed:
+        given = fixed["recompute_layers"]
+        fewest = np.full_like(most, job.model.layers if given is None else given)
     fewest = np.where(none, 0, np.minimum(fewest, most))
     needed = (unsaved - saved * np.minimum(fewest, ranks.least)).max(axis=1)
     return Fitting(needed <= room + ROUNDING, fewest, smallest)
+
+
+def _beside_activations(job: Job, ranks: Ranks, flying: np.ndarray) -> np.ndarray:
+    """Bytes that a rank needs at least beside what its blocks keep."""
+    vocab_pp = job.layout.vocab_pp
+    _, whole = memory_terms.kept_of_block(job)
+    one_stage = job.layout.stages_per_rank == 1
+    heads = np.where(ranks.head & one_stage & ~np.bool_(vocab_pp), flying, 1)
+    states = sum(memory_terms.states_of(job, ranks.parts).values())
+    working = memory_terms.working_of(job, ranks.parts, ranks.blocks * whole, heads)
+    sent = np.where(vocab_pp, memory_terms.sent_to_ranks(job), 0.0)
+    return states + working + sent + memory_terms.buffers_of(job) + job.machine.context
 
 
 def micro_batches_in_flight(job: Job, ranks: Ranks) -> np.ndarray:
