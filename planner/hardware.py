@@ -13,11 +13,8 @@ numbers have their source there. A name in place of a number is a constant fitte
 import math
 import re
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from config.command_line import read_toml
 from config.messages import UserError, nearest
@@ -35,22 +32,11 @@ class Link:
     latency: float
     bandwidth: float
     fraction: float  # in a ring collective of long messages
-    # [nodes, share] ...: what is left of the fraction in a ring over so many nodes, interpolated.
-    by_nodes: tuple[tuple[float, float], ...] = ()
 
     @property
     def speed(self) -> float:
         """Bytes per second that a long ring collective achieves."""
         return self.bandwidth * self.fraction
-
-    def over(self, nodes: Any) -> Any:
-        """Bytes per second that a long ring over that many nodes, or each of a column, achieves."""
-        points = self.by_nodes
-        share = points[0][1] if points else 1.0
-        for (low, before), (high, after) in pairwise(points):
-            along = np.log(np.clip(nodes, low, high) / low) / math.log(high / low)
-            share = share * (after / before) ** along
-        return self.speed * share
 
 
 @dataclass(frozen=True)
@@ -238,8 +224,7 @@ def _build(name: str, entries: dict[str, Any], values: dict[str, float]) -> Mach
 
     entries = filled(entries)
     for link in ("nvlink", "network"):
-        points = tuple(tuple(point) for point in entries[link].get("by_nodes", ()))
-        entries[link] = Link(**entries[link] | {"by_nodes": points})
+        entries[link] = Link(**entries[link])
     entries["software"] = Software(**entries.get("software", {}))
     return Machine(name=name, **entries)
 

@@ -162,8 +162,7 @@ def ring(machine: Machine, ranks: Column, stride: Column) -> Link:
     inside = ranks <= local
     groups = machine.node / local
     crossing = np.where(local > 1, machine.crossing, 1.0)
-    nodes = -(-ranks // local)
-    shared = machine.network.over(nodes) / groups * crossing
+    shared = machine.network.speed / groups * crossing
     slowest = np.minimum(machine.nvlink.speed, shared)
     speed: Column = np.where(inside, machine.nvlink.speed, slowest)
     latency: Column = np.where(inside, machine.nvlink.latency, machine.network.latency)
@@ -188,7 +187,7 @@ def all_to_all(machine: Machine, ranks: Column, stride: Column, count: Column) -
     local = _on_one_node(machine, ranks, stride)
     inside = count * (local - 1) / ranks / machine.nvlink.speed + machine.nvlink.latency
     sent = count * (ranks - local) / ranks * machine.node
-    across = sent / machine.network.over(-(-ranks // local)) + machine.network.latency
+    across = sent / machine.network.speed + machine.network.latency
     seconds = np.where(ranks <= local, inside, np.maximum(inside, across))
     return np.where(ranks < 2, 0.0, seconds)
 

@@ -392,12 +392,6 @@ def test_a_split_backward_hides_no_collective():
     assert split.backward > plain.backward
 
 
-def test_a_network_by_nodes_is_interpolated():
-    link = hardware.Link(0.0, 100.0, 0.5, ((1, 1.0), (4, 0.25), (64, 0.125)))
-    assert [link.over(n) for n in (1, 2, 4, 64, 999)] == pytest.approx([50, 25, 12.5, 6.25, 6.25])
-    assert hardware.Link(0.0, 100.0, 0.5).over(999) == 50
-
-
 # ------------------------------------------------------------------------------------------------
 # Risk
 # ------------------------------------------------------------------------------------------------
