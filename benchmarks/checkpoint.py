@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import trainer
-from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
+from checkpointing.state import Progress
 from config import model_stats, validation
 from config import schema as configuration
 from config.command_line import build

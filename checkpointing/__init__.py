@@ -7,7 +7,8 @@ verification  whether a checkpoint is whole and sound
 writer        writes one save, mostly in the background
 save          `Checkpointer`: saves and loads a run while training continues
 host_buffers  host memory into which a save copies the state
-load          reads a checkpoint under any layout; `Progress` of a run
+load          reads a checkpoint under any layout
+state         what of a run is saved and loaded: `Progress`, the parts of tensors that a rank has
 hf_export     Hugging Face weights, out and in
 hf_mappings   which tensors of the families of Hugging Face transformers make which of ours
 

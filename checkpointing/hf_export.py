@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 from checkpointing import file_format, folders
 from checkpointing.hf_mappings import Rule, hf_config, model_shape, rules
 from checkpointing.index import Index
-from checkpointing.load import Progress
 from checkpointing.save import origin
+from checkpointing.state import Progress
 from checkpointing.verification import check_shapes
 from config import families
 from config.command_line import make_model

@@ -1,13 +1,14 @@
 """Reads index.h5, and any part of a tensor from the shards that it names.
 
-A checkpoint may come from a stranger. HDF5 opens no file by itself here: it is given open ones,
-links are not followed, and elements are read without it, from places in listed shards.
+A checkpoint may come from a stranger. HDF5 opens no file by itself here: it is given open ones, and
+links are not followed. The flat arrays of a shard are mapped into memory where HDF5 says that they
+are, and numpy copies parts of them.
 """
 
 import contextlib
 import functools
-import io
 import math
+import mmap
 import os
 import secrets
 from collections import defaultdict
@@ -21,8 +22,6 @@ from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, ope
 from config.messages import UserError
 
 GROUPS = ("model", "progress", "optimizer", "data", "run")  # of index.h5, with attributes only
-ROW = 2**14  # bytes: shorter rows of which a part is wanted are read whole,
-BLOCK = 2**20  # so many bytes at once
 MOST_OPEN = 128  # shards
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
 _PRIME = 2**61 - 1
@@ -82,43 +81,14 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
     return sum(map(weigh, boxes)) % _PRIME == weigh((0, size) for size in shape)
 
 
-def _place(dataset: h5py.Dataset, size: int) -> tuple[int, np.dtype, int]:
-    """Of a flat array in a file of that size: byte of its first element, type, elements."""
-    properties, dtype = dataset.id.get_create_plist(), _dtype_of(dataset)
-    if properties.get_layout() != h5py.h5d.CONTIGUOUS or properties.get_external_count():
-        raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
+def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
+    """A flat array of a mapped file; ValueError if it is not stored there in one piece."""
+    properties = dataset.id.get_create_plist()
     (elements,), at = dataset.shape, dataset.id.get_offset()
-    if at is None or at + elements * dtype.itemsize > size:
-        raise ValueError(f"{dataset.name!r} has {elements} elements, more than the file")
-    return at, dtype, elements
-
-
-def _read_part(
-    file: int, at: int, dtype: np.dtype, shape: Shape, part: Box, out: np.ndarray
-) -> None:
-    """Fill `out` with a part of the array of that shape at byte `at` of an open file."""
-    (first, last), row = part[0], math.prod(shape[1:]) * dtype.itemsize
-    whole_rows = part[1:] == tuple((0, size) for size in shape[1:])
-    if whole_rows and out.flags.c_contiguous and out.dtype == dtype:
-        _fill(file, at + first * row, out)
-    elif row > ROW:
-        for i in range(first, last):
-            _read_part(file, at + i * row, dtype, shape[1:], part[1:], out[i - first])
-    else:
-        step, columns = BLOCK // row, tuple(slice(a, b) for a, b in part[1:])
-        for i in range(first, last, step):
-            rows = np.empty((min(step, last - i), *shape[1:]), dtype)
-            _fill(file, at + i * row, rows)
-            out[i - first : i - first + len(rows)] = rows[:, *columns]
-
-
-def _fill(file: int, at: int, array: np.ndarray) -> None:
-    buffer = memoryview(array.data).cast("B")
-    while buffer:
-        count = os.preadv(file, [buffer], at)
-        if not count:
-            raise ValueError("a shard ends too early")
-        at, buffer = at + count, buffer[count:]
+    plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
+    if not plain or at is None:
+        raise ValueError(f"{dataset.name!r} is not stored in one piece in this file")
+    return np.frombuffer(mapped, _dtype_of(dataset), elements, at)  # ValueError beyond its end
 
 
 class Index:
@@ -132,8 +102,7 @@ class Index:
     def __init__(self, folder: str):
         self.folder, self.path = folder, os.path.join(folder, INDEX)
         self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor, its sources
-        self._files: dict[str, io.FileIO] = {}  # open shards
-        self._places: dict[str, dict[str, tuple[int, np.dtype, int]]] = {}
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}  # of mapped shards, by kind
         with _reading(self.path):
             self._raw = open_regular(self.path)
             self.file = h5py.File(self._raw, "r")
@@ -147,8 +116,9 @@ class Index:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        for file in (*self._files.values(), self.file, self._raw):
-            file.close()
+        self._arrays.clear()
+        self.file.close()
+        self._raw.close()
 
     def attributes(self, group: str) -> dict[str, Any]:
         """The attributes of a group, as plain Python values: text, numbers, booleans."""
@@ -191,9 +161,9 @@ class Index:
             if any(group.keys() != self.shapes.keys() for group in self._tensors.values()):
                 raise ValueError(f"{', '.join(self.kinds)} have different tensors")
             for name in sorted(files.keys() - {INDEX})[rank::size]:
-                places = self._places_in(name)
-                lengths = {elements for _, _, elements in places.values()}
-                if {k: v[1] for k, v in places.items()} != self.dtypes or len(lengths) > 1:
+                arrays = self._arrays_in(name)
+                types = {kind: array.dtype for kind, array in arrays.items()}
+                if types != self.dtypes or len({len(array) for array in arrays.values()}) > 1:
                     raise ValueError(f"{name} has not one array of the same length for each kind")
             for name in list(self.shapes)[rank::size]:
                 for kind in self.kinds:
@@ -205,7 +175,7 @@ class Index:
         for file, at, box in self._sources_of(name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
-            needed, there = at + elements_in(box), self._places_in(file)[kind][2]
+            needed, there = at + elements_in(box), len(self._arrays_in(file)[kind])
             if needed > there:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
 
@@ -225,11 +195,10 @@ class Index:
         """Fill the elements of `out`, a box of a tensor, that are in a box of a shard."""
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
         if all(a < b for a, b in both):
-            part = tuple((a - c, b - c) for (a, b), (c, _) in zip(both, stored))
-            target = out[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, box))]
-            start, dtype, _ = self._places_in(file)[kind]
-            start, shape = start + at * dtype.itemsize, tuple(b - a for a, b in stored)
-            _read_part(self._open(file).fileno(), start, dtype, shape, part, target)
+            part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, stored))
+            target = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, box))
+            there = self._arrays_in(file)[kind][at : at + elements_in(stored)]
+            out[target] = there.reshape([b - a for a, b in stored])[part]
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
         """A whole tensor, in the type it was saved in."""
@@ -272,21 +241,14 @@ class Index:
             self._known[name] = self._sources("weights", name)
         return self._known[name]
 
-    def _open(self, shard: str) -> io.FileIO:
-        """An open shard; of too many, the one that was opened first is closed."""
-        if shard not in self._files:
-            if len(self._files) == MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            self._files[shard] = open_regular(os.path.join(self.folder, shard))
-        return self._files[shard]
-
-    def _places_in(self, shard: str) -> dict[str, tuple[int, np.dtype, int]]:
-        """The place of each flat array of a shard, by kind."""
-        if shard not in self._places:
-            with _reading(os.path.join(self.folder, shard)):
-                raw = self._open(shard)
-                size = os.fstat(raw.fileno()).st_size
-                with h5py.File(raw, "r") as file:
-                    datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
-                    self._places[shard] = {k: _place(d, size) for k, d in datasets.items()}
-        return self._places[shard]
+    def _arrays_in(self, shard: str) -> dict[str, np.ndarray]:
+        """The flat arrays of a shard, by kind; of too many shards, the oldest is unmapped."""
+        if shard not in self._arrays:
+            if len(self._arrays) == MOST_OPEN:
+                del self._arrays[next(iter(self._arrays))]
+            path = os.path.join(self.folder, shard)
+            with _reading(path), open_regular(path) as raw, h5py.File(raw, "r") as file:
+                mapped = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
+                datasets = {kind: _member(file, kind, h5py.Dataset) for kind in file}
+                self._arrays[shard] = {k: _array_in(mapped, d) for k, d in datasets.items()}
+        return self._arrays[shard]

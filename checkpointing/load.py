@@ -7,22 +7,25 @@ make no difference. Weights that a rank does not own come from its data replicas
 """
 
 import dataclasses
-import hashlib
 import json
-import math
 import os
 from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from checkpointing import folders
-from checkpointing.file_format import Box, split_into_boxes
 from checkpointing.index import Index
+from checkpointing.state import (
+    Progress,
+    checkpoints_folder,
+    fingerprint,
+    global_boxes,
+    unpadded_shards,
+)
 from checkpointing.verification import check_files
 from config.command_line import make_model
 from config.messages import UserError
@@ -32,74 +35,12 @@ from corpora.usage import Usage
 from data import Samples
 from distributed.mesh import Mesh
 from distributed.store import StoreExchange
-from zero import Optimizer, ParamShard
+from zero import Optimizer
 
 # Options of a model on which no tensor depends if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
 # Options of data that a resumed run prints if they have changed, as it does those of training.
 DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run is: steps done, samples consumed, how many of these in skipped steps, and the
-    text that was read.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_samples: int = 0
-    usage: Usage = field(default_factory=Usage)
-
-    def counts(self) -> dict[str, int]:
-        """The attributes of a checkpoint's group /progress."""
-        values = dataclasses.asdict(self)
-        return {name: value for name, value in values.items() if name != "usage"}
-
-
-def checkpoints_folder(config: Config) -> str:
-    """Where a run's checkpoints are."""
-    return os.path.join(config.run.out, "checkpoints")
-
-
-def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
-    """All that this rank owns of the optimizer's state, without padding.
-
-    Raises ValueError if a tensor is padded along another dimension than the first.
-    """
-    result = []
-    for shard in optimizer.owned():
-        spec, shape, stop = shard.spec, shard.shape, shard.stop
-        if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
-            if spec.dim != 0:
-                raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
-            stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
-        if shard.start < stop:
-            result.append(dataclasses.replace(shard, stop=stop))
-    return result
-
-
-def global_boxes(shard: ParamShard) -> list[Box]:
-    """The shard's elements as boxes of the global tensor, in order."""
-    spec, result = shard.spec, []
-    for box in split_into_boxes(shard.shape, shard.start, shard.stop):
-        if spec.dim is not None:
-            a, b = box[spec.dim]
-            moved = (a + spec.start, b + spec.start)
-            box = (*box[: spec.dim], moved, *box[spec.dim + 1 :])
-        result.append(box)
-    return result
-
-
-def fingerprint(samples: Samples | None, consumed: int) -> str:
-    """Which samples were consumed: a hash of the 1st, 2nd, 4th, 8th, ... of them; "" for none."""
-    if samples is None:
-        return ""
-    digest, number = hashlib.sha256(), 1
-    while number <= min(consumed, len(samples)):
-        digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
-        number *= 2
-    return digest.hexdigest()[:16]
 
 
 def check_begin(config: Config, done: Progress) -> None:

@@ -28,7 +28,8 @@ import torch
 from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.host_buffers import HostBuffers
-from checkpointing.load import Loader, Progress, checkpoints_folder, fingerprint
+from checkpointing.load import Loader
+from checkpointing.state import Progress, checkpoints_folder, fingerprint
 from checkpointing.writer import (
     PendingSave,
     Writer,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from checkpointing import file_format, folders
-from checkpointing.load import Progress, global_boxes, unpadded_shards
+from checkpointing.state import Progress, global_boxes, unpadded_shards
 from config import model_stats
 from config.run_options import Run
 from config.schema import Config

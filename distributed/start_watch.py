@@ -79,12 +79,13 @@ class Watched:
 
     def _report(self) -> None:
         """Print that the rank has died, and write the case into the folder of the run."""
-        from watchdog.monitor import Rank, report  # rarely needed, and a start is not to wait
+        # Rarely needed, and a start is not to wait for them.
+        from watchdog.monitor import Rank, report
+        from watchdog.wait_graph import Case
 
         (number, size), now = self._rank(), time.monotonic()
         rank = Rank(number, now, now, node_name(), self.pid, state="gone", error=self.error)
-        case = {"kind": "dead", "first": number, "gone": [number], "culprits": [number]}
-        case |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "size": size}
+        case = Case("dead", size, first=number, gone=[number], culprits=[number])
         report(case, {number: rank.to_dict(now)}, self.out)
 
     def _rank(self) -> tuple[int, int]:

@@ -30,8 +30,8 @@ import torch
 
 import data
 import trainer
-from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
+from checkpointing.state import Progress
 from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
 from config.schema import Config, coordinates
 from distributed.placement import allowed_cores

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from checkpointing.folders import unused_number
-from checkpointing.load import Progress
+from checkpointing.state import Progress
 from config import families, model_stats
 from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.schema import Config, batch_schedule

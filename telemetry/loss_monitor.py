@@ -16,7 +16,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from checkpointing.load import Progress
+from checkpointing.state import Progress
 from config.messages import UserError
 from config.schema import Config
 from data import Samples

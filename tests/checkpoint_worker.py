@@ -15,8 +15,8 @@ from golden_worker import run_jobs
 import data
 import trainer
 from checkpointing import writer
-from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
+from checkpointing.state import Progress
 from config import schema as configuration
 from config import validation
 from config.command_line import build

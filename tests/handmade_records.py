@@ -4,7 +4,7 @@ import json
 
 from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder, Operation
-from watchdog.wait_graph import WaitGraph, find_culprits
+from watchdog.wait_graph import Case, WaitGraph, find_culprits
 
 
 class Ranks:
@@ -47,8 +47,12 @@ class Ranks:
         return json.loads(json.dumps(ranks), object_hook=with_numbers)
 
     def culprits(self, **case) -> list[int]:
-        case = {"kind": "hang", "limit": 60.0, "still": 0, **case}
-        return find_culprits(case, WaitGraph(self.to_dict()))
+        return find_culprits(hang(**case), WaitGraph(self.to_dict()))
+
+
+def hang(**case) -> Case:
+    """A case of eight ranks."""
+    return Case("hang", 8, **{"limit": 60.0, "still": 0, "time": "now"} | case)
 
 
 def with_numbers(values: dict) -> dict:

@@ -21,7 +21,8 @@ from ranks import fork_ranks
 import trainer
 from checkpointing import file_format, folders, save, verification
 from checkpointing.index import Index
-from checkpointing.load import Progress, repeatability
+from checkpointing.load import repeatability
+from checkpointing.state import Progress
 from config import validation
 from config.messages import UserError
 

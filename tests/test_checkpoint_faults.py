@@ -18,7 +18,7 @@ from ranks import fork_ranks, start
 
 import trainer
 from checkpointing import file_format, folders, save
-from checkpointing.load import Progress
+from checkpointing.state import Progress
 from config import validation
 from config.messages import UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from handmade_records import Ranks
+from handmade_records import Ranks, hang
 from ranks import start
 
 from watchdog import flight_recorder, hang_report
@@ -213,7 +213,7 @@ def test_waits_are_followed_over_axes():
     assert WaitGraph(values).blockers(0) == [1]
     assert WaitGraph(values).blockers(1) == [5]
     report = hang_report.format_report(
-        {"kind": "hang", "limit": 60.0, "still": 0, "time": "now"} | {"culprits": [7]},
+        hang(culprits=[7]),
         values,
         "out",
     )
@@ -242,7 +242,7 @@ def test_a_silent_rank_is_named_even_if_it_had_entered():
     ranks.collective("world", tuple(range(8)), range(8))
     assert ranks.culprits() == []
     assert "NO CULPRIT AMONG THE RANKS" in hang_report.format_report(
-        {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []},
+        hang(),
         ranks.to_dict(),
         "out",
     )
@@ -278,7 +278,7 @@ def test_a_cycle_and_different_operations_are_reported():
         ranks.states[rank] = "left"
         ranks.still[rank] = 0.0
     assert ranks.culprits() == []
-    case = {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": []}
+    case = hang()
     assert "wait for one another in a cycle" in hang_report.format_report(
         case, ranks.to_dict(), "out"
     )
@@ -299,9 +299,9 @@ def write_report(out: Path) -> str:
     """A report of rank 5 in out/hang; returns its text."""
     ranks = Ranks()
     ranks.collective("world", tuple(range(8)), [0, 1, 2, 3, 4, 6, 7])
-    case = {"kind": "hang", "limit": 60.0, "still": 0, "time": "now", "culprits": [5]}
+    case = hang(culprits=[5])
     report = hang_report.format_report(case, ranks.to_dict(), str(out))
-    hang_report.write_files(str(out / "hang"), case, ranks.to_dict(), report)
+    hang_report.write_files(str(out / "hang"), case.to_dict(), ranks.to_dict(), report)
     return report
 
 

@@ -6,7 +6,7 @@ from checkpoint_worker import build_run, make, save_some
 from ranks import fork_one
 
 from checkpointing import folders
-from checkpointing.load import Progress
+from checkpointing.state import Progress
 
 
 def test_which_steps_are_kept():

@@ -13,8 +13,8 @@ from ranks import fork_ranks
 
 import data
 import trainer
-from checkpointing import load, save
-from checkpointing.load import Progress
+from checkpointing import save
+from checkpointing.state import Progress
 from config import schema as configuration
 from config import validation
 from config.command_line import parse
@@ -284,7 +284,7 @@ def test_without_checkpoints_the_error_names_none(tmp_path):
         see(monitor, i, math.inf, skipped=True)
     assert monitor.diverged
     with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
-        trainer.give_up(monitor, load.Progress(3, 12), saver)
+        trainer.give_up(monitor, Progress(3, 12), saver)
 
 
 def test_a_save_that_was_put_off_is_made_at_the_next_call(tmp_path):

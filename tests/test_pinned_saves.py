@@ -12,7 +12,7 @@ from checkpoint_worker import build_run, make
 
 from checkpointing import save
 from checkpointing.host_buffers import HostBuffers
-from checkpointing.load import Progress
+from checkpointing.state import Progress
 
 
 @pytest.mark.parametrize("count", [1, 700, 2**20, 2**20 + 1, 3 * 2**19 - 5])

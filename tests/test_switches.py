@@ -30,8 +30,8 @@ import trainer
 from checkpoint import check_files
 from checkpointing import file_format, folders, save
 from checkpointing.index import Index
-from checkpointing.load import Progress
 from checkpointing.save import Checkpointer
+from checkpointing.state import Progress
 from config import validation
 from config.run_options import Run
 from distributed import stop_conditions

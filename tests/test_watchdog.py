@@ -214,7 +214,7 @@ def calls_to_find_a_hang(size: int) -> int:
         case = watched._find_hang(1000.0)
     finally:
         sys.setprofile(None)
-    assert case["kind"] == "hang"
+    assert case.kind == "hang"
     return calls
 
 

@@ -19,17 +19,18 @@ from typing import Any
 
 from config.messages import Parser, UserError, number_ranges, sentences
 from watchdog.flight_recorder import describe_place
-from watchdog.wait_graph import Ranks, WaitGraph
+from watchdog.wait_graph import Case, Ranks, WaitGraph
 
 _ranges = functools.partial(number_ranges, between=", ")
 _RULE = "=" * 80  # the first and the last line
 SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24  # lines: of waits, and of places
 
 
-def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
-    """The report as text for people. case: see monitor.py; out: the run's --out, or empty."""
-    culprits, graph = case["culprits"], WaitGraph(ranks)
-    lines = ["", _RULE, f"{case['time']}: {_headline(case, ranks)}"]
+def format_report(case: Case, ranks: Ranks, out: str) -> str:
+    """The report as text for people. out: the run's --out, or empty."""
+    culprits = case.culprits
+    graph = WaitGraph(ranks)
+    lines = ["", _RULE, f"{case.time}: {_headline(case, ranks)}"]
     for rank in culprits[:SHOWN_CULPRITS]:
         if rank in ranks:
             lines += _describe_rank(ranks[rank], graph)
@@ -44,24 +45,26 @@ def format_report(case: dict[str, Any], ranks: Ranks, out: str) -> str:
     return "\n".join([*lines, _RULE])
 
 
-def _headline(case: dict[str, Any], ranks: Ranks) -> str:
-    if case["kind"] == "missing":
+def _headline(case: Case, ranks: Ranks) -> str:
+    if case.kind == "missing":
         return (
-            f"ranks {_ranges(case['missing'])} of {case['size']} did not connect to the watchdog "
-            f"in {case['limit']:.0f} s: see their output"
+            f"ranks {_ranges(case.missing)} of {case.size} did not connect to the watchdog in "
+            f"{case.limit:.0f} s: see their output"
         )
-    if case["kind"] == "failed":
-        return f"rank {case['first']} failed first, with the exception below"
-    if case["kind"] == "dead":
-        also = [rank for rank in case["gone"] if rank != case["first"]]
+    if case.kind == "failed":
+        return f"rank {case.first} failed first, with the exception below"
+    if case.kind == "dead":
+        also = [rank for rank in case.gone if rank != case.first]
         rest = f"; ranks {_ranges(also)} ended after it" if also else ""
         return (
-            f"DEAD: {_name(ranks[case['first']])} ended without a goodbye: killed (by the "
+            f"DEAD: {_name(ranks[case.first])} ended without a goodbye: killed (by the "
             f"out-of-memory killer, the scheduler, a user), crashed, or os._exit{rest}"
         )
-    still, limit = ranks[case["still"]]["still"], f"{case['limit']:.1f} s (--hang-timeout)"
-    progress = f"no progress for {still:.1f} s, the limit is {limit}"
-    return f"HANG: rank {case['still']} has made {progress}"
+    seconds = ranks[case.still]["still"]
+    return (
+        f"HANG: rank {case.still} has made no progress for {seconds:.1f} s, the limit is "
+        f"{case.limit:.1f} s (--hang-timeout)"
+    )
 
 
 def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:

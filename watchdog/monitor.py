@@ -7,8 +7,7 @@ heartbeat.start_monitor starts it. It ends the job when
     no progress for too long                a hang, unless all stalled ranks wait for a moving one
 
 It asks all ranks for stacks and records, prints the cause and writes OUT/hang (hang_report.py),
-tells the ranks to end, and kills those that do not. A *case* is what it saw: {"kind": "dead",
-"failed", "hang" or "missing", ...}, later with its time and its culprits.
+tells the ranks to end, and kills those that do not.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from typing import Any
 from watchdog import hang_report
 from watchdog.handshake import Entrance, Process
 from watchdog.heartbeat import encode, kill_process, process_state
-from watchdog.wait_graph import Ranks, WaitGraph, find_culprits
+from watchdog.wait_graph import Case, Ranks, WaitGraph, find_culprits
 
 MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0  # the default of --hang-timeout: the longer one
 # Until so many steps are done, data and checkpoints are read and kernels built: the limit is
@@ -258,22 +257,24 @@ class Monitor:
 
     # -- the decision -----------------------------------------------------------------------
 
-    def _find_case(self, now: float) -> dict[str, Any] | None:
+    def _find_case(self, now: float) -> Case | None:
         """The case for which the job must end, if there is one."""
         if self.dead:
-            return {"kind": "dead", "first": self.dead[0]}
+            return Case("dead", self.size, first=self.dead[0])
         if self.failures:
             rank, when = self.failures[0]
-            return {"kind": "failed", "first": rank} if now - when >= FAILURE_DELAY else None
+            if now - when < FAILURE_DELAY:
+                return None
+            return Case("failed", self.size, first=rank)
         if len(self.ranks) < self.size and now - self.began > ALL_RANKS_TIMEOUT:
             missing = sorted(set(range(self.size)) - set(self.ranks))
-            return {"kind": "missing", "missing": missing, "limit": ALL_RANKS_TIMEOUT}
+            return Case("missing", self.size, missing=missing, limit=ALL_RANKS_TIMEOUT)
         if now - self.checked < POLL_SECONDS:  # a thousand ranks send that many messages
             return None
         self.checked = now
         return self._find_hang(now)
 
-    def _find_hang(self, now: float) -> dict[str, Any] | None:
+    def _find_hang(self, now: float) -> Case | None:
         """A hang: a rank is stalled, and so are the ranks at the ends of its chains of waits."""
         if not self.given_limit:
             steps = [r.snapshot["median_step"] for r in self.ranks.values() if r.snapshot]
@@ -291,7 +292,7 @@ class Monitor:
         if causes and all(now - rank.moved < self._limit_of(rank) for rank in causes):
             return None
         slowest = min(stalled, key=lambda rank: rank.moved)
-        return {"kind": "hang", "still": slowest.rank, "limit": self._limit_of(slowest)}
+        return Case("hang", self.size, still=slowest.rank, limit=self._limit_of(slowest))
 
     def _limit_of(self, rank: Rank) -> float:
         """The limit in seconds for one rank: longer until it has done its first steps."""
@@ -304,26 +305,25 @@ class Monitor:
 
     # -- the end of the job -----------------------------------------------------------------
 
-    def _ask_ranks(self, case: dict[str, Any]) -> dict[str, Any] | None:
+    def _ask_ranks(self, case: Case) -> Case | None:
         """The case after the ranks were asked; None for a hang if they have gone on since.
 
         Ranks that got little processor time may seem to hang until they answer.
         """
-        if case["kind"] == "failed":
-            self._let_print(self.ranks[case["first"]])
+        if case.kind == "failed":
+            self._let_print(self.ranks[case.first])
             return case
         self._inspect_ranks()
-        return self._find_hang(time.monotonic()) if case["kind"] == "hang" else case
+        return self._find_hang(time.monotonic()) if case.kind == "hang" else case
 
-    def _close(self, case: dict[str, Any]) -> None:
+    def _close(self, case: Case) -> None:
         """Report, end the job."""
-        failed = case["kind"] == "failed"
+        failed = case.kind == "failed"
         ranks = self._describe_ranks(time.monotonic())
-        when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        case |= {"time": when, "size": self.size, "gone": list(self.dead)}
-        status = self.ranks[case["first"]].exit_status if failed else 0
+        case.gone = list(self.dead)
+        status = self.ranks[case.first].exit_status if failed else 0
         if not status:
-            case["culprits"] = find_culprits(case, WaitGraph(ranks))
+            case.culprits = find_culprits(case, WaitGraph(ranks))
             report(case, ranks, self.out)
         silent = [r for r in self.ranks.values() if r.state == "alive" and r.status is None]
         self._end_ranks(status or 1, [] if failed else silent)
@@ -371,7 +371,7 @@ class Monitor:
                 kill_process(rank.pid, rank.started)
 
 
-def report(case: dict[str, Any], ranks: Ranks, out: str) -> None:
+def report(case: Case, ranks: Ranks, out: str) -> None:
     """Write the files and print, each in a thread: the job must end even if one of them hangs.
 
     A print fails if the launcher has ended; the files are then all that there is. out: the run's
@@ -381,12 +381,12 @@ def report(case: dict[str, Any], ranks: Ranks, out: str) -> None:
 
     def write() -> None:
         try:
-            hang_report.write_files(f"{out}/hang", case, ranks, text)
+            hang_report.write_files(f"{out}/hang", case.to_dict(), ranks, text)
         except OSError as error:
             _print(f"the watchdog cannot write its files: {error}")
 
     threads = [threading.Thread(target=write, daemon=True)] if out else []
-    if case["kind"] != "failed":  # then the rank itself has printed its error
+    if case.kind != "failed":  # then the rank itself has printed its error
         threads.append(threading.Thread(target=_print, args=(text,), daemon=True))
     for thread in threads:
         thread.start()

@@ -9,10 +9,42 @@ may itself wait, on another axis of the mesh, and so on; a rank at the end of su
 wait and is the cause. What ranks share is computed once for all: they may be a thousand.
 """
 
+import dataclasses
+import time
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 Ranks = dict[int, dict[str, Any]]  # monitor.Rank.to_dict of each
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+@dataclass
+class Case:
+    """What the monitor saw, for which it ends the job.
+
+    kind: dead, failed, hang, or missing (ranks that did not connect). size: ranks of the job.
+    first: the rank that died or failed first. still: in a hang, that without progress for longest.
+    limit: seconds of the limit that is exceeded. gone: ranks that are dead by now. culprits: ranks
+    that are the cause, most likely first.
+    """
+
+    kind: str
+    size: int
+    first: int = -1
+    still: int = -1
+    limit: float = 0.0
+    missing: list[int] = field(default_factory=list)
+    gone: list[int] = field(default_factory=list)
+    culprits: list[int] = field(default_factory=list)
+    time: str = field(default_factory=_now)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for case.json."""
+        return dataclasses.asdict(self)
 
 
 class WaitGraph:
@@ -87,13 +119,13 @@ def _wait_of(snapshot: dict[str, Any]) -> dict[str, Any] | None:
     return wait if wait and wait["ranks"] else None
 
 
-def find_culprits(case: dict[str, Any], graph: WaitGraph) -> list[int]:
+def find_culprits(case: Case, graph: WaitGraph) -> list[int]:
     """The ranks that caused a case, most likely first; empty if no chain of waits ends."""
-    if "first" in case:
-        return [case["first"]]
-    if case["kind"] == "missing":
-        return case["missing"]
+    if case.kind in ("dead", "failed"):
+        return [case.first]
+    if case.kind == "missing":
+        return case.missing
     still = {number: rank["still"] for number, rank in graph.ranks.items()}
-    stalled = {number for number in still if still[number] >= case["limit"] / 2}
+    stalled = {number for number in still if still[number] >= case.limit / 2}
     ends = [number for number in graph.chain_ends(stalled) if number in stalled]
     return sorted(ends, key=lambda number: -still[number])

@@ -1,0 +1,77 @@
+"""What of a run is saved and loaded: its progress, and this rank's part of every tensor."""
+
+import dataclasses
+import hashlib
+import math
+import os
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from checkpointing.file_format import Box, split_into_boxes
+from config.schema import Config
+from corpora.usage import Usage
+from data import Samples
+from zero import Optimizer, ParamShard
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: steps done, samples consumed, how many of these in skipped steps, and the
+    text that was read.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_samples: int = 0
+    usage: Usage = field(default_factory=Usage)
+
+    def counts(self) -> dict[str, int]:
+        """The attributes of a checkpoint's group /progress."""
+        values = dataclasses.asdict(self)
+        return {name: value for name, value in values.items() if name != "usage"}
+
+
+def checkpoints_folder(config: Config) -> str:
+    """Where a run's checkpoints are."""
+    return os.path.join(config.run.out, "checkpoints")
+
+
+def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
+    """All that this rank owns of the optimizer's state, without padding.
+
+    Raises ValueError if a tensor is padded along another dimension than the first.
+    """
+    result = []
+    for shard in optimizer.owned():
+        spec, shape, stop = shard.spec, shard.shape, shard.stop
+        if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
+            if spec.dim != 0:
+                raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
+            stop = min(stop, (spec.stop - spec.start) * math.prod(shape[1:]))
+        if shard.start < stop:
+            result.append(dataclasses.replace(shard, stop=stop))
+    return result
+
+
+def global_boxes(shard: ParamShard) -> list[Box]:
+    """The shard's elements as boxes of the global tensor, in order."""
+    spec, result = shard.spec, []
+    for box in split_into_boxes(shard.shape, shard.start, shard.stop):
+        if spec.dim is not None:
+            a, b = box[spec.dim]
+            moved = (a + spec.start, b + spec.start)
+            box = (*box[: spec.dim], moved, *box[spec.dim + 1 :])
+        result.append(box)
+    return result
+
+
+def fingerprint(samples: Samples | None, consumed: int) -> str:
+    """Which samples were consumed: a hash of the 1st, 2nd, 4th, 8th, ... of them; "" for none."""
+    if samples is None:
+        return ""
+    digest, number = hashlib.sha256(), 1
+    while number <= min(consumed, len(samples)):
+        digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
+        number *= 2
+    return digest.hexdigest()[:16]
