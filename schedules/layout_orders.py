@@ -72,7 +72,7 @@ def of_layout(
     """The validated schedule that a layout runs; `auto` must have been decided."""
     costs = stage_costs(model, layout, device)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return build(*shape, costs, bool(layout.vocab_pp))
+    return build(*shape, costs, _backward(layout))
 
 
 def evaluation_of_layout(layout: Layout, micro_batches: int) -> Schedule:
@@ -84,7 +84,15 @@ def long_layout(model: ModelShape, layout: Layout, micro_batches: int) -> LongSc
     """What the schedule of a layout takes and holds."""
     costs = stage_costs(model, layout)
     shape = layout.schedule, layout.pp, micro_batches, layout.stages_per_rank
-    return long_schedule(*shape, costs, bool(layout.vocab_pp))
+    return long_schedule(*shape, costs, _backward(layout))
+
+
+def _backward(layout: Layout) -> int:
+    """How many forwards a backward takes among the passes of --vocab-pp; 0 without these."""
+    if not layout.vocab_pp:
+        return 0
+    fewer = layout.recompute_layers is not None or layout.recompute_blocks is not None
+    return 3 if layout.recompute == "full" and not fewer else 2
 
 
 def stage_costs(model: ModelShape, layout: Layout, device: str = "cuda") -> StageCosts | None:

@@ -83,7 +83,7 @@ def long_schedule(
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
 ) -> LongSchedule:
     """What `orders.build` makes of the same arguments; it is not checked.
 

@@ -2,7 +2,7 @@
 
     build("1f1b", 4, 8)                             checked, as the pipeline executes it
     build("searched", 4, 8, costs=costs)            an order for the stages' own costs
-    build("1f1b", 4, 8, vocabulary=True)            with the passes of --vocab-pp
+    build("1f1b", 4, 8, vocabulary=2)               with the passes of --vocab-pp
 
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
 ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
@@ -36,13 +36,14 @@ def build(
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
 ) -> Schedule:
     """The validated schedule of that name in ORDERS or SEARCHED, for any counts >= 1.
 
     virtual: stages of each rank, where the name leaves it open. costs: of its stages, which those
-    of SEARCHED need. vocabulary: with the passes of --vocab-pp. Raises ScheduleError if the result
-    could not run, or if a rank may not hold one micro-batch; `name` is checked by config.
+    of SEARCHED need. vocabulary: with the passes of --vocab-pp, where a backward takes so many
+    forwards; 0: without. Raises ScheduleError if the result could not run, or if a rank may not
+    hold one micro-batch; `name` is checked by config.
     """
     schedule = unchecked(name, ranks, micro_batches, virtual, costs, vocabulary)
     check(schedule, micro_batches, backward=True)
@@ -56,13 +57,13 @@ def unchecked(
     micro_batches: int,
     virtual: int = 1,
     costs: StageCosts | None = None,
-    vocabulary: bool = False,
+    vocabulary: int = 0,
 ) -> Schedule:
     """As `build`, for what is not executed as it is: checking takes as long as building."""
     if vocabulary:
         more = more_ahead(ranks) if name == "1f1b" else 1
         longer = unchecked(name, ranks + more, micro_batches)
-        return with_vocabulary(longer, ranks, micro_batches)
+        return with_vocabulary(longer, ranks, vocabulary)
     rank_of = rank_of_stages(name, ranks, virtual)
     if name in SEARCHED:
         if costs is None:
@@ -82,7 +83,7 @@ def forward_only(
         rows.append(tuple(sorted(row, key=lambda a: (a.micro_batch + a.stage, -a.stage))))
     schedule = Schedule("forward", tuple(rows), rank_of)
     if vocabulary:
-        schedule = with_vocabulary(schedule, len(rows), micro_batches)
+        schedule = with_vocabulary(schedule, len(rows), backward=2)
     check(schedule, micro_batches, backward=False)
     return schedule
 

@@ -18,17 +18,18 @@ that of a pipeline with one rank more, or with two from `MANY` ranks on: an S an
 to wait until some rank has ended a pass.
 """
 
+from itertools import product
 from typing import Any
 
 from schedules.schedule import Action, Schedule
 from schedules.simulation import simulate
 
 MANY = 5  # ranks; with fewer, one micro-batch ahead keeps them as busy as two do
-# When the passes are done, in units of a forward: E before the first stage's forward begins, S and
-# T after the last stage's ends, G after the first stage's backward. Of passes at one time the first
-# one in PLACES is done first.
+# When the passes are done, in units of a forward: E before the first stage's forward begins; S
+# after the last stage's ends, and after the T before; T as long after that forward as a backward
+# takes; G after the first stage's backward. Of passes at one time the first in PLACES is done first.
 BEFORE_FORWARD = 3.0
-AFTER_FORWARD = {"S": 1.0, "T": 2.0}
+AFTER_FORWARD = 1.0
 AFTER_BACKWARD = 2.0
 PLACES = "EGTSFB"
 
@@ -40,26 +41,32 @@ def more_ahead(pp: Any) -> Any:
     return 1 + (pp >= MANY)
 
 
-def with_vocabulary(longer: Schedule, ranks: int, micro_batches: int) -> Schedule:
+def with_vocabulary(longer: Schedule, ranks: int, backward: int) -> Schedule:
     """The schedule of the first `ranks` ranks of a schedule of one stage on each, with E, S, T and,
     if it has backwards, G. It is not checked.
+
+    backward: how many forwards a backward takes, 2 or with all blocks recomputed 3.
     """
+    seconds = {("F", stage): 1.0 for stage in range(longer.stages)}
+    seconds |= {("B", stage): float(backward) for stage in range(longer.stages)}
     timed: list[list[tuple[float, int, Action]]] = [[] for _ in range(ranks)]
 
     def put(rank: int, time: float, action: Action) -> None:
         timed[rank].append((time, PLACES.index(action.kind), action))
 
-    for rank, row in enumerate(simulate(longer)[:ranks]):
+    loss = 0.0  # when T of the micro-batch before is done
+    for rank, row in enumerate(simulate(longer, seconds)[:ranks]):
         for action, start, end in row:
             put(rank, start, action)
-            m = action.micro_batch
-            for other in range(ranks):
-                if action.kind == "F" and rank == 0:
-                    put(other, start - BEFORE_FORWARD, Action("E", other, m))
-                if action.kind == "F" and rank == ranks - 1:
-                    put(other, end + AFTER_FORWARD["S"], Action("S", other, m))
-                    put(other, end + AFTER_FORWARD["T"], Action("T", other, m))
-                if action.kind == "B" and rank == 0:
-                    put(other, end + AFTER_BACKWARD, Action("G", other, m))
+            times = {}
+            if action.kind == "F" and rank == 0:
+                times["E"] = start - BEFORE_FORWARD
+            if action.kind == "F" and rank == ranks - 1:
+                times["S"] = max(loss, end + AFTER_FORWARD)
+                times["T"] = loss = end + backward
+            if action.kind == "B" and rank == 0:
+                times["G"] = end + AFTER_BACKWARD
+            for (kind, time), other in product(times.items(), range(ranks)):
+                put(other, time, Action(kind, other, action.micro_batch))
     rows = tuple(tuple(action for *_, action in sorted(row)) for row in timed)
     return Schedule(longer.name, rows, longer.rank_of[:ranks])
