@@ -19,6 +19,7 @@ from planner.questions import BILLION, Answer, Question, flags
 from planner.step_time import pipeline_time, predict, step_parts
 from schedules.choice import decide_layout
 
+PARTS = (*memory.OF_RUN, "buffers", "context")  # of a GPU's memory
 FREE = Link(0.0, math.inf, 1.0)
 NO_RECOMPUTE: dict[str, Any] = {"recompute": "none", "recompute_layers": None}
 CAUSES = ("compute", "recompute", "tp", "p2p", "host", "bubble", "dp", "tied", "optimizer", "fixed")
@@ -56,7 +57,7 @@ def _facts(question: Question) -> dict[str, Any]:
     layout, _ = decide_layout(job.model, job.layout, job.micro_batches)
     job = job._replace(layout=layout)
     prediction, fullest = predict(*job), memory.fullest(job)
-    parts = {name: getattr(fullest, name) for name in (*memory.OF_RUN, "buffers", "context")}
+    parts = {name: getattr(fullest, name) for name in PARTS}
     return {
         "seconds": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second,

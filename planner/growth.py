@@ -76,25 +76,26 @@ class Table:
         """The plan with these choices, with its restarts."""
         seconds = self.seconds[chosen, range(len(chosen))]
         gpus = self.gpus[list(chosen)]
-        restarts = gpus[1:][np.diff(chosen) != 0]
+        waiting = gpus[1:][np.diff(chosen) != 0]  # while a new stage starts
         return Plan(
-            chosen=tuple(map(int, chosen)),
-            seconds=float(seconds.sum() + self.restart * len(restarts)),
-            gpu_seconds=float(gpus @ seconds + self.restart * restarts.sum()),
+            chosen=tuple(chosen),
+            seconds=float(seconds.sum() + self.restart * len(waiting)),
+            gpu_seconds=float(gpus @ seconds + self.restart * waiting.sum()),
         )
 
     def at_price(self, price: float) -> Plan:
         """The plan of the fewest GPU-seconds + price x seconds, found level by level."""
         rates = self.gpus + price
-        prices = rates[:, None] * self.seconds
-        totals, origins = prices[:, 0], []
-        for level in range(1, prices.shape[1]):
+        first, *others = (rates[:, None] * self.seconds).T
+        totals = first
+        choices = np.arange(len(totals))
+        origins = []
+        for prices in others:
             # For each choice, the cheapest that has no more nodes, from which the run may change.
-            cheapest_before = [int(totals[: at + 1].argmin()) for at in range(len(totals))]
-            changed = totals[cheapest_before] + self.restart * rates
-            stays = totals <= changed
-            origins.append(np.where(stays, range(len(totals)), cheapest_before))
-            totals = np.minimum(totals, changed) + prices[:, level]
+            before = np.array([totals[: choice + 1].argmin() for choice in choices])
+            changed = totals[before] + self.restart * rates
+            origins.append(np.where(totals <= changed, choices, before))
+            totals = np.minimum(totals, changed) + prices
         chosen = [int(totals.argmin())]
         for origin in reversed(origins):
             chosen.insert(0, int(origin[chosen[0]]))
@@ -259,14 +260,15 @@ def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> di
     """The stage of the levels [first, last): where it runs, and what to give train.py in it."""
     begin = levels[first].consumed
     stop = levels[last].consumed if last < len(levels) else 0
-    seconds = sum((levels[i].steps or 0) * choice.seconds[i] for i in range(first, last))
-    words: list[str] = []
-    for name in SEARCHED:
-        words += [f"--{name.replace('_', '-')}", str(getattr(choice.layout, name))]
+    seconds = 0.0
+    for number in range(first, last):
+        seconds += (levels[number].steps or 0) * choice.seconds[number]
+    options = {name: getattr(choice.layout, name) for name in SEARCHED}
     if begin:
-        words += ["--begin-at-samples", str(begin)]
+        options["begin_at_samples"] = begin
     if stop:
-        words += ["--stop-at-samples", str(stop)]
+        options["stop_at_samples"] = stop
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in options.items()]
     return {
         "nodes": choice.nodes,
         "gpus": choice.gpus,
@@ -276,7 +278,7 @@ def _stage(levels: Sequence[Level], choice: Choice, first: int, last: int) -> di
         "days": seconds / DAY,
         "gpu_hours": choice.gpus * seconds / HOUR,
         "layout": asdict(choice.layout),
-        "words": words,
+        "words": " ".join(words).split(),
     }
 
 
@@ -285,11 +287,14 @@ def _lines(data: dict[str, Any]) -> list[str]:
     lines = [" nodes      batches     days   GPU-hours  train.py"]
     for stage in data["stages"]:
         sizes = " to ".join(map(str, stage["batches"]))
-        line = f"{stage['nodes']:6}{sizes:>13}{stage['days']:9.2f}{stage['gpu_hours']:12,.0f}  "
-        lines.append(line + " ".join(stage["words"]))
-    total, same = f"{data['days']:.2f} days, {data['gpu_hours']:,.0f} GPU-hours", data["constant"]
+        words = " ".join(stage["words"])
+        line = f"{stage['nodes']:6}{sizes:>13}{stage['days']:9.2f}{stage['gpu_hours']:12,.0f}"
+        lines.append(f"{line}  {words}")
+    total = f"{data['days']:.2f} days, {data['gpu_hours']:,.0f} GPU-hours"
+    same = data["constant"]
     if same is None:
         return [*lines, f"{total}; no constant number of nodes runs every size in time"]
     saved = 1 - data["gpu_hours"] / same["gpu_hours"]
-    constant = f"{same['nodes']} nodes throughout: {same['days']:.2f} days, "
-    return [*lines, f"{total}; {constant}{same['gpu_hours']:,.0f}: {saved:.1%} fewer GPU-hours"]
+    constant = f"{same['nodes']} nodes throughout: {same['days']:.2f} days"
+    constant += f", {same['gpu_hours']:,.0f}"
+    return [*lines, f"{total}; {constant}: {saved:.1%} fewer GPU-hours"]

@@ -85,25 +85,25 @@ def _row(values: Mapping[str, Any]) -> Row:
     kinds = [CAUSES_OF_WAITS.get(kind, kind) for kind in values["waits"]]
     passes = _numbers([rank["passes"] for rank in ranks]) / 1e6
     around = _numbers([[rank["around"][name] for name in AROUND] for rank in ranks]) / 1e6
-    total, apart, began, offset, error = _numbers(
-        [[rank[name] for name in OF_RANK] for rank in ranks]
-    ).T
+    of_ranks = _numbers([[rank[name] for name in OF_RANK] for rank in ranks])
+    total, apart, began, offset, error = of_ranks.T
     steps = float(_numbers(values["steps"]))
     if steps < 1 or (total <= apart).any():
         raise ValueError("a step takes no time")
-    start, end, data, ready = np.moveaxis(passes, 2, 0)[:4]
-    seconds = _by_cause(passes[:, :, 4:], kinds)
-    seconds[COMPUTE] = end - start - data - seconds.sum(axis=0)
+    start, end, data, ready, *waits = np.moveaxis(passes, 2, 0)
+    seconds = _by_cause(waits, kinds)
     seconds[PLACE["data"]] = data
-    before = around[:, :2, 0]
-    seconds[PLACE["host"]][:, 0] = before.sum(axis=1)
+    seconds[COMPUTE] = end - start - data - sum(waits)
+    log, begin, *after_passes = np.moveaxis(around, 1, 0)
+    host = seconds[PLACE["host"]]
+    host[:, 0] = log[:, 0] + begin[:, 0]
 
     # The rank that ends its passes last is the one that counts from there on: all ranks leave the
     # last phase of a step at once.
     last = int(end[:, -1].argmax())
-    phases = around[last, 2:].sum(axis=0)
-    after = _by_cause(phases[1:], kinds)
-    after[PLACE["optimizer"]] = phases[0]
+    computed, *waits = sum(after_passes)[last]
+    after = _by_cause(waits, kinds)
+    after[PLACE["optimizer"]] = computed
 
     # Ranks of a node have the same clock; its offset is that of the rank with the smallest error.
     nodes = [str(rank["node"]) for rank in ranks]
@@ -130,10 +130,10 @@ def _numbers(values: Any) -> np.ndarray:
     return found
 
 
-def _by_cause(waits: np.ndarray, kinds: Sequence[str]) -> np.ndarray:
-    """The waits, whose kinds are on the last axis, by PLACE on the first axis."""
-    found = np.zeros((len(PLACE), *waits.shape[:-1]))
-    for kind, waited in zip(kinds, np.moveaxis(waits, -1, 0), strict=True):
+def _by_cause(waits: Sequence[Any], kinds: Sequence[str]) -> np.ndarray:
+    """The waits of these kinds, added by PLACE."""
+    found = np.zeros((len(PLACE), *np.shape(waits[0])))
+    for kind, waited in zip(kinds, waits, strict=True):
         found[PLACE[kind]] += waited
     return found
 
@@ -160,17 +160,19 @@ class MeasuredSteps:
             raise ValueError("its passes are not those of its schedule")
         places: dict[Action, tuple[np.ndarray, int]] = {}
         for actions, ranks in zip(order.ranks, self.pipelines.T, strict=True):
-            places |= {action: (ranks, number) for number, action in enumerate(actions)}
+            for number, action in enumerate(actions):
+                places[action] = ranks, number
         self.passes: dict[Action, np.ndarray] = {}
         for action, (ranks, number) in places.items():
             one = seconds[:, :, ranks, number]
             # In place of the wait for an input comes the time of its message, from the end of the
             # pass that made it until it is there.
-            needed = order.input_of(action)
-            sent = ended[:, *places[needed]] if needed else np.inf
-            message = np.maximum(0.0, ready[:, ranks, number] - sent)
-            waited = one[MESSAGE]
-            one[MESSAGE] = np.where(waited < MOST_ARRIVED, 0.0, message)
+            late = one[MESSAGE] >= MOST_ARRIVED
+            one[MESSAGE] = 0.0
+            if needed := order.input_of(action):
+                sender, place = places[needed]
+                message = ready[:, ranks, number] - ended[:, sender, place]
+                one[MESSAGE] = np.maximum(0.0, np.where(late, message, 0.0))
             self.passes[action] = one
 
     def timing_of(self, action: Action) -> Timing:
@@ -182,24 +184,27 @@ class MeasuredSteps:
         """Mean seconds of a step, simulated."""
         slots = simulate_each(self.order, self.timing_of, np.maximum)
         ends = np.max([row[-1].end for row in slots], axis=0)
-        return float(np.mean(ends.max(axis=1) + self.after.sum(axis=0)))
+        steps = ends.max(axis=1) + self.after.sum(axis=0)
+        return float(steps.mean())
 
     def _alike(self, over_stages: bool) -> dict[tuple[str, int], list[Action]]:
-        """The passes by kind and stage; over_stages: by kind alone."""
+        """The passes by kind and stage; over_stages: by kind alone, with stage 0."""
         found = defaultdict[tuple[str, int], list[Action]](list)
         for action in self.passes:
-            found[action.kind, 0 if over_stages else action.stage].append(action)
+            stage = 0 if over_stages else action.stage
+            found[action.kind, stage].append(action)
         return found
 
     def by_stage(self) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
         """Mean seconds of passes, with their waits, and of messages that ranks waited for, by kind
         of pass and stage.
         """
-        runs, messages = {}, {}
+        runs = {}
+        messages = {}
         for key, actions in self._alike(over_stages=False).items():
-            timings = [self.timing_of(action) for action in actions]
-            runs[key] = float(np.mean([timing.runs for timing in timings]))
-            sent = np.array([timing.message for timing in timings])
+            timings = np.array([self.timing_of(action) for action in actions])
+            _, sent, seconds = np.moveaxis(timings, 1, 0)
+            runs[key] = float(seconds.mean())
             messages[key] = float(sent.sum() / max(1, np.count_nonzero(sent)))
         return runs, messages
 
@@ -215,8 +220,10 @@ class MeasuredSteps:
         """For the ranks of every pipeline, the seconds that a usual rank computes as a share of the
         rank's own: 1 unless the rank is slow. shares: of the model's time, by stage.
         """
-        stages = [self.order.stages_on(pp) for pp in range(len(self.order.ranks))]
-        rates = self.computed() / [sum(shares[stage] for stage in held) for held in stages]
+        of_ranks = []
+        for rank in range(len(self.order.ranks)):
+            of_ranks.append(sum(shares[stage] for stage in self.order.stages_on(rank)))
+        rates = self.computed() / of_ranks
         alone = len(self.pipelines) == 1
         usual = np.quantile(rates, 0.5, axis=None if alone else 0, method="lower")
         slow = rates > usual * (SLOW_ALONE if alone else SLOW)

@@ -5,6 +5,7 @@ Another schedule, half the micro-batch and another partition run the measured pa
 takes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -40,17 +41,19 @@ def of_passes(
         return {}
     now = makespan(order, passes, sent)
     found = {"bubble": Remedy(0.0, "")}
-    for other, new, its_passes in _orders(config, order, passes):
-        won = now - makespan(new, its_passes, sent)
+    for other, new, new_passes in _orders(config, order, passes):
+        won = now - makespan(new, new_passes, sent)
         found["bubble"] = max(found["bubble"], Remedy(won, changes(layout, other)))
     if layout.stages_per_rank == 1:
         costs = part_costs(model, device)
         blocks = ",".join(map(str, balanced(model.layers, placement(layout), costs)))
+        whole = defaultdict[str, float](float)  # of a micro-batch through all stages, by kind
+        for (kind, _), seconds in passes.items():
+            whole[kind] += seconds
         even: dict[tuple[str, int], float] = {}
         for spec in stage_specs(model, replace(layout, partition=blocks), costs):
-            for kind, stage in passes:
-                even[kind, spec.index] = even.get((kind, spec.index), 0.0)
-                even[kind, spec.index] += passes[kind, stage] * spec.share
+            for kind, seconds in whole.items():
+                even[kind, spec.index] = spec.share * seconds
         found["imbalance"] = Remedy(now - makespan(order, even, sent), f"--partition {blocks}")
     return found
 
@@ -78,19 +81,19 @@ def _fitted(passes: Seconds, order: Schedule, new: Schedule, parts: int) -> Seco
     """
     found: dict[tuple[str, int], float] = {}
     for rank in range(len(order.ranks)):
-        before, after = order.stages_on(rank), new.stages_on(rank)
-        forward, backward, weights = (
-            sum(passes.get((kind, stage), 0.0) for stage in before) / len(after) / parts
-            for kind in "FBW"
-        )
+        stages = new.stages_on(rank)
+        seconds = dict.fromkeys("FBW", 0.0)  # of one stage
+        for (kind, stage), whole in passes.items():
+            if order.rank_of[stage] == rank:
+                seconds[kind] += whole / len(stages) / parts
         if new.split and not order.split:
-            backward = weights = backward / 2
+            seconds["B"] /= 2
+            seconds["W"] = seconds["B"]
         elif order.split and not new.split:
-            backward += weights
-        for stage in after:
-            found["F", stage] = forward
-            found["B", stage] = backward
-            found["W", stage] = weights
+            seconds["B"] += seconds["W"]
+        for stage in stages:
+            for kind, value in seconds.items():
+                found[kind, stage] = value
     return found
 
 
