@@ -27,7 +27,7 @@ from schedules.simulation import simulate
 MANY = 5  # ranks; with fewer, one micro-batch ahead keeps them as busy as two do
 # When the passes are done, in units of a forward: E before the first stage's forward begins; S
 # after the last stage's ends, and after the T before; T as long after that forward as a backward
-# takes; G after the first stage's backward. Of passes at one time the first in PLACES is done first.
+# takes; G after the first stage's backward. Of passes at one time the first in PLACES comes first.
 BEFORE_FORWARD = 3.0
 AFTER_FORWARD = 1.0
 AFTER_BACKWARD = 2.0

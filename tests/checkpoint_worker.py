@@ -91,6 +91,7 @@ def steps(state, samples, progress: Progress, count: int) -> tuple[list, Progres
 def run(config: configuration.Config, before: int, after: int, context=None) -> dict:
     """One job: load if it resumes, train and save if `before`, then the steps that are compared."""
     samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 7)
+    config, _ = trainer.decide_schedule(config, context)
     state = trainer.build(config, context)
     lines = []
     mesh = state.factory.mesh
