@@ -2,9 +2,9 @@
 
     model, machine, notes = applied(options, model, machine)
 
-A PlanOnly is a shape with what neither train.py nor a Layout has an option for; every formula of
-the planner takes it in place of the shape. Each is only as good as the formulas: no measured row
-of experts was fitted.
+A PlanOnly is a shape with properties for which neither train.py nor a Layout has an option. Every
+formula of the planner takes it in place of the shape. No constant was fitted to measured rows of
+models with experts.
 """
 
 import contextlib
@@ -23,10 +23,9 @@ from planner.hardware import Machine
 FLAGS = ("experts", "experts_per_token", "ep", "fp8")
 # Questions whose answer does not follow from one shape on given GPUs.
 OTHERS = ("largest", "smallest", "shapes", "rampup")
-# Keys of a config.json: experts of a block, and what is not planned. Families with experts, and
-# those that have the same blocks without.
-EXPERTS = ("num_local_experts", "num_experts")
-SHARED = ("shared_expert_intermediate_size", "mlp_only_layers")
+EXPERTS = ("num_local_experts", "num_experts")  # keys of a config.json: experts of a block
+SHARED = ("shared_expert_intermediate_size", "mlp_only_layers")  # keys of what is not planned
+# Families with experts, and those that have the same blocks without experts.
 DENSE = {"mixtral": "mistral", "qwen3_moe": "qwen3", "qwen2_moe": "qwen2"}
 
 
@@ -57,16 +56,18 @@ def applied(
     if options.question in OTHERS:
         what = "a model with experts" if options.experts else f"--{next(iter(given))}"
         raise UserError(f"{what} goes with layouts, days and stages, not {options.question}")
+    cannot = []
+    if options.experts:
+        cannot.append("mixtures of experts")
     if given.pop("fp8", False):
         if not machine.fp8:
             raise UserError(f"--fp8: {machine.name} has no fp8 arithmetic; h100, h200 and b200 do")
         machine = replace(machine, software=replace(machine.software, fp8=True))
+        cannot.append("fp8")
     if given:
         model = PlanOnly(**asdict(model) | given)
         _check(model, "experts" in given)
-    cannot = {"mixtures of experts": "experts", "fp8": "fp8"}
-    names = [text for text, name in cannot.items() if getattr(options, name)]
-    return model, machine, [f"planned only: train.py cannot train with {' and '.join(names)}"]
+    return model, machine, [f"planned only: train.py cannot train with {' and '.join(cannot)}"]
 
 
 def _check(model: PlanOnly, has_experts: bool) -> None:
@@ -80,15 +81,22 @@ def _check(model: PlanOnly, has_experts: bool) -> None:
 
 
 def of_config(name: str) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Of a --model with experts, a preset or a config.json: options of the shape, those of FLAGS,
-    and sentences on what else it has; nothing for any other. UserError if it cannot be planned.
+    """For a --model with experts, which is a preset or a config.json: the options of the shape, the
+    values of FLAGS, and sentences on what else the model has.
+
+    All are empty for any other model. Raises UserError if the model cannot be planned.
     """
-    if means_preset(name) and (found := MIXTURES.get(preset_name(name))):
-        return asdict(found.shape), found.experts, found.lacks
-    file = Path(name, "config.json") if Path(name).is_dir() else Path(name)
+    if means_preset(name):
+        mixture = MIXTURES.get(preset_name(name))
+        if mixture:
+            return asdict(mixture.shape), mixture.experts, mixture.lacks
+    file = Path(name)
+    if file.is_dir():
+        file = file / "config.json"
     if file.suffix != ".json" or not file.is_file():
         return {}, {}, []
-    with contextlib.suppress(ValueError, RecursionError):  # of no JSON, families.py says more
+    # If the file is no JSON, families.py says more.
+    with contextlib.suppress(ValueError, RecursionError):
         facts = json.loads(file.read_text())
         if isinstance(facts, dict) and any(facts.get(key) for key in EXPERTS):
             return _of_experts(facts, name)
@@ -102,10 +110,14 @@ def _of_experts(
     kind = facts.get("model_type")
     if kind not in DENSE:
         raise UserError(f"{name} is a {kind!a:.80}; with experts, known are {', '.join(DENSE)}")
-    if other := [key for key in SHARED if facts.get(key)]:
-        raise UserError(f"{name} has {other[0]} {facts[other[0]]}: not planned")
+    for key in SHARED:
+        if facts.get(key):
+            raise UserError(f"{name} has {key} {facts[key]}: not planned")
     shape, lacks = families.from_config(facts | {"model_type": DENSE[kind]}, name)
     if width := facts.get("moe_intermediate_size"):
         shape["ffn_hidden"] = width
-    own = {"experts": next(facts[key] for key in EXPERTS if facts.get(key))}
-    return shape, own | {"experts_per_token": facts.get("num_experts_per_tok", 2)}, lacks
+    experts = {
+        "experts": next(facts[key] for key in EXPERTS if facts.get(key)),
+        "experts_per_token": facts.get("num_experts_per_tok", 2),
+    }
+    return shape, experts, lacks
