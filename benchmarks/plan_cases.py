@@ -45,7 +45,7 @@ from planner.closed_form import least_of
 from planner.enumeration import LONG, RECOMPUTATIONS, SCHEDULES, divisors
 from planner.job import Job
 from planner.questions import Question
-from planner.step_time import predict
+from planner.step_time import predict, with_networks
 
 NEAR = 1 + 1e-9
 MACHINES = ("a100-80", "a100-40", "h100", "h100-megatron", "v100-32", "v100-16", "b200", "cpu")
@@ -159,7 +159,8 @@ def _listed(question: Question, data: dict[str, Any]) -> Iterator[str]:
                 continue
             if asdict(taken) != asdict(layout):
                 yield f"{at}: train.py would run {taken}"
-            expected = predict(run.model, layout, run.training, question.machine)
+            job = Job(run.model, layout, run.training, question.machine)
+            expected = with_networks(predict(*job), job)
             if layout.schedule != "auto" and asdict(expected) != {
                 n: row[n] for n in asdict(expected)
             }:

@@ -27,6 +27,7 @@ from planner.step_time import Prediction, pipeline_time, predict
 from schedules.partition import blocks_per_stage
 
 Place = tuple[int, int, int]
+FAR = 2.0  # times the seconds that the fastest row likely takes
 NEARLY = 0.95  # a schedule takes no less of what it takes by its first rounds; 0.98 was seen
 
 
@@ -96,17 +97,20 @@ class Ranking:
 
     def run_all(self, most: float) -> None:
         """Rank every row that is not risky, or, of more than so many, those that are likely the
-        fastest: of each place at least one.
+        fastest: of each place at least one that is not FAR behind.
         """
         self.all_rows = True
         ranks = closed_form.Ranks.of(self.table)
         self.fitting = closed_form.fitting(self.table, ranks, self.room[False])
         _, likely = closed_form.least_seconds(self.table, ranks, self.fitting.recomputed)
         taken = set[Place]()
-        for tried, entry in enumerate(sorted(_entries(self.fitting, likely, risky=False))):
+        entries = sorted(_entries(self.fitting, likely, risky=False))
+        for tried, entry in enumerate(entries):
             place = self.table.place(entry.row)
-            if tried >= most and place in taken:
+            is_far = entry.seconds > FAR * entries[0].seconds
+            if tried >= most and (is_far or place in taken):
                 self.slower += 1
+                self.waiting.add(place)
             elif (predicted := self._predicted(entry)) and self._takes(predicted):
                 taken.add(place)
 
