@@ -167,9 +167,8 @@ class Engine(Software):
         """Also between nodes, where each has summed over its own ranks: a part for each of them."""
         tp, ranks, size = job.layout.tp, self.sharing(job), time_terms.wire_bytes(job)
         whole = np.bool_(self.all_reduce_gradients) | (job.layout.zero == 0)
-        inside = (
-            time_terms.ring_seconds(job, ranks, tp, dense * size * np.where(whole, 2.0, 1.0)) / 2
-        )
+        summed = time_terms.ring_seconds(job, ranks, tp, dense * size)
+        inside = np.where(whole, 1.0, 0.5) * summed
         nodes = job.shards // ranks
         between = time_terms.ring_seconds(job, nodes, tp * ranks, dense * size / ranks)
         return (1 - self.overlap_data) * (inside + between)

@@ -250,9 +250,9 @@ def reduce_seconds(job: Job, dense: Column, experts: Column) -> Column:
     """To reduce the gradients of a GPU's parameters once: a rank gets the part that it updates,
     half of an all-reduce, or without ZeRO all.
     """
-    size = wire_bytes(job) * np.where(job.layout.zero == 0, 2.0, 1.0)
-    seconds = ring_seconds(job, job.shards, job.layout.tp, dense * size) / 2
-    return seconds + expert_ring_seconds(job, experts * size) / 2
+    size, share = wire_bytes(job), np.where(job.layout.zero == 0, 1.0, 0.5)
+    summed = ring_seconds(job, job.shards, job.layout.tp, dense * size)
+    return share * (summed + expert_ring_seconds(job, experts * size))
 
 
 def expert_ring_seconds(job: Job, count: Column) -> Column:

@@ -441,7 +441,7 @@ def test_gradients_that_are_sharded_within_nodes_cross_the_network_once():
     """All-reduced in a node of 8, then each rank's eighth over 16 nodes, in 2 bytes."""
     facts = {"shard_in_node": True, "all_reduce_gradients": True, "wire_bytes": 2}
     job = Job(preset("1b3"), Layout(dp=128, zero=1), training(128), engines.on(A100, facts))
-    inside = time_terms.ring_seconds(job, 8, 1, 2 * 2e9) / 2
+    inside = time_terms.ring_seconds(job, 8, 1, 2e9)
     between = time_terms.ring_seconds(job, 16, 8, 2e9 / 8)
     assert time_terms.reduce_seconds(job, 1e9, 0.0) == pytest.approx(inside + between)
 
@@ -461,6 +461,8 @@ def test_a_model_without_experts_has_one_ring_of_gradients_and_one_of_weights():
     ring = time_terms.ring_seconds(job, 512, 1, 4e9) / 2
     assert time_terms.reduce_seconds(job, 1e9, 0.0) == pytest.approx(ring, rel=1e-9)
     assert time_terms.gather_seconds(job, 1e9, 0.0) < ring
+    plain = job._replace(layout=Layout(dp=512, zero=0))
+    assert time_terms.reduce_seconds(plain, 1e9, 0.0) == pytest.approx(2 * ring, rel=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------
