@@ -65,28 +65,45 @@ def main(arguments: list[str], watch: StartWatch) -> None:
 
 def check_machine(config: Config, launch: Launch) -> None:
     """End the job if files or memory of this rank's node cannot do for the run."""
-    with messages.installed():
-        from corpora import blends, sample_order, token_files
-        from generation import text
-        from planner import memory
-        from telemetry import trackers
     try:
-        check_paths(config)
-        node = psutil.virtual_memory().total + psutil.swap_memory().total
-        memory.check_fits(memory.least_of_run(config), config, node)
-        sample_order.split_ranges(config.data.split, 0)
-        answers = config.data.answers_only
-        sample_order.check_eval_sets(config.data.eval_data or (), config.model.seq_length, answers)
-        if config.data.data != ("synthetic",):
-            own, weights = blends.parse_blend(config.data.data)
-            blends.shares_by_phase(config.data.data_schedule or (), len(own), weights is not None)
-            for prefix in own:
-                token_files.check_pair(prefix, answers)
-        text.prompts_of_run(config)
-        note = text.unused_rows(config)
-        trackers.check(config)
+        with messages.installed():
+            check_paths(config)
+            check_memory(config)
+            check_data(config)
+            if config.run.trackers:
+                from telemetry import trackers
+
+                trackers.check(config)
     except UserError as mistake:
         end_job(launch, mistake)
+
+
+def check_memory(config: Config) -> None:
+    """UserError if this node has less memory than its ranks need."""
+    from planner import memory
+
+    node = psutil.virtual_memory().total + psutil.swap_memory().total
+    memory.check_fits(memory.least_of_run(config), config, node)
+
+
+def check_data(config: Config) -> None:
+    """UserError if the token files or the prompts cannot be used; prints notes on them."""
+    options = config.data
+    if options.data == ("synthetic",) and not options.eval_data and not config.run.sample_prompt:
+        return
+    from corpora import blends, sample_order, token_files
+    from generation import text
+
+    sample_order.split_ranges(options.split, 0)
+    eval_sets = options.eval_data or ()
+    sample_order.check_eval_sets(eval_sets, config.model.seq_length, options.answers_only)
+    if options.data != ("synthetic",):
+        prefixes, weights = blends.parse_blend(options.data)
+        blends.shares_by_phase(options.data_schedule or (), len(prefixes), weights is not None)
+        for prefix in prefixes:
+            token_files.check_pair(prefix, options.answers_only)
+    text.prompts_of_run(config)
+    note = text.unused_rows(config)
     if note:
         print(f"note: {note}", file=sys.stderr, flush=True)
 

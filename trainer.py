@@ -9,6 +9,7 @@ the model's stages, zero's Optimizer.step turns their gradients into new weights
 """
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +25,11 @@ from checkpointing.state import Progress
 from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from config.schema import Config
-from distributed import garbage, preflight
+from distributed import garbage, placement
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from distributed.stop_conditions import STOPPED_EARLY, RequestedAction, Signals, StopConditions
-from generation.decoding import Decoder, RunSamples
 from model import Stage
 from optim import precision
 from optim.precision import DTYPES
@@ -39,12 +39,10 @@ from pipeline import Ends, Pipeline
 from schedules.costs import part_costs
 from schedules.partition import StageSpec, stage_specs
 from telemetry import memory_report, replica_check, step_stats
-from telemetry.layer_stats import LayerStats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor
 from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
-from telemetry.step_trace import StepTrace
 from zero import Optimizer, StepResult
 
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
@@ -150,7 +148,7 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
     """The passes of one micro-batch of the next step, whose gradients are forgotten: --compile
-    compiles in them, and a GPU loads its kernels (preflight.warms_up). Nothing is read twice.
+    compiles in them, and a GPU loads its kernels (`warms_up`). Nothing is read twice.
     """
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
@@ -205,7 +203,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         config, decided = precision.settled(replace(config, layout=layout), context)
         config, notes = decide_schedule(config, context)
         layout = config.layout
-        preflight.introduce(config, context, decided)
+        _introduce(config, context, decided)
         splits = data.build(config)
         precision.check(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
@@ -214,7 +212,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         kernels = _kernels(state, splits)
-        preflight.check_compiler(kernels, context)
+        placement.check_compiler(kernels, context.device.type, context.nodes[context.rank])
         room = room_for_saves(config, state.optimizer)
         log = Log(config, context, state.stage_specs, kernels, before, room)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
@@ -225,7 +223,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         checks = partial(check_replicas, state) if config.run.check_replicas_every else None
         about = config, mesh, state.optimizer, context, samples, log.note
         checkpoints = Checkpointer(*about, checks)
-        preflight.check_room(config, context, checkpoints.bytes_needed, log.note)
+        _check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
@@ -237,6 +235,48 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
     context.stop(0 if finished else STOPPED_EARLY)
     if listening:  # this process may have more to do
         signals.close()
+
+
+def checks_nodes(config: Config, context: Context) -> bool:
+    """--preflight or --no-preflight; without either, whether there are several nodes."""
+    given = config.run.preflight
+    return len(set(context.nodes)) > 1 if given is None else given
+
+
+def warms_up(config: Config, device: torch.device) -> bool:
+    """Whether the passes of one micro-batch come before the first step: `warm_up`.
+
+    They do on GPUs with several stages. A kernel is loaded at its first launch, which waits until
+    nothing runs on the device, no message either. With several micro-batches, two ranks that load
+    kernels at once can each be held up by a message that the other takes only afterwards. With one
+    micro-batch no message runs that waits for what its rank does next (Schedule.may_be_ahead).
+    """
+    return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
+
+
+def _introduce(config: Config, context: Context, decided: str) -> None:
+    """Print where every rank runs and what was decided, and check the nodes if that is asked for.
+
+    Collective over all ranks; UserError, on every rank, for what cannot work.
+    """
+
+    def say(line: str) -> None:
+        if context.rank == 0:
+            print(line, flush=True)
+
+    placement.introduce(context.places, config.layout, context.job_nodes, decided, say)
+    if checks_nodes(config, context):
+        from distributed import preflight
+
+        preflight.check_nodes(config, preflight.Peers(context), say)
+
+
+def _check_room(config: Config, context: Context, needed: int, note: Callable[[str], None]) -> None:
+    """As preflight.check_room, if the nodes are checked."""
+    if checks_nodes(config, context):
+        from distributed import preflight
+
+        preflight.check_room(config, context, needed, note)
 
 
 def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
@@ -268,18 +308,43 @@ class Trainer:
         self.checkpoints, self.conditions = checkpoints, conditions
         self.world, self.recorder, self.device = mesh.world, mesh.recorder, state.factory.device
         self.stragglers = step_stats.StragglerCheck(config, log.context.nodes)
-        self.trace = StepTrace(checkpoints.exchange, log, state.pipeline.finish_sending)
-        self.times = StepTimes(checkpoints.exchange, log)
         self.done = checkpoints.resume()
         check_begin(config, self.done)
         self.total = config.steps_after(self.done.iteration, self.done.consumed_samples)
         log.total, log.epoch_tokens = self.total, splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
-        decoder = Decoder(state.pipeline, state.factory, config.model)
-        self.samples = RunSamples(config, decoder, state.optimizer.finish_gathering, log.note)
-        self.layers = LayerStats(config, state.stages, state.optimizer, mesh)
         self.seconds_to_evaluate = 0.0
-        self.cold = preflight.warms_up(config, self.device)
+        # They are called with the number of the step.
+        self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
+        self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
+        self.write_samples: Callable[[int, bool], None] = lambda iteration, last: None
+        self._add_observers()
+        self.cold = warms_up(config, self.device)
+
+    def _add_observers(self) -> None:
+        """What the options ask to be seen of the steps; modules that nobody asks for stay out."""
+        run, log, state = self.config.run, self.log, self.state
+        if run.stats_every:
+            from telemetry.layer_stats import LayerStats
+
+            layers = LayerStats(self.config, state.stages, state.optimizer, state.factory.mesh)
+            self.before_step.append(layers.begin)
+            self.after_step.append(lambda iteration: log.take_layers(layers.finish()))
+        if run.profile_step or run.torch_profile:
+            from telemetry.step_trace import StepTrace
+
+            finish_sending = state.pipeline.finish_sending
+            trace = StepTrace(self.checkpoints.exchange, log, finish_sending)
+            self.before_step.append(trace.before)
+            self.after_step.append(trace.after)
+        self.after_step.append(StepTimes(self.checkpoints.exchange, log).after)
+        if run.sample_every:
+            from generation.decoding import Decoder, RunSamples
+
+            decoder = Decoder(state.pipeline, state.factory, self.config.model)
+            gather_weights = state.optimizer.finish_gathering
+            samples = RunSamples(self.config, decoder, gather_weights, log.note)
+            self.write_samples = samples.after_step
 
     def run(self) -> bool:
         """Train to the end, evaluating, logging and saving on the way.
@@ -303,7 +368,7 @@ class Trainer:
             if due and (last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(due))
             if last or action < SAVE_AND_STOP:
-                self.samples.after_step(iteration, last)
+                self.write_samples(iteration, last)
             every = self.config.run.check_replicas_every
             if every and (last or iteration % every == 0):
                 self.checkpoints.check_replicas(iteration)
@@ -344,20 +409,17 @@ class Trainer:
         if self.cold:
             self._warm_up(begin)
         began = time.perf_counter()
-        self.recorder.begin_step(iteration)
-        self.trace.before(iteration)
-        self.layers.begin(iteration)
+        for observe in self.before_step:
+            observe(iteration)
         trained, samples = begin - self.done.skipped_samples, self.config.total_samples
         lr = learning_rate(self.config.training, trained, samples, batch)
         result = step(self.state, self.splits.train, begin, lr)
         self._count(iteration, batch, trained=not result.skipped)
         seconds = step_stats.seconds_since(began, self.device, self.recorder)
-        self.log.layers = self.layers.finish()
         everyone = self._exchange(seconds, evaluates)
         self.log.context.launch.watch.close()  # the start is over
-        garbage.collect_after(iteration)
-        self.trace.after(iteration)
-        self.times.after(iteration)
+        for observe in self.after_step:
+            observe(iteration)
         for line in self.stragglers.add(everyone):
             self.log.note(line)
         self.log.step(self.done, batch, lr, result, everyone)

@@ -197,3 +197,9 @@ class Run:
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """The trackers that the options ask for, by the names of these options."""
+        asked = {"tensorboard": self.tensorboard, "wandb": self.wandb, "mlflow": self.mlflow}
+        return tuple(name for name, value in asked.items() if value)

@@ -5,18 +5,14 @@ multiply; every group of the layout must all-reduce. Values go through torch's s
 limit: a node that does not answer is named, whatever the reason, and can be left out.
 """
 
-import functools
 import hashlib
-import importlib.util
 import json
-import os
 import platform
 import shutil
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +25,7 @@ from config.schema import Config
 from distributed import placement
 from distributed.context import Context
 from distributed.mesh import ROLES, Mesh
+from distributed.placement import Say
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,14 +37,6 @@ GEMM_EDGE = {"cuda": 8192, "cpu": 512}
 GEMM_REPEATS = 5
 SLOW = {"cuda": 1.1, "cpu": 2.0}
 SHARE_TO_ALLOCATE = 0.9  # of a GPU's free memory: allocated and freed at once
-
-Say = Callable[[str], None]  # prints a line on rank 0
-
-
-def enabled(config: Config, context: Context) -> bool:
-    """--preflight or --no-preflight; without either, whether there are several nodes."""
-    given = config.run.preflight
-    return len(set(context.nodes)) > 1 if given is None else given
 
 
 class Peers(StoreExchange):
@@ -87,53 +76,6 @@ class Peers(StoreExchange):
     def nodes(self, ranks: list[int]) -> list[str]:
         """The nodes of these ranks."""
         return sorted({self.context.nodes[rank] for rank in ranks})
-
-
-def warms_up(config: Config, device: torch.device) -> bool:
-    """Whether the passes of one micro-batch come before the first step: trainer.warm_up.
-
-    They do on GPUs with several stages. A kernel is loaded at its first launch, which waits until
-    nothing runs on the device, no message either. With several micro-batches, two ranks that load
-    kernels at once can each be held up by a message that the other takes only afterwards. With one
-    micro-batch no message runs that waits for what its rank does next (Schedule.may_be_ahead).
-    """
-    return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
-
-
-def check_compiler(kernels: dict[str, str], context: Context) -> None:
-    """UserError if one of these kernels, by kind, is compiled when it is first called, and this
-    node lacks what torch.compile calls.
-    """
-    on_gpu, flex = context.device.type == "cuda", "flex_attention" in kernels["attention"]
-    if not flex and "compiled" not in kernels:
-        return
-    what = "--compile" if "compiled" in kernels else kernels["attention"]
-    variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
-    name, node = os.environ.get(variable, usual), context.nodes[context.rank]
-    if shutil.which(name) is None:
-        raise UserError(
-            f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "
-            f"cluster's module of gcc, or give another one in {variable}"
-        )
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
-
-
-def introduce(config: Config, context: Context, decided: str = "") -> None:
-    """Print where every rank runs, what was decided (a sentence), and warnings; check the nodes if
-    that is enabled.
-
-    Collective over all ranks; UserError, on every rank, for what cannot work.
-    """
-    say: Say = functools.partial(print, flush=True) if context.rank == 0 else lambda line: None
-    if context.size > 1:
-        say(placement.table(context.places, config.layout))
-    if decided:
-        say(decided)
-    for sentence in placement.placement_warnings(context.places, config.layout, context.job_nodes):
-        say(f"note: {sentence}")
-    if enabled(config, context):
-        check_nodes(config, Peers(context), say)
 
 
 def check_nodes(config: Config, peers: Peers, say: Say) -> None:
@@ -309,8 +251,6 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
 
     needed: bytes, rank 0's counts. UserError with both numbers if the run is to save and cannot.
     """
-    if not enabled(config, context):
-        return
     run, peers = config.run, Peers(context)
     own = {"memory": available_memory(), "disk": free_disk(run.out), "needed": needed}
     answers = peers.gather("room", own)

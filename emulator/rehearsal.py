@@ -35,7 +35,6 @@ from checkpointing.state import Progress
 from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
 from config.schema import Config, coordinates
 from distributed.placement import allowed_cores
-from distributed.preflight import warms_up
 from emulator import distinct_ranks
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
@@ -202,7 +201,7 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
         state = trainer.build(config, context)
         _classify(state, meter, built=False)
         samples = data.Synthetic(config.model.vocab_size, config.model.seq_length, 0)
-        if warms_up(config, context.device):
+        if trainer.warms_up(config, context.device):
             trainer.warm_up(state, samples, 0)
         for step in range(1, STEPS + 1):
             record.peaks |= {"build": meter.peaks["build"]} if step == 1 else {}

@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from schedules.layout_orders import of_layout
 from telemetry import log_lines, memory_report
 from telemetry.row_file import RowFile
 from telemetry.step_stats import StepStats
-from telemetry.trackers import RUNS, Tracker, numbers, open_trackers
 from zero import StepResult
+
+if TYPE_CHECKING:
+    from telemetry.trackers import Tracker
 
 FORMULA = "megatron-2025"  # of FLOPs; config/model_stats.py
 # Steps that the summary's rates leave out: allocators, kernels and connections warm up.
@@ -54,8 +56,7 @@ class Log:
     """Writes the record of one run; made before the first step, closed after the last.
 
     total: the run's last step; a resumed run may set another one than the configuration's.
-    epoch_tokens: by corpus of --data, the tokens of an epoch of it; layers: what layer_stats.py has
-    for the step's row. The trainer sets them.
+    epoch_tokens: by corpus of --data, the tokens of an epoch of it. The trainer sets them.
     """
 
     def __init__(
@@ -176,6 +177,10 @@ class Log:
         self.steps_since_line = 0
         self.last_line = time.monotonic()
 
+    def take_layers(self, layers: Mapping[str, Any]) -> None:
+        """What layer_stats.py has for the row of the step that has just ended."""
+        self.layers = layers
+
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
         """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
@@ -268,7 +273,7 @@ class Log:
         trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():  # one that fails writes no more
             with self.without(f"{name}, from here on"):
-                tracker.write(row["iteration"], numbers(row))
+                tracker.write(row["iteration"], row)
                 self.trackers[name] = tracker
 
     @contextlib.contextmanager
@@ -303,7 +308,7 @@ class Log:
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints", RUNS]
+        earlier += [] if self.config.run.resume else ["checkpoints", "trackers.json"]
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:
@@ -312,7 +317,10 @@ class Log:
             os.rename(new, os.path.join(out, "run.json"))
             open(self.metrics.path, "w").close()
             self.text = open(os.path.join(out, "log.txt"), "w")  # noqa: SIM115
-            self.trackers = open_trackers(self.config)
+            if self.config.run.trackers:
+                from telemetry.trackers import open_trackers
+
+                self.trackers = open_trackers(self.config)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 

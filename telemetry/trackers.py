@@ -2,7 +2,7 @@
 
     check(config)                          before the ranks meet: packages, stores, credentials
     for name, tracker in open_trackers(config).items():
-        tracker.write(120, {"loss": 3.21})     # step, numbers by name
+        tracker.write(120, {"loss": 3.21})     # step, a row of metrics.jsonl
         tracker.close()
 
 OUT/trackers.json has the identifiers of the runs in Weights & Biases and MLflow: a resumed run goes
@@ -38,8 +38,8 @@ class Tracker(Protocol):
 
     run_id: str
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Take the numbers of a step, by name."""
+    def write(self, step: int, row: dict[str, Any]) -> None:
+        """Take a row of metrics.jsonl, for a step."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -61,9 +61,9 @@ class TensorBoard:
         if importlib.util.find_spec("tensorboard") is None:
             raise UserError("--tensorboard needs the package tensorboard")
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, row: dict[str, Any]) -> None:
         """As scalars."""
-        for name, value in values.items():
+        for name, value in numbers(row).items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
@@ -95,10 +95,10 @@ class WeightsAndBiases:
                     f"WANDB_MODE=offline"
                 )
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, row: dict[str, Any]) -> None:
         """As one row of history."""
         try:
-            self._run.log(values, step=step)
+            self._run.log(numbers(row), step=step)
         except self._failure as error:
             raise OSError(str(error)) from error
 
@@ -128,10 +128,12 @@ class MLflow:
         """Raise UserError without the package, or if the store does not open."""
         _mlflow_store(config)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
+    def write(self, step: int, row: dict[str, Any]) -> None:
         """As metrics, in one transaction."""
         metric, now = self._module.entities.Metric, int(time.time() * 1000)
-        rows = [metric(_metric_name(name), value, now, step) for name, value in values.items()]
+        rows = [
+            metric(_metric_name(name), value, now, step) for name, value in numbers(row).items()
+        ]
         try:
             self._client.log_batch(self.run_id, metrics=rows)
         except self._module.MlflowException as error:  # a server that does not answer

@@ -21,7 +21,6 @@ from config import run_options, schema, validation
 from distributed.context import Context, start
 from distributed.launch import discover
 from distributed.placement import placement_warnings
-from distributed.preflight import warms_up
 
 # Of one case. On a GPU that ranks share each message takes 10 to 50 ms, and a case has hundreds.
 SECONDS = 40.0
@@ -34,7 +33,7 @@ def outcome(case: dict, context: Context) -> dict:
 
     def warm_up(state: trainer.TrainState, samples) -> None:
         """Load the kernels as a run does."""
-        if warms_up(state.config, context.device):
+        if trainer.warms_up(state.config, context.device):
             trainer.warm_up(state, samples, 0)
 
     try:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 import weakref
-from types import SimpleNamespace
 
 import golden_worker
 import pytest
@@ -29,7 +28,7 @@ from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
 from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
-from distributed import preflight
+from distributed import placement
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
@@ -106,7 +105,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
     )
     for module in (parallel, loss):
         monkeypatch.setattr(module, "compiled", lambda function: function)
-    monkeypatch.setattr(preflight, "check_compiler", lambda *_: None)
+    monkeypatch.setattr(placement, "check_compiler", lambda *_: None)
     words = (
         "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "
     )
@@ -128,9 +127,9 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
     config = validation.check(parse(words.split()), 1)
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     two_stages = validation.check(parse([*words.split(), "--pp", "2"]), 2)
-    assert preflight.warms_up(two_stages, gpu)
-    assert not preflight.warms_up(two_stages, cpu)
-    assert not preflight.warms_up(config, gpu)
+    assert trainer.warms_up(two_stages, gpu)
+    assert not trainer.warms_up(two_stages, cpu)
+    assert not trainer.warms_up(config, gpu)
     passes, train = [], Pipeline.train
 
     def counted(pipeline, batches, micro_batches, loss_weight):
@@ -138,7 +137,7 @@ def test_stages_on_gpus_load_their_kernels_before_the_first_step(tmp_path, monke
         return train(pipeline, batches, micro_batches, loss_weight)
 
     monkeypatch.setattr(Pipeline, "train", counted)
-    monkeypatch.setattr(preflight, "warms_up", lambda config, device: True)
+    monkeypatch.setattr(trainer, "warms_up", lambda config, device: True)
     trainer.main(config, Launch("python"))
     assert passes == [1, 4, 4]
     assert "warmed up by the passes of a micro-batch in " in (tmp_path / "log.txt").read_text()
@@ -159,19 +158,19 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
     device, positions = torch.device("cuda"), "learned" if masked else "alibi"
     factory = ParamFactory(Mesh(), torch.bfloat16, device, 1, 0.02, False, None)
     kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
-    context = SimpleNamespace(device=device, nodes=["n1", "n2"], rank=1)
     monkeypatch.delenv("CC", raising=False)
     tools = {"gcc": "/usr/bin/gcc"}
-    monkeypatch.setattr(preflight.shutil, "which", tools.get)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(placement.shutil, "which", tools.get)
+    monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
     of = "masks" if masked else "ALiBi"
     sentence = f"torch flex_attention, of {of} needs triton on GPUs, and n2 has none: pip install"
     with pytest.raises(UserError, match=sentence):
-        preflight.check_compiler({"attention": kernel}, context)
+        placement.check_compiler({"attention": kernel}, "cuda", "n2")
     tools.clear()
     with pytest.raises(UserError, match=f"of {of} needs a compiler, and n2 has no gcc: install"):
-        preflight.check_compiler({"attention": kernel}, context)
-    preflight.check_compiler({"attention": "torch scaled_dot_product_attention, math"}, context)
+        placement.check_compiler({"attention": kernel}, "cuda", "n2")
+    plain = {"attention": "torch scaled_dot_product_attention, math"}
+    placement.check_compiler(plain, "cuda", "n2")
 
 
 def test_a_rehearsal_runs_uncompiled_and_says_so():

@@ -5,7 +5,8 @@ from ranks import mpirun
 
 from config.command_line import parse
 from distributed.placement import Place
-from distributed.preflight import Peers, enabled
+from distributed.preflight import Peers
+from trainer import checks_nodes
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
@@ -64,7 +65,7 @@ def test_enabled_above_one_node():
     words = ["--layers", "1", "--hidden", "8", "--heads", "2"]
     two, one = FakeContext(2), FakeContext(2)
     one.nodes = ("n1",) * 3
-    assert enabled(parse(words), two)
-    assert not enabled(parse(words), one)
-    assert enabled(parse([*words, "--preflight"]), one)
-    assert not enabled(parse([*words, "--no-preflight"]), two)
+    assert checks_nodes(parse(words), two)
+    assert not checks_nodes(parse(words), one)
+    assert checks_nodes(parse([*words, "--preflight"]), one)
+    assert not checks_nodes(parse([*words, "--no-preflight"]), two)
