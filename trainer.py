@@ -25,7 +25,7 @@ from checkpointing.state import Progress
 from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from config.schema import Config
-from distributed import garbage, placement
+from distributed import garbage, start_checks
 from distributed.context import Context, start
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -40,9 +40,9 @@ from schedules.costs import part_costs
 from schedules.partition import StageSpec, stage_specs
 from telemetry import memory_report, replica_check, step_stats
 from telemetry.log import Log
-from telemetry.loss_monitor import LossMonitor
+from telemetry.loss_monitor import LossMonitor, give_up
+from telemetry.observers import StepObserver, step_observers
 from telemetry.step_stats import StepStats
-from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
@@ -203,7 +203,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         config, decided = precision.settled(replace(config, layout=layout), context)
         config, notes = decide_schedule(config, context)
         layout = config.layout
-        _introduce(config, context, decided)
+        start_checks.introduce(config, context, decided)
         splits = data.build(config)
         precision.check(config, context)
         at_start = step_stats.measure(context.device, seconds=0.0)
@@ -212,7 +212,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         mesh, samples = state.factory.mesh, splits.train
         before = step_stats.exchange(at_start, mesh.world, context.device)
         kernels = _kernels(state, splits)
-        placement.check_compiler(kernels, context.device.type, context.nodes[context.rank])
+        start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
         room = room_for_saves(config, state.optimizer)
         log = Log(config, context, state.stage_specs, kernels, before, room)
         end.callback(log.close)  # after an error too: it prints how many rows are not written
@@ -223,7 +223,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         checks = partial(check_replicas, state) if config.run.check_replicas_every else None
         about = config, mesh, state.optimizer, context, samples, log.note
         checkpoints = Checkpointer(*about, checks)
-        _check_room(config, context, checkpoints.bytes_needed, log.note)
+        start_checks.check_room(config, context, checkpoints.bytes_needed, log.note)
         conditions = StopConditions(config.run, signals, first=context.rank == 0)
         trainer = Trainer(state, splits, log, checkpoints, conditions)
         end.callback(trainer.losses.spikes.finish)
@@ -237,12 +237,6 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         signals.close()
 
 
-def checks_nodes(config: Config, context: Context) -> bool:
-    """--preflight or --no-preflight; without either, whether there are several nodes."""
-    given = config.run.preflight
-    return len(set(context.nodes)) > 1 if given is None else given
-
-
 def warms_up(config: Config, device: torch.device) -> bool:
     """Whether the passes of one micro-batch come before the first step: `warm_up`.
 
@@ -252,31 +246,6 @@ def warms_up(config: Config, device: torch.device) -> bool:
     micro-batch no message runs that waits for what its rank does next (Schedule.may_be_ahead).
     """
     return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
-
-
-def _introduce(config: Config, context: Context, decided: str) -> None:
-    """Print where every rank runs and what was decided, and check the nodes if that is asked for.
-
-    Collective over all ranks; UserError, on every rank, for what cannot work.
-    """
-
-    def say(line: str) -> None:
-        if context.rank == 0:
-            print(line, flush=True)
-
-    placement.introduce(context.places, config.layout, context.job_nodes, decided, say)
-    if checks_nodes(config, context):
-        from distributed import preflight
-
-        preflight.check_nodes(config, preflight.Peers(context), say)
-
-
-def _check_room(config: Config, context: Context, needed: int, note: Callable[[str], None]) -> None:
-    """As preflight.check_room, if the nodes are checked."""
-    if checks_nodes(config, context):
-        from distributed import preflight
-
-        preflight.check_room(config, context, needed, note)
 
 
 def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
@@ -314,31 +283,26 @@ class Trainer:
         log.total, log.epoch_tokens = self.total, splits.epoch_tokens
         self.losses = LossMonitor(config, splits.train, self.done, log)
         self.seconds_to_evaluate = 0.0
-        # They are called with the number of the step.
-        self.before_step: list[Callable[[int], None]] = [self.recorder.begin_step]
-        self.after_step: list[Callable[[int], None]] = [garbage.collect_after]
+        self.before_step: list[StepObserver] = [self.recorder.begin_step]
+        self.after_step: list[StepObserver] = [garbage.collect_after]
         self.write_samples: Callable[[int, bool], None] = lambda iteration, last: None
         self._add_observers()
         self.cold = warms_up(config, self.device)
 
     def _add_observers(self) -> None:
-        """What the options ask to be seen of the steps; modules that nobody asks for stay out."""
-        run, log, state = self.config.run, self.log, self.state
-        if run.stats_every:
-            from telemetry.layer_stats import LayerStats
-
-            layers = LayerStats(self.config, state.stages, state.optimizer, state.factory.mesh)
-            self.before_step.append(layers.begin)
-            self.after_step.append(lambda iteration: log.take_layers(layers.finish()))
-        if run.profile_step or run.torch_profile:
-            from telemetry.step_trace import StepTrace
-
-            finish_sending = state.pipeline.finish_sending
-            trace = StepTrace(self.checkpoints.exchange, log, finish_sending)
-            self.before_step.append(trace.before)
-            self.after_step.append(trace.after)
-        self.after_step.append(StepTimes(self.checkpoints.exchange, log).after)
-        if run.sample_every:
+        """Add what the options ask to be seen of the steps."""
+        state, log = self.state, self.log
+        before, after = step_observers(
+            log,
+            self.checkpoints.exchange,
+            state.stages,
+            state.optimizer,
+            state.factory.mesh,
+            state.pipeline.finish_sending,
+        )
+        self.before_step += before
+        self.after_step += after
+        if self.config.run.sample_every:
             from generation.decoding import Decoder, RunSamples
 
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
@@ -483,19 +447,6 @@ class Trainer:
         again = f"--resume auto continues (status {STOPPED_EARLY})"
         self.log.note(f"stopped by {where}; all is saved, {again}")
         return False
-
-
-def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
-    """Save the last good state, if the run saves at all, and raise UserError: it has diverged.
-
-    RuntimeError, before anything is saved, if copies of the state differ: then hardware has failed
-    and training has not diverged. A restart continues from the last checkpoint.
-    """
-    checkpoints.check_replicas(now.iteration)
-    saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
-    saved = saved and checkpoints.save_now(losses.good)
-    checkpoints.close()
-    raise losses.failure(now, saved)
 
 
 def check_replicas(state: TrainState, iteration: int) -> None:

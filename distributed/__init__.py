@@ -12,6 +12,7 @@ collectives      the operations of a group
 context_parallel attention of ranks that share the tokens of a sample
 store            small values between ranks without a collective
 run_lock         one run at a time in an --out folder
+start_checks     what is said and checked before a model is built
 preflight        fast checks of every node before the first step
 garbage          Python's garbage collector, at the same steps on all ranks
 stop_conditions  signals, files and limits that end or save a run early

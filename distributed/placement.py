@@ -7,12 +7,10 @@
 All facts are arguments, so that a cluster can be tested on a machine without one.
 """
 
-import importlib.util
 import os
 import re
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,6 @@ from config.schema import Layout, coordinates, rows_along
 
 # With more ranks than this the table has a row for each node instead.
 RANKS_IN_FULL = 64
-
-Say = Callable[[str], None]  # prints a line on rank 0
 
 
 @dataclass(frozen=True)
@@ -220,37 +216,6 @@ def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
 
 
 # ---- Warnings and the table at the start ---------------------------------------------------------
-
-
-def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
-    """UserError if one of these kernels, by kind, is compiled when it is first called, and this
-    node lacks what torch.compile calls. device: the type, cpu or cuda.
-    """
-    if "flex_attention" not in kernels["attention"] and "compiled" not in kernels:
-        return
-    on_gpu = device == "cuda"
-    what = "--compile" if "compiled" in kernels else kernels["attention"]
-    variable, usual = ("CC", "gcc") if on_gpu else ("CXX", "g++")
-    name = os.environ.get(variable, usual)
-    if shutil.which(name) is None:
-        raise UserError(
-            f"{what} needs a compiler, and {node} has no {name}: install g++ there, load the "
-            f"cluster's module of gcc, or give another one in {variable}"
-        )
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        raise UserError(f"{what} needs triton on GPUs, and {node} has none: pip install triton")
-
-
-def introduce(
-    places: list[Place], layout: Layout, job_nodes: int | None, decided: str, say: Say
-) -> None:
-    """Print where every rank runs, what was decided (a sentence or nothing), and warnings."""
-    if len(places) > 1:
-        say(table(places, layout))
-    if decided:
-        say(decided)
-    for sentence in placement_warnings(places, layout, job_nodes):
-        say(f"note: {sentence}")
 
 
 def placement_warnings(

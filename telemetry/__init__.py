@@ -10,6 +10,7 @@ loss_monitor    loss spikes and losses that are not finite
 layer_stats     norms and largest activations by layer
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
+observers       the functions that are called before and after each step
 step_trace      one step as a Chrome trace
 step_times      passes and waits of every rank in some steps, for plan.py gap
 

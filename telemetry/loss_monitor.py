@@ -16,6 +16,7 @@ import statistics
 from collections import deque
 from typing import Any
 
+from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from config.messages import UserError
 from config.schema import Config
@@ -126,3 +127,16 @@ class LossMonitor:
         self.log.note(
             f" {text}; samples {begin} to {done.consumed_samples - 1} are in {self.spikes.path}"
         )
+
+
+def give_up(losses: LossMonitor, now: Progress, checkpoints: Checkpointer) -> None:
+    """Save the last good state, if the run saves at all, and raise UserError: it has diverged.
+
+    RuntimeError, before anything is saved, if copies of the state differ: then hardware has failed
+    and training has not diverged. A restart continues from the last checkpoint.
+    """
+    checkpoints.check_replicas(now.iteration)
+    saved = checkpoints.enabled and losses.state_intact and losses.good.iteration > 0
+    saved = saved and checkpoints.save_now(losses.good)
+    checkpoints.close()
+    raise losses.failure(now, saved)

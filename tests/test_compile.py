@@ -28,7 +28,7 @@ from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
 from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
-from distributed import placement
+from distributed import start_checks
 from distributed.launch import Launch
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
@@ -105,7 +105,7 @@ def test_the_passes_that_compile_are_of_samples_that_are_trained_on(tmp_path, mo
     )
     for module in (parallel, loss):
         monkeypatch.setattr(module, "compiled", lambda function: function)
-    monkeypatch.setattr(placement, "check_compiler", lambda *_: None)
+    monkeypatch.setattr(start_checks, "check_compiler", lambda *_: None)
     words = (
         "--layers 1 --hidden 16 --heads 2 --seq-length 8 --vocab-size 31 --steps 5 --device cpu "
     )
@@ -160,17 +160,17 @@ def test_attention_that_is_compiled_on_gpus_says_what_is_missing_at_the_start(ma
     kernel = attention_kernel(ModelShape(**shape, positions=positions), factory, 1, masked)
     monkeypatch.delenv("CC", raising=False)
     tools = {"gcc": "/usr/bin/gcc"}
-    monkeypatch.setattr(placement.shutil, "which", tools.get)
-    monkeypatch.setattr(placement.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(start_checks.shutil, "which", tools.get)
+    monkeypatch.setattr(start_checks.importlib.util, "find_spec", lambda name: None)
     of = "masks" if masked else "ALiBi"
     sentence = f"torch flex_attention, of {of} needs triton on GPUs, and n2 has none: pip install"
     with pytest.raises(UserError, match=sentence):
-        placement.check_compiler({"attention": kernel}, "cuda", "n2")
+        start_checks.check_compiler({"attention": kernel}, "cuda", "n2")
     tools.clear()
     with pytest.raises(UserError, match=f"of {of} needs a compiler, and n2 has no gcc: install"):
-        placement.check_compiler({"attention": kernel}, "cuda", "n2")
+        start_checks.check_compiler({"attention": kernel}, "cuda", "n2")
     plain = {"attention": "torch scaled_dot_product_attention, math"}
-    placement.check_compiler(plain, "cuda", "n2")
+    start_checks.check_compiler(plain, "cuda", "n2")
 
 
 def test_a_rehearsal_runs_uncompiled_and_says_so():

@@ -6,7 +6,7 @@ from ranks import mpirun
 from config.command_line import parse
 from distributed.placement import Place
 from distributed.preflight import Peers
-from trainer import checks_nodes
+from distributed.start_checks import checks_nodes
 
 EXPECTED = {
     "nothing": ["preflight: 4 ranks on 2 nodes answer", "all groups reduce"],
