@@ -169,9 +169,7 @@ def _passes(
 
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
-    """Mean loss per target over the first `count` samples; collective over all ranks. 0 if no label
-    there counts.
-    """
+    """Mean loss per target over the first `count` samples, 0 if there is none; collective."""
     config, mesh, layout = state.config, state.factory.mesh, state.config.layout
     mesh.recorder.enter("evaluate")
     state.pipeline.set_length(config.model.seq_length)
@@ -188,10 +186,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
 
 
 def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
-    """Run to the end, or end every rank with a non-zero status.
-
-    signals: if they are handled already.
-    """
+    """Run to the end, or end every rank with a non-zero status. signals: if handled already."""
     listening = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)

@@ -10,7 +10,7 @@ All facts are arguments, so that a cluster can be tested on a machine without on
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from config.schema import Layout, coordinates, rows_along
 
 # With more ranks than this the table has a row for each node instead.
 RANKS_IN_FULL = 64
+
+Say = Callable[[str], None]  # prints a line on rank 0
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from config.schema import Config
 from distributed import placement
 from distributed.context import Context
 from distributed.mesh import ROLES, Mesh
-from distributed.start_checks import Say
+from distributed.placement import Say
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent

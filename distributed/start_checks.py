@@ -10,14 +10,12 @@ The checks of nodes are in preflight.py, which a run on one node does not load.
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
 
 from config.messages import UserError
 from config.schema import Config
 from distributed import placement
 from distributed.context import Context
-
-Say = Callable[[str], None]  # prints a line on rank 0
+from distributed.placement import Say
 
 
 def checks_nodes(config: Config, context: Context) -> bool:

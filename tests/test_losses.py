@@ -19,7 +19,7 @@ from config import schema as configuration
 from config import validation
 from config.command_line import parse
 from config.messages import UserError
-from corpora.token_files import IndexedDatasetWriter
+from corpora.token_files import IndexedDataset, IndexedDatasetWriter
 from distributed.launch import Launch
 from telemetry import loss_monitor
 from telemetry.loss_monitor import LossMonitor
@@ -168,7 +168,7 @@ def test_a_spike_is_recorded_with_its_documents(monitor):
     for sample in row["samples"]:  # the text at the recorded places is the sample
         tokens = []
         for piece in sample["text"]:
-            dataset = data.IndexedDataset(piece["prefix"])
+            dataset = IndexedDataset(piece["prefix"])
             tokens += dataset.get(piece["sequence"], piece["offset"], piece["length"]).tolist()
             first, end = dataset.documents[piece["document"] : piece["document"] + 2]
             assert first <= piece["sequence"] < end
@@ -284,7 +284,7 @@ def test_without_checkpoints_the_error_names_none(tmp_path):
         see(monitor, i, math.inf, skipped=True)
     assert monitor.diverged
     with pytest.raises(UserError, match="no state after step 1 is saved; the samples since: --ski"):
-        trainer.give_up(monitor, Progress(3, 12), saver)
+        loss_monitor.give_up(monitor, Progress(3, 12), saver)
 
 
 def test_a_save_that_was_put_off_is_made_at_the_next_call(tmp_path):
