@@ -27,7 +27,7 @@ from planner.step_time import Prediction, pipeline_time, predict
 from schedules.partition import blocks_per_stage
 
 Place = tuple[int, int, int]
-FAR = 2.0  # times the seconds that the fastest row likely takes
+FAR = 1.3  # times the seconds that the fastest row likely takes
 NEARLY = 0.95  # a schedule takes no less of what it takes by its first rounds; 0.98 was seen
 
 

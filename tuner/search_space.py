@@ -1,6 +1,6 @@
 """The layouts that a search chooses from, each as a whole run of train.py, and why not the others.
 
-    space = candidates(config, machine, ranks=384, given={"zero": [1]}, accepted=0.05, most=300)
+    space = candidates(config, machine, ranks=384, given={"zero": [1]}, accepted=0.05, most=200)
     to_cli_args(space.found[0].config)        # what to type after train.py
 
 They are rows of the planner's table (planner/enumeration.py). Every value of the axes below is

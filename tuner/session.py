@@ -35,7 +35,7 @@ from tuner.trials import Runner, Trial, TrialStore
 
 TOP = 5  # layouts that are printed at the end
 MOST = 1e18  # of the numbers on the command line
-PREDICTED = 300  # layouts that a search chooses from: those that are likely the fastest
+PREDICTED = 200  # layouts that a search chooses from: those that are likely the fastest
 DEFAULT_STEPS = 1000  # of the suggested training command, if no length is given
 # What only a search reads, with its defaults; --all reads all but the gain.
 OF_SEARCH = {"models": (), "gain": 1.0, "reference_every": 8, "risk": risk.DEFAULT}
