@@ -215,8 +215,8 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
     path.mkdir(parents=True)
     (path / "report.txt").write_text(report + "\n")
     for number, rank in ranks.items():
-        (path / f"rank_{number:05d}.json").write_text(_to_json(rank, depth=3))
-    (path / "case.json").write_text(_to_json(case, depth=1))
+        (path / f"rank_{number:05d}.json").write_text(json.dumps(rank))
+    (path / "case.json").write_text(json.dumps(case))
 
 
 def write_refusal(folder: str, sentence: str, nodes: list[str]) -> None:
@@ -224,16 +224,6 @@ def write_refusal(folder: str, sentence: str, nodes: list[str]) -> None:
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     case = {"kind": "preflight", "time": when, "culprits": [], "nodes": nodes, "error": sentence}
     write_files(folder, case, {}, f"\n{_RULE}\n{when}: {sentence}\n{_RULE}")
-
-
-def _to_json(value: Any, depth: int) -> str:
-    """JSON with line breaks down to that depth; json's own indentation takes ten times as long."""
-    if depth == 0 or not value or not isinstance(value, dict | list | tuple):
-        return json.dumps(value)
-    if isinstance(value, dict):
-        items = (f"{json.dumps(key)}: {_to_json(v, depth - 1)}" for key, v in value.items())
-        return "{\n" + ",\n".join(items) + "\n}"
-    return "[\n" + ",\n".join(_to_json(v, depth - 1) for v in value) + "\n]"
 
 
 def read_report(out: str) -> str:
