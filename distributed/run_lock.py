@@ -17,6 +17,7 @@ from config.messages import UserError
 from distributed.early_end import node_name
 
 HELD = (errno.EACCES, errno.EAGAIN)  # by another process
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of the file system
 BYTES = 1024  # of a name that are read
 
 
@@ -47,6 +48,14 @@ class RunLock:
             self._file = os.open(path, flags, 0o666)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise OSError(f"{path} is not a regular file")
+            self._lock(out, own)
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, f"{own} since {time.strftime('%F %T%z')}\n".encode(), 0)
+        except OSError as error:
+            raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
+
+    def _lock(self, out: str, own: str) -> None:
+        try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
@@ -55,12 +64,10 @@ class RunLock:
                     f"--out {out} is in use by {owner or 'another process'}, and this is {own}: "
                     f"wait for that run, end it, or give another --out"
                 ) from None
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
+            if error.errno not in NO_LOCKS:
+                raise
             text = f"note: {out} has no file locks: nothing keeps a second run from writing there"
             print(text, file=sys.stderr, flush=True)
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{own} since {time.strftime('%F %T%z')}\n".encode(), 0)
 
     def release(self) -> None:
         """Give the folder free; from any thread, and more than once.

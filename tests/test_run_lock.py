@@ -73,6 +73,15 @@ def test_without_file_locks_a_line_says_so(tmp_path, monkeypatch, capfd):
     assert f"note: {tmp_path} has no file locks" in capfd.readouterr().err
 
 
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_lock.os, "pwrite", refuse)
+    with pytest.raises(UserError, match="cannot write in .*: No space left on device"):
+        RunLock(str(tmp_path))
+
+
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder/.lock").mkdir(parents=True)

@@ -417,7 +417,7 @@ def test_a_full_disk_at_the_start_is_a_sentence_and_moves_nothing(tmp_path):
     assert outcome.err == f"error: cannot write in {tmp_path}: File too large\n"
     assert (tmp_path / "run.json").read_text() == "{}\n"
     names = {path.name for path in tmp_path.iterdir()}
-    assert names - {"run.json.new"} == {"run.json", "metrics.jsonl", "checkpoints"}
+    assert names - {"run.json.new", ".lock"} == {"run.json", "metrics.jsonl", "checkpoints"}
 
 
 def test_rows_that_wait_are_bounded(tmp_path, monkeypatch):
