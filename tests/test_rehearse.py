@@ -359,7 +359,7 @@ def test_what_does_not_fit_is_a_finding():
         (["--gpus", "2305843009213693951"], "from 1 to 1000000, not 2305843009213693951"),
         (["--gpus", "0"], "--gpus must be from 1 to 1000000, not 0"),
         (["--gpu", "h10", "--json", "nowhere/x.json"], "cannot write nowhere/x.json: No such file"),
-        (["--gpu", "h10", "--write", "."], "cannot write .: Is a directory"),
+        (["--gpu", "h10", "--json", "."], "cannot write .: Is a directory"),
         (["--gpu", "h10"], "no machine is called 'h10'"),
         (
             ["--optimizer", "adamw8bit"],
