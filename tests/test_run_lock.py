@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(run_lock.os, "pwrite", refuse)
-    with pytest.raises(UserError, match="cannot write in .*: No space left on device"):
+    with pytest.raises(UserError, match=r"cannot write in .*: No space left on device"):
         RunLock(str(tmp_path))
 
 
