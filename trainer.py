@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 import data
 from attention import attention_kernel
-from checkpointing.load import check_begin
 from checkpointing.save import Checkpointer
-from checkpointing.state import Progress
+from checkpointing.state import Progress, check_begin
 from checkpointing.writer import room_for_saves
 from config.messages import UserError
 from config.schema import Config

@@ -43,16 +43,6 @@ LENGTHS = ("seq_length", "max_positions")
 DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
 
 
-def check_begin(config: Config, done: Progress) -> None:
-    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
-    begin = config.run.begin_at_samples
-    if done.consumed_samples < begin:
-        raise UserError(
-            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
-            f"{done.consumed_samples} samples: use the layout of the stage before"
-        )
-
-
 def repeatability(device: str, deterministic: bool) -> str:
     """A line for a resumed run whose next steps are not the same bits; empty where they are.
 
@@ -88,8 +78,6 @@ class Loader:
 
         Collective over the world. UserError on every rank if it cannot be loaded.
         """
-        if not self.run.resume:
-            return Progress()
         folder = self._choose()
         if folder is None:
             self.print_line(f"no checkpoint in {self.parent} yet: training begins at step 0")

@@ -28,7 +28,6 @@ import torch
 from checkpointing import folders
 from checkpointing.file_format import Attributes
 from checkpointing.host_buffers import HostBuffers
-from checkpointing.load import Loader
 from checkpointing.state import Progress, checkpoints_folder, fingerprint
 from checkpointing.writer import (
     PendingSave,
@@ -282,6 +281,11 @@ class Checkpointer:
         later steps, or all unless the run continues from a checkpoint of its own folder. Memory for
         the first save is allocated from here on.
         """
+        if not self.run.resume:
+            self.begin_pinning()
+            return Progress()
+        from checkpointing.load import Loader  # a run from step 0 needs none of it
+
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         loader = Loader(*about, self.print_line)
         progress = loader.resume()

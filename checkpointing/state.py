@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from checkpointing.file_format import Box, split_into_boxes
+from config.messages import UserError
 from config.schema import Config
 from corpora.usage import Usage
 from data import Samples
@@ -75,3 +76,13 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2
     return digest.hexdigest()[:16]
+
+
+def check_begin(config: Config, done: Progress) -> None:
+    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
+    begin = config.run.begin_at_samples
+    if done.consumed_samples < begin:
+        raise UserError(
+            f"--begin-at-samples {begin}, but --resume {config.run.resume} continues after "
+            f"{done.consumed_samples} samples: use the layout of the stage before"
+        )

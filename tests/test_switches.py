@@ -392,6 +392,6 @@ def test_a_save_requested_before_the_first_step_is_begun_after_the_first_good_on
 
     run._advance = advance
     run.checkpoints = SimpleNamespace(after_step=after_step, saving=False, close=lambda: None)
-    run.samples = SimpleNamespace(after_step=lambda iteration, last: None)
+    run.write_samples = lambda iteration, last: None
     assert run.run()
     assert requests == [(2, True, True), (3, False, False)]
