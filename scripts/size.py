@@ -15,10 +15,10 @@ ENGINE = ("train", "trainer", "data", "pipeline", "model", "attention", "loss", 
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
 
 # These limits may only fall, except for what an issue adds to the program.
-MOST_NODES = 256_000
-MOST_ENGINE_NODES = 24_000
-MOST_NODES_PER_LINE = 8.32
-MOST_NODES_PER_STATEMENT = 12.0
+MOST_NODES = 244_000
+MOST_ENGINE_NODES = 22_000
+MOST_NODES_PER_LINE = 7.8
+MOST_NODES_PER_STATEMENT = 11.5
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
