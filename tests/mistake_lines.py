@@ -355,12 +355,12 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --gpus -8 | --gpus must be above 0, below 1e+18, not -8
 --try tp=x | --try tp=x: --tp takes a whole number, not 'x'
 --try micro-batch-size=0 | --try micro-batch-size=0: --micro-batch-size must be at least 1, not 0
---try tp | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size, recompute, zero
---try shoes=1 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size, recompute, zero
+--try tp | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
+--try shoes=1 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
 --try zero=9 | --try zero=9: --zero is one of 0, 1, 2, 3, not 9
 --try tp=1,,2 | --try tp=1,,2: --tp takes a whole number, not ''
---try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size, recompute
---try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size, recompute
+--try tp=1 --try tp=2 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
+--try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
 --try sequence-parallel=yes | --try sequence-parallel=yes: --sequence-parallel takes true or false
 --sweep width | --sweep: invalid choice: 'width'
 --sweep zero --max-params | --max-params: not allowed with argument --sweep
