@@ -10,12 +10,11 @@ the same as data. `layouts --rehearse N` has rehearse.py, as a process, confirm 
 
 import gc
 import json
-import math
 import shlex
 import subprocess
 import sys
 import tempfile
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection
 from dataclasses import fields, replace
 from functools import partial
@@ -32,6 +31,7 @@ with messages.installed("planning needs no other, `pip install numpy`"):
         calibration,
         compare,
         duration_questions,
+        flags,
         gap,
         growth,
         hardware,
@@ -40,37 +40,14 @@ with messages.installed("planning needs no other, `pip install numpy`"):
         model_questions,
         plan_only,
         questions,
-        risk,
         run_files,
     )
     from planner.questions import Answer, Question
 
-# The planner's own flags that one or two questions read.
-READ_BY: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("rejected", "rehearse", "picture"), ("layouts",)
-)
-READ_BY |= {"top": ("layouts", "shapes")}
-READ_BY |= {"tokens": ("days",), "size": ("shapes",), "trace": ("timeline",)}
-READ_BY |= dict.fromkeys(("price_per_gpu_hour", "watts_per_gpu"), ("layouts", "days"))
-READ_BY |= dict.fromkeys(("deadline", "restart", "stages", "submit"), ("rampup",))
-READ_BY |= {"risk": ("layouts", "days", "rampup")}
-ON_GPUS = ("layouts", "stages", "days", "largest", "rampup", "timeline", "compare")
-READ_BY |= dict.fromkeys(("nodes", "gpus"), ON_GPUS)
 # Of questions that neither try layouts nor take one whole: what they read of it.
 READ_OF_LAYOUT = {"model": (), "rampup": ("tp", "pp", "cp")}  # a ramp-up without --deadline
 READ_OF_LAYOUT["shapes"] = ("tp", "cp", "micro_batch_size", "recompute")
 LEANEST = ("largest", "smallest")  # questions that try layouts of their own
-LIMITS = {
-    "nodes": 1e6,
-    "gpus": 1e6,
-    "top": math.inf,
-    "rehearse": math.inf,
-    "tokens": 1e18,
-    "size": 1e16,
-}
-LIMITS |= {"gpus_per_node": 1e4, "price_per_gpu_hour": 1e6, "watts_per_gpu": 1e5}
-LIMITS |= {"experts": 1e4, "experts_per_token": 1e4, "ep": 1e4}
-LIMITS |= {"deadline": 1e5, "network": 1e5}  # days, GB/s
 WRITTEN = ("trace", "stages", "write", "json", "picture")  # options that name a file to write
 QUESTIONS = layout_table.QUESTIONS | duration_questions.QUESTIONS
 QUESTIONS |= layout_questions.QUESTIONS | model_questions.QUESTIONS
@@ -118,7 +95,7 @@ def ask(arguments: list[str]) -> Answer:
 
 def question_of(options: Namespace, rest: list[str]) -> tuple[Question, list[str]]:
     """The question that the options ask, and the words that are train.py's; raises UserError."""
-    _check(options)
+    flags.check(options)
     machine = _machine(options.gpu or "a100-80", options.calibration)
     notes = []
     if options.network:
@@ -184,29 +161,6 @@ def _defaults(
     return questions.defaults(name, machine, {*given, *before}) | before
 
 
-def _check(options: Namespace) -> None:
-    """Raise UserError for options of the planner that are out of range or do not go together."""
-    if options.calibration and not options.gpu:
-        raise UserError("--calibration needs --gpu: which machine was it measured on?")
-    for name, most in LIMITS.items():
-        number, flag = getattr(options, name), name.replace("_", "-")
-        if number is not None and not 0 < number < most:
-            limit = f"below {most:g}" if number > 0 else "above 0"
-            raise UserError(f"--{flag} must be {limit}, not {number:g}")
-    if options.risk is not None and not 0 < options.risk <= 1:
-        raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
-    if options.nodes and options.gpus:
-        raise UserError(f"give --nodes({options.nodes}) or --gpus({options.gpus}), not both")
-    for name, readers in READ_BY.items():
-        if getattr(options, name) is not None and options.question not in readers:
-            *others, last = readers
-            those = " and ".join(filter(None, [", ".join(others), last]))
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} goes with {those}, not {options.question}")
-    options.top = 20 if options.top is None else options.top
-    options.risk = risk.DEFAULT if options.risk is None else options.risk
-
-
 def _compared(arguments: list[str]) -> Answer:
     """Two layouts, each a quoted text of flags or a run's folder; what follows is for both."""
     sides, shared = arguments[:2], arguments[2:]
@@ -214,15 +168,15 @@ def _compared(arguments: list[str]) -> Answer:
         raise UserError('compare takes two layouts, such as "--tp 4 --pp 12" "--tp 8 --pp 6"')
     asked: list[Question] = []
     for side in sides:
-        flags = side.lstrip().startswith("-")
+        is_flags = side.lstrip().startswith("-")
         try:
-            own = shlex.split(side) if flags else ["--config", side]
+            own = shlex.split(side) if is_flags else ["--config", side]
         except ValueError as error:
             raise UserError(f"compare: {side!r}: {error}") from None
         options, rest = parser().parse_known_args(["compare", "A", "B", *shared, *own])
-        if not flags and not run_files.is_source(side):
+        if not is_flags and not run_files.is_source(side):
             raise UserError(f"compare: {side!r} is neither flags nor a run's folder")
-        if not flags and not options.gpu:
+        if not is_flags and not options.gpu:
             raise UserError(f"compare: which machine is {side} to be priced on? give --gpu NAME")
         asked.append(question_of(options, rest)[0])
     return compare.compare(asked[0], asked[1], sides)
@@ -310,11 +264,11 @@ def parser() -> ArgumentParser:
     form["epilog"] = options_help("model", "layout", "training")
     shared.add_argument("--json", action="store_true", help="print data, not a table")
     for name, (_, text) in QUESTIONS.items():
-        _add_flags(name, commands.add_parser(name, help=text, parents=[shared], **form))
+        flags.add(name, commands.add_parser(name, help=text, parents=[shared], **form))
     text = "two layouts: where one loses time and memory against the other"
     two = commands.add_parser("compare", help=text, parents=[shared], **form)
     two.add_argument("sides", nargs=2, metavar="A|B", help="flags in quotes, or a run's folder")
-    _add_flags("compare", two)
+    flags.add("compare", two)
     text = "refit the constants that a machine's own runs determine"
     one = commands.add_parser("calibrate", help=text, parents=[shared], allow_abbrev=False)
     one.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs on this machine")
@@ -329,45 +283,6 @@ def parser() -> ArgumentParser:
     text = "every fitted constant, its value and what it was fitted on"
     commands.add_parser("constants", help=text, parents=[shared])
     return found
-
-
-def _add_flags(question: str, parser: Parser) -> None:
-    """The planner's own flags; --help shows those that the question reads."""
-
-    def add(name: str, text: str, **kind: Any) -> None:
-        shown = question in READ_BY.get(name, (question,))
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, help=text if shown else SUPPRESS, **kind)
-
-    names = ", ".join(hardware.names())
-    add("gpu", f"machine: {names}; a family such as a100; or a FILE.toml like one", metavar="NAME")
-    add("config", "TOML file of options, a run's folder, its run.json, or a checkpoint")
-    parser.add_argument("--model", help=SUPPRESS)  # one of train.py's, listed with them
-    add("gpus_per_node", "of a node, if not as in the machine's file", type=int, metavar="N")
-    add("nodes", "full nodes (default 1)", type=int)
-    shown = question in READ_BY["gpus"]
-    parser.add_gpus("GPUs, in place of nodes" if shown else SUPPRESS)
-    add("calibration", "measured rates of this machine, TOML", metavar="FILE")
-    add("network", "GB/s of a node as measured, in place of the datasheet's", type=float)
-    add("top", "lines to print (default 20)", type=int)
-    add("rejected", "print every rejected layout", action="store_true", default=None)
-    add("tokens", "tokens to train on", type=float)
-    add("size", "parameters wanted", type=float)
-    add("risk", "of running out of memory, accepted (0.05)", type=float)
-    add("rehearse", "rehearse the first N layouts", type=int, metavar="N")
-    add("deadline", "days: fewest GPU-hours within them", type=float, metavar="DAYS")
-    add("restart", "minutes that a change of nodes takes (10)", type=float, metavar="MINUTES")
-    add("stages", "write the stages, for scripts/stages.py", metavar="FILE")
-    add("submit", "submit the first: sbatch's options and the batch file", metavar="WORDS")
-    add("trace", "write a Chrome trace", metavar="FILE")
-    add("picture", "draw tokens/s over memory of all layouts", metavar="FILE.svg")
-    add("price_per_gpu_hour", "adds what a billion tokens cost", type=float, metavar="PRICE")
-    add("watts_per_gpu", "power, in place of the datasheet's", type=float, metavar="WATTS")
-    only = "planned only:"
-    add("experts", f"{only} experts of a block, each an MLP of --ffn-hidden", type=int, metavar="N")
-    add("experts_per_token", f"{only} of them for each token", type=int, metavar="N")
-    add("ep", f"{only} ranks that share a block's experts (of a node)", type=int, metavar="N")
-    add("fp8", f"{only} linear layers of blocks in fp8", action="store_true", default=None)
 
 
 if __name__ == "__main__":
