@@ -14,7 +14,6 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 from schedules.costs import StageCosts
-from schedules.list_scheduling import list_rows
 from schedules.schedule import Action, Schedule, check
 from schedules.vocabulary import more_ahead, with_vocabulary
 
@@ -164,12 +163,16 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
     """Found by `list_rows` for passes that all take as long, in the memory of 1F1B's first rank."""
+    from schedules.list_scheduling import list_rows  # the other orders need none of it
+
     seconds = dict.fromkeys(product("FBW", range(len(rank_of))), 1.0)
     return list_rows(rank_of, micro_batches, seconds, limit=float(len(rank_of)))
 
 
 def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Rows:
     """What list scheduling makes for the stages' own costs."""
+    from schedules.list_scheduling import list_rows
+
     sizes = [stage.held for stage in costs.stages]
     seconds = costs.seconds(split=True)
     return list_rows(rank_of, micro_batches, seconds, costs.limit, sizes, costs.transfer)
