@@ -69,7 +69,7 @@ class Signals:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, lambda *_: None) for number in HANDLED}
+        self._previous = {number: signal.signal(number, self._in_main) for number in HANDLED}
         threading.Thread(target=self._read, name="signals", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
@@ -96,6 +96,13 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
+
+    def _in_main(self, number: int, frame: object) -> None:
+        """The handler that the main thread runs. While ranks meet, it goes no further: the other
+        thread ends the job, over a socket of the launcher that MPI would use too.
+        """
+        while self._meeting and number != signal.SIGUSR1:
+            time.sleep(0.1)
 
     def _read(self) -> None:
         while received := self._reader.recv(1):
