@@ -37,7 +37,8 @@ from distributed.early_end import end_job
 from distributed.launch import Launch
 
 STOPPED_EARLY = 75
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ENDING = (signal.SIGTERM, signal.SIGINT)  # the job, while its ranks meet
+HANDLED = (*ENDING, signal.SIGUSR1)
 # A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
@@ -63,6 +64,7 @@ class Signals:
     def __init__(self, end: Callable[[int], None] = os._exit):
         self.end = end
         self.first: signal.Signals | None = None
+        self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
         self._meeting = False  # this rank waits for others, or they for it
         self._launcher: int | None = None  # its process id, if this rank is to end with it
         self._since: dict[bool, float] = {}  # when SIGUSR1 (True), or another signal, came first
@@ -101,7 +103,7 @@ class Signals:
         """The handler that the main thread runs. While ranks meet, it goes no further: the other
         thread ends the job, over a socket of the launcher that MPI would use too.
         """
-        while self._meeting and number != signal.SIGUSR1:
+        while self._meeting and number in ENDING:
             time.sleep(0.1)
 
     def _read(self) -> None:
@@ -114,6 +116,8 @@ class Signals:
     def _handle(self, number: signal.Signals) -> None:
         now = time.monotonic()
         self.first = self.first or number
+        if number in ENDING:
+            self._ending = self._ending or number
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
         self._end_meeting()
@@ -123,8 +127,8 @@ class Signals:
             self._end_now(f"{number.name} as the second signal", 128 + number)
 
     def _end_meeting(self) -> None:
-        if self._meeting and self.first in (signal.SIGTERM, signal.SIGINT):
-            self._end_now(f"{self.first.name} before all ranks have met", 128 + self.first)
+        if self._meeting and self._ending:
+            self._end_now(f"{self._ending.name} before all ranks have met", 128 + self._ending)
 
     def _end_now(self, why: str, status: int) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more

@@ -269,6 +269,21 @@ def test_sigint_and_sigterm_count_as_one_kind_of_signal(monkeypatch):
         signals.close()
 
 
+def test_sigterm_ends_a_meeting_after_another_signal_too():
+    """A rank that was asked for a save, and then to end: its main thread waits for the end."""
+    program = (
+        "import os, signal, time; "
+        "from distributed.launch import Launch; from distributed.stop_conditions import Signals; "
+        "signals = Signals(); launch = Launch('python', 0, 2); signals.follow(launch); "
+        "os.kill(os.getpid(), signal.SIGUSR1); time.sleep(0.2); "
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.2); print('went on')"
+    )
+    done = start([sys.executable, "-c", program], timeout=60)
+    assert done.status == 128 + signal.SIGTERM, done
+    assert "SIGTERM before all ranks have met: ending at once" in done.err
+    assert "went on" not in done.out
+
+
 def checkpointer(out, said: list[str], **extra) -> Checkpointer:
     config = validation.check(worker.options({"out": str(out)} | extra), 1)
     pieces = trainer.build(config)
