@@ -254,7 +254,14 @@ def read_address(path: Path) -> Address:
                 f"that all nodes share, or start with mpirun or srun"
             )
         time.sleep(PAUSE)
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid != os.getuid():
-        raise UserError(f"{path} is not a regular file of user {os.getuid()} alone")
-    return Address(*json.loads(path.read_text()))
+    refusal = UserError(f"{path} is not a regular file of user {os.getuid()} alone")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # a link, or a file of another user
+        raise refusal from None
+    status = os.fstat(descriptor)  # what is checked is what is read
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
+        os.close(descriptor)
+        raise refusal
+    with open(descriptor) as file:
+        return Address(*json.load(file))
