@@ -1,7 +1,6 @@
 """Where a run's time went: `python plan.py gap RUN`, from what passes compute to the whole step.
 
     answer = gap("runs/a")          a table; its data is for --json, and for `draw`
-    lines = closing_lines(out)      what a run ends with: its largest losses
 
 Measured are the steps in RUN/times.jsonl, which measured_steps.py divides by cause. The column
 `planned` has the planner's seconds for the same layout on the run's machine.
@@ -35,7 +34,6 @@ BETWEEN = ("save", "evaluate", "sample", "check replicas")  # phases between ste
 MOST_PASSES = 200_000  # of all steps that are simulated: the newest steps count
 NAMED_SHARE = 0.1  # a rank is named if it loses this share of what the slowest rank loses
 LEAST_SHARE = 0.005  # a flag is proposed if it wins this share of a step, and its cause takes it
-CLOSING = 3  # lines that a run ends with
 
 
 @dataclass(frozen=True)
@@ -240,21 +238,6 @@ def _table(data: dict[str, Any]) -> str:
     lines.append(f"the named causes are {data['closure']:.1%} of the step")
     lines.append(f"other layouts: python plan.py layouts --config {data['run']}")
     return "\n".join(lines)
-
-
-def closing_lines(out: str) -> list[str]:
-    """The largest losses of the run in `out`; nothing if it has not measured a step."""
-    try:
-        measured = read(out)
-    except UserError:
-        return []
-    lost, total = measured.causes, measured.seconds
-    compute = f"{lost.pop('compute') / total:.1%} computes the passes"
-    lines = [f"a step of {total:.4f} s: {compute}; more: python plan.py gap {out}"]
-    for cause in sorted(lost, key=lambda name: -lost[name])[:CLOSING]:
-        line = f"  {cause:12}{lost[cause]:9.4f} s{lost[cause] / total:7.1%}  "
-        lines.append((line + measured.notes.get(cause, "")).rstrip())
-    return lines
 
 
 def draw(data: dict[str, Any], path: str) -> None:
