@@ -75,8 +75,7 @@ def rank(
         return Answer([], rejected, 0)
     ranking = Ranking(table, accepted, refusal)
     ranking.run(most)
-    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
-    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    ranked = _by_seconds(ranking, schedule)
     return Answer(ranked, rejected + ranking.rejected(), len(ranking.waiting))
 
 
@@ -100,9 +99,14 @@ def rank_all(
         return Answer([], rejected, 0)
     ranking = Ranking(table, accepted, refusal)
     ranking.run_all(most)
-    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
-    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    ranked = _by_seconds(ranking, schedule)
     return Answer(ranked, rejected + ranking.rejected(), ranking.slower)
+
+
+def _by_seconds(ranking: Ranking, schedule: BatchSchedule) -> list[Ranked]:
+    """The layouts of a ranking, the fastest first, each with its verdict on the batch sizes."""
+    lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
+    return [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
 
 
 def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:
