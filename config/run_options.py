@@ -113,6 +113,9 @@ class Data:
         return os.path.join(self.cache or tempfile.gettempdir(), f"trine-{os.getuid()}")
 
 
+TRACKED_RUNS = "trackers.json"
+
+
 @dataclass(frozen=True)
 class Run:
     """Where a run executes, what it checks, and what it writes."""
@@ -197,6 +200,11 @@ class Run:
     node_mtbf_hours: float = option(
         7000.0, "mean hours between failures of one node, to advise how often to save", minimum=1.0
     )
+
+    @property
+    def tracked_runs(self) -> str:
+        """The file of --out that names the runs in trackers, which a resumed run goes on in."""
+        return os.path.join(self.out, TRACKED_RUNS)
 
     @property
     def trackers(self) -> tuple[str, ...]:

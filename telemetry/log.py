@@ -31,6 +31,7 @@ from checkpointing.folders import unused_number
 from checkpointing.state import Progress
 from config import families, model_stats
 from config.messages import NOT_WRITTEN, VERSION, UserError
+from config.run_options import TRACKED_RUNS
 from config.schema import Config, batch_schedule
 from distributed.context import Context
 from planner import hardware, memory
@@ -94,6 +95,8 @@ class Log:
         self.trackers: dict[str, Tracker] = {}
         self.text: IO[str] | None = None  # log.txt
         self.live: log_lines.LiveLine | None = None
+        # Bytes by part on a rank of every stage, for the summary: a mistake shows before step 1.
+        self.predicted_memory = memory.of_run(config) if self.is_writer else []
         if self.is_writer:
             self._open_files(kernels, checkpoint_bytes)
             self.live = log_lines.LiveLine(context.launch.launcher)
@@ -308,7 +311,7 @@ class Log:
         out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
-        earlier += [] if self.config.run.resume else ["checkpoints", "trackers.json"]
+        earlier += [] if self.config.run.resume else ["checkpoints", TRACKED_RUNS]
         try:
             os.makedirs(out, exist_ok=True)
             with open(new, "w") as file:
@@ -395,12 +398,11 @@ class Log:
         config, out = self.config, self.config.run.out
         rates = self.rates[WARM_UP_STEPS:] or self.rates
         device = self.context.device.type
-        predicted = memory.of_run(config)
         lines = [
             "",
             self._layout_line(),
             partition.stage_table(self.stage_specs, config.model),
-            memory_report.table(config, device, self.before, self.latest, predicted),
+            memory_report.table(config, device, self.before, self.latest, self.predicted_memory),
             f"tokens per second: {statistics.median(rates):.0f} (median of {len(rates)} steps, "
             f"fastest {max(rates):.0f}, slowest {min(rates):.0f})",
             f"loss: first {self.steps[0][-1]:.4f}, last {self.steps[-1][-1]:.4f}"

@@ -25,7 +25,6 @@ from config import families
 from config.messages import UserError, write_file
 from config.schema import Config
 
-RUNS = "trackers.json"
 RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NOT_IN_NAMES = re.compile(r"[^\w./ :-]")  # of MLflow's metrics
 
@@ -185,33 +184,31 @@ KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, 
 
 def check(config: Config) -> None:
     """Raise UserError if a tracker that the options ask for could not start here."""
-    for name, kind in KINDS.items():
-        if getattr(config.run, name):
-            kind.check(config)
+    for name in config.run.trackers:
+        KINDS[name].check(config)
 
 
 def open_trackers(config: Config) -> dict[str, Tracker]:
     """Those that the options ask for, by the option's name; UserError if one cannot start."""
     earlier, opened = _earlier_runs(config), dict[str, Tracker]()
     with contextlib.ExitStack() as on_error:
-        for name, kind in KINDS.items():
-            if getattr(config.run, name):
-                opened[name] = kind(config, earlier.get(name))
-                on_error.callback(opened[name].close)
+        for name in config.run.trackers:
+            opened[name] = KINDS[name](config, earlier.get(name))
+            on_error.callback(opened[name].close)
         runs = {
             name: {"store": getattr(config.run, name), "run": tracker.run_id}
             for name, tracker in opened.items()
             if tracker.run_id
         }
         if runs:
-            write_file(os.path.join(config.run.out, RUNS), json.dumps(runs, indent=1) + "\n")
+            write_file(config.run.tracked_runs, json.dumps(runs, indent=1) + "\n")
         on_error.pop_all()
     return opened
 
 
 def _earlier_runs(config: Config) -> dict[str, str]:
     """By tracker, the run of OUT that --resume continues, if it is in the same store."""
-    path = os.path.join(config.run.out, RUNS)
+    path = config.run.tracked_runs
     if not config.run.resume or config.run.load_weights_only or not os.path.isfile(path):
         return {}
     found: dict[str, str] = {}

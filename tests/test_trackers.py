@@ -11,6 +11,7 @@ from ranks import fork_one, start
 
 from config import command_line
 from config.messages import UserError
+from config.run_options import TRACKED_RUNS
 from corpora.token_files import IndexedDatasetWriter
 from telemetry import trackers
 
@@ -105,7 +106,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_tracker(tmp_path
     assert {step: row["loss"] for step, row in history.items()} == losses
     assert {step: history[step]["validation_loss"] for step in evaluated} == evaluated
 
-    kept = json.loads((out / trackers.RUNS).read_text())
+    kept = json.loads((out / TRACKED_RUNS).read_text())
     assert kept["mlflow"] == {"store": str(store), "run": run.info.run_id}
     assert kept["wandb"] == {"store": "trine", "run": runs[0]}
 
@@ -128,7 +129,7 @@ def test_which_starts_go_on_in_an_earlier_run(tmp_path):
     assert opened(f"{words} --resume auto --load-weights-only") not in (first, other)
     elsewhere = f"{SMALL} --out {tmp_path} --mlflow {tmp_path / 'another'} --resume auto"
     assert opened(elsewhere) not in (first, other)
-    (tmp_path / trackers.RUNS).write_text('{"mlflow": {"store": "x", "run": "../x"}}')
+    (tmp_path / TRACKED_RUNS).write_text('{"mlflow": {"store": "x", "run": "../x"}}')
     with pytest.raises(UserError, match="names no run of mlflow: remove it"):
         opened(f"{words} --resume auto")
 
