@@ -123,7 +123,8 @@ def _corpus_splits(config: Config) -> Splits:
     """The splits of the files of --data."""
     from corpora.corpus_splits import Corpora  # random tokens need none of it
 
-    evaluated, corpora = config.data.eval_samples, Corpora(config)
+    evaluated = config.data.eval_samples
+    corpora = Corpora(config)
     train = corpora.split(0, config.total_samples)
     source, epoch_tokens = corpora.describe(), corpora.epoch_tokens()
     if not evaluated:
@@ -171,8 +172,8 @@ class Batch:
         for name in {"tokens", "labels", "positions"} & set(moved):
             moved[name] = cp.balanced_shard(moved[name], 1)
         if moved["labels"].shape != self.labels.shape:
-            own = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
-            moved["count"] = int((own >= 0).sum())
+            labels_here = cp.balanced_shard(self.labels[:, :length], 1)  # on the host
+            moved["count"] = int((labels_here >= 0).sum())
         return replace(self, **moved)
 
 
@@ -208,11 +209,11 @@ class BatchReader:
         """
         if evaluated is None and first in self.kept:
             return self.kept.pop(first)
-        found = MicroBatches(self, samples, first, config, evaluated)
+        batches = MicroBatches(self, samples, first, config, evaluated)
         if keep:
-            found.keep()
-            self.kept[first] = found
-        return found
+            batches.keep()
+            self.kept[first] = batches
+        return batches
 
     def close(self) -> None:
         """End the threads."""

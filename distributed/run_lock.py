@@ -40,7 +40,7 @@ class RunLock:
     def __init__(self, out: str):
         path = Path(out, ".lock")
         job = os.environ.get("SLURM_JOB_ID")
-        own = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
+        this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
             os.makedirs(out, exist_ok=True)
             # A link would lead the writing elsewhere, and a pipe would not end the reading.
@@ -48,20 +48,20 @@ class RunLock:
             self._file = os.open(path, flags, 0o666)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 raise OSError(f"{path} is not a regular file")
-            self._lock(out, own)
+            self._lock(out, this_run)
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, f"{own} since {time.strftime('%F %T%z')}\n".encode(), 0)
+            os.pwrite(self._file, f"{this_run} since {time.strftime('%F %T%z')}\n".encode(), 0)
         except OSError as error:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
-    def _lock(self, out: str, own: str) -> None:
+    def _lock(self, out: str, this_run: str) -> None:
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in HELD:
                 owner = os.pread(self._file, BYTES, 0).decode(errors="replace").strip()
                 raise UserError(
-                    f"--out {out} is in use by {owner or 'another process'}, and this is {own}: "
+                    f"--out {out} is in use by {owner or 'another process'}, and this is {this_run}: "
                     f"wait for that run, end it, or give another --out"
                 ) from None
             if error.errno not in NO_LOCKS:
