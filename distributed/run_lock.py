@@ -61,8 +61,8 @@ class RunLock:
             if error.errno in HELD:
                 owner = os.pread(self._file, BYTES, 0).decode(errors="replace").strip()
                 raise UserError(
-                    f"--out {out} is in use by {owner or 'another process'}, and this is {this_run}: "
-                    f"wait for that run, end it, or give another --out"
+                    f"--out {out} is in use by {owner or 'another process'}, and this is "
+                    f"{this_run}: wait for that run, end it, or give another --out"
                 ) from None
             if error.errno not in NO_LOCKS:
                 raise
