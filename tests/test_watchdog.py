@@ -260,7 +260,7 @@ def run_jobs(folder: Path, jobs: list[tuple]) -> list[tuple[Path, dict]]:
     folder.mkdir()
     source = folder / "jobs.json"
     source.write_text(json.dumps([dict(zip(keys, job)) for job in jobs]))
-    outcome = start([sys.executable, WORKER, str(folder), str(source)], timeout=60 * len(jobs))
+    outcome = start([sys.executable, WORKER, str(folder), str(source)], timeout=120 * len(jobs))
     assert outcome.status == 0, outcome.err[-4000:]
     results = [json.loads(line) for line in outcome.out.splitlines()]
     return [(folder / f"job{number}", result) for number, result in enumerate(results)]
