@@ -42,7 +42,7 @@ import psutil
 import torch
 from peer_sides import Side, SideError, check_equal
 from peer_worker import Shape
-from strangers import ratio
+from ratios import ratio
 
 from config.messages import Parser, UserError, exit_with
 

@@ -14,7 +14,6 @@ time of the monitor, divided by the seconds that it was on.
 """
 
 import json
-import random
 import signal
 import statistics
 import sys
@@ -25,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the project's own modules
 
 import torch
+from ratios import ratio
 
 import data
 import trainer
@@ -41,7 +41,7 @@ SHAPE = (
     "--layers 4 --hidden 256 --heads 8 --seq-length 128 --vocab-size 8192 --global-batch-size 4 "
     "--micro-batch-size 1 --steps 1000000 --device cpu --no-tied"
 )
-BLOCK, ROUNDS, RESAMPLED = 4, 360, 4000
+BLOCK, ROUNDS = 4, 360
 CALLS, COLD_CALLS = 200_000, 300
 
 
@@ -143,23 +143,6 @@ def alternate(context: Context, words: list[str], out: str) -> tuple[float, int,
             flush=True,
         )
     return statistics.median(walls), records, spent / (sum(wall) * BLOCK)
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Interquartile mean of the rounds' ratios, with its middle 95 % over resampled rounds.
-
-    Outliers of a shared machine affect it no more than the median, and it needs fewer rounds.
-    """
-    ratios, chance = [a / b for a, b in zip(ours, theirs)], random.Random(1)
-    means = sorted(middle(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLED))
-    low, high = means[RESAMPLED // 40], means[-RESAMPLED // 40]
-    return f"{middle(ratios):.4f} ({low:.4f} to {high:.4f})"
-
-
-def middle(ratios: list[float]) -> float:
-    """The mean without the lowest and the highest quarter."""
-    quarter = len(ratios) // 4
-    return statistics.fmean(sorted(ratios)[quarter : len(ratios) - quarter])
 
 
 class NullHandle:

@@ -7,7 +7,6 @@ strangers.connected, strangers.close()
 import contextlib
 import socket
 import struct
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -121,16 +120,3 @@ class Strangers:
         for sock in self.socks:
             sock.close()
         self.clients.clear()
-
-
-def main() -> None:
-    """`python THIS PORT ...`: 200 strangers after 200, until this is ended; a line for each 200."""
-    while True:
-        strangers = Strangers([int(port) for port in sys.argv[1:]], 200)
-        strangers.wait()
-        strangers.close()
-        print("200", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,9 @@ import gzip
 import json
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import h5py
@@ -13,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from ranks import ROOT
 from test_prepare_data import prepare, read
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.pre_tokenizers import Split
 
-from benchmarks.prepare import kill_rounds
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
 from scripts import documents, encode_documents, encoders, partial_pair, prepare_data, word_cache
@@ -118,10 +120,35 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, small, monkeypatch, capsys, ch
     assert min(begun) > done[-1]
 
 
+def killed(prefix: Path, words: list, turn: int) -> int:
+    """Kill a preparation after another entry in its journal; its status.
+
+    Every second one has three processes, the last of five gets SIGTERM.
+    """
+    journal = Path(f"{prefix}.partial.journal")
+    before = journal.stat().st_size if journal.exists() else 0
+    command = [sys.executable, "scripts/prepare_data.py", "--out", prefix, *words]
+    command += ["--processes", 1 + 2 * (turn % 2)]
+    program = subprocess.Popen(list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while program.poll() is None and time.monotonic() < deadline:
+        if journal.exists() and journal.stat().st_size > before:
+            break
+        time.sleep(0.002)
+    time.sleep(0.05 * turn)
+    program.send_signal(signal.SIGTERM if turn == 4 else signal.SIGKILL)
+    return program.wait(120)
+
+
 def test_kills_and_processes_do_not_change_a_byte(tmp_path):
     """While it copies, trains, encodes with 1 or 3 processes, or renames."""
     folder = write_texts(tmp_path / "texts", 20_000)
-    statuses = kill_rounds(tmp_path, ["--vocab-size", 400, "--skip-bad", 1, folder], rounds=5)
+    words = ["--vocab-size", 400, "--skip-bad", 1, folder]
+    prepare(tmp_path / "whole", *words)
+    statuses = [killed(tmp_path / "c", words, turn) for turn in range(5)]
+    prepare(tmp_path / "c", *words, "--processes", 2)
+    assert contents(tmp_path / "c") == contents(tmp_path / "whole")
+    assert not list(tmp_path.glob("c.partial*"))
     assert set(statuses) <= {-signal.SIGKILL, -signal.SIGTERM, 75, 0}
     assert -signal.SIGKILL in statuses
 
