@@ -30,10 +30,10 @@ with messages.installed():
     from config.messages import Parser, UserError, exit_with, printable
     from config.schema import Config, ModelShape
     from corpora import sample_order
+    from corpora.text import Text, find_tokenizer
     from distributed.context import Context, prepare, start
     from distributed.early_end import StartWatch, ending_all_ranks
     from distributed.launch import Launch, discover
-    from generation.text import Text, find_tokenizer
 
 MAX_TOKENS = 100
 # What --prompt alone reads, with its defaults.
@@ -125,7 +125,7 @@ def run(task: Task, context: Context) -> Iterator[str]:
     import data
     import trainer
     from checkpointing.load import load_weights
-    from generation.decoding import Choice, Decoder
+    from decoding import Choice, Decoder
     from optim import precision
 
     precision.check(task.config, context)

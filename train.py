@@ -91,8 +91,7 @@ def check_data(config: Config) -> None:
     options = config.data
     if options.data == ("synthetic",) and not options.eval_data and not config.run.sample_prompt:
         return
-    from corpora import blends, sample_order, token_files
-    from generation import text
+    from corpora import blends, sample_order, text, token_files
 
     sample_order.split_ranges(options.split, 0)
     eval_sets = options.eval_data or ()

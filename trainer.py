@@ -40,10 +40,11 @@ from schedules.partition import StageSpec, stage_specs
 from telemetry import memory_report, replica_check, step_stats
 from telemetry.log import Log
 from telemetry.loss_monitor import LossMonitor, give_up
-from telemetry.observers import StepObserver, step_observers
 from telemetry.step_stats import StepStats
+from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
+StepObserver = Callable[[int], None]  # it takes the number of the step
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
@@ -286,18 +287,16 @@ class Trainer:
     def _add_observers(self) -> None:
         """Add what the options ask to be seen of the steps."""
         state, log = self.state, self.log
-        before, after = step_observers(
-            log,
-            self.checkpoints.exchange,
-            state.stages,
-            state.optimizer,
-            state.factory.mesh,
-            state.pipeline.finish_sending,
-        )
-        self.before_step += before
-        self.after_step += after
+        exchange = self.checkpoints.exchange
+        if self.config.run.profile_step or self.config.run.torch_profile:
+            from telemetry.step_trace import StepTrace
+
+            trace = StepTrace(exchange, log, state.pipeline.finish_sending)
+            self.before_step.append(trace.before)
+            self.after_step.append(trace.after)
+        self.after_step.append(StepTimes(exchange, log).after)
         if self.config.run.sample_every:
-            from generation.decoding import Decoder, RunSamples
+            from decoding import Decoder, RunSamples
 
             decoder = Decoder(state.pipeline, state.factory, self.config.model)
             gather_weights = state.optimizer.finish_gathering

@@ -73,8 +73,6 @@ class Optimizer:
         self._targets, self._next = 1, 0
         self._reducing: list[Handle] = []
         self._overlap = layout.overlap_param_gather
-        # Called with the reduced gradients, and what they are yet to be multiplied by.
-        self.before_update: Callable[[Sequence[ParamGroup], float], None] | None = None
         self.buckets: list[Bucket] = []
         self.state_sharded = layout.zero > 0 and factory.mesh.replicas.size > 1
         self.fully_sharded = factory.shard is not None
@@ -208,8 +206,6 @@ class Optimizer:
         norm = math.sqrt(square) / scale * share if square >= 0 else math.nan
         overflowed = not math.isfinite(norm)
         recorder.at("optimizer")
-        if self.before_update:
-            self.before_update(self.groups, share / scale)
         if counted and not overflowed:
             self._update(lr, norm, share)
         self._clear_gradients()

@@ -129,17 +129,11 @@ class Run:
     log_every: int = option(
         None, "steps between log lines, default: a line when 5 seconds have passed", minimum=1
     )
-    log_format: str = option(
-        "short", "of log lines: short, or Megatron-LM's long one", choices=("short", "megatron")
-    )
     sample_every: int = option(
         0, "steps between samples in the log, and one at the end; 0: none", minimum=0
     )
     sample_prompt: tuple = option(
         None, "texts that --sample-every continues, or ids where there is no tokenizer", nargs="+"
-    )
-    stats_every: int = option(
-        0, "steps between rows with norms and largest activations by layer; 0: never", minimum=0
     )
     check_replicas_every: int = option(
         1000, "steps between replica checks, also before each save; 0: never", minimum=0

@@ -10,6 +10,7 @@
     objectives    what is learned from a sample: masks, prefixes, reordered documents
     attention_masks  which tokens each token sees, as torch's attention takes it
     corpus_splits  the splits of --data and the sets of --eval-data
+    text          tokenizers: texts as token ids, and back
     prefetch      micro-batches that threads read before they are asked for
 
 data.py makes the samples of a run of them; scripts/prepare_data.py writes token files.

@@ -34,15 +34,14 @@ from checkpointing.save import Checkpointer
 from checkpointing.state import Progress
 from checkpointing.writer import Writer, count_elements, saved_types, shards_to_write
 from config.schema import Config, coordinates
+from decoding import Choice, Decoder
 from distributed.placement import allowed_cores
 from emulator import distinct_ranks
 from emulator.fake_devices import fake_devices, replaced
 from emulator.matching import World
 from emulator.meter import Meter, Peak
 from emulator.recording import COPY, READ, Event, RecordingContext, recording_context
-from generation.decoding import Choice, Decoder
 from telemetry import step_stats
-from telemetry.layer_stats import LayerStats
 
 STEPS = 2
 STEADY = ("forward", "backward", "optimizer")  # phases of a step
@@ -240,12 +239,6 @@ def _after_steps(
     if config.run.check_replicas_every:
         recorder.enter("check replicas")
         trainer.check_replicas(state, STEPS)
-    if config.run.stats_every:
-        recorder.enter("statistics by layer")
-        stats = LayerStats(config, state.stages, state.optimizer, state.factory.mesh)
-        stats.begin(config.run.stats_every)
-        trainer.step(state, samples, 0, config.training.lr)
-        stats.finish()
     if config.run.sample_every:
         recorder.enter("sample")
         state.optimizer.finish_gathering()

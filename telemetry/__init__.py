@@ -1,16 +1,14 @@
 """What a run reports about itself, and what it checks while it trains.
 
 log             log line, metrics.jsonl, run.json, summary
-log_lines       log lines of either form, and the live line on a terminal
+log_lines       log lines, and the live line on a terminal
 row_file        rows that wait in memory while the disk is full
 pass_times      seconds of the passes, for --schedule auto
 step_stats      every rank's seconds and memory at the end of a step; slow ranks
 memory_report   measured and predicted memory by stage
 loss_monitor    loss spikes and losses that are not finite
-layer_stats     norms and largest activations by layer
 replica_check   copies of weights and state are equal, bit for bit
 trackers        TensorBoard, Weights & Biases and MLflow
-observers       the functions that are called before and after each step
 step_trace      one step as a Chrome trace
 step_times      passes and waits of every rank in some steps, for plan.py gap
 

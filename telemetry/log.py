@@ -84,7 +84,6 @@ class Log:
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
         self.rates: list[float] = []  # tokens per second of each
         self.epoch_tokens: Mapping[str, int] = {}
-        self.layers: Mapping[str, Any] = {}
         self.evaluations: dict[str, float] = {}
         self.skipped = self.nan = 0
         self.lines = self.steps_since_line = 0
@@ -152,14 +151,13 @@ class Log:
         every = self.config.run.log_every
         if every is None or iteration % every == 0 or iteration in (1, self.total):
             row |= self._of_corpora(done)
-        row |= self.layers
         self._write(row)
         self.steps_since_line += 1
         facts = self._facts(row)
         if self._line_is_due(iteration):
             self._print_step(facts)
         if self.live:
-            self.live.show(log_lines.short(facts))
+            self.live.show(log_lines.of_step(facts))
 
     def _line_is_due(self, iteration: int) -> bool:
         """Whether that step has a log line: the first, the last, and by --log-every or by time."""
@@ -171,7 +169,7 @@ class Log:
 
     def _print_step(self, facts: log_lines.Facts) -> None:
         """Print and store the log line of a step; now and then one on the corpora follows."""
-        line = log_lines.FORMATS[self.config.run.log_format].step(facts)
+        line = log_lines.of_step(facts)
         is_last = facts.row["iteration"] == self.total
         if self.lines % LINES_BETWEEN_CORPORA == 0 or is_last:
             line += log_lines.of_corpora(facts.row)
@@ -180,24 +178,18 @@ class Log:
         self.steps_since_line = 0
         self.last_line = time.monotonic()
 
-    def take_layers(self, layers: Mapping[str, Any]) -> None:
-        """What layer_stats.py has for the row of the step that has just ended."""
-        self.layers = layers
-
     def pass_over(self, iteration: int, consumed: int, batch: int) -> None:
         """Record a step of `batch` samples, up to `consumed`, that --skip-samples leaves out."""
         row = {"iteration": iteration, "consumed_samples": consumed, "skipped_samples": batch}
         self._write(row)
-        line = log_lines.FORMATS[self.config.run.log_format].skipped
-        self.note(line(iteration, self.total, consumed, batch))
+        self.note(log_lines.of_skipped_step(iteration, self.total, consumed, batch))
 
     def evaluation(self, name: str, done: Progress, loss: float) -> None:
         """Record the mean loss per token of `validation`, of `test`, or of a set of --eval-data."""
         self.evaluations[name] = loss
         row = {"iteration": done.iteration, "consumed_samples": done.consumed_samples}
         self._write(row | {"consumed_tokens": done.usage.tokens, f"{name}_loss": loss})
-        line = log_lines.FORMATS[self.config.run.log_format].evaluation
-        self.note(line(name, done.iteration, self.total, loss))
+        self.note(log_lines.of_evaluation(name, done.iteration, self.total, loss))
 
     def note(self, line: str, printed: bool = True) -> None:
         """Append a line to log.txt, and print it unless the terminal has a live line instead."""

@@ -1,8 +1,7 @@
-"""What people read while a run trains: a short line, Megatron's long one, one live line.
+"""What people read while a run trains: a line for a step, and one live line.
 
     LiveLine(launcher)     rewrites one line on the terminal, if there is one
-    short(facts)           step 120/500 | loss 3.2104 | grad norm 0.812 | ... | 1:02:03 left
-    megatron(facts)        as Megatron-LM's log, in 420 characters
+    of_step(facts)         step 120/500 | loss 3.2104 | grad norm 0.812 | ... | 1:02:03 left
 
 Under an MPI launcher standard output is a pipe, or a terminal of the launcher's own making: there
 the live line is written to the terminal that the launcher itself has. Rank 0 finds it if it runs on
@@ -13,9 +12,8 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -43,7 +41,7 @@ class Facts:
         return self.samples_per_second / (self.row["global_batch_size"] / self.row["seconds"])
 
 
-def short(facts: Facts) -> str:
+def of_step(facts: Facts) -> str:
     """One step in at most 130 characters; MFU only where the device's peak is known."""
     row = facts.row
     parts = [
@@ -66,32 +64,6 @@ def short(facts: Facts) -> str:
     return " | ".join(parts)
 
 
-def megatron(facts: Facts) -> str:
-    """One step as Megatron-LM prints it."""
-    row, ratio, more = facts.row, facts.ratio, ""
-    if "sample_length" in row:
-        more += f" sample length: {row['sample_length']} |"
-    if (epochs := _epochs(row)) is not None:
-        more += f" epochs: {epochs:.4f} |"
-    return (
-        f" iteration {row['iteration']:8d}/{facts.total:8d} |"
-        f" consumed samples: {row['consumed_samples']:12d} |"
-        f" consumed tokens: {row['consumed_tokens']:12d} |"
-        f" elapsed time per iteration (s): {facts.seconds:.3f} |"
-        f" learning rate: {row['learning_rate']:.3E} |"
-        f" global batch size: {row['global_batch_size']:5d} |"
-        f" lm loss: {facts.loss:.6E} |"
-        f" loss scale: {row['loss_scale']:.1f} |"
-        f" grad norm: {row['grad_norm']:.3f} |"
-        f" number of skipped iterations: {facts.skipped:3d} |"
-        f" number of nan iterations: {facts.nan:3d} |"
-        f" samples per second: {facts.samples_per_second:.3f} |"
-        f" tokens per second: {row['tokens_per_second'] * ratio:.0f} |"
-        f" model TFLOPs: {row['tflops_model'] * ratio:.3f} |"
-        f" hardware TFLOPs: {row['tflops_hardware'] * ratio:.3f} |{more}"
-    )
-
-
 def of_corpora(row: dict[str, Any]) -> str:
     """A line below that one, on what was read of several corpora; the line itself has one's."""
     epochs = row.get("corpus_epochs", {})
@@ -108,52 +80,16 @@ def _epochs(row: dict[str, Any]) -> float | None:
     return epochs[0] if len(epochs) == 1 else None
 
 
-def short_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
+def of_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
     """The mean loss per token on a split or a set of --eval-data, and its exponential."""
-    return (
-        f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {_perplexity(loss):.5g}"
-    )
+    perplexity = math.exp(min(loss, 100.0))
+    return f" step {iteration}/{total} | {name} loss {loss:.4f} | perplexity {perplexity:.5g}"
 
 
-def megatron_evaluation(name: str, iteration: int, total: int, loss: float) -> str:
-    """The same as Megatron-LM prints it."""
-    return (
-        f" {name} loss at iteration {iteration} | lm loss: {loss:.6E} | "
-        f"lm loss PPL: {_perplexity(loss):.6E}"
-    )
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 100.0))
-
-
-def short_skipped(iteration: int, total: int, consumed: int, batch: int) -> str:
+def of_skipped_step(iteration: int, total: int, consumed: int, batch: int) -> str:
     """A step of `batch` samples, up to `consumed`, that was passed over."""
-    return f" step {iteration}/{total} | {_passed_over(consumed, batch)}"
-
-
-def megatron_skipped(iteration: int, total: int, consumed: int, batch: int) -> str:
-    """The same as Megatron-LM begins its lines."""
-    step = f" iteration {iteration:8d}/{total:8d} | consumed samples: {consumed:12d} |"
-    return f"{step} {_passed_over(consumed, batch)}"
-
-
-def _passed_over(consumed: int, batch: int) -> str:
-    return f"passed over by --skip-samples: {consumed - batch} to {consumed - 1}"
-
-
-class Format(NamedTuple):
-    """The lines of one --log-format: of a step, of an evaluation, of a step that is skipped."""
-
-    step: Callable[[Facts], str]
-    evaluation: Callable[[str, int, int, float], str]
-    skipped: Callable[[int, int, int, int], str]
-
-
-FORMATS = {
-    "short": Format(short, short_evaluation, short_skipped),
-    "megatron": Format(megatron, megatron_evaluation, megatron_skipped),
-}
+    samples = f"{consumed - batch} to {consumed - 1}"
+    return f" step {iteration}/{total} | passed over by --skip-samples: {samples}"
 
 
 def duration(seconds: float) -> str:

@@ -140,7 +140,6 @@ OF_RUNS = {
 --profile-step 50 | --profile-step 50 is never reached: the run has 2 steps
 --torch-profile -1 | --torch-profile must be at least 1, not -1
 --torch-profile 3 | --torch-profile 3 is never reached: the run has 2 steps
---log-format long | --log-format is one of short, megatron, not 'long'
 --log-every 0 | --log-every must be at least 1, not 0
 --sample-every 2 | --sample-every N and --sample-prompt TEXT need each other
 --sample-prompt text | --sample-every N and --sample-prompt TEXT need each other
@@ -154,9 +153,6 @@ LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 --sample-every 2 --sample-prompt é 
 --sample-every 2 --sample-prompt 100 | --sample-prompt: 100 is not below vocab-size(100)
 --sample-every 2 --sample-prompt '1 2 3 4 5 6 7 8 9 1 2 3 4 5 6 7' | --sample-prompt has 16 tokens:
 --sample-evry 2 | unknown argument '--sample-evry'; did you mean '--sample-every'?
---stats-every -2 | --stats-every must be at least 0, not -2
---stats-every 1.5 | --stats-every: invalid int value: '1.5'
---stats-every | --stats-every: expected one argument
 --device gpu | --device is one of auto, cpu, cuda, not 'gpu'
 --backend mpi | --backend is one of auto, nccl, gloo, not 'mpi'
 --model gpt9 | no preset is called 'gpt9'

@@ -4,7 +4,7 @@ SMALL = "--layers 8 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-siz
 SMALL += " --global-batch-size 64 --precision bf16 "
 LLAMA = "--kv-heads 4 --positions rotary --norm rmsnorm --activation swiglu --no-bias --no-tied "
 BLOOM = "--positions alibi --embedding-norm "
-NOW_AND_THEN = "--stats-every 5 --sample-every 5 --sample-prompt 1"
+NOW_AND_THEN = "--sample-every 5 --sample-prompt 1"
 
 # Name: ranks, and words of the command line.
 CASES: dict[str, tuple[int, str]] = {

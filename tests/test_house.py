@@ -29,7 +29,7 @@ ROWS = (
     ("supervisor",),
     ("checkpoint", "sample"),
     ("trainer",),
-    ("generation",),
+    ("decoding",),
     ("telemetry",),
     ("checkpointing",),
     ("vocabulary",),

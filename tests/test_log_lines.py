@@ -95,27 +95,23 @@ def test_with_output_in_a_file_the_lines_are_there_and_the_live_line_on_the_term
 
 def test_log_lines_say_loss_rate_mfu_memory_and_time_left():
     facts = log_lines.Facts(ROW, 500, 3.21043, 0.5, 32.0, 0, 0, 93784.4)
-    assert log_lines.short(facts) == (
+    assert log_lines.of_step(facts) == (
         " step 120/500 | loss 3.2104 | grad norm 0.812 | lr 3.00E-04 | 2,000 tokens/s | "
         "MFU 80.0% | 23.4 GB | 1d 2:03:04 left"
     )
     unknown = replace(facts, row=ROW | {"mfu": None}, skipped=2, nan=1)
-    assert "MFU" not in log_lines.short(unknown)
-    assert log_lines.short(unknown).endswith("left | 2 skipped | 1 nan")
-    long = log_lines.megatron(facts)
-    assert " iteration      120/     500 | consumed samples:          960 |" in long
-    assert "| tokens per second: 2000 | model TFLOPs: 2.000 | hardware TFLOPs: 3.000 |" in long
+    assert "MFU" not in log_lines.of_step(unknown)
+    assert log_lines.of_step(unknown).endswith("left | 2 skipped | 1 nan")
 
 
 def test_a_line_has_the_epochs_of_one_corpus_and_several_have_a_line_of_their_own():
     one = ROW | {"corpus_tokens": {"a": 960}, "corpus_epochs": {"a": 0.1254}}
     facts = log_lines.Facts(one, 500, 3.21043, 0.5, 32.0, 0, 0, 93784.4)
     assert log_lines.of_corpora(one) == ""
-    assert log_lines.short(facts).endswith(" left | epoch 0.125")
-    assert log_lines.megatron(facts).endswith("| epochs: 0.1254 |")
+    assert log_lines.of_step(facts).endswith(" left | epoch 0.125")
     two = ROW | {"corpus_tokens": {"a": 9, "b": 7}, "corpus_epochs": {"a": 0.5, "b": 1.0}}
     assert log_lines.of_corpora(two) == "\n a: 9 tokens, 0.5000 epochs | b: 7 tokens, 1.0000 epochs"
-    assert "epoch" not in log_lines.short(replace(facts, row=two))
+    assert "epoch" not in log_lines.of_step(replace(facts, row=two))
 
 
 def printed_steps(out: str) -> list[int]:
@@ -154,9 +150,6 @@ def test_in_a_pipe_there_is_a_line_by_time_and_a_row_for_every_step(
     assert len(of_corpora) == (0 if corpora == 1 else 3)  # after the lines 1, 21 and 23
     (evaluated,) = [line for line in out.splitlines() if "validation loss" in line]
     assert re.fullmatch(r" step 23/23 \| validation loss \d\.\d{4} \| perplexity [\d.]+", evaluated)
-    megatron = run("--log-format", "megatron")
-    assert " validation loss at iteration 23 | lm loss: " in megatron
-    assert printed_steps(megatron) == []
 
 
 def test_the_peak_of_a_device_is_that_of_its_name_or_unknown():

@@ -1,5 +1,6 @@
 """The cache of orders: built once per node, never met by another corpus, safe against crashes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -334,15 +335,20 @@ def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
         f"train.py --layers 2 --hidden 16 --heads 2 --vocab-size {VOCAB} --seq-length 8 --steps 4"
     )
     words += f" --data 0.3 {tmp_path}/a 0.7 {tmp_path}/b --split 8,1,1 --eval-samples 8 --pp 2"
-    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-format megatron"
-    words += " --log-every 1"
+    words += f" --out {tmp_path}/out --no-preflight --micro-batch-size 2 --log-every 1"
     seen = {}
     for cache in ("none", f"{tmp_path}/cache"):
         outcome = fork_ranks(2, *words.split(), "--cache", cache, timeout=120)
         assert outcome.status == 0, outcome.err
         line = next(line for line in outcome.out.splitlines() if line.startswith("data: "))
-        losses = [line for line in outcome.out.splitlines() if "lm loss" in line]
-        seen[line] = [line.split("lm loss: ")[1][:12] for line in losses]
+        rows = Path(tmp_path, "out", "metrics.jsonl").read_text().splitlines()
+        losses = [
+            value
+            for row in map(json.loads, rows)
+            for name, value in row.items()
+            if name in ("loss", "validation_loss", "test_loss")
+        ]
+        seen[line] = losses
         assert len(losses) == 6
     assert len({str(losses) for losses in seen.values()}) == 1
     assert [line.rpartition("; ")[2] for line in seen] == [

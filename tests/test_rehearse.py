@@ -54,8 +54,7 @@ def test_right_configurations_raise_no_alarm(rehearsals, name):
     operations = [e for e in run.world.traces[0] if e.number > 0 and e.kind != "wait"]
     assert operations or name == "one rank"
     places = {event.place for event in operations}
-    for option, place in (("--sample-every", "sample"), ("--stats-every", "statistics by layer")):
-        assert any(place in each for each in places) == (option in CASES[name][1]), places
+    assert any("sample" in each for each in places) == ("--sample-every" in CASES[name][1]), places
     for record in run.records:
         assert {"build", "forward", "backward", "optimizer", "check"} <= set(record.peaks)
         assert record.peak >= record.step_peak > 0
@@ -103,7 +102,7 @@ def test_stops_of_the_host_have_their_lines(rehearsals):
 @pytest.fixture(scope="module")
 def host() -> list[dict]:
     """What the host of rank 2 of 8 does, as tests/host_worker.py tells it, under three layouts."""
-    now_and_then = "--stats-every 5 --sample-every 5 --sample-prompt 1 --eval-samples 4"
+    now_and_then = "--sample-every 5 --sample-prompt 1 --eval-samples 4"
     lines = [
         f"{SHAPE} --tp 2 --pp 2 --sequence-parallel {now_and_then}",
         f"{SHAPE} --tp 2 --pp 2 --cp 2 --kv-heads 2 --check-replicas-every 3",

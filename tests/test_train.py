@@ -78,7 +78,7 @@ def test_layouts_of_the_command_line_agree(tmp_path, corpus):
     """A ramp-up on files, with evaluation, on one rank and on tp 2 x pp 2: the same rows."""
     words = SMALL + f"--steps 12 --data {corpus} --split 90,10,0 --eval-samples 16 --eval-every 5 "
     words += "--check-replicas-every 4 --lr 3e-3 --precision fp64 --lr-warmup-samples 16 "
-    words += "--rampup-batch-size 4 2 16 --log-format megatron --log-every 1"
+    words += "--rampup-batch-size 4 2 16 --log-every 1"
     one = fork_one("train.py", *words.split(), "--out", str(tmp_path / "one"))
     assert one.status == 0, one.err
     layout = f"--tp 2 --pp 2 --out {tmp_path / 'four'}"

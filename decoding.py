@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attention import KeyValueCache, local_slopes
 from config.schema import Config, ModelShape, rows_along
-from generation.text import SAMPLE_TOKENS, prompts_of_run
+from corpora.text import SAMPLE_TOKENS, prompts_of_run
 from model import Embedding
 from parallel import ParamFactory
 from pipeline import Pipeline
