@@ -35,7 +35,6 @@ import psutil
 import timed_collectives
 
 from config.command_line import parse as parse_options
-from config.schema import Config
 from planner import hardware
 
 # (options of train.py, micro-batch): the models of all parts, the most important first.
@@ -106,11 +105,6 @@ def this_machine(device: str) -> hardware.Machine | None:
     return machine_of(device_name(device), memory)
 
 
-def model_of(words: str) -> Config:
-    """The configuration of a row of MODELS."""
-    return parse_options(words.split())
-
-
 # ---- Facts ---------------------------------------------------------------------------------------
 
 
@@ -171,32 +165,29 @@ def nvidia_smi() -> dict[str, str]:
 
 
 def ceilings(device: str, section: Section) -> None:
-    """The rates that no model can exceed here, at the models' own shapes; bf16, random data."""
-    square = gemm_rate(*[SQUARE[device]] * 3, device)
+    """The rates that no model can exceed here, in bf16: of a GEMM, of a copy, of attention."""
+    square = gemm_rate(SQUARE[device], device)
     copied = copy_rate(device)
-    section.add(
-        f"GEMM of {SQUARE[device]}^3: {square / 1e12:.4g} TFLOP/s. Copy of "
-        f"{COPIED[device] / 1e9:.2f} GB: {copied / 1e12:.3g} TB/s, bytes read and written.",
-        "",
-        gemm=square,
-        copy=copied,
-    )
-    section.data |= {"gemms": {}, "attention": {}}
+    section.add(f"* GEMM of {SQUARE[device]}^3: {square / 1e12:.4g} TFLOP/s", gemm=square)
+    section.add(f"* copy: {copied / 1e12:.3g} TB/s, bytes read and written", copy=copied)
     for words, micro_batch in MODELS[device]:
-        attention_table(words, micro_batch, device, section)
-    for words, micro_batch in MODELS[device]:
-        gemm_table(words, micro_batch, device, section)
-
-
-def gemm_rate(m: int, n: int, k: int, device: str) -> float:
-    """FLOP/s of a (m, k) x (k, n) product, the second one transposed, as F.linear has it."""
-    a, b = random(m, k, device=device), random(n, k, device=device)
-    return 2.0 * m * n * k / seconds_of(lambda: a @ b.t(), device)
+        size = attention_size(words, micro_batch)
+        for kernel, seconds in attention_seconds(size, device).items():
+            rate = attention_flops(size) / seconds / 1e12
+            section.add(
+                f"* {words}, attention, {kernel}: {1e3 * seconds:.3f} ms, {rate:.4g} TFLOP/s"
+            )
 
 
 def random(*shape: int, device: str) -> torch.Tensor:
     """Normal bf16 values: zeros would let the GPU clock higher."""
     return torch.randn(*shape, device=device).bfloat16()
+
+
+def gemm_rate(edge: int, device: str) -> float:
+    """FLOP/s of a product of two squares, the second one transposed, as F.linear has it."""
+    a, b = random(edge, edge, device=device), random(edge, edge, device=device)
+    return 2.0 * edge**3 / seconds_of(lambda: a @ b.t(), device)
 
 
 def copy_rate(device: str) -> float:
@@ -206,65 +197,31 @@ def copy_rate(device: str) -> float:
     return 2.0 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
-def gemm_table(words: str, micro_batch: int, device: str, section: Section) -> None:
-    """TFLOP/s of a model's matrices: forward, and the two products of the backward."""
-    config = model_of(words)
-    shape, rows = config.model, micro_batch * config.model.seq_length
-    h, vocabulary = shape.hidden, shape.padded_vocab(config.layout)
-    matrices = {"qkv": (shape.qkv_width, h), "out": (h, shape.attention_width)}
-    matrices |= {"up": (shape.up_width, h), "down": (h, shape.ffn_hidden), "head": (vocabulary, h)}
-    section.add(
-        f"GEMMs of {words}, {rows} tokens; TFLOP/s",
-        "",
-        "| matrix | out x in | forward | input gradient | weight gradient |",
-        "| --- | --- | --: | --: | --: |",
-    )
-    for name, (n, k) in matrices.items():
-        x, weight, grad = (random(*s, device=device) for s in ((rows, k), (n, k), (rows, n)))
-        calls = (lambda: x @ weight.t(), lambda: grad @ weight, lambda: grad.t() @ x)  # noqa: B023
-        rates = [2.0 * rows * n * k / seconds_of(call, device) for call in calls]
-        cells = " | ".join(f"{rate / 1e12:.4g}" for rate in rates)
-        section.data["gemms"][f"{words} {name}"] = rates
-        section.add(f"| {name} | {n} x {k} | {cells} |")
-    section.add("")
+def attention_size(words: str, micro_batch: int) -> tuple[int, int, int, int]:
+    """(b, heads, s, d) of a row of MODELS."""
+    shape = parse_options(words.split()).model
+    return micro_batch, shape.heads, shape.seq_length, shape.head_size
 
 
-def attention_table(words: str, micro_batch: int, device: str, section: Section) -> None:
-    """Milliseconds and TFLOP/s of every attention kernel that takes the model's shape."""
-    shape = model_of(words).model
-    size = (micro_batch, shape.heads, shape.seq_length, shape.head_size)
-    section.add(
-        f"Causal attention of {words}: (b, heads, s, d) = {size}; FLOPs of the causal half, "
-        f"3.5 times the forward's with the backward",
-        "",
-        "| kernel | forward ms | TFLOP/s | with backward ms | TFLOP/s |",
-        "| --- | --: | --: | --: | --: |",
-    )
-    for name, (forward, both) in attention_seconds(size, device).items():
-        flops = 2.0 * micro_batch * shape.heads * shape.seq_length**2 * shape.head_size
-        rates = flops / forward / 1e12, 3.5 * flops / both / 1e12
-        section.data["attention"][f"{words} {name}"] = {"forward": forward, "with backward": both}
-        section.add(
-            f"| {name} | {1e3 * forward:.3f} | {rates[0]:.4g} | {1e3 * both:.3f} | {rates[1]:.4g} |"
-        )
-    section.add("")
+def attention_flops(size: tuple[int, int, int, int]) -> float:
+    """FLOPs of causal attention, forward and backward: 3.5 times the forward's causal half."""
+    batch, heads, seq, width = size
+    return 3.5 * 2.0 * batch * heads * seq**2 * width
 
 
-def attention_seconds(size: tuple, device: str) -> dict[str, tuple[float, float]]:
-    """Seconds of the forward alone and with the backward, by kernel; those that refuse are out."""
+def attention_seconds(size: tuple[int, int, int, int], device: str) -> dict[str, float]:
+    """Seconds of forward and backward by kernel; those that refuse the shape are left out."""
     q, k, v = (random(*size, device=device).requires_grad_() for _ in range(3))
     grad, found = random(*size, device=device), {}
-    kinds = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def both() -> tuple:
+        result = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return torch.autograd.grad(result, (q, k, v), grad)
 
-    for kind in kinds:
+    for kind in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"):
         try:
             with sdpa_kernel(getattr(SDPBackend, kind)):
-                seconds = seconds_of(forward, device)
-                both = seconds_of(lambda: torch.autograd.grad(forward(), (q, k, v), grad), device)
-            found[kind.lower()] = (seconds, both)
+                found[kind.lower()] = seconds_of(both, device)
         except RuntimeError as error:  # what torch raises for a kernel that does not take the shape
             print(f"{kind} does not run: {str(error).splitlines()[0]}", flush=True)
     return found
@@ -281,12 +238,10 @@ def calibration(device: str, section: Section, path: str) -> None:
     taken = context_bytes() if device == "cuda" else None
     entries = timed_collectives.rates(alone(device), machine)
     if machine and device == "cuda":
-        words, micro_batch = MODELS[device][0]
-        shape = model_of(words).model
-        size = (micro_batch, shape.heads, shape.seq_length, shape.head_size)
-        best = min(both for _, both in attention_seconds(size, device).values())
-        flops = 7.0 * micro_batch * shape.heads * shape.seq_length**2 * shape.head_size
-        entries |= {"flash_fraction": flops / best / machine.peak, "context": taken}
+        size = attention_size(*MODELS[device][0])
+        best = min(attention_seconds(size, device).values())
+        entries["flash_fraction"] = attention_flops(size) / best / machine.peak
+        entries["context"] = taken
     Path(path).write_text(bandwidth.calibration_text(name, entries))
     if machine is None:
         return

@@ -1,11 +1,12 @@
-"""What the GPU day is asked for beside what was seen; and the emulator beside the planner.
+"""What the GPU day is asked for beside what was seen; the emulator; runs that refit the planner.
 
+    python benchmarks/gpu_asked.py runs --section FILE --out DIR     DIR: of scripts/gpu_day.sh
+    python benchmarks/gpu_asked.py asked --section FILE --out DIR
     python benchmarks/gpu_asked.py emulator --section FILE
-    python benchmarks/gpu_asked.py asked --section FILE --out DIR    DIR: of scripts/gpu_day.sh
 
-`asked` takes the findings of the other parts from DIR/gpu-day.json, DIR/calibration.toml and
-DIR/machine.toml, and what rehearse.py says of the memory: it needs no GPU, and can be run again
-anywhere. Parts of scripts/gpu_day.sh.
+`runs` starts RUNS, each a train.py of one rank, and has plan.py calibrate write DIR/machine.toml by
+them. No run has a shape of gpu.MODELS: on those the new constants are judged, by `asked`, which
+takes the findings of the other parts from DIR/gpu-day.json. Parts of scripts/gpu_day.sh.
 """
 
 import argparse
@@ -21,38 +22,78 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
-import gpu_runs
 from gpu import MODELS, Section, machine_of, this_machine
-from gpu_models import AS_IT_IS, COMPILED, FORMULAS, configuration, training
+from gpu_models import AS_IT_IS, COMPILED, configuration, training
 
 from config import model_stats
 from planner import hardware, step_time
 
 LEAST_MFU, LEAST_RATIO = 0.5, 1.15  # of the device's peak; of the plain loop's tokens/s
 MEMORY_WITHIN, STEP_WITHIN = 0.02, 0.08
-# One rank of each kind of a world of eight.
-EMULATED = {"cuda": "--model 1b3 --precision bf16 --global-batch-size 32"}
-EMULATED["cpu"] = f"{MODELS['cpu'][0][0]} --precision bf16 --global-batch-size 32"
+MACHINE = "machine.toml"
+# What tells constants apart: one micro-batch and eight (the step's fixed seconds), wide matrices,
+# long samples (attention), small matrices. The most telling first.
+RUNS = {
+    "cuda": [
+        "--layers 12 --hidden 2048 --heads 16 --seq-length 2048 --micro-batch-size 4 "
+        "--global-batch-size 4 --steps 20",
+        "--layers 12 --hidden 2048 --heads 16 --seq-length 2048 --micro-batch-size 4 "
+        "--global-batch-size 32 --steps 10",
+        "--layers 6 --hidden 4096 --heads 32 --seq-length 2048 --micro-batch-size 2 "
+        "--global-batch-size 16 --steps 10",
+        "--layers 12 --hidden 2048 --heads 16 --seq-length 8192 --micro-batch-size 1 "
+        "--global-batch-size 8 --steps 10",
+        "--layers 24 --hidden 1024 --heads 16 --seq-length 1024 --micro-batch-size 16 "
+        "--global-batch-size 64 --steps 10",
+    ],
+    "cpu": [
+        f"--layers 2 --hidden {hidden} --heads 4 --seq-length 64 --vocab-size 512 "
+        f"--micro-batch-size 2 --global-batch-size {batch} --steps 12"
+        for hidden, batch in [(64, 2), (64, 8), (128, 4)]
+    ],
+}
 Row = tuple[str, str, str, bool | None]  # what, asked, seen, and whether that is reached
 
 
-def rehearse(*words: str) -> str:
-    """What rehearse.py prints; RuntimeError with all that it printed if it fails."""
-    command = [sys.executable, "rehearse.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def program(*words: str, folder: str | Path = ROOT) -> str:
+    """What a program prints; RuntimeError with all of it if the program fails."""
+    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])}:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(words)}:\n{done.stdout}\n{done.stderr}"[-4000:])
     return done.stdout
 
 
-def emulator(device: str, section: Section) -> None:
-    """rehearse.py --on the device here, with the links of its machine."""
+def emulator(device: str, section: Section, out: Path) -> None:
+    """rehearse.py --on the device here, of a world of eight with the links of its machine."""
     machine = this_machine(device)
     if machine is None:
         section.add("hardware/ has no machine for the device that is here")
         return
-    words = f"{EMULATED[device]} --tp 2 --pp 2 --gpus 8 --on {device} --gpu {machine.name}"
-    section.add(f"`rehearse.py {words}`:", "", "```", rehearse(*words.split()), "```")
+    words = f"{MODELS[device][0][0]} --precision bf16 --global-batch-size 32 --tp 2 --pp 2"
+    words += f" --gpus 8 --on {device} --gpu {machine.name}"
+    told = program("rehearse.py", *words.split())
+    section.add(f"`rehearse.py {words}`:", "", "```", told, "```")
+
+
+def runs(device: str, section: Section, out: Path) -> None:
+    """Run all, and refit. RuntimeError if a run or the fit fails."""
+    machine = this_machine(device)
+    (out / MACHINE).unlink(missing_ok=True)  # of an earlier day
+    if machine is None:
+        section.add("hardware/ has no machine for the device that is here")
+        return
+    names = []
+    with tempfile.TemporaryDirectory() as folder:
+        for words in RUNS[device]:
+            name = f"run-{len(names) + 1}"
+            more = ["--precision", "bf16", "--device", device, "--out", str(Path(folder, name))]
+            program("train.py", *words.split(), *more)
+            section.add(f"* {name}, `train.py {words}`")
+            names.append(name)
+        write = ["--gpu", machine.name, "--write", str(out.resolve() / MACHINE)]
+        told = program("plan.py", "calibrate", *names, *write, folder=folder)
+    section.add("", "```", told.strip(), "```")
 
 
 # ---- Asked and seen ------------------------------------------------------------------------------
@@ -62,8 +103,15 @@ def asked(device: str, section: Section, out: Path) -> None:
     """The table: each part that has not been run is a row without a figure."""
     parts = json.loads((out / "gpu-day.json").read_text())["parts"]
     found = {part["name"]: part["data"] for part in parts}
-    rows = [*tests(found), *speed(found, device), *memory(found, device)]
-    rows += planned(found, device, out)
+    words = MODELS[device][0][0]
+    model = found.get("models", {}).get(words)
+    machine = machine_of(found.get("facts", {}).get("device", ""))
+    rows = [tests(found, part) for part in ("cuda", "nccl", "nccl4")]
+    if model and machine:
+        rows += [*speed(words, model, device, machine), memory(words, model)]
+        rows += planned(words, model, device, machine, out)
+    else:
+        rows.append((f"{words}: speed, memory, step", "", "not run", None))
     answers = {None: "", True: "reached", False: "NOT REACHED"}
     section.add(
         "| what | asked | seen | |",
@@ -74,116 +122,88 @@ def asked(device: str, section: Section, out: Path) -> None:
     )
 
 
-def tests(found: dict[str, Any]) -> Iterator[Row]:
-    """Rows of the parts that are tests."""
-    for part in ("cuda", "nccl", "nccl4"):
-        data, what = found.get(part), f"{part} tests"
-        if not data:
-            yield what, "all pass", "not run", None
-            continue
-        passed, failed = data["passed"], len(data["failed"])
-        seen = f"{passed} passed, {failed} failed, {data['skipped']} skipped"
-        seen += "" if data["finished"] else ", ended before the last test"
-        yield what, "all pass", seen, bool(passed) and not failed and data["finished"]
+def tests(found: dict[str, Any], part: str) -> Row:
+    """The row of a part that is tests."""
+    data, what = found.get(part), f"{part} tests"
+    if not data:
+        return what, "all pass", "not run", None
+    passed, failed = data["passed"], len(data["failed"])
+    seen = f"{passed} passed, {failed} failed, {data['skipped']} skipped"
+    if not data["finished"]:
+        seen += ", ended before the last test"
+    return what, "all pass", seen, bool(passed) and not failed and data["finished"]
 
 
-def model(found: dict[str, Any], device: str) -> tuple[str, dict[str, Any] | None]:
-    """The first of MODELS, and what was measured of it."""
-    words = MODELS[device][0][0]
-    return words, found.get("models", {}).get(words)
-
-
-def speed(found: dict[str, Any], device: str) -> Iterator[Row]:
-    """MFU with --compile, of the device's peak and of the measured GEMM; and beside the loop."""
-    words, data = model(found, device)
-    if data is None or COMPILED not in data["seconds"]:
-        yield f"{words}: MFU and tokens/s", f"at least {LEAST_MFU:.0%}", "not run", None
-        return
-    config = configuration(words, data["micro_batch"], device)
-    flops = model_stats.model_flops(config.model, config.training.global_batch_size, FORMULAS[0])
-    rate = flops / statistics.median(data["seconds"][COMPILED])
-    machine, gemm = machine_for(found), found.get("ceilings", {}).get("gemm")
-    what = f"{words}: MFU, causal half, --compile"
-    if machine:
-        share = rate / machine.peak
-        wish = f"at least {LEAST_MFU:.0%} of {machine.peak / 1e12:.4g} TFLOP/s"
-        yield what, wish, f"{share:.1%}", share >= LEAST_MFU
-    if gemm:
-        yield what, f"(of the measured GEMM, {gemm / 1e12:.4g} TFLOP/s)", f"{rate / gemm:.1%}", None
-    ratio, seen, good = data.get("ratio"), "not run", None
-    if ratio is not None:
-        seen, good = f"{ratio:.3f}", ratio >= LEAST_RATIO
+def speed(
+    words: str, model: dict[str, Any], device: str, machine: hardware.Machine
+) -> Iterator[Row]:
+    """MFU with --compile, of the device's peak, and tokens/s beside the plain loop's."""
+    config = configuration(words, model["micro_batch"], device)
+    flops = model_stats.model_flops(config.model, config.training.global_batch_size)
+    wish = f"at least {LEAST_MFU:.0%} of {machine.peak / 1e12:.4g} TFLOP/s"
+    seen, good = "not run", None
+    if COMPILED in model["seconds"]:
+        share = flops / statistics.median(model["seconds"][COMPILED]) / machine.peak
+        seen, good = f"{share:.1%}", share >= LEAST_MFU
+    yield f"{words}: MFU, causal half, --compile", wish, seen, good
+    seen, good = "not run", None
+    if "ratio" in model:
+        seen, good = f"{model['ratio']:.3f}", model["ratio"] >= LEAST_RATIO
     wish = f"at least {LEAST_RATIO} of the plain compiled loop"
     yield f"{words}: tokens/s, --compile", wish, seen, good
 
 
-def memory(found: dict[str, Any], device: str) -> Iterator[Row]:
+def memory(words: str, model: dict[str, Any]) -> Row:
     """The most bytes of tensors in a step, beside the rehearsal's, which has no --compile."""
-    words, data = model(found, device)
-    what, wish = f"{words}: memory", f"within {MEMORY_WITHIN:.0%} of the rehearsal"
-    if data is None or AS_IT_IS not in data["peaks"]:
-        yield what, wish, "not run", None
-        return
+    what, seen = f"{words}: memory", model["peaks"].get(AS_IT_IS)
+    wish = f"within {MEMORY_WITHIN:.0%} of the rehearsal"
+    if seen is None:
+        return what, wish, "not measured", None
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "answer.json")
-        rehearse(*training(words, data["micro_batch"]).split(), "--json", str(file))
+        options = training(words, model["micro_batch"]).split()
+        program("rehearse.py", *options, "--json", str(file))
         expected = json.loads(file.read_text())["stages"][0]["step_peak"]
-    seen = data["peaks"][AS_IT_IS]
-    wish += f", {expected / 2**30:.2f} GiB"
-    if seen is None:
-        yield what, wish, "not measured", None
-        return
     off = seen / expected - 1
-    yield what, wish, f"{seen / 2**30:.2f} GiB, {off:+.1%}", abs(off) <= MEMORY_WITHIN
+    wish += f", {expected / 2**30:.2f} GiB"
+    return what, wish, f"{seen / 2**30:.2f} GiB, {off:+.1%}", abs(off) <= MEMORY_WITHIN
 
 
-def planned(found: dict[str, Any], device: str, out: Path) -> Iterator[Row]:
-    """Seconds a step, beside the planner's: as it comes, with measured rates, and with constants
-    refitted on runs of other shapes, which is what is asked.
+def planned(
+    words: str, model: dict[str, Any], device: str, machine: hardware.Machine, out: Path
+) -> Iterator[Row]:
+    """Seconds a step beside the planner's: as it comes, and with constants refitted on runs of
+    other shapes, which is what is asked.
     """
-    words, data = model(found, device)
-    machine, what = machine_for(found), f"{words}: step"
     wish = f"within {STEP_WITHIN:.0%} of the planner after plan.py calibrate"
-    if machine is None or data is None or AS_IT_IS not in data["seconds"]:
-        yield what, wish, "not run", None
+    if AS_IT_IS not in model["seconds"]:
+        yield f"{words}: step", wish, "not run", None
         return
-    config = configuration(words, data["micro_batch"], device)
-    seconds = statistics.median(data["seconds"][AS_IT_IS])
-    rates, fitted = out / "calibration.toml", out / gpu_runs.MACHINE
+    config = configuration(words, model["micro_batch"], device)
+    seconds = statistics.median(model["seconds"][AS_IT_IS])
     machines = {"(before calibration)": machine}
-    if rates.exists():
-        machines["(with measured rates)"] = hardware.load(machine.name, str(rates))
-    if fitted.exists():
-        machines[wish] = hardware.load(str(fitted))
+    if (out / MACHINE).exists():
+        machines[wish] = hardware.load(str(out / MACHINE))
     for name, each in machines.items():
         expected = step_time.predict(config.model, config.layout, config.training, each).seconds
         off = seconds / expected - 1
         seen = f"{1e3 * seconds:.1f} ms, {off:+.1%} of {1e3 * expected:.1f} ms"
-        yield what, name, seen, abs(off) <= STEP_WITHIN if name == wish else None
+        good = abs(off) <= STEP_WITHIN if name == wish else None
+        yield f"{words}: step", name, seen, good
     if wish not in machines:
-        yield what, wish, "not run", None
-
-
-def machine_for(found: dict[str, Any]) -> hardware.Machine | None:
-    """The planner's machine for the device of the part `facts`, or of the calibration."""
-    if name := found.get("calibration", {}).get("machine"):
-        return hardware.load(name)
-    return machine_of(found.get("facts", {}).get("device", ""))
+        yield f"{words}: step", wish, "not run", None
 
 
 def main() -> None:
     """One part, into its section's file."""
+    parts = {"runs": runs, "asked": asked, "emulator": emulator}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("emulator", "asked"))
+    parser.add_argument("part", choices=parts)
     parser.add_argument("--section", required=True, help="file for the findings")
-    parser.add_argument("--out", help="folder with the other parts' findings")
+    parser.add_argument("--out", type=Path, default=".", help="folder of all findings")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     o = parser.parse_args()
-    section = Section(o.section)
-    if o.part == "emulator":
-        emulator(o.device, section)
-    else:
-        asked(o.device, section, Path(o.out or "."))
+    parts[o.part](o.device, Section(o.section), o.out)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,12 @@ SECONDS = 540  # of all parts together
 # A rehearsal is lent no machine, and takes several times as long on a CPU.
 REHEARSAL_SECONDS, REHEARSAL_LIMITS = 3600, 4.0
 LEAST_SECONDS = 5.0  # with less than that left, a part is not begun
+# The first of gpu.MODELS, as gpu_models.py runs it.
+TRAIN = {
+    "cuda": "--model 1b3 --precision bf16 --micro-batch-size 4 --global-batch-size 32",
+    "cpu": "--layers 2 --hidden 64 --heads 4 --seq-length 64 --vocab-size 512 --precision bf16 "
+    "--micro-batch-size 2 --global-batch-size 16",
+}
 MOST_PRINTED = 9000  # characters on the parts that failed, of all of them
 
 
@@ -80,23 +86,24 @@ def all_parts(out: Path, rehearse: bool, tests_with: str | None = None) -> list[
     cuda_tests = (*tests, *(("-k", tests_with) if tests_with else ()), "tests/test_cuda.py")
     two_ranks = (*tests, "-k", f"{chosen}not four-ranks", "tests/test_nccl.py")
     four_ranks = (*tests, "-k", f"{chosen}four-ranks", "tests/test_nccl.py")
-    gpu, asked, train = "benchmarks/gpu.py", "benchmarks/gpu_asked.py", "benchmarks/gpu_train.py"
-    models, profile = "benchmarks/gpu_models.py", "benchmarks/gpu_profile.py"
-    runs = ("benchmarks/gpu_runs.py", *device, "--out", str(out), None)
+    gpu, models = "benchmarks/gpu.py", ("benchmarks/gpu_models.py", *device)
+    asked, to_out = ("benchmarks/gpu_asked.py", *device), ("--out", str(out))
     rates = ("--calibration", str(out / "calibration.toml"))
+    runs = f"{tempfile.gettempdir()}/gpu-day-{os.getpid()}"  # a checkpoint of 16 GB is no result
+    train = (*f"train.py {TRAIN[device[1]]} --steps 20".split(), *device, "--out")
     parts = [
         Part("facts", "The machine", 40, (gpu, "facts", *device, None)),
-        Part("train", "train.py as it is", 90, (train, *device, None)),
-        Part("train-compile", "train.py --compile", 110, (train, *device, "--compile", None)),
-        Part("models", "Models", 230, (models, *device, None)),
-        Part("profile", "Profile of a step", 70, (profile, *device, None)),
+        Part("train", "train.py as it is", 90, (*train, f"{runs}-train")),
+        Part("train-compile", "--compile", 110, (*train, f"{runs}-compile", "--compile")),
+        Part("models", "Models", 230, (*models, None)),
+        Part("profile", "Profile of a step", 70, (*models, "--profile", None)),
         Part("cuda", "CUDA tests", 200, cuda_tests, 2),
         Part("nccl", "NCCL tests of two ranks on one GPU", 340, two_ranks, 2),
         Part("ceilings", "Ceilings", 60, (gpu, "ceilings", *device, None), 4),
         Part("calibration", "Calibration", 40, (gpu, "calibration", *device, *rates, None), 4),
-        Part("runs", "Runs for the planner", 120, runs, 4),
-        Part("asked", "Asked and seen", 60, (asked, "asked", *device, "--out", str(out), None), 4),
-        Part("emulator", "Emulator and plan", 70, (asked, "emulator", *device, None), 4),
+        Part("runs", "Runs for the planner", 120, (*asked, "runs", *to_out, None), 4),
+        Part("asked", "Asked and seen", 60, (*asked, "asked", *to_out, None), 4),
+        Part("emulator", "Emulator and plan", 70, (*asked, "emulator", None), 4),
         Part("nccl4", "NCCL tests of four ranks on one GPU", 190, four_ranks, 4),
     ]
     if rehearse:

@@ -1,14 +1,14 @@
 """Trine beside a plain compiled PyTorch loop on one GPU, in one process, turn by turn.
 
-    python benchmarks/gpu_models.py --section FILE [--device cpu]
+    python benchmarks/gpu_models.py --section FILE [--profile] [--device cpu]
 
 Trine without --compile, which rehearse.py and plan.py speak of, runs first and alone. Then Trine
 with --compile and the plain loop hold model and optimizer at the same time and take turns, so that
 a clock that sinks is shared. A side that fails costs no other one its figure: if the two fail
-together, each is measured alone. A figure is the median of ROUNDS turns, a turn the mean of its
-steps. Trine's step is trainer.step with its own data; the plain loop's tokens are on the GPU
-before. Peak memory is each one's own: the other's resident bytes are taken off. A part of
-scripts/gpu_day.sh.
+together, each is measured alone. A figure is the median of ROUNDS turns of a step. Trine's step is
+trainer.step with its own data; the plain loop's tokens are on the GPU before. Peak memory is each
+one's own: the other's resident bytes are taken off. --profile has torch's own table of a step's
+kernels in place of all that. Parts of scripts/gpu_day.sh.
 """
 
 import argparse
@@ -34,6 +34,7 @@ if __name__ == "__main__":  # before torch is imported, as train.py does
 import torch
 from gpu import MODELS, Section, synchronise, this_machine
 from plain_gpt import WHAT, PlainRun
+from torch.profiler import ProfilerActivity, profile
 
 import data
 import trainer
@@ -46,8 +47,9 @@ from distributed.launch import Launch
 
 # Of a step: with micro-batches of 4 x 2048 tokens on 8 GPUs, a batch of half a million tokens.
 MICRO_BATCHES = 8
-ROUNDS, STEPS = {"cuda": 7, "cpu": 2}, {"cuda": 1, "cpu": 1}  # turns of each; steps of a turn
+ROUNDS = {"cuda": 7, "cpu": 2}  # turns of each side, of one step
 WARM_UP = 3
+MOST_KERNELS = 30  # of the profile
 PLAIN, COMPILED, AS_IT_IS = "plain PyTorch, compiled", "Trine --compile", "Trine"
 # The causal half of attention, Trine's own; and all of attention, as many publish.
 FORMULAS = ("megatron-2025", "megatron-2021")
@@ -131,10 +133,9 @@ def seconds_a_step(sides: list[Side], device: str) -> dict[str, list[float]]:
         for side in sides[:: 1 if number % 2 else -1]:
             synchronise(device)
             began = time.perf_counter()
-            for _ in range(STEPS[device]):
-                side.step()
+            side.step()
             synchronise(device)
-            found[side.name].append((time.perf_counter() - began) / STEPS[device])
+            found[side.name].append(time.perf_counter() - began)
     return found
 
 
@@ -142,11 +143,9 @@ def compare(words: str, micro_batch: int, device: str, section: Section) -> dict
     """Measure one model at one micro-batch, and add its table; its data. A side that fails is in
     `failed`, with the name of its exception.
     """
-    config = configuration(words, micro_batch, device)
     found: dict[str, Any] = {"micro_batch": micro_batch, "seconds": {}, "peaks": {}, "failed": {}}
     section.add(
-        f"{words}: {config.training.global_batch_size} sequences of {config.model.seq_length}, "
-        f"micro-batch {micro_batch}, {ROUNDS[device]} turns of {STEPS[device]} steps.",
+        f"{words}: micro-batch {micro_batch}, {ROUNDS[device]} turns.",
         "",
         "| | tokens/s (slowest to fastest turn) | MFU, causal half | MFU, full attention | "
         "peak memory |",
@@ -158,11 +157,10 @@ def compare(words: str, micro_batch: int, device: str, section: Section) -> dict
         section.add(**{words: found})  # an end before the last side loses no more than that
         if found["failed"].get(AS_IT_IS) == "OutOfMemoryError" and micro_batch > 1:
             break  # the others will not fit either
-    seconds = {name: statistics.median(each) for name, each in found["seconds"].items()}
-    if PLAIN in seconds and COMPILED in seconds:
-        found["ratio"] = seconds[PLAIN] / seconds[COMPILED]
-        share = f"{found['ratio']:.1%}"
-        notes.append(f"Trine's tokens/s with --compile are {share} of the plain loop's.")
+    if {PLAIN, COMPILED} <= set(found["seconds"]):
+        middles = [statistics.median(found["seconds"][name]) for name in (PLAIN, COMPILED)]
+        found["ratio"] = middles[0] / middles[1]
+        notes.append(f"Trine's tokens/s with --compile: {found['ratio']:.1%} of the plain loop's.")
     section.add("", *notes, "", **{words: found})
     return found
 
@@ -195,16 +193,14 @@ def turns(
     """Measure the sides of these names turn by turn; add their rows, and return a note on each."""
     config, sides, notes = configuration(words, micro_batch, device), [], []
     for name in names:
-        began, kernels = time.perf_counter(), WHAT
+        kernels = WHAT
         if name == PLAIN:
             sides.append(plain(config, device))
         else:
             own = configuration(words, micro_batch, device, name)
             side, kernels = ours(own, device, name)
             sides.append(side)
-        ready = time.perf_counter() - began
-        loss = sides[-1].step()
-        notes.append(f"* {name}: {kernels}; warm after {ready:.0f} s, loss then {loss:.3f}")
+        notes.append(f"* {name}: {kernels}; loss {sides[-1].step():.3f}")
     machine = this_machine(device)
     found["peaks"] |= {side.name: peak_bytes(side, device) for side in sides}
     found["seconds"] |= seconds_a_step(sides, device)
@@ -226,19 +222,36 @@ def row(name: str, seconds: list[float], peak: int | None, config: Config, machi
     return f"| {name} | {rates} | {' | '.join(shares)} | {memory} |"
 
 
+def profile_step(words: str, micro_batch: int, device: str, section: Section) -> None:
+    """Add torch's table of the kernels, or on a CPU the operations, that took most of one step."""
+    name = COMPILED if device == "cuda" else AS_IT_IS
+    side, _ = ours(configuration(words, micro_batch, device, name), device, name)
+    kinds = [ProfilerActivity.CPU]
+    if device == "cuda":
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as found:
+        began = time.perf_counter()
+        side.step()
+        synchronise(device)
+        seconds = time.perf_counter() - began
+    table = found.key_averages().table(
+        sort_by=f"self_{device}_time_total", row_limit=MOST_KERNELS, max_name_column_width=60
+    )
+    said = f"{words}, micro-batch {micro_batch}: {1e3 * seconds:.1f} ms with the profiler"
+    section.add(said, "", "```", table, "```", seconds=seconds)
+
+
 def main() -> None:
     """Compare every model, with a smaller micro-batch where one does not fit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--section", required=True, help="file for the findings")
+    parser.add_argument("--profile", action="store_true", help="one step's kernels")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     o = parser.parse_args()
-    section, machine = Section(o.section), this_machine(o.device)
-    peak = f"{machine.peak / 1e12:.4g} TFLOP/s ({machine.name})" if machine else "unknown"
-    section.add(
-        f"Trine against {WHAT}. MFU of a peak of {peak}; formulas {FORMULAS[0]}, which counts the "
-        f"causal half of attention and is Trine's own, and {FORMULAS[1]}, which counts all of it.",
-        "",
-    )
+    section = Section(o.section)
+    if o.profile:
+        return profile_step(*MODELS[o.device][0], o.device, section)
+    section.add(f"Trine against {WHAT}. MFU by the formulas {' and '.join(FORMULAS)}.", "")
     failed = False
     for words, micro_batch in MODELS[o.device]:
         found = compare(words, micro_batch, o.device, section)

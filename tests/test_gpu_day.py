@@ -19,8 +19,6 @@ import gpu
 import gpu_asked
 import gpu_day
 import gpu_models
-import gpu_profile
-import gpu_runs
 from gpu_day import Part
 
 from config import model_stats, validation
@@ -154,7 +152,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("program", ["gpu_models.py", "gpu_profile.py"])
+@pytest.mark.parametrize("program", ["gpu_models.py"])
 def test_models_are_measured_as_train_py_runs_them(program):
     """With its allocator and its number of queues, which torch reads when it is loaded."""
     outcome = start([sys.executable, "-c", PREPARED, f"benchmarks/{program}"])
@@ -240,8 +238,6 @@ def found_of_parts(seconds: float, peak: float) -> list[dict]:
         "cuda": tests,
         "nccl": tests | {"finished": False},
         "models": {gpu.MODELS["cuda"][0][0]: model},
-        "ceilings": {"gemm": 800e12},
-        "calibration": {"machine": "h100"},
     }
     return [{"name": name, "data": found} for name, found in data.items()]
 
@@ -252,30 +248,28 @@ def test_asked_and_seen(tmp_path, monkeypatch):
     machine = hardware.load("h100")
     flops = model_stats.model_flops(config.model, config.training.global_batch_size)
     rehearsed = '{"stages": [{"step_peak": 1e10}]}'
-    monkeypatch.setattr(gpu_asked, "rehearse", lambda *words: Path(words[-1]).write_text(rehearsed))
+    monkeypatch.setattr(gpu_asked, "program", lambda *words: Path(words[-1]).write_text(rehearsed))
     about = config.model, config.layout, config.training
     planned = step_time.predict(*about, dataclasses.replace(machine, gemm_fraction=0.5)).seconds
-    (tmp_path / "calibration.toml").write_text('device = "H100"\ngemm_fraction = 0.9\n')
     (tmp_path / "machine.toml").write_text('like = "h100"\ngemm_fraction = 0.5\n')
 
     def reached(found: list[dict]) -> list[bool | None]:
         (tmp_path / "gpu-day.json").write_text(json.dumps({"parts": found}))
         section = gpu.Section(str(tmp_path / "section.json"))
         gpu_asked.asked("cuda", section, tmp_path)
-        rows = section.data["rows"]
-        assert len(section.lines) == len(rows) + 3  # heads, and an empty line
-        return [row[3] for row in rows]
+        return [row[3] for row in section.data["rows"]]
 
     half = flops / machine.peak / 0.501
     within = planned * 1.079 >= half >= planned * 0.921
-    seen = reached(found_of_parts(half, 1.019e10))
-    assert seen == [True, False, None, True, None, True, True, None, None, within]
-    assert reached(found_of_parts(planned * 1.079, 0.979e10))[-4:] == [False, None, None, True]
-    assert reached(found_of_parts(planned * 1.081, 0.981e10))[-4:] == [True, None, None, False]
+    assert reached(found_of_parts(half, 1.019e10)) == [
+        True, False, None, True, True, True, None, within
+    ]  # fmt: skip
+    assert reached(found_of_parts(planned * 1.079, 0.979e10))[-3:] == [False, None, True]
+    assert reached(found_of_parts(planned * 1.081, 0.981e10))[-3:] == [True, None, False]
     assert reached(found_of_parts(flops / machine.peak / 0.499, 1e10))[3] is False
     alone = found_of_parts(half, 1e10)
     alone[3]["data"][gpu.MODELS["cuda"][0][0]]["seconds"].pop(gpu_models.COMPILED)
-    assert reached(alone)[3:] == [None, True, None, None, within], "one side alone is judged"
+    assert reached(alone)[3:] == [None, True, True, None, within], "one side alone is judged"
     (tmp_path / "machine.toml").unlink()
     assert reached(found_of_parts(planned, 1e10))[-1] is None
     assert set(reached([])) == {None}
@@ -296,7 +290,7 @@ def test_the_runs_determine_what_the_first_model_depends_on(seed):
         software=software,
     )
     runs = []
-    for words in gpu_runs.RUNS["cuda"]:
+    for words in gpu_asked.RUNS["cuda"]:
         config = validation.check(parse([*words.split(), "--precision", "bf16"]), 1)
         job = Job(config.model, config.layout, config.training, true)
         seconds = step_time.predict(*job).seconds * math.exp(rng.gauss(0, 0.015))
@@ -308,20 +302,6 @@ def test_the_runs_determine_what_the_first_model_depends_on(seed):
     assert abs(seen / expected - 1) < 0.03
     names = {"gemm_fraction", "flash_fraction", "bandwidth", "software.per_step"}
     assert set(found.spread) == names
-
-
-def test_losses_are_what_the_peak_does_not_explain():
-    config = gpu_models.configuration(gpu.MODELS["cuda"][0][0], 4, "cuda")
-    flops = model_stats.model_flops(config.model, config.training.global_batch_size)
-    whole = model_stats.model_flops(
-        config.model, config.training.global_batch_size, "megatron-2021"
-    )
-    attention = whole - flops
-    by_kind = {"GEMM": 1.5e6 * (flops - attention) / 1e15, "attention": 3e6 * attention / 1e15}
-    lost = gpu_profile.losses(config, by_kind | {"norms": 7e3}, 0.002, 1e15)
-    assert lost["GEMM"] == pytest.approx(0.5 * (flops - attention) / 1e15)
-    assert lost["attention"] == pytest.approx(2 * attention / 1e15)
-    assert (lost["norms"], lost["idle"]) == (pytest.approx(0.007), 0.002)
 
 
 def test_what_the_time_does_not_reach_is_said(tmp_path):
@@ -341,8 +321,7 @@ def test_the_rehearsal_of_four_parts(tmp_path):
     assert text.startswith("# Rehearsal of the GPU day on a CPU: no figure of it is a result")
     assert "* torch: " in text
     assert "* expandable_segments:True: works" in text
-    assert "after step 20" in text
-    assert "the named causes are" in text
+    assert "20/20" in text
     machine = gpu.hardware.load("cpu", str(tmp_path / "calibration.toml"))
     assert machine.bandwidth == pytest.approx(found["calibration"]["data"]["bandwidth"], rel=1e-3)
     assert found["runs"]["lines"][0].startswith("* run-1, `train.py --layers 2")
@@ -378,11 +357,6 @@ def test_lines_of_pytest_are_counted_also_when_it_was_killed():
     assert lines[0] == "1 passed, 1 failed, 1 skipped; ended before the last test."
     _, data = gpu_day.told_by_log(text + "PASSED\n===== 2 passed, 1 failed in 3.20s =====\n")
     assert data == expected | {"passed": 2, "finished": True}
-
-
-def test_time_that_kernels_cover_together():
-    assert gpu_profile.union([(0.0, 2.0), (5.0, 6.0), (1.0, 3.0), (5.5, 5.7)]) == 4.0
-    assert gpu_profile.union([]) == 0.0
 
 
 @pytest.mark.parametrize(
