@@ -5,13 +5,11 @@ same on every rank; and the orders that list scheduling makes, beside the fastes
 import dataclasses
 import itertools
 import json
-import math
 import subprocess
 import sys
 
 import golden_worker
 import pytest
-from exact_schedules import fastest_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import ROOT, fork_ranks
@@ -21,11 +19,10 @@ from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
 from schedules.choice import Choice, decide, decide_layout, search
-from schedules.costs import PassCosts, StageCosts, part_costs
-from schedules.layout_orders import Task, stage_costs, task_of
+from schedules.costs import PassCosts, StageCosts
+from schedules.layout_orders import Task, task_of
 from schedules.list_scheduling import list_rows
 from schedules.orders import SEARCHED
-from schedules.partition import blocks_per_stage
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import makespan, simulate
 
@@ -151,37 +148,16 @@ def small_pipelines(draw, sizes):
     return ranks, count, seconds, room, draw(st.sampled_from([0.0, 0.3]))
 
 
-def scheduled(rows) -> Schedule:
-    """The schedule of rows of plain actions, one stage on each rank."""
-    ranks = tuple(tuple(Action(*action) for action in row) for row in rows)
-    return Schedule("found", ranks, tuple(range(len(ranks))))
-
-
-@settings(deadline=None, max_examples=12)
-@given(small_pipelines([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)]))
-def test_small_pipelines_get_the_fastest_of_all_orders(pipeline):
-    """Against every order of every rank, tried without bounds."""
-    rows, complete = fastest_rows(*pipeline, below=math.inf)
-    _, _, seconds, _, transfer = pipeline
-    order = scheduled(rows)
-    assert complete
-    end = makespan(order, seconds, transfer)
-    assert end == pytest.approx(fastest_by_trying_all(*pipeline), rel=1e-9)
-
-
 @settings(deadline=None, max_examples=25)
-@given(small_pipelines([(4, 6), (4, 4), (3, 6), (2, 6)]))
+@given(small_pipelines([(1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)]))
 def test_small_pipelines_are_built_nearly_as_fast_as_the_fastest_order(pipeline):
-    """Of 120 random ones the slowest took 1.17 of the time of the fastest order of all."""
+    """Against every order of every rank, tried without bounds."""
     ranks, count, seconds, room, transfer = pipeline
     stages = [PassCosts(*(seconds[kind, r] for kind in "FBW"), 1.0) for r in range(ranks)]
     costs = StageCosts(tuple(stages), float(room[0]), transfer)
     order = orders.build("searched", ranks, count, costs=costs)
     end = makespan(order, seconds, transfer)
-    rows, complete = fastest_rows(*pipeline, below=end, nodes=200_000)
-    assert complete
-    if rows:  # nothing is faster otherwise
-        assert end <= 1.4 * makespan(scheduled(rows), seconds, transfer)
+    assert end <= 1.4 * fastest_by_trying_all(*pipeline)
 
 
 def equal_stages(ranks: int, count: int, layers: int | None = None) -> Task:
@@ -262,29 +238,6 @@ def test_every_process_finds_the_same():
         assert done.returncode == 0, done.stderr
         seen.add(done.stdout)
     assert len(seen) == 1
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_built_is_what_was_chosen(device, tied):
-    """Costs from the settled layout are those that the order was searched with."""
-    shape = dataclasses.replace(SHAPE, tied=tied)
-    for pp, count, recompute in ((4, 8, "none"), (3, 5, "full"), (2, 16, "selective")):
-        asked = dataclasses.replace(LAYOUT, pp=pp, recompute=recompute)
-        layout, choice = decide_layout(shape, asked, count, device)
-        assert layout.schedule == choice.name
-        assert tuple(blocks_per_stage(shape, layout)) == choice.blocks
-        costs = stage_costs(shape, layout, device)
-        assert costs in (None, choice.costs)
-        assert decide_layout(shape, layout, count, device) == (layout, None)
-
-
-def test_costs_of_the_passes_add_up_to_those_of_the_parts():
-    """Those by which partitions are balanced: forward, inputs and weights of embedding and head."""
-    whole = part_costs(SHAPE, "cpu")
-    task = task_of(SHAPE, LAYOUT, "cpu")
-    sums = [sum(part[:3]) for part in task.parts]
-    assert sums == pytest.approx([whole.embedding, whole.block, whole.head])
 
 
 def test_given_costs_take_the_place_of_counted_ones():

@@ -5,8 +5,6 @@ the loss that it fuses.
 import json
 import subprocess
 import sys
-import warnings
-import weakref
 
 import golden_worker
 import pytest
@@ -15,8 +13,7 @@ import torch.nn.functional as F
 from compare import assert_close, assert_within
 from ranks import ROOT, fork_ranks
 from test_golden import POSITIONS, distance, reference
-from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
+from test_peaks import PeakBytes
 
 import data
 import loss
@@ -27,7 +24,6 @@ from config import validation
 from config.command_line import parse
 from config.messages import UserError
 from config.schema import ModelShape
-from corpora.attention_masks import alibi_score, alibi_slopes, causal_alibi, visible_blocks
 from distributed import start_checks
 from distributed.launch import Launch
 from distributed.mesh import Mesh
@@ -183,34 +179,6 @@ def test_a_rehearsal_runs_uncompiled_and_says_so():
 # ---- The loss ------------------------------------------------------------------------------------
 
 
-class Allocated(TorchDispatchMode):
-    """Counts the bytes of storages that live; `peak`: the most that there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known: dict[int, weakref.finalize] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
-            return
-        self.known[key] = weakref.finalize(storage, self._free, key, size)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-    def _free(self, key: int, size: int) -> None:
-        del self.known[key]
-        self.now -= size
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [False, True])
 def test_the_loss_holds_no_copy_of_the_logits(dtype, spread):
@@ -226,7 +194,7 @@ def test_the_loss_holds_no_copy_of_the_logits(dtype, spread):
     spec = ParamSpec("w", (4000, 1), 0, 0, 4000, True)
     leaf = logits.clone().requires_grad_()
     taken = leaf * 1  # the logits of a head: not a leaf, so its memory may be taken
-    with Allocated() as counted:
+    with PeakBytes() as counted:
         if spread:
             local = LocalLoss.of(taken.detach(), labels, spec)
             losses, gradient = local.finish(local.sums[None].clone(), 0.25)
@@ -244,21 +212,6 @@ def test_the_loss_holds_no_copy_of_the_logits(dtype, spread):
     assert_close(gradient[..., :4000].float(), exact.grad, tolerance, scale=0.25)
     assert not gradient[..., 4000:].any()
     assert not gradient[7].any()
-
-
-def test_flex_attention_of_alibi_equals_the_dense_bias():
-    """What GPUs compute, by torch's own reference of it, with the causal blocks of ALiBi."""
-    torch.manual_seed(1)
-    q, k, v = torch.randn(2, 4, 200, 16), torch.randn(2, 2, 200, 16), torch.randn(2, 2, 200, 16)
-    slopes, stops = alibi_slopes(4), torch.arange(1, 201).repeat(2, 1)
-    bias = causal_alibi(slopes, 2, 200, 16, torch.float32).dense
-    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-    blocks = visible_blocks(torch.zeros_like(stops), stops, stops.shape[1])
-    score = alibi_score(slopes.float())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        ours = flex_attention(q, k, v, score, blocks, enable_gqa=True)
-    assert_close(ours, expected, 1e-5, scale=1.0)
 
 
 @pytest.mark.parametrize("case", [LEARNED, ROTARY, ROTARY | {"qk_norm": "head"}])

@@ -23,7 +23,6 @@ from compare import assert_within, relative_difference
 from ranks import mpirun
 from test_golden import POSITIONS, TOLERANCE, covering, distance, reference, run_worlds
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
@@ -35,7 +34,6 @@ from config.schema import Layout
 from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
 from distributed.context_parallel import (
-    causal_attention,
     chunk_kernel,
     to_heads,
     to_tokens,
@@ -263,20 +261,6 @@ def test_gathered_keys_make_no_matrix_of_scores():
     on_threads(cp, work)
     assert made == [True] * cp
     assert 0 < Largest.most <= 2 * 2 * 8 * length  # keys and values, repeated for each head
-
-
-def test_on_a_gpu_a_chunk_is_attended_with_a_mask_that_torch_knows(monkeypatch):
-    """causal_lower_right, by which flash attention needs no matrix; here torch writes it."""
-    q, k, v = (t.permute(1, 2, 0, 3) for t in sample(24, 4, 2, torch.float64))
-    for rank in range(3):
-        group = Group((0, 1, 2), rank)
-        own = group.balanced_shard(q, 2)
-        parts = []
-        for chunk, end in zip(own.chunk(2, 2), (4 * (rank + 1), 4 * (6 - rank)), strict=True):
-            mask, kv = causal_lower_right(4, end), (k[:, :, :end], v[:, :, :end])
-            parts.append(F.scaled_dot_product_attention(chunk, *kv, mask, enable_gqa=True))
-        found = causal_attention(own, k, v, group)
-        assert torch.allclose(found, torch.cat(parts, 2), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import golden_worker
 import numpy as np
@@ -17,7 +16,6 @@ from test_golden import POSITIONS, distance, run_cases
 
 import data
 import trainer
-from checkpointing import load
 from config import validation
 from config.command_line import parse
 from config.data_options import Curriculum, parse_data_schedule, parse_eval_sets
@@ -236,25 +234,6 @@ def assert_tensorboard(folder: Path, corpora: Path) -> None:
         f"{kind}/{name}" for kind in ("corpus_tokens", "corpus_epochs") for name in names
     } <= tags
     assert [event.step for event in events.Scalars("whole_loss")] == [4, 8, 10]
-
-
-def test_a_checkpoint_without_counts_of_tokens_counts_all_of_its_samples(corpora):
-    config = configure(f"--steps 10 {words_of(corpora, curriculum=None)}")
-    samples = data.build(config).train
-    loader = SimpleNamespace(config=config, samples=samples)
-    old = {
-        "progress": {"iteration": 5, "consumed_samples": 40, "skipped_samples": 0},
-        "data": {"seed": 1234, "fingerprint": ""},
-    }
-    progress = load.Loader._read_progress(loader, SimpleNamespace(attributes=old.__getitem__))
-    read = Counter(samples.spans(k)[0].prefix for k in range(40))
-    assert progress.usage.tokens == 640
-    assert progress.usage.corpora == {name: (n, 16 * n) for name, n in read.items()}
-    old["data"]["usage"] = progress.usage.text()
-    loader.samples = None
-    again = load.Loader._read_progress(loader, SimpleNamespace(attributes=old.__getitem__))
-    assert again == progress
-    assert progress.counts() == old["progress"]
 
 
 @pytest.mark.parametrize(

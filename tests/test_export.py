@@ -1,6 +1,5 @@
 """Weights out to transformers and in from there: equal logits, and an exact round trip."""
 
-import dataclasses
 import json
 import math
 import os
@@ -15,15 +14,11 @@ import checkpoint_worker as worker
 import h5py
 import pytest
 import torch
-from compare import assert_close
 from ranks import ROOT
 
 import checkpoint
 import sample
-import trainer
 from checkpointing import hf_export, hf_mappings
-from checkpointing import save as saving
-from config import validation
 from config.messages import UserError
 from config.schema import ModelShape
 
@@ -53,23 +48,6 @@ def command(*arguments) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_gives_the_same_logits(name, tmp_path):
-    folder, state = save(tmp_path, MODELS[name])
-    command("export", "--to", "hf", folder, tmp_path / "hf")
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf", attn_implementation="eager", output_loading_info=True
-    )
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
-    tokens = torch.randint(131, (2, 40))
-    stage = state.stages[0]
-    logits = stage.head.logits(stage.hidden_states(tokens)).transpose(0, 1)[..., :131]
-    expected = theirs.eval()(tokens).logits
-    assert expected.abs().max() > 1
-    assert_close(logits, expected, 1e-5, scale=expected.abs().max().item())
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
     folder, _ = save(tmp_path, MODELS[name])
     command("export", "--to", "hf", "--shard-gb", "0.00005", folder, tmp_path / "hf")
@@ -84,17 +62,16 @@ def test_out_and_in_again_is_the_same_checkpoint(name, tmp_path):
             assert (ours["weights"][key][...] == other["weights"][key][...]).all(), key
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "llama"])
-def test_in_and_out_again_is_the_same_file(name, tmp_path):
+def test_in_and_out_again_is_the_same_file(tmp_path):
     """From transformers' own writer, in bf16, with names as in the hub's GPT-2."""
-    model = ModelShape(**SHAPE, **MODELS[name])
+    model = ModelShape(**SHAPE, **MODELS["gpt2"])
     config = transformers.AutoConfig.for_model(**hf_mappings.hf_config(model, torch.bfloat16))
     theirs = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     theirs.save_pretrained(tmp_path / "hf")
     path = tmp_path / "hf/model.safetensors"
     first = safetensors.load_file(path)
     short = {k.removeprefix("transformer."): v for k, v in first.items()}
-    buffers = {"h.0.attn.bias": torch.ones(1)} if name == "gpt2" else {}
+    buffers = {"h.0.attn.bias": torch.ones(1)}
     safetensors.save_file(short | buffers, path)
     command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
     command("export", "--to", "hf", "--dtype", "bf16", tmp_path / "in", tmp_path / "out")
@@ -103,19 +80,6 @@ def test_in_and_out_again_is_the_same_file(name, tmp_path):
     for key in first:
         assert first[key].dtype == second[key].dtype == torch.bfloat16
         assert torch.equal(first[key], second[key]), key
-
-
-def test_training_begins_from_imported_weights(tmp_path):
-    folder, state = save(tmp_path, MODELS["llama"])
-    command("export", "--to", "hf", folder, tmp_path / "hf")
-    command("import", "--from", "hf", tmp_path / "hf", tmp_path / "in")
-    options = {"out": str(tmp_path / "new"), "resume": str(tmp_path / "in"), "seed": 77}
-    values = options | {"load_weights_only": True} | SHAPE | MODELS["llama"]
-    config = validation.check(worker.options(values), 1)
-    new = trainer.build(config)
-    saving.Checkpointer(config, new.factory.mesh, new.optimizer).resume()
-    for own, p in zip(new.stages.parameters(), state.stages.parameters()):
-        assert torch.equal(own, p)
 
 
 def test_a_tokenizer_is_exported(tmp_path):
@@ -200,13 +164,6 @@ def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1
-
-
-def test_shapes_survive_the_config():
-    for extra in MODELS.values():
-        shape = ModelShape(**SHAPE, **extra)
-        assert hf_mappings.model_shape(hf_mappings.hf_config(shape, torch.float32), "x") == shape
-    assert dataclasses.asdict(shape)["rotary_base"] == 5e5
 
 
 # ------------------------------------------------------------------------------------------------

@@ -125,18 +125,6 @@ def check_layout(machine: LayoutRuns, ranks: int, cases: list[dict], number: int
         assert off[what] <= tolerance, (off, result[what], expected[what])
 
 
-def test_one_micro_batch_in_a_start_of_its_own_on_two_ranks(machine):
-    """Its first pass loads the kernels. After other cases they are loaded, and nothing shows that a
-    receive is posted before they can be.
-    """
-    cases = [case(2, {"pp": 2, "micro_batch_size": 4})]
-    (result,) = machine.results(2, cases)
-    assert "error" not in result, result["error"]
-    expected = machine.reference(cases[0])
-    for what in ("losses", "norms"):
-        assert relative_difference(result[what], expected[what]) <= TOLERANCES["fp64"][what]
-
-
 SHAPE = "--layers 2 --hidden 32 --heads 4 --seq-length 16 --vocab-size 61 --global-batch-size 4 "
 SHAPE += "--pad-vocab-multiple 4 --lr 1e-2 --lr-schedule constant --precision fp64 --steps 4 "
 SHAPE += "--micro-batch-size 2"

@@ -298,35 +298,6 @@ def test_one_process_builds_and_a_killed_one_blocks_nobody(tmp_path):
     assert len(entries(folder)) == 1
 
 
-WRITER = """
-import sys, time
-import numpy as np
-from corpora import mapped_files
-
-own = mapped_files.np.ascontiguousarray
-def slowly(array):
-    print("writing", flush=True)
-    time.sleep(600)
-mapped_files.np.ascontiguousarray = slowly
-mapped_files.ArrayCache(sys.argv[1]).find({"a": 1}, lambda: {"numbers": np.arange(100_000)})
-"""
-
-
-def test_a_process_killed_while_it_writes_leaves_no_entry(tmp_path):
-    words = [sys.executable, "-c", WRITER, str(tmp_path)]
-    process = subprocess.Popen(
-        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "writing\n"
-    process.kill()
-    process.wait(60)
-    assert entries(tmp_path) == []
-    assert len(list(tmp_path.glob("*.partial"))) == 1
-    found = ArrayCache(str(tmp_path)).find({"a": 1}, some_arrays)
-    assert_equal(found, some_arrays())
-    assert list(tmp_path.glob("*.partial")) == []
-
-
 def test_ranks_of_a_run_share_one_order_and_say_so(tmp_path):
     """Two stages: the losses are those of a run without a cache."""
     write_corpus(f"{tmp_path}/a", [30] * 60)

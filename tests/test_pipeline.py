@@ -171,22 +171,6 @@ def test_gradients_equal_one_stage_and_messages_are_freed(name, split, ranks, mi
         assert wires.peak <= 2 * ranks * (ranks + 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_held_is_what_the_schedule_says(name):
-    """Forwards whose last pass has not run: never more than `peak`, and at some time as many."""
-    order = make(name, 3, 6)
-    wires, most = Wires(), [0] * 3
-    pipelines = [pipeline_of(order, wires, rank) for rank in range(3)]
-    ones = torch.ones(1, WIDTH, dtype=torch.float64)
-    batches = lambda m: Batch(ones.clone().requires_grad_(), ones, 1)  # noqa: E731
-    executions = [Execution(p, order, batches, 1.0) for p in pipelines]
-    steps = [iter(execution) for execution in executions]
-    for rank, _ in order.order:
-        next(steps[rank])
-        most[rank] = max(most[rank], len(executions[rank].held) + len(executions[rank].left))
-    assert tuple(most) == order.peak
-
-
 def test_weight_gradients_wait_for_their_own_pass():
     """A split backward gives the input's gradient at once, the weights' when it is asked for."""
     deferred = DeferredGradients()

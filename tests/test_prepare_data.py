@@ -1,11 +1,8 @@
 """prepare_data: text of every accepted kind becomes documents; what is refused says why."""
 
-import bz2
-import csv
 import gzip
 import io
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -19,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from config.messages import UserError
 from corpora.token_files import IndexedDataset
-from scripts import encode_documents, prepare_data
+from scripts import prepare_data
 from scripts.text_sources import BadTexts, parse_line, parse_lines
 
 SCRIPT = Path(prepare_data.__file__)
@@ -105,15 +102,6 @@ def test_files_are_taken_in_one_order_on_every_machine(texts):
     folder, _ = texts
     names = [str(path.relative_to(folder)) for path in prepare_data.find_files([folder], False)]
     assert names == ["a.py", "d.jsonl", "deep/b.txt", "deep/c.md", "empty.py", "latin.txt"]
-
-
-def test_batches_do_not_change_the_documents(texts, tmp_path, monkeypatch):
-    folder, _ = texts
-    prepare(tmp_path / "one", "--vocab-size", 300, folder)
-    monkeypatch.setattr(encode_documents, "BATCH", 20)
-    monkeypatch.setattr(encode_documents, "CHUNK", 60)
-    prepare(tmp_path / "many", "--vocab-size", 300, folder)
-    assert (tmp_path / "one.bin").read_bytes() == (tmp_path / "many.bin").read_bytes()
 
 
 def test_a_tokenizer_is_used_again(texts, tmp_path):
@@ -228,54 +216,19 @@ def test_the_key_of_json_lines(tmp_path):
     assert read(tmp_path / "c")[0] == ["b"]
 
 
-def test_every_format_gives_the_same_documents(tmp_path, monkeypatch, capsys):
-    """Compressed files, tables and standard input; what is not read is counted."""
+def test_standard_input_is_read_and_what_is_not_read_is_counted(tmp_path, monkeypatch, capsys):
+    """Beside a folder, as one more file of lines."""
     folder, texts = tmp_path / "texts", [f'Grüße {i},\n"x"' for i in range(20)]
     folder.mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    for name, pack in (("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)):
-        (folder / f"a.jsonl.{name}").write_bytes(pack(lines))
-    (folder / "b.txt.gz").write_bytes(gzip.compress(b"one document\nof two lines"))
-    with open(folder / "c.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
-    (folder / "picture.png").write_bytes(b"")
-    (folder / "notes.tar.gz").write_bytes(b"")
-    (folder / "LICENSE").write_text("not read either")
+    (folder / "a.txt").write_text("one document\nof two lines")
+    for name in ("picture.png", "notes.tar.gz", "LICENSE"):
+        (folder / name).write_bytes(b"")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     prepare(tmp_path / "c", "--vocab-size", 300, folder, "-")
-    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts * 5, "one document\nof two lines"])
+    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts, "one document\nof two lines"])
     printed = capsys.readouterr().out
     assert "not read, because their kind is not known: 1 .png, 1 .tar.gz, 1 LICENSE" in printed
-    assert not list(tmp_path.glob("*partial*"))
-
-
-def test_parquet_arrow_and_zstandard(tmp_path):
-    """A folder as `datasets` writes it, too; a row without a text is bad."""
-    arrow = pytest.importorskip("pyarrow")
-    parquet, zstandard = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("zstandard")
-    folder, texts = tmp_path / "texts", [f"row {i} Grüße" for i in range(3000)]
-    folder.mkdir()
-    table = arrow.table({"id": range(3000), "text": texts})
-    parquet.write_table(table, folder / "a.parquet", row_group_size=700)
-    with arrow.ipc.new_stream(str(folder / "b.arrow"), table.schema) as writer:
-        writer.write_table(table, max_chunksize=500)
-    with arrow.ipc.new_file(str(folder / "c.arrow"), table.schema) as writer:
-        writer.write_table(table)
-    packed = zstandard.ZstdCompressor().compress("\n".join(texts).encode())
-    (folder / "d.txt.zst").write_bytes(packed)
-    (folder / "state.json").write_text("{}")
-    prepare(tmp_path / "c", "--vocab-size", 300, folder)
-    assert sorted(read(tmp_path / "c")[0]) == sorted([*texts * 3, "\n".join(texts)])
-    parquet.write_table(arrow.table({"text": ["a", None]}), tmp_path / "e.parquet")
-    with pytest.raises(UserError, match=r"e\.parquet:2 has a NoneType as 'text', not a text"):
-        prepare(tmp_path / "c", tmp_path / "e.parquet")
-    with pytest.raises(UserError, match=r"e\.parquet has no column 'body', but text"):
-        prepare(tmp_path / "c", "--json-key", "body", tmp_path / "e.parquet")
-    (tmp_path / "f.txt.zst").write_bytes(packed[:9] + b"xx" + packed[11:-3])
-    (tmp_path / "g.parquet").write_bytes(b"PAR1" + bytes(100))
-    for name in ("f.txt.zst", "g.parquet"):
-        with pytest.raises(UserError, match="is damaged, or not what its name says"):
-            prepare(tmp_path / "c", tmp_path / name)
 
 
 def test_bad_lines_are_skipped_and_listed(tmp_path, capsys):

@@ -92,13 +92,6 @@ def test_planted_mismatches_are_found_and_named(rehearsals):
     assert missed == []
 
 
-@pytest.mark.slow
-def test_stops_of_the_host_have_their_lines(rehearsals):
-    """The read of the norm and the loss, and the copy of each micro-batch's tokens."""
-    stops = rehearsals["one rank"].records[0].stops
-    assert any(line.startswith("zero.py:") for kind, _, line in stops if kind == READ)
-
-
 @pytest.fixture(scope="module")
 def host() -> list[dict]:
     """What the host of rank 2 of 8 does, as tests/host_worker.py tells it, under three layouts."""

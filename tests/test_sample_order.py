@@ -92,19 +92,6 @@ def test_the_last_epoch_is_separate_below_80_percent(megatron, seed, last_epoch,
     assert (set(ours.shuffle_index[:before].tolist()) == set(range(before))) == separate
 
 
-def test_order_depends_on_every_one_of_its_inputs(tmp_path):
-    lengths = [30] * 20
-    dataset = write_corpus(f"{tmp_path}/c", lengths)
-
-    def order(first=0, num_samples=None, seq_length=8, seed=1):
-        samples = GPTSamples(dataset, range(first, 20), num_samples, seq_length, seed)
-        return [samples.sample(k).tolist() for k in range(len(samples))]
-
-    assert order() == order()
-    variants = [order(), order(first=1), order(num_samples=100), order(seq_length=9), order(seed=2)]
-    assert len({str(variant) for variant in variants}) == len(variants)
-
-
 @pytest.mark.parametrize("block", [1, 2, 7, 1 << 22])
 def test_sample_starts_do_not_depend_on_the_block(monkeypatch, block):
     random = np.random.default_rng(block)

@@ -1,7 +1,6 @@
 """Schedules: every dependency met, nothing deadlocks, and the known counts."""
 
 import itertools
-import random
 
 import handmade_schedules as handmade
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from schedules import orders, schedule
 from schedules.drawing import draw, trace, trace_event
-from schedules.long_schedule import long_schedule
 from schedules.schedule import Action, Schedule, ScheduleError
 from schedules.simulation import bubble, makespan, simulate, unit_seconds
 
@@ -183,23 +181,6 @@ def by_hand(rows: list[str]) -> Schedule:
         for rank, row in enumerate(rows)
     )
     return Schedule("by hand", ranks, tuple(range(len(rows))))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6))
-def test_many_micro_batches_take_as_long_as_the_whole_schedule(seed):
-    chance = random.Random(seed)
-    name, ranks = chance.choice(list(orders.ORDERS)), chance.randint(2, 6)
-    virtual = chance.randint(2, 3) if name == "interleaved" else 1
-    count = ranks * chance.randint(1, 20) if name == "interleaved" else chance.randint(1, 90)
-    whole = orders.build(name, ranks, count, virtual)
-    near = 1 + chance.choice([0.0, 1e-3, 1.0]) * chance.random()  # what is critical changes late
-    each = {kind: chance.random() for kind in "FBW"}
-    seconds = {(kind, s): each[kind] * near**s for kind in "FBW" for s in range(whole.stages)}
-    transfer = chance.choice([0.0, 0.01, 0.3])
-    end = max(row[-1].end for row in simulate(whole, seconds, transfer))
-    found = long_schedule(name, ranks, count, virtual)
-    assert found.makespan(seconds, transfer) == pytest.approx(end, rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -312,19 +312,6 @@ def test_without_descriptors_the_oldest_gives_way_and_nothing_spins(monkeypatch)
     assert pauses == [handshake.FULL_SECONDS] * 2
 
 
-def test_the_monitor_takes_each_rank_once():
-    """And nobody when all are there."""
-    door = Door()
-    twice = [handshake.connect(door.address, "stacks", process_of(0)) for _ in range(2)]
-    door.serve(4)
-    assert sorted(found is None for found in door.found) == [False, True]
-    handshake.connect(door.address, "rank", process_of(0))
-    door.serve(2)
-    assert door.found[-1][1:] == ("rank", process_of(0))
-    assert door.listener.fileno() == -1
-    assert len(twice) == 2
-
-
 def test_a_rank_that_sends_what_is_no_message_is_dead(tmp_path):
     """The monitor goes on and reports it, as if the rank's process had ended."""
     address, process = heartbeat.start_monitor(HOST, "away", 2, str(tmp_path), 60.0, KEY)

@@ -5,26 +5,20 @@ import io
 import json
 import math
 import os
-import resource
-import signal
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import golden_worker
 import numpy as np
-import psutil
 import pytest
 import torch
 from compare import assert_close
-from ranks import Job, fork_one, fork_ranks, mpi_command, mpirun, start
+from ranks import fork_one, fork_ranks, mpi_command, mpirun, start
 
-import data
 import trainer
 from checkpointing import folders
 from config import schema as configuration
-from config import validation
 from config.messages import VERSION
 from corpora.token_files import IndexedDatasetWriter
 from distributed import garbage, placement
@@ -213,17 +207,6 @@ def test_what_is_compiled_is_frozen(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_replica_that_drifts_ends_the_run(tmp_path):
-    """One bit of one weight, on rank 1 after step 3; optimizer_worker.py has every other copy."""
-    words = SMALL + f"--steps 9 --zero 0 --check-replicas-every 2 --device cpu --out {tmp_path}"
-    outcome = fork_ranks(2, "tests/corrupted_worker.py", "drift", "1", "3", *words.split())
-    assert outcome.status not in (0, 75)
-    assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4]
-    sentence = "after iteration 4 replicas are no longer equal: embedding.positions.weight weight"
-    assert sentence + " differs over dp: ranks [1] and [0]" in outcome.err
-
-
-@pytest.mark.slow
 def test_a_corrupted_state_is_not_saved_and_a_restart_begins_before_it(tmp_path):
     """The periodic check is far away: the check before each save sees the bit of step 6."""
     words = (
@@ -288,19 +271,6 @@ def culprits(out: Path) -> list[int]:
     while not (case.exists() and case.read_text().endswith("}")) and time.monotonic() < limit:
         time.sleep(0.05)
     return json.loads(case.read_text())["culprits"]
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recompute_changes_no_bit(recompute):
-    def weights(kind):
-        options = golden_worker.options({"recompute": kind, "positions": "alibi"})
-        state = trainer.build(validation.check(options, 1))
-        results = [trainer.step(state, data.Synthetic(61, 16, 1), 8 * i, 1e-3) for i in range(4)]
-        return results, torch.cat([p.detach().flatten() for p in state.stages.parameters()])
-
-    plain, again = weights("none"), weights(recompute)
-    assert plain[0] == again[0]
-    assert torch.equal(plain[1], again[1])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -386,24 +356,6 @@ def test_output_that_cannot_be_written_does_not_end_the_run(monkeypatch):
     number = errno.EIO
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         quiet.note("a line")
-
-
-def test_rows_that_waited_are_written_when_there_is_room(tmp_path):
-    words = SMALL + "--steps 1000000 --log-every 1000000 --device cpu --out"
-    command = limited(*words.split(), str(tmp_path))
-    with Job(command, tmp_path, PYTHONDONTWRITEBYTECODE="1") as job:
-        job.wait_for(lambda: "rows wait in memory" in job.text)
-        count = len(whole_rows(tmp_path / "metrics.jsonl"))
-        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        psutil.Process(job.process.pid).rlimit(psutil.RLIMIT_FSIZE, unlimited)
-        job.wait_for(lambda: "is written again: " in job.text)
-        job.send(signal.SIGTERM)
-        assert job.status() == 75
-    written = whole_rows(tmp_path / "metrics.jsonl")
-    assert len(written) > count
-    assert written == list(range(1, len(written) + 1))
-    assert job.text.count("rows wait in memory") == 1
-    assert "lacks" not in job.text
 
 
 def test_a_full_disk_at_the_start_is_a_sentence_and_moves_nothing(tmp_path):

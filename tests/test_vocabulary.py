@@ -88,35 +88,6 @@ def test_no_message_is_started_before_what_its_other_end_waits_for(found):
     check_starts(found[0])
 
 
-@settings(deadline=None)
-@given(made())
-def test_gradients_that_all_have_taken_are_found_once_for_all_steps(found):
-    """By reading each row from its start: of 1,000 micro-batches a row has 6,000 passes."""
-
-    class Row(tuple):
-        read = 0
-
-        def __iter__(self):
-            Row.read += 1
-            return super().__iter__()
-
-        def __getitem__(self, place):
-            raise AssertionError("no part of a row is looked for")
-
-    order, count, _ = found
-    rows = Schedule(order.name, tuple(map(Row, order.ranks)), order.rank_of)
-    Row.read = 0
-    assert rows.gradients_taken is rows.gradients_taken
-    assert Row.read <= 2 * len(order.ranks)
-    known = 0
-    for m, taken in enumerate(rows.gradients_taken):
-        before = [row[: row.index(Action("S", r, m))] for r, row in enumerate(order.ranks)]
-        least = min(sum(action.kind == "G" for action in row) for row in before)
-        assert taken == range(known, least)
-        known = least
-    assert len(rows.gradients_taken) == count
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.integers(2, 8), st.integers(1, 60), st.sampled_from([2, 3]))
 def test_1f1b_holds_one_or_two_more_micro_batches_and_one_of_logits(ranks, count, backward):

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import fault_worker
-import psutil
 import pytest
 from handmade_records import Ranks
 from ranks import ROOT, Job, Outcome, mpi_command, mpirun, none_left, start
@@ -446,19 +445,3 @@ def test_a_monitor_that_ends_before_its_rank_does_not_change_the_status(tmp_path
     assert process.wait(30) == 0
     watchdog._thread.join(30)
     assert ends == []
-
-
-@pytest.mark.slow
-def test_a_run_with_a_stopped_monitor_leaves_none(tmp_path):
-    words = fault_worker.SHAPE.replace("1000000", "9").split()
-    command = [sys.executable, "tests/strangers_worker.py", str(tmp_path), *words]
-    for place in ("store", "monitor"):
-        (tmp_path / f"{place}.go").touch()
-    with Job([*command, "--out", str(tmp_path)], tmp_path, OMP_NUM_THREADS="1") as job:
-        job.wait_for((tmp_path / "step.waits").exists)
-        (process,) = psutil.Process(job.process.pid).children()
-        process.suspend()
-        (tmp_path / "step.go").touch()
-        assert job.status() == 0, job.text[-4000:]
-    with pytest.raises(psutil.NoSuchProcess):
-        process.status()

@@ -251,26 +251,6 @@ def test_kernels_of_a_step_do_not_grow_with_the_number_of_parameters(options, mo
     assert len(kernels[0]) < 60
 
 
-@pytest.mark.parametrize("grad_dtype", ["fp32", "bf16"])
-def test_update_sets_hold_every_group_once(grad_dtype, monkeypatch):
-    """The first layers first; sets in which sums are copied to fp32 are as small as buckets."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 5000)
-    run = build(layers=16, precision="bf16", grad_dtype=grad_dtype)
-    groups, sets = run.optimizer.groups, run.optimizer.update_sets
-    assert [group for each in sets for group in each.groups] == list(reversed(groups))
-    keys = {group.key for group in groups}
-    if grad_dtype == "fp32":
-        assert len(keys) < len(sets) <= buckets.SETS_OF_KEY * len(keys)
-    for each in sets:
-        assert len({group.key for group in each.groups}) == 1
-        masters = [master for group in each.groups for master in group.masters]
-        assert list(map(id, each.rule.masters)) == list(map(id, masters))
-        if grad_dtype == "bf16":
-            assert sum(master.numel() for master in masters[:-1]) < 5000
-        for group in each.groups:
-            assert each.rule.masters[group.first] is group.masters[0]
-
-
 def test_gradients_of_a_micro_batch_are_collected_by_one_kernel():
     """At --zero 2 each parameter's was copied by itself, in every micro-batch."""
     factory, mesh = ParamFactory(Mesh()), Mesh({"pp": 1, "dp": 2, "cp": 1, "tp": 1}, FakeContext(2))
