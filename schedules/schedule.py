@@ -49,6 +49,7 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
+NOTHING = -1  # the number of no action
 # One action in an order in which all ranks can run: its rank, the action, and the places, in that
 # order, of the actions of other stages whose results it takes, if a message brings them.
 Step = tuple[int, Action, list[int]]
@@ -74,14 +75,20 @@ class Schedule:
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     @cached_property
+    def kinds(self) -> str:
+        """The kinds of actions, of which every rank has all."""
+        found = {action.kind for action in self.ranks[0]}
+        return "".join(kind for kind in "FBW" + VOCABULARY if kind in found)
+
+    @property
     def split(self) -> bool:
         """Whether B computes gradients of inputs only, and W those of weights."""
-        return any(action.kind == "W" for row in self.ranks for action in row)
+        return "W" in self.kinds
 
-    @cached_property
+    @property
     def vocabulary(self) -> bool:
         """Whether embedding and output matrix are spread over the ranks, one stage on each."""
-        return any(action.kind == "E" for action in self.ranks[0])
+        return "E" in self.kinds
 
     # ---- What an action waits for -------------------------------------------------------------
 
@@ -161,6 +168,13 @@ class Schedule:
             done.append([count for count, action in zip(counts, row) if action.kind == "S"])
         return [range(*pair) for pair in pairwise([0, *map(min, zip(*done))])]
 
+    # ---- Actions as numbers -------------------------------------------------------------------
+
+    @cached_property
+    def numbered(self) -> "Numbered":
+        """The actions as numbers, for what looks at many of them."""
+        return _numbered(self)
+
     # ---- What is held -------------------------------------------------------------------------
 
     @cached_property
@@ -225,6 +239,45 @@ def _largest(moments: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
         if not any(all(map(le, counts, other)) for other in found):
             found.append(counts)
     return set(found)
+
+
+class Numbered(NamedTuple):
+    """The actions of a schedule as numbers: by kind as in `Schedule.kinds`, then by micro-batch,
+    then by stage.
+
+    ranks: those of each rank, in order. awaited: for each number, that of the action whose result a
+    message brings, NOTHING, or, where it takes those of all other ranks, the first of them and as
+    much more as there are numbers.
+    """
+
+    ranks: list[list[int]]
+    awaited: list[int]
+    micro_batches: int
+
+
+def _numbered(schedule: Schedule) -> Numbered:
+    stages = schedule.stages
+    count = 1 + max(action.micro_batch for action in schedule.ranks[0])
+    of_kind = count * stages  # numbers
+    first = {kind: place * of_kind for place, kind in enumerate(schedule.kinds)}
+    ranks = []
+    for row in schedule.ranks:
+        ranks.append([first[kind] + m * stages + stage for kind, stage, m in row])
+    awaited: list[int] = []
+    for kind in schedule.kinds:
+        sources = []  # of micro-batch 0
+        for stage in range(stages):
+            action = Action(kind, stage, 0)
+            every, sender = schedule.of_all_ranks(action), schedule.sender_of(action)
+            if len(every) > 1:
+                sources.append(len(first) * of_kind + first[every[0].kind])
+            elif sender is None:
+                sources.append(NOTHING)
+            else:
+                sources.append(first[sender.kind] + sender.stage)
+        for m in range(count):
+            awaited += [NOTHING if one == NOTHING else one + m * stages for one in sources]
+    return Numbered(ranks, awaited, count)
 
 
 class _Starts(NamedTuple):
