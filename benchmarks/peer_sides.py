@@ -12,9 +12,8 @@ import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -31,18 +30,15 @@ class SideError(RuntimeError):
     """A side failed, or does not compute what the others do."""
 
 
-@dataclass
-class Block:
-    """Some steps of a side: seconds from barrier to barrier; losses and gradient norms by step.
-
-    bubbles: of each step, if its passes are known: the share of all ranks' time in which none runs,
-    from the first pass's start to the last one's end (schedules.simulation.bubble).
+class Block(NamedTuple):
+    """Some steps of a side: seconds from barrier to barrier; losses and gradient norms by step;
+    the peak of resident bytes of each rank.
     """
 
     seconds: float
     losses: list[float]
     norms: list[float]
-    bubbles: list[float]
+    peaks: list[int]
 
 
 class Side:
@@ -59,7 +55,6 @@ class Side:
         for rank in range(ranks):
             own = common | {"RANK": rank, "LOCAL_RANK": rank}
             self.ranks.append(self._start(words, rank, {k: str(v) for k, v in own.items()}))
-        self.peaks = self.life = [0] * ranks
 
     def _start(self, words: list[str], rank: int, own: dict[str, str]) -> subprocess.Popen:
         with open(self.folder / f"{rank}.err", "w") as err:
@@ -98,7 +93,6 @@ class Side:
             with contextlib.suppress(BrokenPipeError):  # its end is found below
                 process.stdin.write(f"{steps}\n")
         answers = self._answers(ANSWER)
-        self.peaks, self.life = ([answer[kind] for answer in answers] for kind in ("peak", "life"))
         losses, norms = [], []
         for results in zip(*(answer["results"] for answer in answers)):
             known = [loss for loss, _ in results if loss is not None]
@@ -108,9 +102,8 @@ class Side:
                 raise SideError(f"{self.label}: ranks have unequal gradient norms: {results}")
         if not all(map(math.isfinite, (*losses, *norms))):
             raise SideError(f"{self.label}: losses {losses}, gradient norms {norms}")
-        steps = zip(*(answer.get("passes", ()) for answer in answers))
         seconds = max(answer["seconds"] for answer in answers)
-        return Block(seconds, losses, norms, [bubble(ranks) for ranks in steps])
+        return Block(seconds, losses, norms, [answer["peak"] for answer in answers])
 
     def _answers(self, seconds: float) -> list[dict]:
         """One line of each rank; SideError if a rank ends before, or that takes longer."""
@@ -137,16 +130,6 @@ class Side:
         """What a rank printed last."""
         return ":\n" + (self.folder / f"{rank}.err").read_text(errors="replace")[-2000:]
 
-    def cpu_seconds(self) -> float:
-        """Processor time of all processes of this side so far."""
-        total = 0.0
-        for process in self.ranks:
-            own = psutil.Process(process.pid)
-            for each in (own, *own.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += sum(each.cpu_times()[:2])
-        return total
-
     def end(self) -> None:
         """End all ranks: they leave when their input ends; what does not is killed."""
         started = []
@@ -163,12 +146,6 @@ class Side:
         for process in self.ranks:
             process.stdout.close()
             process.wait()
-
-
-def bubble(ranks: Sequence[tuple[float, float, float]]) -> float:
-    """Of a step, by each rank's start and end of its passes, and the seconds in which one ran."""
-    begins, ends, busy = zip(*ranks)
-    return 1.0 - sum(busy) / (len(ranks) * (max(ends) - min(begins)))
 
 
 def check_equal(sides: list[Side]) -> None:

@@ -2,12 +2,11 @@
 
     RANK=0 WORLD_SIZE=2 python benchmarks/peer_torch.py JSON
 
-plain      a loop on one rank; compiled: its blocks, and its loss, by torch.compile
+plain      a loop on one rank
 ddp        DistributedDataParallel; zero1: with ZeroRedundancyOptimizer
-fsdp2      fully_shard; fsdp2-once: gradients are reduced once a step, and kept whole until then
-dtensor    DTensor; dtensor-sp: with sequence parallelism
+dtensor    DTensor
 hand       tensor parallelism by hand (peer_by_hand.py)
-1f1b, interleaved, zb, zbv    torch.distributed.pipelining; with tp, DTensor inside of a stage
+1f1b, zb   torch.distributed.pipelining; with tp, DTensor inside of a stage
 
 Every peer is written for speed: fused AdamW, gradients freed to None, meta initialisation, the loss
 divided before the backward instead of gradients after it, one collective where torch has one.
@@ -27,23 +26,19 @@ from peer_worker import CLIP, Answers, Batch, BlockForward, Shape, adamw, batche
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-SCHEDULES = {  # the class, and whether a rank's two stages lie as a V
-    "1f1b": (pipelining.Schedule1F1B, False),
-    "interleaved": (pipelining.ScheduleInterleaved1F1B, False),
-    "zb": (pipelining.ScheduleInterleavedZeroBubble, False),
-    "zbv": (pipelining.ScheduleZBVZeroBubble, True),
+SCHEDULES = {
+    "1f1b": pipelining.Schedule1F1B,
+    "zb": pipelining.ScheduleInterleavedZeroBubble,
 }
 
 
@@ -61,17 +56,6 @@ class Block(BlockForward):
         self.up, self.down = nn.Linear(h, 4 * h), nn.Linear(4 * h, h)
 
 
-class Positions(nn.Module):
-    """x + the learned positions."""
-
-    def __init__(self, seq: int, h: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(seq, h))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight[: x.shape[1]]
-
-
 class GPT(nn.Module):
     """The blocks of a range, and the ends of the model that this part has; logits at its end."""
 
@@ -79,14 +63,14 @@ class GPT(nn.Module):
         super().__init__()
         h = shape.hidden
         self.tokens = nn.Embedding(shape.vocab, h) if first else None
-        self.positions = Positions(shape.seq, h) if first else None
+        self.positions = nn.Embedding(shape.seq, h) if first else None
         self.blocks = nn.ModuleDict({str(i): Block(h, shape.heads) for i in blocks})
         self.norm = nn.LayerNorm(h) if last else None
         self.head = nn.Linear(h, shape.vocab, bias=False) if last else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens is not None:
-            x = self.positions(self.tokens(x))
+            x = self.tokens(x) + self.positions.weight
         for block in self.blocks.values():
             x = block(x)
         return x if self.head is None else self.head(self.norm(x))
@@ -110,31 +94,16 @@ def build(model_on_meta: GPT, weights: str) -> GPT:
     return model
 
 
-def tensor_parallel(model: GPT, mesh: DeviceMesh, sequence: bool) -> GPT:
+def tensor_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
     """The model by DTensor's plans; logits stay cut over the vocabulary."""
-    between = Shard(1) if sequence else Replicate()
     plan: dict = {}
     if model.tokens is not None:
-        plan["tokens"] = RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=between, use_local_output=not sequence
-        )
+        plan["tokens"] = RowwiseParallel(input_layouts=Replicate())
     if model.head is not None:
-        plan["head"] = ColwiseParallel(
-            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-        )
+        plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     for i in model.blocks:
-        for name in ("qkv", "up"):
-            plan[f"blocks.{i}.{name}"] = ColwiseParallel(input_layouts=between)
-        for name in ("out", "down"):
-            plan[f"blocks.{i}.{name}"] = RowwiseParallel(
-                output_layouts=between, use_local_output=not sequence
-            )
-    if sequence:
-        whole = model.positions.weight.detach()
-        own = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        model.positions.weight = nn.Parameter(own)
-        norms = [f"blocks.{i}.{name}" for i in model.blocks for name in ("norm1", "norm2")]
-        plan |= {name: SequenceParallel() for name in [*norms, "norm"]}
+        plan |= {f"blocks.{i}.{name}": ColwiseParallel() for name in ("qkv", "up")}
+        plan |= {f"blocks.{i}.{name}": RowwiseParallel() for name in ("out", "down")}
     return parallelize_module(model, mesh, plan)
 
 
@@ -169,11 +138,9 @@ class Loop:
         synchronise: Callable[[bool], object] = bool,
         around: Callable = contextlib.nullcontext,
         optimizer=torch.optim.AdamW,
-        loss: Callable[[Tensor, Tensor], Tensor] = loss_of,
     ):
         """synchronise: is told before each micro-batch whether it is the last."""
         self.model, self.synchronise, self.around = model, synchronise, around
-        self.loss = loss
         self.parameters = list(model.parameters())
         self.optimizer = optimizer(**adamw(self.parameters))
 
@@ -183,7 +150,7 @@ class Loop:
         for i, (tokens, labels) in enumerate(batches):
             self.synchronise(i == len(batches) - 1)
             with self.around():
-                loss = self.loss(self.model(tokens), labels) / len(batches)
+                loss = loss_of(self.model(tokens), labels) / len(batches)
                 loss.backward()
             loss = loss.detach()
             total += loss.to_local() if isinstance(loss, DTensor) else loss
@@ -194,38 +161,31 @@ class Loop:
 
 
 class PipelineLoop:
-    """This rank's stages of torch's pipeline, with tensor parallelism inside if tp > 1."""
+    """This rank's stage of torch's pipeline, with tensor parallelism inside if tp > 1."""
 
     def __init__(self, shape: Shape, weights: str, kind: str, blocks: list[int], tp: int):
         """blocks: of each stage, in the model's order."""
         ranks = dist.get_world_size() // tp
         mesh = init_device_mesh("cpu", (ranks, tp), mesh_dim_names=("pp", "tp"))
         rank, self.group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
-        schedule, as_v = SCHEDULES[kind]
-        numbers = list(range(rank, len(blocks), ranks))
-        if as_v:
-            numbers = [rank, len(blocks) - 1 - rank]
-        self.first, self.last = 0 in numbers, len(blocks) - 1 in numbers
+        self.first, self.last = rank == 0, rank == ranks - 1
         self.around = loss_parallel if tp > 1 else contextlib.nullcontext
-        stages, self.parameters = [], []
-        for i in numbers:
-            begin = sum(blocks[:i])
-            with torch.device("meta"):
-                part = range(begin, begin + blocks[i])
-                model = GPT(shape, part, i == 0, i == len(blocks) - 1)
-            if tp > 1:
-                tensor_parallel(model, mesh["tp"], sequence=False)
-            model = build(model, weights)
-            self.parameters += model.parameters()
-            place = i, len(blocks), torch.device("cpu")
-            stages.append(pipelining.PipelineStage(model, *place, group=self.group))
+        begin = sum(blocks[:rank])
+        with torch.device("meta"):
+            model = GPT(shape, range(begin, begin + blocks[rank]), self.first, self.last)
+        if tp > 1:
+            tensor_parallel(model, mesh["tp"])
+        model = build(model, weights)
+        self.parameters = list(model.parameters())
+        place = rank, ranks, torch.device("cpu")
+        stage = pipelining.PipelineStage(model, *place, group=self.group)
         count = shape.micro_batches
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             return loss_of(logits, labels) / count
 
-        whole = stages[0] if kind == "1f1b" else stages
-        self.schedule = schedule(whole, count, loss_fn=loss, scale_grads=False)
+        stages = stage if kind == "1f1b" else [stage]
+        self.schedule = SCHEDULES[kind](stages, count, loss_fn=loss, scale_grads=False)
         self.optimizer = torch.optim.AdamW(**adamw(self.parameters))
 
     def step(self, batches: list[Batch]) -> tuple[Tensor | None, Tensor]:
@@ -260,16 +220,6 @@ def data_parallel(kind: str, model: GPT) -> Loop:
     return Loop(parallel, synchronise, optimizer=sharded if kind == "zero1" else torch.optim.AdamW)
 
 
-def fully_sharded(model: GPT, weights: str, once: bool) -> Loop:
-    """fully_shard block by block; once: gradients are reduced with the last micro-batch only."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (model.tokens, *model.blocks.values()):
-        fully_shard(part, mesh=mesh)
-    fully_shard([model.norm, model.head], mesh=mesh, reshard_after_forward=False)
-    sharded = build(fully_shard(model, mesh=mesh), weights)
-    return Loop(sharded, sharded.set_requires_gradient_sync if once else bool)
-
-
 def make(job: dict, shape: Shape):
     """The peer that a job names, ready to step."""
     kind, weights, tp = job["kind"], job["weights"], job["tp"]
@@ -279,17 +229,10 @@ def make(job: dict, shape: Shape):
         return TensorParallelByHand(shape, weights)
     with torch.device("meta"):
         model = GPT(shape, range(shape.layers))
-    if kind.startswith("fsdp2"):
-        return fully_sharded(model, weights, once=kind == "fsdp2-once")
-    if kind.startswith("dtensor"):
-        mesh = init_device_mesh("cpu", (tp,))
-        tensor_parallel(model, mesh, sequence=kind == "dtensor-sp")
+    if kind == "dtensor":
+        tensor_parallel(model, init_device_mesh("cpu", (tp,)))
         return Loop(build(model, weights), around=loss_parallel)
     model = build(model, weights)
-    if kind == "compiled":
-        for block in model.blocks.values():
-            block.compile(dynamic=False)
-        return Loop(model, loss=torch.compile(loss_of, dynamic=False))
     return Loop(model) if kind == "plain" else data_parallel(kind, model)
 
 

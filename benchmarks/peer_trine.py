@@ -26,7 +26,6 @@ from config.schema import Config
 from distributed.context import Context, start
 from distributed.launch import discover
 
-PASSES = ("data", "F", "B", "W", "S", "T")  # kinds of spans in a step's trace
 NAMES = (  # Trine's, the peers'
     ("embedding.tokens", "tokens"),
     ("embedding.positions", "positions"),
@@ -57,33 +56,14 @@ def run(config: Config, context: Context, answers: Answers) -> None:
     samples = data.Synthetic(model.vocab_size, model.seq_length, SEED)
     size = config.training.global_batch_size
 
-    found: list[tuple[float, float, float]] = []
-
     def step(number: int) -> tuple[float, float]:
-        context.recorder.spans = []
         result = trainer.step(state, samples, number * size, LR)
-        found.append(passes_in(context.recorder.spans))
         return result.loss, result.grad_norm
-
-    def passes() -> list[tuple[float, float, float]]:
-        told = found.copy()
-        found.clear()
-        return told
 
     def barrier() -> None:
         state.factory.mesh.world.all_reduce(torch.zeros(1)).wait()
 
-    serve(answers, step, barrier, passes=passes)
-
-
-def passes_in(spans: list[tuple]) -> tuple[float, float, float]:
-    """Of a traced step: when its passes began and ended, and the seconds that were no wait."""
-    kinds = [kind for kind, *_ in spans]
-    before = spans[: kinds.index("reduce")] if "reduce" in kinds else spans
-    own = [span for span in before if span[0] in PASSES]
-    begin, end = own[0][2], own[-1][3]
-    waits = [b - a for kind, _, a, b in before if kind == "wait" and begin <= a < end]
-    return begin, end, end - begin - sum(waits)
+    serve(answers, step, barrier)
 
 
 def main(words: list[str]) -> None:

@@ -116,20 +116,16 @@ def serve(
     step: Callable[[object], tuple[float | None, float]],
     barrier: Callable[[], object],
     prepare: Callable[[int], object] = int,
-    passes: Callable[[], list] = list,
 ) -> None:
     """Answer commands until standard input ends.
 
     step: takes what `prepare` made of the step's number, outside of the time; gives the loss as
     this rank knows it, if it does, and the gradient norm. Seconds are from barrier to barrier.
-    passes: of the steps since it was asked last, if they are known: when the first pass began, when
-    the last one ended, and the seconds between in which this rank did not wait.
     """
-    done, life = 0, 0
+    done = 0
     answers.send(ready=os.getpid())
     for line in sys.stdin:
         count = int(line)
-        life = max(life, peak_bytes())
         if count == 0:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: forget VmHWM
         inputs = [prepare(done + i) for i in range(count)]
@@ -139,10 +135,8 @@ def serve(
         barrier()
         seconds = time.perf_counter() - began
         done += count
-        results = [(number(loss), number(norm)) for loss, norm in results]
-        peak = peak_bytes()
-        own = {"peak": peak, "life": max(life, peak), "passes": passes()}
-        answers.send(seconds=seconds, results=results, **own)
+        numbers = [(number(loss), number(norm)) for loss, norm in results]
+        answers.send(seconds=seconds, results=numbers, peak=peak_bytes())
 
 
 def number(value) -> float | None:
