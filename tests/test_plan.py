@@ -180,11 +180,6 @@ def test_384_gpus_are_ranked_with_a_reason_for_the_rest():
     assert {(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3, 4, 6, 8, 12, 24, 48)} <= tried
 
 
-def test_a_given_layout_flag_is_held_fixed():
-    data = ask("layouts --model 176b --nodes 48 --tp 4 --recompute full").data
-    assert {(r["tp"], r["recompute"]) for r in data["ranked"]} == {(4, "full")}
-
-
 @pytest.fixture
 def file(tmp_path) -> str:
     """A --config file that gives precision, batch and layout."""

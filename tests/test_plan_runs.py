@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import mpirun
 
 import plan
 from config.command_line import parse
@@ -354,20 +353,3 @@ def test_a_machines_file_with_a_mistake_is_one_sentence(tmp_path, text, message)
 
 def test_every_kernel_may_be_named():
     assert set(hardware.KERNEL_NAMES) == set(op_costs.KERNELS)
-
-
-def test_a_real_run_on_this_machine_is_predicted_better_afterwards(tmp_path):
-    words = "--layers 4 --hidden 128 --heads 4 --seq-length 128 --vocab-size 512 --device cpu"
-    words += " --global-batch-size 4 --steps 32"
-    paths, file = [str(tmp_path / "on1"), str(tmp_path / "on2")], tmp_path / "mine.toml"
-    for ranks, path in enumerate(paths, 1):
-        ran = mpirun(ranks, "train.py", *words.split(), "--out", path)
-        assert ran.status == 0, ran.err
-    runs = [run_files.read(path, hardware.load("cpu")) for path in paths]
-    if max(run.spread for run in runs) > 0.05:
-        pytest.skip(
-            "the machine is so busy that steps do not repeat: no constant follows from them"
-        )
-    plan.ask(["calibrate", *paths, "--gpu", "cpu", "--write", str(file)])
-    errors = [calibration.mean_error(runs, hardware.load(name)) for name in ("cpu", str(file))]
-    assert errors[1] <= errors[0]
