@@ -375,42 +375,6 @@ def test_the_shapes_that_are_verified_are_those_of_the_model(name, tmp_path):
     assert verification.canonical_shapes(state.config.model) == built
 
 
-TILES = [((0, 2), (0, 5)), ((2, 4), (0, 3)), ((2, 4), (3, 5))]  # of (4, 5)
-
-
-@pytest.mark.parametrize(
-    ("boxes", "whole"),
-    [
-        (TILES, True),
-        (TILES[::-1], True),
-        (TILES[:2], False),
-        ([*TILES, TILES[2]], False),
-        ([*TILES[:2], ((2, 4), (2, 4))], False),  # as many elements: a gap and an overlap
-    ],
-)
-def test_a_tensor_is_read_only_if_its_parts_tile_it(boxes, whole, tmp_path):
-    counts = [file_format.elements_in(box) for box in boxes]
-    runs, count = [np.random.rand(n).astype("f4") for n in counts], sum(counts)
-    arrays, dtypes = {"weights": ("float32", runs)}, {"weights": "float32"}
-    written = file_format.write_shard(str(tmp_path / "rank_00000.h5"), count, arrays)
-    with h5py.File(tmp_path / "index.h5", "w", libver="latest") as file:
-        shard = file_format.ShardFile("rank_00000.h5", *written, dtypes, [("w", boxes)])
-        sources = [(shard, sum(counts[:i]), box) for i, box in enumerate(boxes)]
-        file_format._create_virtual_dataset(file, "weights", "w", (4, 5), sources)
-    with Index(str(tmp_path)) as index:
-        if not whole:
-            with pytest.raises(UserError, match=r"weights/w has elements that are in no file, or"):
-                index.read_whole("weights", "w")
-            return
-        expected = np.empty((4, 5), "f4")
-        for box, run in zip(boxes, runs):
-            part = tuple(slice(a, b) for a, b in box)
-            expected[part] = run.reshape(expected[part].shape)
-        assert np.array_equal(index.read_whole("weights", "w"), expected)
-        with h5py.File(tmp_path / "index.h5") as file:
-            assert np.array_equal(file["weights/w"][...], expected)
-
-
 def test_what_a_resumed_run_repeats_is_said_on_gpus():
     """Attention's backward pass on a GPU adds in an order that differs from run to run."""
     assert "need --deterministic" in repeatability("cuda", deterministic=False)

@@ -38,7 +38,7 @@ TOLERANCE = {
 }
 # Of weights: these round each element's update by itself, which the loss hardly shows.
 WEIGHT_TOLERANCE = TOLERANCE | {"adamw8bit": 1e-3, "muon": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
-RULE_WORLDS, PRECISION_WORLDS = (1, 4), (2, 4, 8)  # numbers of ranks
+RULE_WORLDS, PRECISION_WORLDS = (1, 4), (2, 8)  # numbers of ranks
 # What bitsandbytes' blocks of 256 need to be cut by tp 2.
 WIDE = {"layers": 2, "hidden": 512, "heads": 8, "ffn_hidden": 512}
 
@@ -52,13 +52,18 @@ def fits(case: dict, ranks: int) -> bool:
 
 
 def rule_cases(ranks: int) -> list[dict]:
-    """Every optimizer x ZeRO stage x mesh that it can have, recomputation and overlap in turn."""
+    """Every optimizer x ZeRO stage x mesh that it can have, recomputation and overlap in turn.
+
+    Of 8-bit AdamW, whose kernels are slow on CPUs, one ZeRO stage on each mesh.
+    """
     found = []
     turns = itertools.cycle(
         ({"recompute": "full"}, {"recompute": "selective"}, {"overlap_param_gather": True}, {})
     )
-    for tp, pp in itertools.product((1, 2), repeat=2):
+    for number, (tp, pp) in enumerate(itertools.product((1, 2), repeat=2)):
         for name, zero in itertools.product(configuration.OPTIMIZERS, (0, 1, 2, 3)):
+            if name == "adamw8bit" and zero != number % 3:
+                continue
             shape = WIDE if name == "adamw8bit" else {"layers": 2}
             case = {"tp": tp, "pp": pp, "optimizer": name, "zero": zero, "tied": zero != 1}
             case |= shape | {"sequence_parallel": tp > 1, "global_batch_size": 4}
@@ -150,9 +155,9 @@ def test_16_bit_runs_agree_with_one_rank(ranks, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_overflow_and_drift_on_one_rank_are_seen_by_all(ranks):
-    outcome = fork_ranks(ranks, "tests/optimizer_worker.py")
+def test_overflow_and_drift_on_one_rank_are_seen_by_all():
+    """On eight ranks, so that every axis has copies: tensor, data and pipeline parallelism."""
+    outcome = fork_ranks(8, "tests/optimizer_worker.py")
     assert outcome.status == 0, outcome.err[-3000:]
     assert outcome.out.startswith("ok ")
 

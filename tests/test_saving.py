@@ -317,17 +317,6 @@ def fail_writes(patch, times: int) -> list[int]:
     return failures
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_last_save_that_fails_is_tried_again(tmp_path, monkeypatch, asynchronous):
-    lines = []
-    checkpoints = build_run(make(tmp_path, async_save=asynchronous), lines)[1]
-    failures = fail_writes(monkeypatch, 1)
-    checkpoints.after_step(Progress(1, 8), last=True)
-    checkpoints.finish(Progress(1, 8))
-    assert len(failures) == 1
-    assert saved_steps(tmp_path / "checkpoints") == [1]
-
-
 def test_a_run_whose_last_save_fails_twice_is_an_error(tmp_path, monkeypatch):
     """And no mistake of the user: its status is 1."""
     lines = []
