@@ -4,12 +4,9 @@ import pytest
 import torch
 from compare import assert_close
 
-import parallel
 from attention import attention_kernel
 from checkpointing.hf_mappings import hf_config
-from config import model_stats
 from config import schema as configuration
-from config.command_line import PRESETS, preset
 from config.messages import UserError
 from corpora.attention_masks import alibi_slopes
 from data import Batch
@@ -30,23 +27,6 @@ def test_alibi_slopes_equal_transformers(heads):
 
     theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
     assert_close(alibi_slopes(heads), theirs, 2e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in PRESETS if "gpt2" in name])
-def test_presets_have_the_parameters_of_transformers(name, monkeypatch):
-    """Stage builds them too, without values: it raises if its count is not the planned one."""
-    monkeypatch.setattr(parallel, "draw_normal", lambda *arguments: None)
-    shape, layout = preset(name), configuration.Layout(dp=1)
-    config = transformers.GPT2Config(n_embd=shape.hidden, n_layer=shape.layers, n_head=shape.heads)
-    with torch.device("meta"):
-        theirs = transformers.GPT2LMHeadModel(config)
-    assert model_stats.parameters(shape) == sum(p.numel() for p in theirs.parameters())
-    Stage(
-        ParamFactory(Mesh(), device=torch.device("meta")),
-        shape,
-        layout,
-        partition.stage_specs(shape, layout)[0],
-    )
 
 
 def test_an_exported_gpt2_keeps_all_its_learned_positions():

@@ -118,12 +118,6 @@ def test_the_store_goes_on_after_a_torn_line(candidate, tmp_path, monkeypatch):
     assert len(TrialStore(path).of(candidate.key)) == 3
 
 
-def test_a_file_that_is_no_store(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"key": 1}\n')
-    with pytest.raises(UserError, match="line 1, is no trial"):
-        TrialStore(tmp_path / "x.jsonl")
-
-
 def test_a_launcher_that_cannot_be(candidate, tmp_path):
     with pytest.raises(UserError, match=r"has no \{ranks\}"):
         Runner("mpirun -n 8", tmp_path).launch_command(8)

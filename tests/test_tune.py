@@ -118,27 +118,6 @@ def test_a_search_ends_when_it_is_decided_and_goes_on_where_it_was(tmp_path):
     assert len(more) == len(stored)  # decided already
 
 
-def test_a_third_fails_and_the_rest_is_ranked(tmp_path):
-    failures = {"oom": {"tp": 4}, "hang": {"pp": 4, "mbs": 1}, "crash": {"pp": 2, "tp": 2}}
-    words = [*SMALL.split(), "--recompute", "none", "--try", "micro-batch-size=1,2,4", "--all"]
-    environment = {"FAKE_FAILURES": json.dumps(failures)}
-    done, stored = tuned(tmp_path, *words, "--time-limit", "3", **environment)
-    assert done.status == 0, done.err
-    found = {s: [t for t in stored if t["status"] == s] for s in ("ok", "oom", "hang", "crash")}
-    assert sum(map(len, found.values())) == len(stored)
-    assert min(map(len, found.values())) >= 2
-    assert len(found["ok"]) <= 2 * len(stored) / 3
-    assert all(t["reason"] for t in stored if t["status"] != "ok")
-    assert processes_of(tmp_path) == []
-    table = (tmp_path / "table.md").read_text()
-    ranked = [line for line in table.splitlines() if line.startswith("| 1 |") and "GB" in line]
-    seconds = [float(line.split("|")[9]) for line in ranked]
-    assert seconds == sorted(seconds)
-    assert len(seconds) == len({t["key"] for t in found["ok"]})
-    for reason in ("oom: MemoryError", "hang: not done within 3 s", "crash: status 1"):
-        assert reason in table
-
-
 def test_a_search_without_a_run_that_trains_fails(tmp_path):
     words = [*SMALL.split(), "--recompute", "none", "--budget", "2"]
     done, stored = tuned(tmp_path, *words, FAKE_FAILURES=json.dumps({"crash": {}}))
