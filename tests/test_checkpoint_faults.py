@@ -1,6 +1,6 @@
 """Checkpoints and faults: ranks killed while they save, and files that changed afterwards.
 
-Fifty SIGKILLs at random moments take a minute or two, 300 changed files a few seconds.
+Twenty SIGKILLs at random moments take half a minute, 300 changed files a few seconds.
 """
 
 import functools
@@ -23,7 +23,7 @@ from config import validation
 from config.messages import UserError
 
 SEED = 20261120
-KILLS, CHANGES, ROUNDS = 50, 300, 8
+KILLS, CHANGES, ROUNDS = 20, 300, 5
 
 
 @pytest.mark.slow

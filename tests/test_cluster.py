@@ -286,16 +286,6 @@ def test_too_few_open_files(jobs):
 
 
 @pytest.mark.slow
-def test_two_jobs_on_one_node_stay_apart():
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(mpirun, 2, WORKER, "port", "1", timeout=120) for _ in range(2)]
-    for job in jobs:
-        outcome = job.result()
-        assert outcome.status == 0, outcome.err
-        assert ranks_in(outcome, "of 2 mpirun") == [0, 1]
-
-
-@pytest.mark.slow
 def test_torchrun(jobs):
     outcome = jobs["torchrun"].result()
     assert outcome.status == 0, outcome.err
@@ -319,27 +309,26 @@ LAUNCHERS = {"mpirun": [*mpi_command(2), sys.executable], "torchrun": TORCHRUN}
 SRUN = ["srun", "--mpi=pmi2", "-N2", "-n2", sys.executable]
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize(
-    ("where", "culprit", "said"),
-    [
-        ("imports import", 1, "has no package 'torch'"),
-        ("imports raise", 0, "OSError: [Errno 5] planted"),
-        ("before raise", 1, "OSError: [Errno 5] planted"),
-        ("before mistake", 1, "error: planted: no such device"),
-        ("meeting raise", 0, "OSError: [Errno 5] planted"),
-        ("meeting raise", 1, "OSError: [Errno 5] planted"),
-    ],
-    ids=["import", "late", "mpi", "mistake", "connect-0", "connect-1"],
-)
-def test_a_rank_that_fails_before_all_have_met_ends_the_job(
-    launcher, where, culprit, said, tmp_path
-):
+# Of each way to fail a moment, and of both launchers, whose ranks end otherwise.
+FAILURES = {
+    "import-mpirun": ("imports import", 1, "has no package 'torch'"),
+    "late-mpirun": ("imports raise", 0, "OSError: [Errno 5] planted"),
+    "mpi-torchrun": ("before raise", 1, "OSError: [Errno 5] planted"),
+    "mistake-mpirun": ("before mistake", 1, "error: planted: no such device"),
+    "connect-0-mpirun": ("meeting raise", 0, "OSError: [Errno 5] planted"),
+    "connect-1-torchrun": ("meeting raise", 1, "OSError: [Errno 5] planted"),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails_before_all_have_met_ends_the_job(name, tmp_path):
+    launcher = name.rpartition("-")[2]
+    where, culprit, said = FAILURES[name]
     outcome = start(early(launcher, where, culprit, tmp_path), timeout=120)
     assert outcome.status not in (0, 75)
     assert outcome.err.count(said) == 1, outcome.err
-    name = f"rank {culprit} of 2 on "
-    assert (f"{name}{node_name()} failed:" in outcome.err) == said.startswith("OSError")
+    failed = f"rank {culprit} of 2 on {node_name()} failed:"
+    assert (failed in outcome.err) == said.startswith("OSError")
     assert not (tmp_path / "hang").exists()
     assert none_left(str(tmp_path)) == []
 
@@ -364,11 +353,23 @@ def watches_left(test: Path) -> list[int]:
         time.sleep(0.1)
 
 
+# Each moment, and each launcher at an early and at a late one.
+LOSSES = [
+    "imports kill-mpirun",
+    "before stop-mpirun",
+    "after stop-mpirun",
+    "before stop-torchrun",
+    "meeting kill-torchrun",
+    "imports kill-srun",
+    "after stop-srun",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
-@pytest.mark.parametrize("where", ["imports kill", "before stop", "meeting kill", "after stop"])
-def test_a_rank_that_is_lost_during_the_start_ends_the_job(launcher, where, tmp_path, request):
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_rank_that_is_lost_during_the_start_ends_the_job(name, tmp_path, request):
     """It would last for half an hour, and after the meeting for two minutes."""
+    where, launcher = name.split("-")
     if launcher == "srun":
         request.getfixturevalue("slurm")
     outcome = start(early(launcher, where, 1, tmp_path), timeout=100, TEST=str(tmp_path))
@@ -462,10 +463,13 @@ def test_a_signal_to_one_rank_of_srun_ends_the_job(moment, slurm, tmp_path):
     assert none_left(str(tmp_path)) == watches_left(tmp_path) == []
 
 
-@pytest.mark.parametrize("launcher", [*LAUNCHERS, "srun"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_while_ranks_meet_ends_them(launcher, number, tmp_path, request):
+@pytest.mark.parametrize(
+    "name", ["SIGTERM-mpirun", "SIGTERM-torchrun", "SIGTERM-srun", "SIGINT-mpirun"]
+)
+def test_a_signal_while_ranks_meet_ends_them(name, tmp_path, request):
     """Rank 0 does not come to meet the other."""
+    sent, launcher = name.split("-")
+    number = signal.Signals[sent]
     if launcher == "srun":
         request.getfixturevalue("slurm")
     with Job(early(launcher, "before sleep", 0, tmp_path / "run"), tmp_path) as job:
