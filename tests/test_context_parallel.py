@@ -30,7 +30,6 @@ from attention import _attend, own_places, recomputed
 from config import validation
 from config.command_line import parse
 from config.messages import UserError
-from config.schema import Layout
 from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
 from distributed.context_parallel import (
@@ -38,7 +37,6 @@ from distributed.context_parallel import (
     to_heads,
     to_tokens,
 )
-from distributed.mesh import Mesh
 
 # ------------------------------------------------------------------------------------------------
 # Attention, with threads as ranks
@@ -339,30 +337,6 @@ def test_chunks_are_balanced():
         assert sorted(torch.cat(shares).tolist()) == list(range(48))
         assert len({(share + 1).sum().item() for share in shares}) == 1
         assert all((share.diff() > 0).all() for share in shares)
-
-
-def test_neighbours_share_heads_and_the_others_gather_keys():
-    class Context:
-        """Makes groups without ranks."""
-
-        size, recorder = 8, Mesh().recorder
-
-        def __init__(self, rank: int):
-            self.rank = rank
-
-        def group(self, rows, role):
-            assert sorted(rank for row in rows for rank in row) == list(range(8)) or role == "tied"
-            own = next((row for row in rows if self.rank in row), (self.rank,))
-            return Group(own, own.index(self.rank))
-
-    for rank in range(8):
-        mesh = Mesh(Layout(tp=2, cp=4, dp=1).axes, Context(rank), over_heads=2)
-        tp, cp = rank % 2, rank // 2
-        first = 2 * (cp // 2)
-        assert mesh.heads.ranks == tuple(2 * c + tp for c in (first, first + 1))
-        assert mesh.kv.ranks == tuple(2 * c + tp for c in (cp % 2, cp % 2 + 2))
-        assert (mesh.heads.rank, mesh.kv.rank) == (cp % 2, cp // 2)
-        assert mesh.replicas.ranks == mesh.cp.ranks
 
 
 @pytest.mark.parametrize(

@@ -116,16 +116,6 @@ def test_seed_004_breaks_down_the_104b_model():
     assert 18 * (2 * block // 4) == 14_533_837_200
 
 
-def test_seed_004_breaks_down_the_206b_model():
-    model = ModelShape(96, 13312, 64, seq_length=2048, vocab_size=150257)
-    block = block_parameters(model)
-    assert block == 2_126_685_184
-    assert 4 * block // 4 * 18 == 38_280_333_312
-    assert model.vocab_size * model.hidden == 2_000_221_184
-    assert (block // 2, block // 2 * 18) == (1_063_342_592, 19_140_166_656)
-    assert round(parameters(model) / 1e9) == 206
-
-
 def shapes() -> st.SearchStrategy:
     """Random models, dense and gated, with and without biases and tied weights."""
 

@@ -110,28 +110,6 @@ def test_a_balanced_partition_and_other_schedules_are_simulated():
     assert 0 < found["bubble"].seconds < then - 4 * 0.06 + 1e-9
 
 
-def test_spans_become_a_row():
-    """Waits belong to the pass in which they end, a batch to the pass after it."""
-    spans = [
-        ("evaluate", None, 0.0, 1.0),
-        ("log", None, 1.0, 1.5),
-        ("begin", None, 1.5, 1.6),
-        ("data", 0, 1.6, 1.8),
-        ("wait", "receive 1 of forward from 0", 1.8, 2.0),
-        ("wait", "all_reduce 7 of tp", 2.1, 2.2),
-        ("F", 0, 1.8, 2.5),
-        ("wait", "reduce_scatter 1 of dp", 2.6, 2.7),
-        ("wait", "all_reduce 1 of world", 2.7, 3.0),
-        ("reduce", None, 2.5, 3.0),
-    ]
-    row = step_times.rank_row(spans, lambda mark: mark)
-    million = lambda *seconds: [round(1e6 * each) for each in seconds]  # noqa: E731
-    assert row["passes"] == [million(1.6, 2.5, 0.2, 2.0, 0.2, 0.1, 0, 0, 0, 0)]
-    assert row["around"]["reduce"] == million(0.1, 0, 0, 0, 0.1, 0, 0.3)
-    assert row["around"]["log"][0] == 500_000
-    assert (row["apart"], row["total"]) == (1_000_000, 3_000_000)
-
-
 class HostEvent:
     """In place of a CUDA event: the host's clock when it was recorded."""
 

@@ -9,7 +9,7 @@ from fake_context import FakeContext
 from hypothesis import given, settings
 from ranks import fork_ranks
 
-from config.schema import AXES, Layout
+from config.schema import Layout
 from distributed import collectives
 from distributed.collectives import Group
 from distributed.mesh import Mesh
@@ -126,26 +126,6 @@ def test_rank_order():
         assert mesh.world.size == 24
     with pytest.raises(ValueError, match=r"'dp': 4, .* is not a mesh of 23 ranks"):
         Mesh(layout.axes, FakeContext(23))
-
-
-def test_context_ranks_join_the_replicas_of_a_parameter():
-    """The axis cp has a group of its own; gradients are reduced over dp and cp together."""
-
-    axes = {"pp": 2, "dp": 2, "cp": 2, "tp": 2}
-    orders = set()
-    for rank in range(16):
-        fake = FakeContext(16, rank)
-        mesh = Mesh(axes, fake)
-        pp, dp, cp, tp = (mesh.place[axis] for axis in AXES)
-        assert rank == ((pp * 2 + dp) * 2 + cp) * 2 + tp
-        assert mesh.cp.ranks == tuple((pp * 2 + dp) * 4 + c * 2 + tp for c in range(2))
-        assert mesh.replicas.ranks == tuple(
-            pp * 8 + d * 4 + c * 2 + tp for d in (0, 1) for c in (0, 1)
-        )
-        assert mesh.replicas.rank == dp * 2 + cp
-        assert mesh.recorder.coordinates == {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
-        orders.add(str(fake.made))
-    assert len(orders) == 1  # every rank makes the same groups in the same order
 
 
 def test_padding_rows_are_zero_and_beyond_the_vocabulary():

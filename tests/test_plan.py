@@ -16,7 +16,7 @@ from config.command_line import parse_request, preset
 from config.messages import UserError
 from config.schema import Training
 from config.validation import check_any_length
-from planner import hardware, layouts, model_sizes, picture, questions, ranking, risk
+from planner import hardware, layouts, model_sizes, picture, questions, ranking
 from planner.job import Job
 from planner.step_time import predict as predict_step
 
@@ -221,14 +221,6 @@ def test_a_flag_wins_over_the_file_and_the_file_over_the_defaults(file):
     assert scheduled["global_batch_size"] == 256
 
 
-def test_a_given_dp_is_held():
-    rows = ask("layouts --model gpt2-1.5b --nodes 2 --dp 4").data
-    assert {row["dp"] for row in rows["ranked"]} == {4}
-    assert "tp(1) * pp(1) * dp(4) = 4 is not 16 GPUs" in {r["reason"] for r in rows["rejected"]}
-    with pytest.raises(UserError, match=r"no layout fits .*: tp\(2\) \* pp\(2\) \* dp\(8\) = 32"):
-        ask("days --model gpt2-1.5b --nodes 2 --tp 2 --pp 2 --dp 8 --tokens 1e9")
-
-
 def test_a_ramp_up_verdict_names_the_batch():
     data = ask(
         "layouts --model 176b --nodes 48 --tp 8 --pp 4 --rampup-batch-size 32 32 1000000"
@@ -383,25 +375,6 @@ def test_what_is_listed_is_what_train_py_takes():
     reasons = " ".join(row["reason"] for row in refused["rejected"])
     assert "--zero 3 takes --optimizer" in reasons
     assert "needs pp(1), not pp(2)" in reasons
-
-
-def test_weights_are_sharded_where_nothing_else_fits_and_only_there():
-    model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
-    held = {"schedule": "1f1b", "vocab_pp": False}
-    ranked, *_ = layouts.rank(model, training, A100, 384, held)
-    more = [r for r in ranked if r.layout.zero > 1]
-    assert {r.layout.zero for r in more} == {2}, "at 3 nothing fits that does not at 2"
-    for one in more[:5]:
-        same = {name: getattr(one.layout, name) for name in ("tp", "pp", "micro_batch_size")}
-        plain, *_ = layouts.rank(model, training, A100, 384, held | same | {"zero": 1})
-        safe = [r for r in plain if r.prediction.risk <= risk.DEFAULT]
-        assert all(one.prediction.seconds <= r.prediction.seconds for r in safe)
-
-
-def test_weights_themselves_are_sharded_where_one_gpu_holds_no_replica():
-    line = "layouts --layers 48 --hidden 8192 --heads 64 --gpu a100-80 --gpus 64 --pp 1 --tp 1"
-    ranked = ask(f"{line} --global-batch-size 64 --risk 1").data["ranked"]
-    assert {row["zero"] for row in ranked} == {3}
 
 
 def test_a_measured_network_takes_the_place_of_the_datasheets_and_its_shares():

@@ -68,17 +68,6 @@ def test_a_run_gives_model_training_and_where_one_layout_is_asked_for_its_layout
     assert "its layout is not held" in capsys.readouterr().err
 
 
-def test_flags_win_over_a_run(a_run):
-    assert ask(f"model --config {a_run} --layers 12").data["block"] > 0
-    smaller = ask(f"model --config {a_run} --hidden 800 --heads 10").data["parameters"]
-    assert smaller == ask("model --model 1b3 --hidden 800 --heads 10").data["parameters"]
-    other = ask(f"model --config {a_run} --model gpt2-124m").data["parameters"]
-    assert other == ask("model --model gpt2-124m").data["parameters"]
-    found = ask(f"layouts --config {a_run} --gpus 8 --global-batch-size 64 --tp 4")
-    assert found.data["global_batch_size"] == 64
-    assert {row["tp"] for row in found.data["ranked"]} == {4}
-
-
 def test_a_checkpoint_and_an_old_run_are_sources():
     checkpoint = next((OLD / "checkpoints").glob("step_*"))
     run, saved = (ask(f"stages --config {path}").data for path in (OLD, checkpoint))

@@ -42,19 +42,6 @@ def test_mixed_precision_costs_18_bytes_and_zero_shards_12():
         assert states == pytest.approx(each * table.parameters)
 
 
-def test_fp32_costs_16_bytes_and_8_bit_adam_saves_6():
-    model, layout = preset("1b3"), Layout(dp=1, zero=0)
-    full = memory.stages(Job(model, layout, training(8, precision="fp32"), A100))[0]
-    assert full.weights + full.gradients + full.optimizer == pytest.approx(16 * full.parameters)
-    half = memory.stages(Job(model, layout, training(8), A100))[0]
-    small = memory.stages(Job(model, layout, training(8, optimizer="adamw8bit"), A100))[0]
-    scales = 2 * 4 / 256
-    job = Job(model, layout, training(8), A100)
-    embeddings = (job.vocab_columns + model.max_positions) * model.hidden  # AdamW has their moments
-    saved = (6 - scales) * (half.parameters - embeddings)
-    assert half.optimizer - small.optimizer == pytest.approx(saved)
-
-
 def test_sections_of_whole_matrices_are_as_long_as_the_largest():
     """As rehearse.py had it: 0.824, 1.648 and 0.206 GB. Muon's matrices of 8 blocks are even."""
     model, layout = ModelShape(2, 1024, 16, vocab_size=50257), Layout(dp=8)
@@ -91,36 +78,6 @@ def test_the_gradient_of_a_tied_matrix_is_beside_the_logits():
         if "--pp" not in words and "--zero 3" not in words:
             size = 4 if "fp32" in words else 2
             assert table[0]["working"] == pytest.approx(size * (logits + matrix + output), rel=1e-3)
-
-
-def test_zero_2_shards_the_sum_of_gradients_and_zero_3_the_weights():
-    model, options = preset("1b3"), training(64)
-    one, two, three = (
-        memory.stages(Job(model, Layout(dp=8, zero=zero), options, A100))[0] for zero in (1, 2, 3)
-    )
-    assert one.gradients == 4 * one.parameters
-    assert two.gradients == pytest.approx(one.gradients / 8)
-    assert one.optimizer == two.optimizer == three.optimizer
-    assert three.weights < one.weights / 4
-    slower = [
-        step_time.step_parts(Job(model, Layout(dp=8, zero=zero), options, A100))["reduce"]
-        for zero in (1, 2, 3)
-    ]
-    assert slower[0] < slower[1] < slower[2]
-
-
-def test_recomputing_some_blocks_lies_between_all_and_none():
-    model, options = preset("1b3"), training(64)
-    found = []
-    for layers in (0, 8, 16, None):
-        layout = Layout(dp=8, recompute="full", recompute_layers=layers, micro_batch_size=4)
-        p = step_time.predict(model, layout, options, A100)
-        found.append((p.seconds, p.memory[0].activations, p.hardware_tflops * p.seconds))
-    assert found == sorted(found, key=lambda row: row[0])
-    assert found[::-1] == sorted(found, key=lambda row: row[1])
-    plain = step_time.predict(model, Layout(dp=8, micro_batch_size=4), options, A100)
-    assert found[0][0] == plain.seconds
-    assert found[0][2] == pytest.approx(plain.model_tflops * plain.seconds)
 
 
 def test_seed_004_reads_22_and_18_gb():

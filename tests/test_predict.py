@@ -301,24 +301,6 @@ def test_ranks_that_share_cores_lose_nothing_by_a_bubble():
 # ------------------------------------------------------------------------------------------------
 
 
-def test_attention_kernels_differ_by_length_direction_and_gpu():
-    def seconds(kernel: str, seq: int, machine=A100) -> tuple[float, float]:
-        machine = engines.on(machine, {"attention": kernel})
-        return core_seconds(machine, 128, 8 * 65536 // seq, seq)
-
-    for seq in (2048, 16384):
-        old, new = seconds("flash1", seq), seconds("flash2", seq)
-        assert all(b < a for a, b in zip(old, new, strict=True))
-        assert seconds("triton", seq)[1] / seconds("triton", seq)[0] > new[1] / new[0]
-        assert sum(seconds("math", seq)) >= sum(seconds("fused", seq)) > sum(old)
-    assert sum(seconds("math", 2048)) > sum(seconds("fused", 2048))
-    # Twice the work per token at twice the length, and less than that while kernels are short.
-    assert 1.5 < seconds("flash2", 1024)[0] / seconds("flash2", 512)[0] < 2
-    own = core_seconds(A100, 128, 256), core_seconds(hardware.load("v100-32"), 128, 256)
-    assert own[0] == seconds("flash2", 2048)
-    assert own[1] == seconds("efficient", 2048, hardware.load("v100-32"))
-
-
 def test_a_tiny_pass_takes_no_less_than_its_launches():
     model, options = preset("1b3"), Training(global_batch_size=8, precision="bf16")
     job = Job(model, Layout(tp=8, dp=1), options, A100)
@@ -328,14 +310,6 @@ def test_a_tiny_pass_takes_no_less_than_its_launches():
     assert slow.backward == 2 * slow.forward
     large = job._replace(machine=software(A100, host_per_operation=1e-9))
     assert step_time.block_pass(large) == free
-
-
-def test_separate_norms_and_positions_cost_traffic():
-    model = dataclasses.replace(preset("1b3"), positions="rotary", norm="rmsnorm")
-    job = Job(model, Layout(dp=1), Training(global_batch_size=8, precision="bf16"), A100)
-    apart = [engines.on(A100, {fact: False}) for fact in ("fused_norms", "fused_elementwise")]
-    fused = sum(step_time.block_pass(job))
-    assert all(sum(step_time.block_pass(job._replace(machine=m))) > fused for m in apart)
 
 
 def small(machine: hardware.Machine = A100, **layout) -> Job:

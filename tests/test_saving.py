@@ -382,16 +382,6 @@ def test_a_last_save_that_fails_for_another_reason_does_not_wait(tmp_path, monke
         checkpoints.finish(Progress(1, 8))
 
 
-def test_an_earlier_save_that_failed_does_not_matter(tmp_path, monkeypatch):
-    checkpoints = build_run(make(tmp_path))[1]
-    failures = fail_writes(monkeypatch, 1)
-    checkpoints.after_step(Progress(1, 8))
-    checkpoints.after_step(Progress(2, 16), last=True)
-    checkpoints.finish(Progress(2, 16))
-    assert len(failures) == 1
-    assert saved_steps(tmp_path / "checkpoints") == [2]
-
-
 # ------------------------------------------------------------------------------------------------
 # A network file system that shows files late
 # ------------------------------------------------------------------------------------------------

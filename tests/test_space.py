@@ -95,13 +95,6 @@ def test_what_surely_needs_more_memory():
     assert not more(wider, none)
 
 
-def test_given_values_are_held():
-    found, _ = candidates(given={"tp": [2], "micro_batch_size": [1, 2], "zero": [0]})
-    assert {c.config.layout.tp for c in found} == {2}
-    assert {c.config.layout.micro_batch_size for c in found} == {1, 2}
-    assert {c.config.layout.zero for c in found} == {0}
-
-
 def test_every_rejection_has_its_reason():
     _, rejected = candidates()
     reasons = {r.reason for r in rejected}

@@ -346,23 +346,6 @@ def test_the_time_limit_includes_the_next_step(monkeypatch):
     assert again.requested_action(ahead=31.0) == SAVE_AND_STOP
 
 
-def test_one_save_is_requested_each_time_the_file_appears(tmp_path):
-    file = tmp_path / "save"
-    run, signals = Run(save_switch=str(file)), SimpleNamespace(first=None)
-    first, other = (
-        StopConditions(run, signals, first=True),
-        StopConditions(run, signals, first=False),
-    )
-    assert first.requested_action() == GO_ON
-    file.touch()
-    assert (first.requested_action(), other.requested_action()) == (SAVE, GO_ON)
-    assert first.requested_action() == GO_ON  # the save has been requested
-    first.saved()
-    assert not file.exists()
-    file.touch()
-    assert first.requested_action() == SAVE
-
-
 def test_a_save_switch_that_cannot_be_removed_is_ignored_from_then_on(tmp_path, monkeypatch, capfd):
     file = tmp_path / "save"
     conditions = StopConditions(Run(save_switch=str(file)), SimpleNamespace(first=None), first=True)

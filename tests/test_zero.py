@@ -116,16 +116,6 @@ def test_bf16_keeps_an_exact_master_and_sums_gradients_in_fp32():
     assert 1e-4 < (before - weight).float().mean() < 3e-4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_of_micro_batches_are_summed(precision):
-    """One micro-batch of four samples or four of one: the same gradient, summed in fp32."""
-    norms = []
-    for size in (1, 4):
-        run = build(precision=precision, global_batch_size=4, micro_batch_size=size)
-        norms.append(trainer.step(run, data.Synthetic(61, 16, 1), 0, 1e-3).grad_norm)
-    assert_close(norms[0], norms[1], 1e-5 if precision == "fp32" else 2e-2)
-
-
 class Operations(TorchDispatchMode):
     """The names of the kernels that run, with the elements of their largest result."""
 
@@ -204,27 +194,6 @@ def test_rows_of_the_embedding_are_added_in_place(tied, precision):
     assert_close(matrix.main_grad, expected, off, scale=expected.abs().max().item())
 
 
-def test_a_small_model_has_several_buckets_too():
-    """All of a model of less than 16 million parameters was reduced after the last backward."""
-    held = 8 * 2**21
-    factory = ParamFactory(Mesh())
-    shapes = [(2**21 // 512, 512)] + 14 * [(2**20 // 512, 512)]
-    parameters = [factory.parameter(f"{i}", shape, decay=True) for i, shape in enumerate(shapes)]
-    assert sum(p.numel() for p in parameters) == held
-    found = buckets.make_buckets(
-        parameters, factory.mesh, configuration.Training(), 0, torch.float32
-    )
-    most = configuration.bucket_elements(held)
-    assert most == held // configuration.BUCKETS
-    assert [[p.spec.name for p, _ in bucket.places] for bucket in found] == [
-        *([f"{i}", f"{i - 1}"] for i in range(14, 0, -2)),
-        ["0"],
-    ]
-    assert max(bucket.weights.numel() for bucket in found) == most
-    assert configuration.bucket_elements(1000) == configuration.LEAST_BUCKET
-    assert configuration.bucket_elements(1e10) == configuration.BUCKET_ELEMENTS
-
-
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"optimizer": "sgd"}])
 def test_kernels_of_a_step_do_not_grow_with_the_number_of_parameters(options, monkeypatch):
     """Each bucket had an optimizer of its own, and each master was scaled and counted by itself."""
@@ -270,27 +239,6 @@ def test_gradients_of_a_micro_batch_are_collected_by_one_kernel():
     assert torch.equal(sent[0][: 8 * 35], whole)
     assert not sent[0][8 * 35 :].any()
     assert all(p.grad is None for p in parameters)
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3, 8])
-def test_every_element_has_one_owner(dp):
-    """Sections are of equal size, also those without elements."""
-
-    parameter = ParamFactory(Mesh()).parameter("w", (13, 11), std=1.0)
-    layout = configuration.Layout(dp=dp)
-    owned = torch.zeros(13 * 11, dtype=torch.int64)
-    sizes = set()
-    for rank in range(dp):
-        key, options = buckets.key_of(parameter.spec, "adamw"), configuration.Training()
-        mesh = Mesh(layout.axes, FakeContext(dp, rank))
-        bucket = buckets.Bucket([parameter], key, mesh, options, 1)
-        bucket.adopt()
-        sizes.add(bucket.section)
-        assert bucket.section % buckets.ALIGNMENT == 0
-        for own in bucket.shards:
-            owned[own.start : own.stop] += 1
-    assert (owned == 1).all()
-    assert len(sizes) == 1
 
 
 def test_a_stage_without_parameters_steps_too():
