@@ -87,7 +87,7 @@ class Checkpointer:
         self.exchange = StoreExchange(store, rank, size, "checkpoints", self.recorder)
         self.token = self.exchange.agree(os.urandom(4).hex(), lambda tokens: tokens[0])
         self.writer = Writer(self.run, mesh.rank, self.parent, self.exchange, self.recorder)
-        self.enabled = bool(self.run.save_every or self.run.save_every_minutes)
+        self.enabled = self.run.saves
         self._all_kinds = ("weights", *optimizer.state_kinds)
         self.kinds = saved_kinds(config, optimizer)
         self._pending: PendingSave | None = None

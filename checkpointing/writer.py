@@ -84,7 +84,7 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
     """The free bytes that every save of this run asks for; None if the run saves only when it is
     stopped. For rank 0.
     """
-    if not (config.run.save_every or config.run.save_every_minutes):
+    if not config.run.saves:
         return None
     return bytes_of_a_save(config, optimizer, saved_kinds(config, optimizer))
 

@@ -1,9 +1,10 @@
-"""The command line and the TOML file, made from the dataclasses of config/schema.py; presets.
+"""The command line and the TOML file, made from the dataclasses of config/schema.py.
 
     config = parse(["--model", "gpt2-124m", "--tp", "2", ...])   # flags override --config FILE
 
 Types, choices and limits are checked here; config/validation.py checks what depends on several
-options. Models by name are in config/presets.toml.
+options. What most command lines do without is loaded where it is needed: models by name
+(model_names.py, families.py) and names of other programs (spelling.py).
 """
 
 import argparse
@@ -15,53 +16,18 @@ import tomllib
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from config import families, spelling
-from config.messages import Parser, UserError, check_decoded, nearest
+from config.messages import Parser, UserError, check_decoded
 from config.needs import check_used, unused_rotary
 from config.run_options import Run
 from config.schema import GROUPS, Config, ModelShape
 from config.validation import check_shape
 
-
-@dataclasses.dataclass(frozen=True)
-class Mixture:
-    """A named shape whose blocks have experts, each an MLP of ffn_hidden: plan.py alone takes it.
-
-    experts: the planner's options by name. lacks: sentences about what is left out of the model.
-    """
-
-    shape: ModelShape
-    experts: dict[str, int]
-    lacks: list[str]
+if TYPE_CHECKING:
+    from config.spelling import Translation
 
 
-def _load_presets() -> tuple[dict[str, ModelShape], dict[str, Mixture], dict[str, str]]:
-    """Named shapes in the file's order, those with experts, and other names for some of them."""
-    tree = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
-    shapes = {
-        name: ModelShape(*sizes, **(_first_options(family.get("name")) | family["shared"]))
-        for family in tree["family"] + tree["mixture"]
-        for name, sizes in family["models"].items()
-    }
-    mixtures = {
-        name: Mixture(shapes.pop(name), family["experts"], family.get("lacks", []))
-        for family in tree["mixture"]
-        for name in family["models"]
-    }
-    return shapes, mixtures, tree["aliases"]
-
-
-def _first_options(family: str | None) -> dict[str, Any]:
-    """What all models of a family of families.toml have, unless they say otherwise."""
-    options = families.FAMILIES[family].options if family else {}
-    return {name: allowed[0] for name, allowed in options.items()}
-
-
-PRESETS, MIXTURES, ALIASES = _load_presets()
-# What names of repositories have at the end, and the shape does not depend on.
-ENDINGS = re.compile(r"(-(base|hf|chat|instruct|deduped|v0\.1))+$")
 MOST_BYTES = 2**20  # of a TOML file
 BATCH_SIZES = {"global_batch_size", "batch_tokens"}  # two units of one option
 # An option that says no more than none: a program's default or a resumed run may replace it.
@@ -76,41 +42,12 @@ LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-def preset_name(name: str) -> str:
-    """The name of a preset in lower case, where `name` may be that of a repository, such as
-    meta-llama/Meta-Llama-3-8B; of no preset if there is none.
-    """
-    plain = ENDINGS.sub("", name.lower().rpartition("/")[2].removeprefix("meta-"))
-    return ALIASES.get(plain, plain)
-
-
-def means_preset(name: str) -> bool:
-    """Whether a --model is meant as a preset and not as a path: OWNER/MODEL without a folder OWNER,
-    or a name that no file or folder has.
-    """
-    owner = name.rpartition("/")[0]
-    path = name.endswith(".json") or "/" in owner or Path(owner or name).exists()
-    return not path or name.lower() in {*PRESETS, *MIXTURES, *ALIASES}
-
-
-def preset(name: str) -> ModelShape:
-    """The shape of that name; UserError if it has experts, or with the nearest if there is none."""
-    key = preset_name(name)
-    if key in MIXTURES:
-        experts = "{experts} experts, {experts_per_token} for each token"
-        text = experts.format(**MIXTURES[key].experts)
-        raise UserError(f"{name} has {text}: it can be planned (plan.py --model), not trained yet")
-    if key not in PRESETS:
-        hint = nearest(key, [*PRESETS, *MIXTURES], 0.5, most=3) or "; train.py --help lists them"
-        no_file = ", and there is no such file" if "/" in name else ""
-        raise UserError(f"no preset is called {name!r}{no_file}{hint}")
-    return PRESETS[key]
-
-
 def _base_shape(name: str, seq_length: int | None) -> tuple[ModelShape, list[str]]:
     """The shape of a preset or of a file, and sentences about what it leaves out."""
-    if means_preset(name):
-        return preset(name), []
+    from config import families, model_names
+
+    if model_names.means_preset(name):
+        return model_names.preset(name), []
     options, lacks = families.read(name, seq_length)
     return make_model(options, name), lacks
 
@@ -167,12 +104,18 @@ def parse_request(
     if first == "--help" and groups and GROUPS.keys() >= set(groups):
         _parser(description.partition("\n")[0], groups).print_help()
         raise SystemExit(0)
-    translated = spelling.translate(arguments)
-    flags, unknown = _parser(description).parse_known_args(translated.words)
-    values = vars(flags)
+    parser = _parser(description, lists_models=not {"-h", "--help"}.isdisjoint(arguments))
+    flags, unknown = parser.parse_known_args(arguments)
+    translated: Translation | None = None
+    if unknown:  # it may be another program's name of an option
+        from config import spelling
+
+        translated = spelling.translate(arguments)
+        flags, unknown = parser.parse_known_args(translated.words)
     if unknown:
         names = [word for word in unknown if spelling.FLAG.match(word)] or unknown[:1]
         raise UserError(_unknown("argument", names))
+    values = vars(flags)
     file = values.pop("config", None)
     options = _options_of_file(file) if file else {}
     if BATCH_SIZES & values.keys():
@@ -187,18 +130,26 @@ def parse_request(
         check_option("batch_tokens", tokens)
         model = build(defaults(given) | given, [] if plans else None).model
         given["global_batch_size"] = samples_of(tokens, model.seq_length)
-    given = translated.finish(given)
+    given = translated.finish(given) if translated else given
     lacks: list[str] = []
     config = build(defaults(given) | given, lacks if plans else None)
     check_used(config, given)
-    notes = [*translated.notes, *(f"planned, but not trained here: {each}" for each in lacks)]
-    name = given.get("model", "")
-    if "/" in name and means_preset(name):
-        notes.append(f"--model {name} is the preset {preset_name(name)}")
+    notes = translated.notes if translated else []
+    notes += [f"planned, but not trained here: {each}" for each in lacks]
+    notes += _note_on_model(given.get("model", ""))
     if unused := unused_rotary(config):
         positions = f"--positions {config.model.positions}"
         notes.append(f"{' '.join(unused)} of the model changes nothing with {positions}")
     return Request(config, frozenset(given), tuple(notes), given.get("model"))
+
+
+def _note_on_model(name: str) -> list[str]:
+    """A note if --model is the name of a repository, which means a preset."""
+    if "/" not in name:
+        return []
+    from config.model_names import means_preset, preset_name
+
+    return [f"--model {name} is the preset {preset_name(name)}"] if means_preset(name) else []
 
 
 def samples_of(tokens: int, length: int) -> int:
@@ -227,6 +178,8 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
     resume = given.get("resume")
     if not isinstance(resume, str):
         return dict(given)
+    from config import families
+
     folder = str(given.get("out", Run.out)) if resume == "auto" else resume
     found = families.of_run(folder)
     if not found:
@@ -242,6 +195,8 @@ def _with_resumed(given: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(what: str, names: list[str]) -> str:
     """The sentence on names that no option has, each with what it may mean."""
+    from config import spelling
+
     options = {name.replace("_", "-"): f.metadata["help"] for name, f in _options().items()}
     options |= {"config": "TOML file", "model": "preset"}
     if len(names) == 1:
@@ -315,7 +270,10 @@ def options_help(*groups: str) -> str:
     return text[text.index("  --config") :]
 
 
-def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argparse.ArgumentParser:
+def _parser(
+    description: str, groups: Collection[str] = tuple(GROUPS), lists_models: bool = True
+) -> argparse.ArgumentParser:
+    """The parser of the options of these groups. lists_models: whether it shows --help."""
     usage, form = "%(prog)s [--config FILE] [--OPTION VALUE ...]", RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
@@ -327,13 +285,17 @@ def _parser(description: str, groups: Collection[str] = tuple(GROUPS)) -> argpar
             continue
         section = parser.add_argument_group(group, (cls.__doc__ or "").splitlines()[0])
         if group == "model":
-            text = f"start from a named shape: {', '.join(PRESETS)}, or a repository's name for one"
-            text += f" (for plan.py alone: {', '.join(MIXTURES)})"
-            text += ", or that of a config.json of transformers, a run's folder, a checkpoint"
+            text = _list_of_models() if lists_models else ""
             section.add_argument("--model", metavar="PRESET|PATH", help=text, **absent)
         for f in dataclasses.fields(cls):
             _add_flag(section, f)
     return parser
+
+
+def _list_of_models() -> str:
+    from config import model_names
+
+    return model_names.listed()
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:

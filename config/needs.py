@@ -36,10 +36,6 @@ def _reads(config: Config) -> bool:
     return config.data.data != ("synthetic",)
 
 
-def _saves(config: Config) -> bool:
-    return bool(config.run.save_every or config.run.save_every_minutes)
-
-
 # Options, what they need as the end of a sentence, and whether a run has that.
 NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("max_positions",), "--positions learned", lambda c: c.model.positions == "learned"),
@@ -58,7 +54,7 @@ NEEDS: tuple[tuple[tuple[str, ...], str, Callable[[Config], Any]], ...] = (
     (("data_schedule", "split", "order"), "the files of --data; now tokens are random", _reads),
     (("cache",), "the files of --data or --eval-data", lambda c: _reads(c) or c.data.eval_data),
     (("fim_rate", "fim_spm_rate"), "--objective fim", lambda c: c.data.objective == "fim"),
-    (OF_SAVES, "--save-every or --save-every-minutes: nothing is saved", _saves),
+    (OF_SAVES, "--save-every or --save-every-minutes: nothing is saved", lambda c: c.run.saves),
     (("keep_every",), "--keep-last: now all are kept", lambda c: c.run.keep_last),
     (("load_weights_only",), "--resume, to say which weights", lambda c: c.run.resume),
     (("begin_at_samples",), "--resume: a new run begins with 0", lambda c: c.run.resume),

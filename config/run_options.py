@@ -196,6 +196,11 @@ class Run:
     )
 
     @property
+    def saves(self) -> bool:
+        """Whether the run saves at other times than when it is stopped."""
+        return bool(self.save_every or self.save_every_minutes)
+
+    @property
     def tracked_runs(self) -> str:
         """The file of --out that names the runs in trackers, which a resumed run goes on in."""
         return os.path.join(self.out, TRACKED_RUNS)

@@ -12,13 +12,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import batch_schedule as batches
 from config.batch_schedule import BatchSchedule, Level
-from config.data_options import Curriculum
 from config.messages import UserError
 from config.run_options import Data, Run, option
+
+if TYPE_CHECKING:
+    from config.data_options import Curriculum
 
 OPTIMIZERS = ("adamw", "apex", "adamw8bit", "adafactor", "muon", "sgd")
 # Those that update element by element: any range of a parameter can be updated by another rank.
@@ -369,10 +371,14 @@ class Config:
         return any(a < first + count and first < b for a, b in self.skipped)
 
     @cached_property
-    def curriculum(self) -> Curriculum | None:
+    def curriculum(self) -> "Curriculum | None":
         """That of --curriculum; UserError if it is malformed."""
         text = self.data.curriculum
-        return Curriculum.parse(text, self.batches.consumed) if text else None
+        if not text:
+            return None
+        from config.data_options import Curriculum  # which no other run needs
+
+        return Curriculum.parse(text, self.batches.consumed)
 
     def length(self, consumed: int) -> int:
         """Tokens of a sample in the step that begins after `consumed` samples."""

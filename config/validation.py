@@ -12,7 +12,6 @@ import os
 import tempfile
 
 from config.batch_schedule import between
-from config.data_options import parse_data_schedule, parse_eval_sets
 from config.messages import UserError
 from config.run_options import Data, Run
 from config.schema import ELEMENTWISE, Config, Layout, ModelShape, Training, batch_schedule
@@ -27,8 +26,7 @@ def check(config: Config, ranks: int) -> Config:
     check_batches(config)
     _ = config.skipped  # UserError if the ranges are malformed or overlap
     check_batch(layout, "eval-samples", config.data.eval_samples)
-    parse_eval_sets(config.data.eval_data or ())
-    _check_data_schedule(config)
+    _check_changing_data(config)
     _check_curriculum(config)
     _check_objective(config)
     check_sharding(layout, config.training)
@@ -284,11 +282,19 @@ def check_batches(config: Config) -> None:
             )
 
 
-def _check_data_schedule(config: Config) -> None:
-    """Raise UserError if weights that change would change what was read before."""
-    order, why = config.data.order, "in which the samples before a change depend on those after it"
-    if parse_data_schedule(config.data.data_schedule or ()) and order != "stable":
-        raise UserError(f"--data-schedule needs --order stable, not {order}, {why}")
+def _check_changing_data(config: Config) -> None:
+    """Raise UserError if --eval-data or --data-schedule is malformed, or if weights that change
+    would change what was read before.
+    """
+    data = config.data
+    if data.eval_data is None and data.data_schedule is None:
+        return
+    from config.data_options import parse_data_schedule, parse_eval_sets  # most runs need neither
+
+    parse_eval_sets(data.eval_data or ())
+    if parse_data_schedule(data.data_schedule or ()) and data.order != "stable":
+        why = "in which the samples before a change depend on those after it"
+        raise UserError(f"--data-schedule needs --order stable, not {data.order}, {why}")
 
 
 def _check_curriculum(config: Config) -> None:

@@ -35,7 +35,6 @@ from distributed.launch import Launch, job_nodes
 from distributed.rendezvous import MEETING_TIMEOUT, Meeting, meet
 from distributed.run_lock import RunLock
 from distributed.store import StoreExchange
-from watchdog import hang_report
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.heartbeat import Watchdog, start_monitor
 
@@ -265,6 +264,8 @@ class Context(Meeting):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
             print(f"error: {error}" if status else where + trace, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
+                from watchdog import hang_report  # which a run without such an error does not need
+
                 with contextlib.suppress(OSError):  # the sentence is printed
                     hang_report.write_refusal(f"{self.out}/hang", str(error), error.nodes)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)

@@ -9,7 +9,7 @@ for each layout. The formulas are the same for both.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from config.messages import UserError
 from config.model_stats import block_parameters, mlp_parameters
 from config.schema import Layout, ModelShape, Training
 from planner.hardware import Machine
-from planner.plan_only import PlanOnly
+
+if TYPE_CHECKING:
+    from planner.plan_only import PlanOnly
 
 Column = Any  # a number, or an array with one for each layout
 
@@ -72,10 +74,11 @@ class Job(NamedTuple):
     @property
     def ep(self) -> Column:
         """Of these ranks, those over which a block's experts are spread."""
-        if not isinstance(self.model, PlanOnly):
+        if self.model.mlps[0] == 1:
             return 1
+        model = cast("PlanOnly", self.model)
         of_node = np.maximum(1, self.machine.node // self.layout.tp)
-        return np.gcd(self.model.ep or np.gcd(self.model.experts, of_node), self.shards)
+        return np.gcd(model.ep or np.gcd(model.experts, of_node), self.shards)
 
     @property
     def block_parameters(self) -> Column:

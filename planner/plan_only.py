@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from config import families
-from config.command_line import MIXTURES, means_preset, preset_name
 from config.messages import UserError
+from config.model_names import MIXTURES, means_preset, preset_name
 from config.schema import ModelShape
 from planner.hardware import Machine
 

@@ -29,7 +29,7 @@ import torch
 
 from checkpointing.folders import unused_number
 from checkpointing.state import Progress
-from config import families, model_stats
+from config import model_stats
 from config.messages import NOT_WRITTEN, VERSION, UserError
 from config.run_options import TRACKED_RUNS
 from config.schema import Config, batch_schedule
@@ -323,7 +323,10 @@ class Log:
         lines = [self._layout_line(), *self._batch_lines()]
         lines += [f"{purpose}: {kernel}" for purpose, kernel in kernels.items()]
         lines.append(f"TFLOPs per rank by formula {FORMULA}; hardware TFLOPs add recomputation")
-        lines += filter(None, [families.export_note(self.config.model)])
+        if self.config.run.saves:
+            from config.families import export_note  # which runs without checkpoints do not need
+
+            lines += filter(None, [export_note(self.config.model)])
         lines.append(partition.stage_table(self.stage_specs, self.config.model))
         layout = self.config.layout
         if layout.pp > 1:

@@ -10,8 +10,9 @@ import pytest
 from ranks import ROOT
 
 from config import messages, spelling
-from config.command_line import PRESETS, parse, parse_request, preset
+from config.command_line import parse, parse_request
 from config.messages import VERSION, UserError, whole_number
+from config.model_names import PRESETS, preset
 from config.needs import NEEDS
 from config.schema import GROUPS, Config, ModelShape
 from config.validation import check

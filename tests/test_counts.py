@@ -15,8 +15,8 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import published_rows
 
-from config.command_line import preset
 from config.messages import UserError
+from config.model_names import preset
 from config.model_stats import (
     block_parameters,
     embedding_parameters,

@@ -14,8 +14,9 @@ from test_golden import FEW_STEPS, TOLERANCE, distance, reference, run_cases
 
 from checkpointing import hf_export, hf_mappings
 from config import command_line, families, model_stats, schema, validation
-from config.command_line import PRESETS, parse, parse_request, preset
+from config.command_line import parse, parse_request
 from config.messages import UserError
+from config.model_names import PRESETS, preset
 from data import Batch
 from distributed.mesh import Mesh
 from model import Stage

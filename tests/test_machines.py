@@ -2,8 +2,8 @@
 
 import pytest
 
-from config.command_line import preset
 from config.messages import UserError
+from config.model_names import preset
 from config.schema import Layout, Training
 from planner import hardware, step_time
 

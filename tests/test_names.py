@@ -6,8 +6,9 @@ import plan
 import rehearse
 import tune
 from config import validation
-from config.command_line import MIXTURES, PRESETS, means_preset, parse_request, preset
+from config.command_line import parse_request
 from config.messages import UserError
+from config.model_names import MIXTURES, PRESETS, means_preset, preset
 from planner import hardware
 from tuner.session import Session
 

@@ -12,8 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 import plan
-from config.command_line import parse_request, preset
+from config.command_line import parse_request
 from config.messages import UserError
+from config.model_names import preset
 from config.schema import Training
 from config.validation import check_any_length
 from planner import hardware, layouts, model_sizes, picture, questions, ranking

@@ -13,8 +13,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import engines
 import row_engines
 
-from config.command_line import parse, preset
+from config.command_line import parse
 from config.messages import UserError
+from config.model_names import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from config.validation import check

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import engines
 import row_engines
 
-from config.command_line import preset
+from config.model_names import preset
 from config.model_stats import parameters
 from config.schema import Layout, ModelShape, Training
 from planner import hardware, op_costs, risk, step_time, time_terms

@@ -28,8 +28,8 @@ from test_golden import (
 )
 
 from config import validation
-from config.command_line import preset
 from config.messages import UserError
+from config.model_names import preset
 from config.schema import Layout, ModelShape, Training
 from distributed.mesh import Mesh
 from loss import LocalLoss, cross_entropy
