@@ -8,7 +8,6 @@ from attention import attention_kernel
 from checkpointing.hf_mappings import hf_config
 from config import schema as configuration
 from config.messages import UserError
-from config.model_names import PRESETS, preset
 from corpora.attention_masks import alibi_slopes
 from data import Batch
 from distributed.mesh import Mesh
