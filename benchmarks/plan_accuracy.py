@@ -18,6 +18,7 @@ import math
 import platform
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ import published_cases
 import published_rows
 import source_accuracy
 import stated_rows
-from robust_fit import moved, solve
+from robust_fit import moved, slopes, solve
 
 from config.messages import Parser, UserError, sentences
 from planner import hardware, memory, step_time
@@ -98,16 +99,6 @@ def usable(cases, kind: str) -> list:
 # ------------------------------------------------------------------------------------------------
 
 
-def slopes(names: tuple[str, ...], cases, kind: str, values: dict) -> list[list[float]]:
-    """The derivative of each row's error with respect to the logarithm of each constant."""
-    here = errors(cases, kind, values)
-    found = []
-    for name in names:
-        there = errors(cases, kind, dict(values, **{name: values[name] * 1.02}))
-        found.append([(b - a) / math.log(1.02) for a, b in zip(here, there, strict=True)])
-    return found
-
-
 def fit_all(cases, start: dict, rounds: int = 5) -> dict[str, float]:
     """Every constant refitted on the rows that determine it."""
     values = dict(start)
@@ -115,7 +106,7 @@ def fit_all(cases, start: dict, rounds: int = 5) -> dict[str, float]:
         for names in groups:
             own = _own(usable(cases, kind), names)
             for _ in range(rounds if len(own) >= FEWEST + len(names) else 0):
-                step = solve(errors(own, kind, values), slopes(names, own, kind, values))
+                step = solve(*slopes(partial(errors, own, kind), names, values))
                 values = moved(values, names, step)
     return values
 
@@ -124,25 +115,25 @@ def _own(cases, names: tuple[str, ...]) -> list:
     return [c for c in cases if c.source in SOURCES[names[0]]]
 
 
-def held_out(cases, kind: str, start: dict, known=None, priors=None) -> dict[str, float]:
+def held_out(cases, kind: str, start: dict, known=None) -> dict[str, float]:
     """Predictions by row, each from constants fitted on `known` rows outside the row's section.
 
     The errors are nearly linear in the constants' logarithms, so one set of slopes serves all
     sections; the predictions themselves are computed anew from the refitted constants.
     """
-    found, priors = predictions(cases, kind, start), PRIORS if priors is None else priors
+    found = predictions(cases, kind, start)
     for names in FITS[kind]:
         own = _own(usable(known or cases, kind), names)
         if not own:
             continue
-        here, slope = errors(own, kind, start), slopes(names, own, kind, start)
+        here, slope = slopes(partial(errors, own, kind), names, start)
         for section in _unique(_own(cases, names), "section"):
             keep = [i for i, c in enumerate(own) if c.section != section]
             if len(keep) < FEWEST + len(names):
                 continue
             step = solve([here[i] for i in keep], [[line[i] for i in keep] for line in slope])
             mine = [c for c in cases if c.section == section]
-            refitted = moved(start, names, step) | priors.get(section, {})
+            refitted = moved(start, names, step) | PRIORS.get(section, {})
             found |= predictions(mine, kind, refitted)
     return found
 
@@ -167,22 +158,8 @@ def mean_error(cases, kind: str, predicted: dict[str, float]) -> float:
     return statistics.mean(abs(predicted[c.id] / getattr(c, kind) - 1) for c in cases)
 
 
-def ranks(numbers: list[float]) -> list[float]:
-    """Rank of each number, equal ones sharing their mean."""
-    order = sorted(numbers)
-    return [order.index(n) + (order.count(n) - 1) / 2 for n in numbers]
-
-
-def correlation(left: list[float], right: list[float]) -> float:
-    """Spearman's rank correlation."""
-    a, b = ranks(left), ranks(right)
-    if len(set(a)) < 2 or len(set(b)) < 2:
-        return 0.0
-    return statistics.correlation(a, b)
-
-
 def decide(tables: dict[str, list[str]], cases, predicted: dict[str, float]) -> list[tuple]:
-    """Of each table: name, rows, rank correlation, regret, the row picked and the best one."""
+    """Of each table: name, rows, Kendall's tau, regret, the row picked and the best one."""
     by_id = {c.id: c for c in cases}
     found = []
     for name, ids in tables.items():
@@ -194,7 +171,7 @@ def decide(tables: dict[str, list[str]], cases, predicted: dict[str, float]) -> 
         picked, best = guess.index(min(guess)), real.index(min(real))
         regret = real[picked] / real[best] - 1
         found.append(
-            (name, len(own), correlation(real, guess), regret, own[picked].id, own[best].id)
+            (name, len(own), source_accuracy.tau(real, guess), regret, own[picked].id, own[best].id)
         )
     return found
 
@@ -246,32 +223,12 @@ def report(cases, tables: dict[str, list[str]], values: dict[str, float], known)
     if "seconds" in both and decide(tables, cases, both["seconds"][0]):
         for name, predicted in zip(("in-sample", "held out"), both["seconds"], strict=True):
             lines += _choices(name, decide(tables, cases, predicted))
-        lines += _without_crossing(cases, tables, values, known)
     hits, missed, alarms = out_of_memory(cases, values)
     lines += ["", "## Out of memory", ""]
     lines.append(f"* predicted ({len(hits)}): {', '.join(hits) or 'none'}")
     lines.append(f"* missed ({len(missed)}): {', '.join(missed) or 'none'}")
     lines.append(f"* false alarms ({len(alarms)}): {', '.join(alarms) or 'none'}")
     return lines
-
-
-def _without_crossing(cases, tables, values: dict[str, float], known) -> list[str]:
-    """The tables again, held out, without the one constant that was set by looking at an order."""
-    start = fit_all(known, values | {"crossing_share": 1.0}, rounds=3)
-    predicted = held_out(cases, "seconds", start, known, priors={})
-    found = decide(tables, cases, predicted)
-    hits, regret = sum(f[3] == 0 for f in found), statistics.mean(f[3] for f in found)
-    own = [c for c in usable(cases, "seconds") if c.source == "001"]
-    off = 100 * mean_error(own, "seconds", predicted) if own else 0.0
-    return [
-        "",
-        "crossing_share is determined by section TP<8 alone and was set by hand from the order of "
-        "its rows; held out, that section is predicted with 0.5, what an adapter does that works "
-        "in one direction only. With the effect left out (1) and the rest refitted, held out: best "
-        "layout picked "
-        f"in {hits} of {len(found)}, mean regret {100 * regret:.2f} %, time of seed 001 "
-        f"{off:.2f} %.",
-    ]
 
 
 def _unique(cases, name: str) -> list[str]:
@@ -294,49 +251,17 @@ def _far(cases, kind: str, predicted: dict[str, float]) -> list[str]:
 def _choices(name: str, found: list[tuple]) -> list[str]:
     lines = ["", f"## Choosing a layout, {name}", ""]
     lines += [
-        "| table | rows | rank correlation | regret % | picked | best |",
+        "| table | rows | tau | regret % | picked | best |",
         "|---|---|---|---|---|---|",
     ]
-    for table, count, rho, regret, picked, best in found:
-        lines.append(f"| {table} | {count} | {rho:.2f} | {100 * regret:.2f} | {picked} | {best} |")
+    for table, count, tau, regret, picked, best in found:
+        lines.append(f"| {table} | {count} | {tau:.2f} | {100 * regret:.2f} | {picked} | {best} |")
     hits = sum(f[3] == 0 for f in found)
     regret = statistics.mean(f[3] for f in found)
     lines += [
         "",
         f"Best layout picked in {hits} of {len(found)}; mean regret {100 * regret:.2f} %.",
     ]
-    return lines
-
-
-def overview(cases, tables, values: dict[str, float], known) -> list[str]:
-    """The goals and the figures, in-sample and held out."""
-    lines = ["", "| figure | must reach | in-sample | held out |", "|---|---|---|---|"]
-    goals = (
-        ("time, seed 001", "seconds", ("001",), "4 in-sample, 6"),
-        ("time, seed 003", "seconds", ("003",), "6"),
-        ("time, V100 (000, 002)", "seconds", ("000", "002"), "8"),
-        ("memory, seed 001", "gigabytes", ("001",), "5"),
-        ("memory, V100 (000, 002)", "gigabytes", ("000", "002"), "10"),
-    )
-    found = {}
-    for kind in ("seconds", "gigabytes"):
-        outside = held_out(cases, kind, values, known)
-        found[kind] = (predictions(cases, kind, values), outside)
-    for name, kind, sources, goal in goals:
-        own = [c for c in usable(cases, kind) if c.source in sources]
-        if own:
-            both = [f"{100 * mean_error(own, kind, p):.2f}" for p in found[kind]]
-            lines.append(f"| {name}: mean error % of {len(own)} | {goal} | {' | '.join(both)} |")
-    chosen = [decide(tables, cases, p) for p in found["seconds"]]
-    if all(chosen):
-        hits = " | ".join(str(sum(f[3] == 0 for f in c)) for c in chosen)
-        regret = " | ".join(f"{100 * statistics.mean(f[3] for f in c):.2f}" for c in chosen)
-        lines.append(f"| best layout picked of {len(chosen[0])} | 9 | {hits} |")
-        lines.append(f"| mean regret % | 1 | {regret} |")
-    hits, missed, alarms = map(len, out_of_memory(cases, values))
-    lines.append(
-        f"| out of memory: found, missed, false | all, 0, 0 | {hits}, {missed}, {alarms} | |"
-    )
     return lines
 
 
@@ -426,7 +351,6 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--json", metavar="OUT", help="of rows that state their machine: figures")
     parser.add_argument("--tables", help="decision tables; default: the published ones")
-    parser.add_argument("--machine", help="predict every row on this machine")
     parser.add_argument("--fit", action="store_true", help="print refitted constants and stop")
     parser.add_argument("--skip", action="store_true", help="leave out rows with a mistake")
     given = parser.parse_args(arguments)
@@ -440,7 +364,7 @@ def main(arguments: list[str]) -> None:
         print(f"note: {table.skipped()}", file=sys.stderr)
     else:
         table.refuse_mistakes()
-    cases = published_cases.cases(table.sound(), given.machine)
+    cases = published_cases.cases(table.sound())
     values = {c.name: c.value for c in engines.constants()}
     if given.fit:
         for name, number in fit_all(cases, values).items():
@@ -451,7 +375,7 @@ def main(arguments: list[str]) -> None:
     lines = ["# The planner against measured rows", ""]
     lines += [f"    {' '.join(['python benchmarks/plan_accuracy.py', *arguments])}", ""]
     lines += [f"Python {platform.python_version()}, numpy for the refits; no GPU takes part."]
-    lines += overview(cases, tables, values, known) + report(cases, tables, values, known)
+    lines += report(cases, tables, values, known)
     print("\n".join(lines + constants_table(values) + others()))
 
 

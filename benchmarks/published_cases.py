@@ -71,10 +71,10 @@ class Case:
         return engines.on(machine, facts, values)
 
 
-def cases(rows: list[dict[str, str]], machine: str | None = None) -> list[Case]:
-    """The rows with a whole model, layout and batch; `machine` in place of the rows' own."""
+def cases(rows: list[dict[str, str]]) -> list[Case]:
+    """The rows with a whole model, layout and batch."""
     usable = [row for row in rows if published_rows.describes_run(row) and _batch(row)]
-    return [_case(_corrected(row, usable), machine) for row in usable]
+    return [_case(_corrected(row, usable)) for row in usable]
 
 
 def _corrected(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def _corrected(row: dict[str, str], rows: list[dict[str, str]]) -> dict[str, str
     return row if row is twins[0] else row | {"mbs": "1"}
 
 
-def _case(row: dict[str, str], machine: str | None) -> Case:
+def _case(row: dict[str, str]) -> Case:
     date = _date(row)
     dp, micro = integer(row, "dp_clean", "dp"), integer(row, "mbs") or 1
     tp, pp, layers = integer(row, "tp"), integer(row, "pp"), integer(row, "layers")
@@ -109,8 +109,8 @@ def _case(row: dict[str, str], machine: str | None) -> Case:
         model=published_rows.shape(row),
         layout=layout,
         training=_training(row),
-        machine=machine or name,
-        engine="" if machine else engine,
+        machine=name,
+        engine=engine,
         blocking="async=no" in note or ("async=yes" not in note and not "" < date < BLOCKING),
         virtual_stages=_virtual_stages(layers, pp, row) if megatron else 1,
         seconds=float(seconds) if seconds else None,

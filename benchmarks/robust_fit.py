@@ -1,8 +1,24 @@
 """Constants from logarithms of errors: one step of Gauss-Newton with Huber's weights."""
 
 import math
+from collections.abc import Callable, Sequence
 
 TIGHT = 0.03  # residuals (of a logarithm) above this weigh less, so that outliers do not decide
+
+
+def slopes(
+    errors: Callable[[dict[str, float]], list[float]],
+    names: Sequence[str],
+    values: dict[str, float],
+) -> tuple[list[float], list[list[float]]]:
+    """Logarithms of predicted over measured at these values, and their derivatives by the logarithm
+    of each named constant.
+    """
+    here, found = errors(values), []
+    for name in names:
+        there = errors(values | {name: values[name] * 1.02})
+        found.append([(b - a) / math.log(1.02) for a, b in zip(here, there, strict=True)])
+    return here, found
 
 
 def solve(here: list[float], by_constant: list[list[float]], rounds: int = 30) -> list[float]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from robust_fit import moved, solve
+from robust_fit import moved, slopes, solve
 from stated_rows import StatedRow
 
 from config.messages import UserError
@@ -105,27 +105,15 @@ def fit(rows: Sequence[StatedRow], start: dict[str, float], rounds: int = 2) -> 
     timed = [row for row in rows if row.status == "ok" and row.seconds and not row.aside]
     timed = [row for row in timed if row.layout.cp == 1 and not row.facts.get("fp8")]
     own = [row for row in _near_best(timed) if row.source not in LEFT_OUT]
-    values = dict(start)
-    for _ in range(rounds):
-        here, slopes = _slopes(own, values)
-        values = moved(values, FITTED, solve(here, slopes))
-    return values
-
-
-def _slopes(
-    own: list[StatedRow], values: dict[str, float]
-) -> tuple[list[float], list[list[float]]]:
-    """Logarithms of predicted over measured, and their derivatives by each constant's logarithm."""
 
     def errors(at: dict[str, float]) -> list[float]:
         found = predict(own, at, seconds_only=True)
         return [math.log(found[row.id].seconds / row.seconds) for row in own]
 
-    here, slopes = errors(values), []
-    for name in FITTED:
-        there = errors(values | {name: values[name] * 1.02})
-        slopes.append([(b - a) / math.log(1.02) for a, b in zip(here, there, strict=True)])
-    return here, slopes
+    values = dict(start)
+    for _ in range(rounds):
+        values = moved(values, FITTED, solve(*slopes(errors, FITTED, values)))
+    return values
 
 
 def held_out(
@@ -191,8 +179,6 @@ def _errors(ratios: list[float]) -> dict[str, float] | None:
         "largest": max(sizes),
         "bias": statistics.mean(ratios) - 1,
         "scaled_mean": statistics.mean(scaled),
-        "scaled_median": statistics.median(scaled),
-        "scaled_largest": max(scaled),
     }
 
 
@@ -226,7 +212,7 @@ def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, floa
             continue
         picked = min(table, key=lambda row: guesses[row.id].seconds)
         regrets.append(picked.seconds / min(row.seconds for row in table) - 1)
-        taus.append(_tau([r.seconds for r in table], [guesses[r.id].seconds for r in table]))
+        taus.append(tau([r.seconds for r in table], [guesses[r.id].seconds for r in table]))
     if not regrets:
         return None
     return {
@@ -237,7 +223,7 @@ def _choice(timed: list[StatedRow], guesses: dict[str, Guess]) -> dict[str, floa
     }
 
 
-def _tau(left: list[float], right: list[float]) -> float:
+def tau(left: list[float], right: list[float]) -> float:
     """Kendall's rank correlation: pairs in one order less pairs in two, as a share."""
     a, b = np.array(left), np.array(right)
     upper = np.triu_indices(len(a), 1)

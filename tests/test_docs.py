@@ -74,7 +74,7 @@ def test_tests_that_are_named_exist(page):
 
 
 def test_the_picture_of_schedules_is_what_the_program_draws():
-    drawn = pictures.stand_alone(pictures.schedules_drawn())
+    drawn = pictures.schedules_drawn()
     assert (ROOT / "docs/pictures/schedules.svg").read_text() == drawn
     named = re.findall(r">([\w-]+): (\d+)% of the time idle", drawn)
     assert named == [("1f1b", "27"), ("zb-v", "6")], "as the README says"

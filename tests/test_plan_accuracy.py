@@ -115,12 +115,6 @@ def test_held_out_predictions_do_not_see_their_section(cases):
     assert any(after[i] != pytest.approx(before[i], rel=1e-4) for i in before if i not in own)
 
 
-def test_ranks_and_correlation():
-    assert accuracy.ranks([3.0, 1.0, 1.0]) == [2, 0.5, 0.5]
-    assert accuracy.correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
-    assert accuracy.correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-
-
 def test_the_report_prints_all_figures(capsys):
     accuracy.main([])
     text = capsys.readouterr().out
