@@ -100,7 +100,7 @@ def weights(state: trainer.TrainState) -> dict[str, float]:
 
 def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
     """Run every job of the first file that the command line names; rank 0 writes what they give to
-    the second one, but for None.
+    the second one.
     """
     source, target = sys.argv[1:3]
     context = start(discover(), configuration.Run())
@@ -109,16 +109,37 @@ def run_jobs(run_job: Callable[[dict, Context], Any]) -> None:
             results = [run_job(job, context) for job in json.load(file)]
         if context.rank == 0:
             with open(target, "w") as file:
-                json.dump([one for one in results if one is not None], file)
+                json.dump(results, file)
     context.stop()
 
 
 def run_case(case: dict, context: Context) -> dict:
-    result = run(validation.check(options(case), context.size), context)
+    """What `run` gives; with --compile what run_compiled gives."""
+    config = validation.check(options(case), context.size)
+    result = run_compiled(config, context) if case.get("compile") else run(config, context)
     # What another rank found is lost otherwise: only rank 0 writes.
     if result["unequal"]:
         raise RuntimeError(f"{case}: {result['unequal']}")
     return result
+
+
+def run_compiled(config: configuration.Config, context: Context) -> dict:
+    """What `run` gives, and "graphs": how many there are on rank 0 after the build, after the
+    warm-up and after the steps.
+    """
+    from torch._dynamo.utils import counters  # this import takes seconds
+
+    torch.compiler.reset()  # else the shapes of all cases would count towards one limit
+    counters.clear()
+    graphs = []
+
+    def warm_up(state: trainer.TrainState, samples) -> None:
+        graphs.append(counters["stats"]["unique_graphs"])
+        trainer.warm_up(state, samples, 0)
+        graphs.append(counters["stats"]["unique_graphs"])
+
+    result = run(config, context, warm_up)
+    return result | {"graphs": [*graphs, counters["stats"]["unique_graphs"]]}
 
 
 if __name__ == "__main__":

@@ -91,6 +91,18 @@ def fork_one(*words: str, timeout: float = 300, **environment: str) -> Outcome:
     return _run_ranks(Forked, [{}], words, timeout, environment)
 
 
+def results_of(
+    worker: str, ranks: int, jobs: list[dict], folder: Path, timeout: float = 300
+) -> list:
+    """What a worker such as golden_worker.py gives for each job, in one start of so many ranks."""
+    name = Path(worker).stem
+    source, target = folder / f"{name}{ranks}.jobs", folder / f"{name}{ranks}.results"
+    source.write_text(json.dumps(jobs))
+    outcome = fork_ranks(ranks, worker, str(source), str(target), timeout=timeout)
+    assert outcome.status == 0, outcome.err[-4000:]
+    return json.loads(target.read_text())
+
+
 def _torchrun(count: int) -> list[dict[str, object]]:
     """The variables of each of so many ranks."""
     common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": free_port()}

@@ -2,8 +2,8 @@
 
     mpirun -n 4 python tests/sample_worker.py jobs.json results.json
 
-A job is {"sample": arguments of sample.py}, whose output is printed, or {"run": options of a
-run}, whose rows are the results.
+A job is {"sample": arguments of sample.py}, whose lines are the results, or {"run": options of a
+run}, whose rows are.
 """
 
 import golden_worker
@@ -31,14 +31,12 @@ def sampled_steps(config: Config, context=None) -> list[dict]:
     return rows
 
 
-def run_job(job: dict, context: Context) -> list[dict] | None:
+def run_job(job: dict, context: Context) -> list:
     if "sample" not in job:
         config = golden_worker.options(job["run"])
         return sampled_steps(validation.check(config, context.size), context)
     given = sample.parse(job["sample"])
-    for line in sample.run(sample.prepare_task(given, context.size), context):
-        print(line) if context.rank == 0 else None
-    return None
+    return list(sample.run(sample.prepare_task(given, context.size), context))
 
 
 if __name__ == "__main__":

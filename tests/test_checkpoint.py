@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_worker import build_run, make, save_some
 from compare import assert_close, assert_within
-from ranks import fork_ranks
+from ranks import results_of
 
 import trainer
 from checkpointing import file_format, folders, save, verification
@@ -113,13 +113,9 @@ def check_chain(ranks: int, common: dict, layouts: list[dict], folder: Path) -> 
 
 def run_ranks(ranks: int, jobs: dict[tuple, dict], folder: Path) -> dict[tuple, dict]:
     """Results of jobs in one start of that many ranks."""
-    source, target = folder / f"jobs{ranks}.json", folder / f"results{ranks}.json"
-    source.write_text(json.dumps(list(jobs.values())))
-    command = ("tests/checkpoint_worker.py", str(source), str(target))
     timeout = 2 * (90 + 20 * len(jobs))
-    outcome = fork_ranks(ranks, *command, timeout=timeout)
-    assert outcome.status == 0, outcome.err[-4000:]
-    return dict(zip(jobs, json.loads(target.read_text()), strict=True))
+    results = results_of("tests/checkpoint_worker.py", ranks, [*jobs.values()], folder, timeout)
+    return dict(zip(jobs, results, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import checkpoint_worker as worker
 import pytest
 from compare import assert_within
-from ranks import fork_ranks, start
+from ranks import results_of, start
 
 import trainer
 from checkpointing import file_format, folders, save
@@ -70,10 +70,8 @@ def intact(tmp_path_factory) -> Path:
     """A run of two ranks' checkpoint: two shards, an index, a manifest."""
     folder = tmp_path_factory.mktemp("intact")
     options = {"tp": 2, "out": str(folder), "save_every": 1}
-    jobs, results = folder / "jobs.json", folder / "results.json"
-    jobs.write_text(json.dumps([{"options": options, "before": 2, "after": 0}]))
-    outcome = fork_ranks(2, "tests/checkpoint_worker.py", str(jobs), str(results))
-    assert outcome.status == 0, outcome.err[-4000:]
+    job = {"options": options, "before": 2, "after": 0}
+    results_of("tests/checkpoint_worker.py", 2, [job], folder)
     return folder / "checkpoints/step_00000002"
 
 

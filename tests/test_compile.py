@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close, assert_within
-from ranks import ROOT, fork_ranks
-from test_golden import POSITIONS, distance, reference
+from ranks import ROOT
+from test_golden import POSITIONS, distance, reference, run_cases
 from test_peaks import PeakBytes
 
 import data
@@ -50,13 +50,8 @@ TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> list[dict]:
     """The result of each case, from one start of four ranks."""
-    folder = tmp_path_factory.mktemp("compile")
-    source, target = folder / "cases.json", folder / "results.json"
-    source.write_text(json.dumps(CASES))
-    worker = ("tests/compile_worker.py", str(source), str(target))
-    outcome = fork_ranks(4, *worker, timeout=1800)
-    assert outcome.status == 0, outcome.err[-4000:]
-    return json.loads(target.read_text())
+    cases = [case | {"compile": True} for case in CASES]
+    return run_cases(4, cases, tmp_path_factory.mktemp("compile"))
 
 
 @pytest.mark.slow

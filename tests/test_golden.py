@@ -22,7 +22,7 @@ import golden_worker
 import pytest
 import torch
 from compare import assert_within, relative_difference
-from ranks import fork_ranks
+from ranks import results_of
 
 from config import schema, validation
 
@@ -176,13 +176,8 @@ def weight_difference(weights: dict[str, float], others: dict[str, float]) -> fl
 
 def run_cases(ranks: int, every: list[dict], folder: Path) -> list[dict]:
     """The result of each case, from one start of that many ranks."""
-    source, target = folder / f"cases{ranks}.json", folder / f"results{ranks}.json"
-    source.write_text(json.dumps(every))
-    worker = ("tests/golden_worker.py", str(source), str(target))
     timeout = AT_A_TIME * (90 + 30 * len(every))
-    outcome = fork_ranks(ranks, *worker, timeout=timeout)
-    assert outcome.status == 0, outcome.err[-4000:]
-    results = json.loads(target.read_text())
+    results = results_of("tests/golden_worker.py", ranks, every, folder, timeout)
     assert len(results) == len(every) > 0
     return results
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from itertools import product
+from pathlib import Path
 
 import pytest
 import stops_worker
@@ -29,19 +30,24 @@ SHAPE += "--precision bf16 --global-batch-size 8 "
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def rehearsals(tmp_path_factory):
-    """The ten configurations of the suite, rehearsed by one process and its children."""
-    folder = tmp_path_factory.mktemp("rehearsals")
-    cases, out = folder / "cases.json", folder / "out.pickle"
-    # Half of the layers, which others would repeat, but where buffers would outweigh them.
-    many = ("384 ranks", "ZeRO 2, pp 2")
-    lines = {name: CASES[name][1] + " --layers 4" * (name not in many) for name in IN_SUITE}
-    cases.write_text(json.dumps({name: (CASES[name][0], lines[name]) for name in IN_SUITE}))
-    command = [sys.executable, "tests/rehearsal_worker.py", str(cases), str(out)]
+def rehearsed(cases: dict[str, tuple[int, str]], folder: Path) -> dict:
+    """The rehearsals of worlds and command lines by name, of one process and its children."""
+    listed, out = folder / "cases.json", folder / "out.pickle"
+    listed.write_text(json.dumps(cases))
+    command = [sys.executable, "tests/rehearsal_worker.py", str(listed), str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return pickle.loads(out.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory) -> dict:
+    """The ten configurations of the suite."""
+    # Half of the layers, which others would repeat, but where buffers would outweigh them.
+    many = ("384 ranks", "ZeRO 2, pp 2")
+    lines = {name: CASES[name][1] + " --layers 4" * (name not in many) for name in IN_SUITE}
+    cases = {name: (CASES[name][0], lines[name]) for name in IN_SUITE}
+    return rehearsed(cases, tmp_path_factory.mktemp("rehearsals"))
 
 
 @pytest.mark.slow
@@ -324,12 +330,7 @@ def test_every_schedule_of_few_micro_batches_raises_no_alarm(tmp_path):
         f"{name}, {count}": (3, f"{shape} --global-batch-size {count} --schedule {name}")
         for name, count in product(names, (1, 2))
     }
-    cases, out = tmp_path / "cases.json", tmp_path / "out.pickle"
-    cases.write_text(json.dumps(lines))
-    command = [sys.executable, "tests/rehearsal_worker.py", str(cases), str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    for case, rehearsal in pickle.loads(out.read_bytes()).items():
+    for case, rehearsal in rehearsed(lines, tmp_path).items():
         assert mismatches(rehearsal.world) == [], case
         assert deadlock(rehearsal.world) is None, case
         assert any(event.kind == LOAD for event in rehearsal.world.traces[0]), case

@@ -73,11 +73,8 @@ def continued(theirs) -> list[int]:
 def test_greedy_tokens_are_those_of_transformers_under_every_layout(runs, tmp_path):
     layouts = (("--tp", "2", "--pp", "2"), ("--pp", "2"), ())
     jobs = [{"sample": words(run, *layout)} for run in runs.values() for layout in layouts]
-    source = tmp_path / "jobs.json"
-    source.write_text(json.dumps(jobs))
-    done = ranks.fork_ranks(4, "tests/sample_worker.py", str(source), str(tmp_path / "results"))
-    assert done.status == 0, done.err[-4000:]
-    found = numbers(done.out)
+    printed = ranks.results_of("tests/sample_worker.py", 4, jobs, tmp_path)
+    found = [ids for lines in printed for ids in numbers("\n".join(lines))]
     assert len(found) == len(jobs)
     for index, (name, run) in enumerate(runs.items()):
         expected = expected_ids(run, tmp_path / name)
@@ -99,13 +96,11 @@ WHILE_TRAINING = [
 
 def test_samples_while_training_are_the_same_under_every_layout(tmp_path):
     """After each of three steps, whose gradients they do not change."""
-    source, target = tmp_path / "jobs.json", tmp_path / "results.json"
     spread = {"init_std": 0.2}  # so that samples are of different tokens
-    source.write_text(json.dumps([{"run": case | spread} for case in WHILE_TRAINING]))
-    done = ranks.fork_ranks(4, "tests/sample_worker.py", str(source), str(target))
-    assert done.status == 0, done.err[-4000:]
+    jobs = [{"run": case | spread} for case in WHILE_TRAINING]
+    results = ranks.results_of("tests/sample_worker.py", 4, jobs, tmp_path)
     of_model = ("positions", "tied", "clip_grad")
-    for case, found in zip(WHILE_TRAINING, json.loads(target.read_text()), strict=True):
+    for case, found in zip(WHILE_TRAINING, results, strict=True):
         alone = golden_worker.options({k: case[k] for k in of_model if k in case} | spread)
         expected = sample_worker.sampled_steps(validation.check(alone, 1))
         assert [row["sample"] for row in found] == [row["sample"] for row in expected], case
