@@ -3,19 +3,17 @@
     mpirun -n 8 python benchmarks/allreduce.py --tp 2 --pp 2
     srun -n 384 python benchmarks/allreduce.py --tp 8 --pp 6 --line-rate 400 --gpu a100-80 --rates
     torchrun --nproc-per-node 8 benchmarks/allreduce.py --pairs
-    mpirun -n 8 python benchmarks/allreduce.py --host         # mpi4py's host buffers, no torch
 
 Groups are measured alone (the first of each kind) and all at once, as in training. There is no
 barrier between trials; a trial's time is the mean over the ranks of the slowest group. Writes
 allreduce.csv, allreduce.png, pairs.csv and calibration.toml (for plan.py and tune.py) into --out.
-Definitions: bandwidth.py. Ctrl-C stops and prints the rows so far; a second one ends at once.
+Definitions: bandwidth.py.
 """
 
 import argparse
 import csv
 import math
 import re
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -38,7 +36,7 @@ from bandwidth import (
     write_csv,
 )
 from timed_collectives import Plan, beside_plain_loop, check_sum, measure, pair_scan, rates
-from worlds import HostWorld, TorchWorld, group_rows, placed
+from worlds import TorchWorld, group_rows, placed
 
 from config.messages import Parser, UserError, exit_with
 from config.run_options import Run
@@ -96,7 +94,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="of one row; long: fewer trials")
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, metavar="|".join(OPERATIONS))
     parser.add_argument("--pairs", action="store_true", help="scan all pairs of nodes (or ranks)")
-    parser.add_argument("--host", action="store_true", help="mpi4py's host buffers, not torch's")
     parser.add_argument("--rates", action="store_true", help="also GEMM and memory rates")
     parser.add_argument("--gpu", help="the planner's machine that the calibration is for")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -108,8 +105,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     unknown = [name for name in given.operations if name not in OPERATIONS]
     if unknown:
         raise UserError(f"--operations are of {', '.join(OPERATIONS)}, not {unknown[0]}")
-    if given.rates and given.host:
-        raise UserError("--rates measures torch's kernels: leave out --host")
     if min(given.min_bytes, given.trials, given.warm_ups, given.tp, given.pp) < 1:
         raise UserError("sizes, trials, warm-ups, tp and pp are at least 1")
     numbers = {"seconds": given.seconds, "line-rate": given.line_rate}
@@ -125,25 +120,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return given
 
 
-class Stop:
-    """Whether Ctrl-C was pressed; takes effect on all ranks between two rows."""
-
-    def __init__(self):
-        self.requested = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._request)
-
-    def _request(self, number, frame) -> None:
-        if self.requested:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        self.requested = True
-
-    def agreed(self, world) -> bool:
-        """Whether a stop was requested on any rank; collective."""
-        return max(row[0] for row in world.gather([float(self.requested)])) > 0
-
-
 def series_to_run(given, layout: Layout) -> list[tuple[str, bool, str]]:
     """(group, together, operation) of every series: groups of one rank are left out."""
     found = []
@@ -156,9 +132,8 @@ def series_to_run(given, layout: Layout) -> list[tuple[str, bool, str]]:
     return found
 
 
-def run(given, world) -> tuple[list[Measured], bool]:
-    """All rows, each printed when measured; and whether Ctrl-C stopped it."""
-    stop, prints = Stop(), world.rank == 0
+def run(given, world: TorchWorld) -> list[Measured]:
+    """All rows, each printed when it is measured."""
     layout = placed({"tp": given.tp, "pp": given.pp}, world.size)
     rows, measured = group_rows(layout), []
     largest = min(row[0] for row in world.gather([world.free_bytes()]))
@@ -168,19 +143,17 @@ def run(given, world) -> tuple[list[Measured], bool]:
         size *= given.factor
     plan = Plan(given.trials, given.warm_ups, given.seconds)
     check_sum(world)
-    if prints:
+    if world.rank == 0:
         print(HEAD, flush=True)
     for group, together, name in series_to_run(given, layout):
         for size in sizes:
-            if stop.agreed(world):
-                return measured, True
             row = measure(world, rows, group, together, name, size, plan)
             if row is None:
                 continue
             measured.append(row)
-            if prints:
+            if world.rank == 0:
                 print(line(row, given.line_rate), flush=True)
-    return measured, False
+    return measured
 
 
 def conclude(given, world, measured: list[Measured], extra: dict[str, float]) -> None:
@@ -232,19 +205,16 @@ def main() -> None:
     try:
         launch = discover()
         given = parse(sys.argv[1:])
-        if given.host and not launch.mpi:
-            raise UserError(f"--host needs mpirun or srun; this was started by {launch.launcher}")
         if launch.size < 2:
             raise UserError("one rank has nothing to exchange: start this with mpirun or srun")
         machine = hardware.load(given.gpu) if given.gpu else None
         layout = {"tp": given.tp, "pp": given.pp}
         placed(layout, launch.size)
-        host = HostWorld(launch, layout) if given.host else None
     except UserError as mistake:
         exit_with(mistake, launch.rank == 0, launch.exit_delay)
     rate = (given.line_rate * 1e9, "--line-rate") if given.line_rate else line_rate()
     given.line_rate = rate[0] if rate else None
-    world = host or TorchWorld(launch, Run(device=given.device), layout)
+    world = TorchWorld(launch, Run(device=given.device), layout)
     prints = world.rank == 0
     if prints and machine and machine.note:
         print(f"note: {machine.note}", file=sys.stderr)
@@ -254,8 +224,8 @@ def main() -> None:
         known = f"{rate[0] / 1e9:g} Gbit/s ({rate[1]})" if rate else "not known; give --line-rate"
         print(f"line rate of a node: {known}; a dash: the group is within one node\n")
     extra = rates(world, machine) if given.rates else {}
-    measured, stopped = run(given, world)
-    if measured and not stopped and not given.host and "all-reduce" in given.operations:
+    measured = run(given, world)
+    if measured and "all-reduce" in given.operations:
         size = max(row.size for row in measured if row.group == "world")
         ours, plain = beside_plain_loop(world, min(size, 16 * MIB))
         if prints:
@@ -264,12 +234,11 @@ def main() -> None:
                 f"{1e3 * ours:.2f} ms here, {1e3 * plain:.2f} ms in a plain loop of "
                 f"torch.distributed.all_reduce; busbw differs by {100 * (plain / ours - 1):+.1f} %"
             )
-    if given.pairs and not stopped:
+    if given.pairs:
         scan(given, world)
     if prints and measured:
         conclude(given, world, measured, extra)
     world.stop()
-    sys.exit(130 if stopped else 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "p2p")
 MOST_LINES = 8  # of the plot
 SLOW = 0.8  # a link below this share of the median link is named
@@ -68,20 +70,17 @@ def fit(rows: list[Measured]) -> tuple[float, float]:
     """
     first = rows[0]
     count, factor = hops(first.operation, first.ranks), bus_factor(first.operation, first.ranks)
-    # In units of the measured time: a x + b y = 1 with x = hops / t, y = factor S / t.
-    xs = [count / row.median for row in rows]
-    ys = [factor * row.size / row.median for row in rows]
-    xx, yy = sum(x * x for x in xs), sum(y * y for y in ys)
-    xy, sx, sy = sum(x * y for x, y in zip(xs, ys)), sum(xs), sum(ys)
-    determinant = xx * yy - xy * xy
-    alpha, inverse = 0.0, sy / yy
-    if determinant > 1e-9 * xx * yy:
-        alpha, inverse = (sx * yy - sy * xy) / determinant, (sy * xx - sx * xy) / determinant
-    if alpha < 0 or len(rows) == 1:
-        alpha, inverse = 0.0, sy / yy
-    if inverse <= 0:  # only latency was measured: the largest size bounds the bandwidth
-        alpha, inverse = sx / xx, 1 / max(row.busbw for row in rows)
-    return alpha, 1 / inverse
+    # In units of the measured time: alpha x + y / beta = 1.
+    x = np.array([count / row.median for row in rows])
+    y = np.array([factor * row.size / row.median for row in rows])
+    if len({row.size for row in rows}) > 1:
+        alpha, inverse = np.linalg.lstsq(np.stack([x, y / y.max()], 1), np.ones(len(rows)))[0]
+        inverse /= y.max()
+        if alpha >= 0 and inverse > 0:
+            return float(alpha), float(1 / inverse)
+        if alpha >= 0:  # only latency was measured: the largest rate bounds the bandwidth
+            return float(x.sum() / (x @ x)), max(row.busbw for row in rows)
+    return 0.0, float((y @ y) / y.sum())
 
 
 def by_series(rows: list[Measured]) -> dict[tuple, list[Measured]]:

@@ -1,13 +1,12 @@
 """A context that no rank holds alone: the loss, and what activations take, with and without --cp.
 
     python benchmarks/context.py --tokens 131072 --cp 4
-    python benchmarks/context.py --tokens 32768 --cp 4 --rounds 5 --before ../before
+    python benchmarks/context.py --tokens 32768 --cp 4 --rounds 5
 
 One step of a small model on one sample of that many tokens, on one rank and on --cp ranks of this
 machine: loss and gradient norm; the bytes of the tensors that the forward pass saves for the
 backward pass, each storage once and parameters not, of the rank that saves most; the largest
 resident memory of a rank beyond what it had before the step; seconds, the median of --rounds.
-With --before the step on --cp ranks of another checkout is measured too, in turn with this one's.
 """
 
 import argparse
@@ -74,13 +73,13 @@ def peak_of_process() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run(ranks: int, words: list[str], root: Path = ROOT) -> dict:
-    """The step on so many ranks, of one thread each, by the program in the folder `root`."""
+def run(ranks: int, words: list[str]) -> dict:
+    """The step on so many ranks, of one thread each."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "answer.json"
-        program = str(root / "benchmarks/context.py")
+        program = str(ROOT / "benchmarks/context.py")
         command = ["mpirun", "-n", str(ranks), sys.executable, program, "--answer", str(out)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         subprocess.run([*command, "--", *words], env=environment, check=True)
         return json.loads(out.read_text())
 
@@ -95,7 +94,6 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--before", type=Path, help="another checkout, measured on --cp ranks too")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if options.answer:
@@ -107,13 +105,8 @@ def main() -> None:
     shape = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     shape += [f"--seq-length={options.tokens}", *SHAPE.split()]
     shared = [*shape, f"--cp={options.cp}"]
-    found: dict[str, list[dict]] = {"one rank": [run(1, shape)], f"cp {options.cp}": []}
-    if options.before:
-        found["before"] = []
-    for _ in range(options.rounds):
-        found[f"cp {options.cp}"].append(run(options.cp, shared))
-        if options.before:
-            found["before"].append(run(options.cp, shared, options.before.resolve()))
+    found: dict[str, list[dict]] = {"one rank": [run(1, shape)]}
+    found[f"cp {options.cp}"] = [run(options.cp, shared) for _ in range(options.rounds)]
     print(f"{options.tokens:,} tokens, {' '.join(shape)}")
     print("| | loss | gradient norm | saved, MB a rank | resident, MB a rank | s |")
     print("|---|---|---|---|---|---|")

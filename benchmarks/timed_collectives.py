@@ -1,6 +1,6 @@
 """Times collectives, pairs of nodes, and a device's rates: what `benchmarks/allreduce.py` reports.
 
-`world` is a transport of worlds.py; all functions but the last are collective over its ranks.
+`world` is that of worlds.py; all functions but the last are collective over its ranks.
 """
 
 import statistics

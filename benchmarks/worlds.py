@@ -1,18 +1,14 @@
-"""Two transports for allreduce.py: the groups that training uses, or mpi4py's host buffers.
-
-Both have the same methods: collectives of a named group that return when they are done, numbers of
-every rank, buffers, and the bytes that a rank may allocate.
+"""The ranks of allreduce.py: collectives of a named group that return when they are done, numbers
+of every rank, buffers, and the bytes that a rank may allocate.
 """
 
-import numpy as np
 import psutil
 
 from config.messages import UserError
 from config.run_options import Run
 from config.schema import Layout, rows_along
 from distributed.context import start
-from distributed.early_end import node_name
-from distributed.launch import Launch, find_local
+from distributed.launch import Launch
 
 
 class TorchWorld:
@@ -90,70 +86,6 @@ class TorchWorld:
     def _finish(self, handle) -> None:
         handle.wait()
         self.synchronize()
-
-
-class HostWorld:
-    """The ranks over mpi4py, buffers in host memory; UserError if launcher and MPI disagree."""
-
-    def __init__(self, launch: Launch, layout: dict[str, int]):
-        find_local(launch)
-        from mpi4py import MPI
-
-        self.mpi, self.world = MPI, MPI.COMM_WORLD
-        self.rank, self.size = self.world.rank, self.world.size
-        self.comms = {"world": self.world}
-        for name, rows in group_rows(placed(layout, self.size)).items():
-            own = next(index for index, row in enumerate(rows) if self.rank in row)
-            self.comms[name] = self.world.Split(own, self.rank)
-        self.nodes = self.world.allgather(node_name())
-        library = MPI.Get_library_version().split("\n")[0].strip()
-        self.what = {
-            "ranks": self.size,
-            "launcher": launch.launcher,
-            "device": "host",
-            "backend": library,
-        }
-
-    def gather(self, numbers: list[float]) -> list[list[float]]:
-        """Every rank's numbers, in rank order."""
-        return self.world.allgather(numbers)
-
-    def buffer(self, elements: int) -> np.ndarray:
-        """Zeros in the host's memory."""
-        return np.zeros(elements, dtype=np.float32)
-
-    def ranks(self, group: str) -> tuple[int, ...]:
-        """The ranks of this rank's group."""
-        comm = self.comms[group]
-        return tuple(comm.group.Translate_ranks(range(comm.size), self.world.group))
-
-    def all_reduce(self, group: str, buffer) -> None:
-        """Sum a buffer over the group, in place."""
-        self.comms[group].Allreduce(self.mpi.IN_PLACE, buffer)
-
-    def reduce_scatter(self, group: str, output, source) -> None:
-        """Sum `source` over the group; this rank's slice into `output`."""
-        self.comms[group].Reduce_scatter_block(source, output)
-
-    def all_gather(self, group: str, output, source) -> None:
-        """Every rank's `source`, joined, into `output`."""
-        self.comms[group].Allgather(source, output)
-
-    def send(self, group: str, buffer, to: int) -> None:
-        """Send a buffer to a position in the group."""
-        self.comms[group].Send(buffer, to)
-
-    def receive(self, group: str, buffer, source: int) -> None:
-        """Receive a buffer from a position in the group."""
-        self.comms[group].Recv(buffer, source)
-
-    def free_bytes(self) -> float:
-        """Bytes that this rank may allocate for buffers."""
-        return psutil.virtual_memory().available / self.nodes.count(self.nodes[self.rank]) / 4
-
-    def stop(self) -> None:
-        """End this rank; collective."""
-        self.world.Barrier()
 
 
 def placed(layout: dict[str, int], size: int) -> Layout:

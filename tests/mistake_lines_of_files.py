@@ -136,7 +136,6 @@ allreduce.py --seconds nan | --seconds must be a number above 0, not nan
 allreduce.py --min-bytes 1Q | --min-bytes: invalid int value: '1Q'
 allreduce.py --trials 0 | sizes, trials, warm-ups, tp and pp are at least 1
 allreduce.py --line-rate -5 | --line-rate must be a number above 0, not -5.0
-allreduce.py --rates --host | --rates measures torch's kernels: leave out --host
 allreduce.py --out a-file | --out a-file: cannot write in
 check_rows.py | the following arguments are required: file
 check_rows.py nowhere.csv | cannot read nowhere.csv: No such file or directory

@@ -148,8 +148,6 @@ def test_mistakes_are_sentences():
         allreduce.parse(["--operations", "broadcast"])
     with pytest.raises(UserError, match=r"tp\(3\) \* pp\(1\) \* dp\(\?\) does not divide 4"):
         allreduce.placed({"tp": 3, "pp": 1}, 4)
-    with pytest.raises(UserError, match="leave out --host"):
-        allreduce.parse(["--rates", "--host"])
 
 
 @pytest.mark.slow
@@ -182,12 +180,3 @@ def test_on_real_ranks(tmp_path):
     assert 0 < machine.nvlink.speed < math.inf
     assert 0 < machine.gemm_fraction < math.inf
     assert (tmp_path / "allreduce.png").stat().st_size > 1000
-
-
-@pytest.mark.slow
-def test_host_buffers(tmp_path):
-    words = "benchmarks/allreduce.py --host --factor 32 --max-bytes 1048576 --seconds 0.2"
-    done = ranks.mpirun(2, *words.split(), "--out", str(tmp_path), timeout=60)
-    assert done.status == 0, done.err
-    with open(tmp_path / "allreduce.csv") as file:
-        assert {r["operation"] for r in csv.DictReader(file)} == set(bandwidth.OPERATIONS)
