@@ -22,16 +22,14 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the project's own modules
 
 import fault_worker
+from kept import Kept
 
 from config.messages import Parser, UserError, exit_with
 
@@ -65,13 +63,10 @@ def draw(rounds: int) -> list[dict]:
     return jobs
 
 
-def read(path: Path, jobs: list[dict]) -> list[dict]:
-    """The results in the file of those jobs; a job that is drawn in another way has none."""
-    if not path.exists():
-        return []
-    results = [json.loads(line) for line in path.read_text().splitlines()]
+def results_of(jobs: list[dict], keep: Kept) -> list[dict]:
+    """The kept results of those jobs; a job that is drawn in another way has none."""
     drawn = {job["number"]: job for job in jobs}
-    return [each for each in results if drawn.get(each["number"], {}).items() <= each.items()]
+    return [each for each in keep.rows() if drawn.get(each["number"], {}).items() <= each.items()]
 
 
 def run_some(jobs: list[dict]) -> list[dict]:
@@ -89,23 +84,6 @@ def run_some(jobs: list[dict]) -> list[dict]:
     if done.returncode:
         results.append(jobs[len(results)] | {"error": done.stderr[-2000:], "hit": False})
     return results
-
-
-def run(jobs: list[dict], workers: int, keep: Path, minutes: float) -> None:
-    """Run the jobs and add their results to the file; start no program after `minutes`."""
-    until = time.monotonic() + 60 * minutes
-    writing = threading.Lock()
-
-    def run_and_keep(some: list[dict]) -> None:
-        if time.monotonic() >= until:
-            return
-        lines = "".join(json.dumps(result) + "\n" for result in run_some(some))
-        with writing, open(keep, "a") as file:
-            file.write(lines)
-
-    parts = [jobs[first : first + AT_A_TIME] for first in range(0, len(jobs), AT_A_TIME)]
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(run_and_keep, parts))
 
 
 def table(results: list[dict]) -> str:
@@ -181,12 +159,13 @@ def main() -> None:
             raise UserError(f"ROUNDS({given.rounds}) and WORKERS({given.workers}) are at least 1")
     except UserError as mistake:
         exit_with(mistake)
-    jobs = draw(given.rounds)
+    jobs, keep = draw(given.rounds), Kept(given.keep, given.minutes)
     if not given.table:
-        there = {result["number"] for result in read(given.keep, jobs)}
+        there = {result["number"] for result in results_of(jobs, keep)}
         missing = [job for job in jobs if job["number"] not in there]
-        run(missing, given.workers, given.keep, given.minutes)
-    text, missed = summary(read(given.keep, jobs), len(jobs))
+        parts = [missing[at : at + AT_A_TIME] for at in range(0, len(missing), AT_A_TIME)]
+        keep.run(run_some, parts, given.workers)
+    text, missed = summary(results_of(jobs, keep), len(jobs))
     print(text)
     if missed:
         sys.exit("\n".join(missed))

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 
 import h5py
-import torch
+from kept import Kept, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "flips.md"
@@ -182,8 +182,8 @@ def page(rows: list[dict]) -> str:
     text = (__doc__ or "").replace("      writes results/flips.md", "").strip()
     ended = [row for row in rows if row["resumed"] != "-"]
     same = sum(row["outcome"] == "the same bits" for row in ended)
-    lines = [f"# {text}", "", f"torch {torch.__version__}, 2 ranks on CPUs, a shared machine,"]
-    lines += [f"{time.strftime('%Y-%m-%d')}. Of {len(FLIPS)} flips {len(rows)} were run. The flip"]
+    lines = [f"# {text}", "", f"{machine()}, shared, 2 ranks."]
+    lines += [f"Of {len(FLIPS)} flips {len(rows)} were run. The flip"]
     lines += [f"ended {len(ended)} runs, which were resumed: {same} of them end with the bits of a"]
     hidden = [row for row in rows if row["flip"][0] == ZERO_1 and row["noticed"] == "nothing"]
     changed = sum(row["outcome"] != "the same bits" for row in hidden)
@@ -202,34 +202,29 @@ def page(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read(path: Path) -> list[dict]:
-    """The rows that are kept, of flips that are still on the list."""
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if tuple(row["flip"]) in FLIPS]
-
-
 def main() -> None:
     """Try each flip that is not kept yet and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=Path, required=True, help="the file of the results")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of beginning flips")
     options = parser.parse_args()
-    until = time.monotonic() + 60 * options.minutes
-    there = [tuple(row["flip"]) for row in read(options.keep)]
+    keep = Kept(options.keep, options.minutes)
+    there = [tuple(row["flip"]) for row in keep.rows()]
     clean: dict[str, dict] = {}
     with tempfile.TemporaryDirectory() as name:
-        for layout, *flip in [each for each in FLIPS if each not in there]:
-            if time.monotonic() >= until:
-                break
+
+        def tried(flip: tuple) -> list[dict]:
+            """The row of one flip; the run without a fault is made once for each layout."""
+            layout = flip[0]
             if layout not in clean:
                 clean[layout] = without_fault(Path(name), layout)
-            row = examine(Path(name), layout, tuple(flip), clean[layout])
-            with open(options.keep, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            row = examine(Path(name), layout, flip[1:], clean[layout])
             print(json.dumps(row), flush=True)
-    RESULTS.write_text(page(read(options.keep)))
+            return [row]
+
+        keep.run(tried, [flip for flip in FLIPS if flip not in there])
+    rows = [row for row in keep.rows() if tuple(row["flip"]) in FLIPS]
+    RESULTS.write_text(page(rows))
 
 
 if __name__ == "__main__":

@@ -12,20 +12,18 @@ run in parts: rows that are there are not made again, and with --minutes none is
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from kept import Kept, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fp32_bounds.md"
@@ -49,8 +47,11 @@ def kernels_here() -> tuple[str, ...]:
     return KINDS[: KINDS.index(best) + 1] if best in KINDS else KINDS[:1]
 
 
-def run(kernels: str, file: str) -> dict:
-    """One row: of each test the largest share of a bound, with difference and bound."""
+def run(pair: tuple[str, str]) -> list[dict]:
+    """The row of a kind of kernels and a test file: of each test the largest share of a bound, with
+    difference and bound.
+    """
+    kernels, file = pair
     with tempfile.TemporaryDirectory() as folder:
         differences = Path(folder) / "differences"
         differences.touch()
@@ -74,31 +75,8 @@ def run(kernels: str, file: str) -> dict:
     ended = done.stdout.strip().splitlines()[-1]
     failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
     row = {"kernels": kernels, "file": file, "status": done.returncode, "ended": ended}
-    return row | {"failed": failed, "largest": largest}
-
-
-def run_missing(files: list[str], keep: Path, minutes: float) -> None:
-    """Make the rows that the file lacks, two at a time; begin none after `minutes`."""
-    there = {(row["kernels"], row["file"]) for row in read(keep)}
-    pairs = [(kernels, file) for kernels in kernels_here() for file in files]
-    until = time.monotonic() + 60 * minutes
-    writing = threading.Lock()
-
-    def make(pair: tuple[str, str]) -> None:
-        if time.monotonic() >= until:
-            return
-        row = run(*pair)
-        print(*pair, row["ended"], flush=True)
-        with writing, open(keep, "a") as lines:
-            lines.write(json.dumps(row) + "\n")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(make, [pair for pair in pairs if pair not in there]))
-
-
-def read(keep: Path) -> list[dict]:
-    """The rows that are kept."""
-    return [json.loads(line) for line in keep.read_text().splitlines()] if keep.exists() else []
+    print(kernels, file, ended, flush=True)
+    return [row | {"failed": failed, "largest": largest}]
 
 
 def page(rows: list[dict]) -> str:
@@ -123,8 +101,7 @@ def page(rows: list[dict]) -> str:
         "",
         "    python benchmarks/fp32_bounds.py --keep RESULTS.jsonl",
         "",
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch",
-        f"{torch.__version__}, {time.strftime('%Y-%m-%d')}. Of each test the largest difference",
+        f"{machine()}. Of each test the largest difference",
         "over its bound, with `ATEN_CPU_CAPABILITY` as above the column; bounds of 1e-8 and more.",
         f"Files run: {', '.join(run_files)},",
         f"of {len(test_files())}. Above a third: {', '.join(above) or 'none'}. The bounds of",
@@ -144,8 +121,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="of beginning files")
     parser.add_argument("--files", nargs="*", help="test files, default: all that compare")
     options = parser.parse_args()
-    run_missing(options.files or test_files(), options.keep, options.minutes)
-    RESULTS.write_text(page(read(options.keep)))
+    keep = Kept(options.keep, options.minutes)
+    there = {(row["kernels"], row["file"]) for row in keep.rows()}
+    pairs = itertools.product(kernels_here(), options.files or test_files())
+    keep.run(run, [pair for pair in pairs if pair not in there], at_a_time=2)
+    RESULTS.write_text(page(keep.rows()))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -29,13 +28,12 @@ import sys
 import tempfile
 import time
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
 import psutil
-import torch
+from kept import Kept, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 MENDS = ROOT / "benchmarks" / "data" / "mends"
@@ -218,14 +216,11 @@ def timed(mend: Mend, seconds: float, commit: str) -> Outcome:
     return outcome
 
 
-def read_verdicts(path: Path | None, mends: list[Mend]) -> dict[str, Outcome]:
+def read_verdicts(keep: Kept, mends: list[Mend]) -> dict[str, Outcome]:
     """The last verdict on each mend whose entry has not changed since, by the entry's digest."""
     by_digest = {mend.digest: mend for mend in mends}
     verdicts = {}
-    if path is None or not path.exists():
-        return verdicts
-    for line in path.read_text().splitlines():
-        row = json.loads(line)
+    for row in keep.rows():
         mend = by_digest.get(row.pop("digest"))
         if mend is not None:
             row.pop("defect")
@@ -233,12 +228,10 @@ def read_verdicts(path: Path | None, mends: list[Mend]) -> dict[str, Outcome]:
     return verdicts
 
 
-def keep_verdict(path: Path, outcome: Outcome) -> None:
-    """Add one row to the file of verdicts."""
+def row_of(outcome: Outcome) -> dict:
+    """The row of the file of verdicts."""
     row = {"digest": outcome.mend.digest, "defect": outcome.mend.defect}
-    row |= {key: value for key, value in vars(outcome).items() if key != "mend"}
-    with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
+    return row | {key: value for key, value in vars(outcome).items() if key != "mend"}
 
 
 def still_to_try(mends: list[Mend], verdicts: dict[str, Outcome]) -> list[Mend]:
@@ -287,9 +280,8 @@ def page(outcomes: list[Outcome], seconds: float) -> str:
         "",
         f"    python benchmarks/undo_mends.py --verdicts FILE.jsonl --seconds {seconds:g}",
         "",
-        f"Machine: {platform.processor() or platform.machine()}, {os.cpu_count()} cores, shared;",
-        f"Python {platform.python_version()}, torch {torch.__version__},",
-        f"{time.strftime('%Y-%m-%d')}. The trees were those of {commits}.",
+        f"Machine: {machine()}, shared.",
+        f"The trees were those of {commits}.",
         "",
         f"{len(outcomes)} entries of benchmarks/data/mends: with {shown} mends undone every one",
         f"of their tests failed, {left} defects were left with a reason, {other} are not shown by",
@@ -316,25 +308,21 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     mends = [mend for mend in read_mends(MENDS) if options.only in mend.defect]
-    verdicts = read_verdicts(options.verdicts, mends)
+    keep = Kept(options.verdicts, options.minutes)
+    verdicts = read_verdicts(keep, mends)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
-    until = time.monotonic() + 60 * options.minutes
 
-    def settle(mend: Mend) -> None:
-        """Try one mend, if there is time, and record its verdict."""
-        if time.monotonic() >= until:
-            return
+    def settle(mend: Mend) -> list[dict]:
+        """Try one mend, and record its verdict."""
         outcome = timed(mend, options.seconds, commit)
         verdicts[mend.digest] = outcome
-        if options.verdicts:
-            keep_verdict(options.verdicts, outcome)
         words = [outcome.verdict, *outcome.passed]
         print(f"{mend.defect}: {' '.join(words)} ({outcome.seconds} s)", flush=True)
+        return [row_of(outcome)]
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(settle, still_to_try(mends, verdicts)))
+    keep.run(settle, still_to_try(mends, verdicts), options.jobs)
     outcomes = [verdicts.get(mend.digest, Outcome(mend, NOT_TRIED)) for mend in mends]
     if options.table:
         options.table.write_text(page(outcomes, options.seconds))
