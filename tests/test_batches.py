@@ -112,53 +112,6 @@ def test_a_run_has_the_steps_of_its_schedule():
     assert configure(words + " --steps 2").total_samples == 192
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "sentence"),
-    [
-        (
-            "--rampup-batch-size 192 16 9765625 --global-batch-size 2048 --micro-batch-size 4",
-            8,
-            "micro-batch-size(4) * dp(8) = 32 does not divide batch(208), which begins after "
-            "439 steps (84288 samples)",
-        ),
-        (
-            "--batch-schedule 0:4 1K:6",
-            4,
-            "= 4 does not divide batch(6), which begins after 3 steps",
-        ),
-        (
-            "--batch-schedule 0:4 1K:16 --decrease-batch-size-if-needed",
-            8,
-            "dp(8) = 8 is more than batch(4), which begins after 0 steps (0 samples): rounded "
-            "down, nothing would be left of it",
-        ),
-        ("--rampup-batch-size 8 5 100", 1, "8 by 5 over 100 samples does not reach global-batch-"),
-        ("--rampup-batch-size 8 8 100 --batch-schedule 0:4", 1, "one of --rampup-batch-size and"),
-        ("--rampup-batch-size 8 8", 1, "--rampup-batch-size: expected 3 arguments"),
-        ("--rampup-batch-size 8 8 1.5", 1, "--rampup-batch-size: invalid int value: '1.5'"),
-        ("--batch-schedule 0:4 5x:8", 1, "takes TOKENS:SIZE such as 5B:1024, not '5x:8'"),
-        ("--batch-schedule 0:4 5B", 1, "takes TOKENS:SIZE such as 5B:1024, not '5B'"),
-        ("--batch-schedule 1K:4", 1, "1K:4: the first size is for 0 tokens, as in 0:192"),
-        ("--batch-schedule 0:4 2K:8 1K:16", 1, "1000 tokens do not come after 2000"),
-        (
-            "--batch-schedule 0:4 1K:8 --global-batch-size 16",
-            1,
-            "global-batch-size(16) is not the last of --batch-schedule 0:4 1K:8: leave it out",
-        ),
-        (
-            "--rampup-batch-size 8 8 64 --global-batch-size 24 --train-samples 7",
-            1,
-            "train-samples(7) is less than one first batch(8)",
-        ),
-    ],
-)
-def test_a_mistake_gets_its_sentence(words, ranks, sentence):
-    length = "" if "--train-samples" in words else " --steps 5"
-    with pytest.raises(UserError) as caught:
-        configure(words + length, ranks)
-    assert sentence in str(caught.value)
-
-
 def test_toml_takes_the_same(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("rampup-batch-size = [8, 8, 64]\nglobal-batch-size = 24\nsteps = 9\n")

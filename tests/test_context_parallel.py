@@ -27,9 +27,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attention
 from attention import _attend, own_places, recomputed
-from config import validation
-from config.command_line import parse
-from config.messages import UserError
 from corpora.attention_masks import alibi_slopes, causal_alibi, visible
 from distributed.collectives import Group
 from distributed.context_parallel import (
@@ -337,32 +334,6 @@ def test_chunks_are_balanced():
         assert sorted(torch.cat(shares).tolist()) == list(range(48))
         assert len({(share + 1).sum().item() for share in shares}) == 1
         assert all((share.diff() > 0).all() for share in shares)
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks", "message"),
-    [
-        ("--cp 2", 3, "tp(1) * pp(1) * cp(2) * dp(?) does not divide 3 ranks"),
-        ("--cp 2 --dp 2", 8, "tp(1) * pp(1) * cp(2) * dp(2) = 4 is not 8 ranks"),
-        ("--cp 4 --seq-length 20", 4, "2 * cp(4) does not divide seq-length(20)"),
-        (
-            "--cp 2 --tp 4 --sequence-parallel --seq-length 20 --heads 4",
-            8,
-            "--sequence-parallel: cp(2) * tp(4) does not divide seq-length(20)",
-        ),
-        (
-            "--cp 4 --curriculum 8:16:4:4",
-            4,
-            "--curriculum 8:16:4:4: 2 * cp(4) must divide every length, but not MULTIPLE(4)",
-        ),
-        ("--cp 0", 1, "--cp must be at least 1, not 0"),
-    ],
-)
-def test_mistakes(words, ranks, message):
-    shape = "--layers 1 --hidden 16 --heads 4 --seq-length 16 --vocab-size 32 --steps 1 "
-    with pytest.raises(UserError) as error:
-        validation.check(parse((shape + words).split()), ranks)
-    assert message in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------------

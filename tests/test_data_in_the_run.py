@@ -341,41 +341,6 @@ def test_words_of_evaluation_sets():
     assert parse_data_schedule(("10:0.5,1", "20:0,1")) == [(10, [0.5, 1.0]), (20, [0.0, 1.0])]
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--eval-data x", "NAME=PREFIX or NAME=PREFIX:SAMPLES such as .*, not 'x'"),
-        ("--eval-data =x", "not '=x'"),
-        ("--eval-data a=", "not 'a='"),
-        ("--eval-data a=x:0", "not 'a=x:0'"),
-        ("--eval-data a/b=x", "not 'a/b=x'"),
-        ("--eval-data a=x a=y", "--eval-data a=y: another set is called a"),
-        ("--eval-data test=x", "a split of --data is called test"),
-        ("--data x --data-schedule 10:1,2", "--data-schedule needs --order stable, not megatron"),
-        (
-            "--data x --order stable --data-schedule 1,2",
-            "from a sample after the first on.*, not '1,2'",
-        ),
-        ("--data x --order stable --data-schedule 0:1", "not '0:1'"),
-        ("--data x --order stable --data-schedule 5:0,0", "not '5:0,0'"),
-        ("--data x --order stable --data-schedule 5:1,-1", "not '5:1,-1'"),
-        ("--data x --order stable --data-schedule 5:1,x", "not '5:1,x'"),
-        ("--data x --order stable --data-schedule 5:nan", "not '5:nan'"),
-        ("--data x --order stable --data-schedule 5:1 5:2", "5 samples do not come after 5"),
-        ("--curriculum 8:16", "takes START:END:STEPS or .*, not '8:16'"),
-        ("--curriculum 8:16:0", "not '8:16:0'"),
-        ("--curriculum 8:16:1e3", "not '8:16:1e3'"),
-        ("--curriculum 6:16:9", r"MULTIPLE\(8\) does not divide 6 and 16"),
-        ("--curriculum 16:16:9", r"START\(16\) is not below its END"),
-        ("--curriculum 8:32:9", "ends at 32 tokens, but seq-length is 16"),
-        ("--curriculum 8:16:9 --batch-schedule 0:4", r"--batch-schedule counts .*length\(16\)"),
-    ],
-)
-def test_mistakes(words, sentence):
-    with pytest.raises(UserError, match=sentence):
-        configure(f"--steps 3 {words}")
-
-
 def test_sequence_parallelism_must_divide_every_length():
     words = "--layers 1 --hidden 8 --heads 2 --seq-length 18 --steps 1 --tp 2 --sequence-parallel "
     config = parse((words + "--curriculum 9:18:4:9").split())

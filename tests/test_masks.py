@@ -415,25 +415,6 @@ def test_masks_and_objectives_do_not_depend_on_the_layout(tmp_path):
 # ---- Mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"reset_attention": True}, "--reset-attention needs --eod-token"),
-        ({"mask_eod_loss": True}, "--mask-eod-loss needs --eod-token"),
-        ({"eod_token": 61}, r"eod-token: 61 is not below vocab-size\(61\)"),
-        ({"objective": "fim", "eod_token": 1}, "--fim-tokens PREFIX MIDDLE SUFFIX need each other"),
-        ({"fim_tokens": [1, 2, 3]}, "--objective fim and --fim-tokens"),
-        ({"objective": "fim", "eod_token": 1, "fim_tokens": [1, 2, 70]}, "fim-tokens: 70 is not"),
-        ({"reset_positions": True, "eod_token": 1, "positions": "alibi"}, "alibi knows distances"),
-        ({"answers_only": True, "objective": "prefix"}, "--answers-only needs --objective causal"),
-        ({"answers_only": True}, "--answers-only needs the files of --data"),
-    ],
-)
-def test_what_does_not_go_together(given, message):
-    with pytest.raises(UserError, match=message):
-        validation.check(options(given), 1)
-
-
 def test_answers_of_another_corpus_are_refused(tmp_path):
     write_chats(tmp_path)
     about = {"data": [f"{tmp_path}/chats"], "answers_only": True, "cache": "none"}

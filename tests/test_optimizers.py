@@ -305,23 +305,6 @@ def test_whole_matrices_are_distributed_evenly():
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks", "sentence"),
-    [
-        ({"zero": 3, "pp": 2}, 2, r"--zero 3 .* needs pp\(1\), not pp\(2\)"),
-        ({"optimizer": "muon", "tp": 2}, 2, r"muon needs whole matrices, but tp\(2\) cuts them"),
-        ({"optimizer": "adafactor", "zero": 2}, 1, "use --zero 0 or 1, not 2"),
-        ({"grad_dtype": "bf16"}, 1, "--grad-dtype bf16 needs --precision bf16, not fp32"),
-        ({"recompute_layers": 2}, 1, "--recompute-layers 2 needs --recompute"),
-        ({"overlap_param_gather": True, "zero": 0}, 1, "needs --zero 1 or 2, not 0"),
-        ({"optimizer": "adamw8bit", "precision": "fp64"}, 1, "cannot train in fp64"),
-    ],
-)
-def test_impossible_options_are_one_sentence(options, ranks, sentence):
-    with pytest.raises(configuration.UserError, match=sentence):
-        validation.check(golden_worker.options(options), ranks)
-
-
 def test_the_gradient_of_one_step_is_the_same_in_every_stage_of_zero():
     """On one rank nothing is sharded; the step must not depend on the flag."""
     norms = []

@@ -21,7 +21,6 @@ from test_golden import (
 )
 
 from config import validation
-from config.messages import UserError
 from config.schema import Layout, ModelShape
 from schedules import orders, schedule
 from schedules.choice import decide, decide_layout
@@ -113,22 +112,3 @@ def test_what_is_chosen_equals_the_single_rank_run(tmp_path):
 
 
 # ---- Mistakes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ({"schedule_costs": "measured"}, "--schedule-costs measured needs --schedule auto"),
-        ({"schedule_costs": "1,2,3,4,5,6", "schedule": "zb-h1"}, "--schedule auto, not zb-h1"),
-        ({"vocab_pp": True, "schedule": "auto"}, "takes --schedule 1f1b or gpipe, not auto"),
-        ({"recompute_blocks": "1,1,1,1", "schedule": "auto", **FULL}, "auto chooses them: give"),
-        ({"recompute_blocks": "1,1"}, "--recompute-blocks 1,1 needs --recompute selective or full"),
-        ({"recompute_blocks": "1,1", **FULL}, "1,1 has 2 stages, but the layout has 4"),
-        ({"recompute_blocks": "1,x", **FULL}, "a list like 3,2,1,0, not '1,x'"),
-        ({"recompute_blocks": "1", **FULL, "recompute_layers": 2}, "give --recompute-layers(2) or"),
-    ],
-)
-def test_options_that_do_not_go_together_are_a_sentence(case, message):
-    with pytest.raises(UserError) as caught:
-        validation.check(options({"pp": 2, "layers": 4} | case), 4)
-    assert message in str(caught.value)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import assert_close, assert_within
-from golden_worker import options
 from handmade_schedules import check_starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +26,6 @@ from test_golden import (
     run_cases,
 )
 
-from config import validation
-from config.messages import UserError
 from config.model_names import preset
 from config.schema import Layout, ModelShape, Training
 from distributed.mesh import Mesh
@@ -243,20 +240,6 @@ def test_the_planner_says_when_it_pays():
                 assert max(held) < 1.1 * min(held)
     assert seconds["1b3", True] < 0.7 * seconds["1b3", False]
     assert seconds["bloom", True] > seconds["bloom", False]
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ({"pp": 1}, "--vocab-pp spreads the vocabulary over pipeline ranks: pp is 1"),
-        ({"pp": 2, "schedule": "zb-h1"}, "takes --schedule 1f1b or gpipe, not zb-h1"),
-        ({"pp": 2, "objective": "prefix"}, "neither masks of attention nor reset positions"),
-        ({"pp": 2, "optimizer": "adafactor"}, "whole matrices, but --vocab-pp cuts"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(case, message):
-    with pytest.raises(UserError, match=message):
-        validation.check(options({"vocab_pp": True} | case), 4)
 
 
 # ------------------------------------------------------------------------------------------------
