@@ -5,7 +5,6 @@
     python tune.py --config run.toml --gpu cpu --calibration runs/allreduce/calibration.toml \\
         --gpus 8 --launch "mpirun -n {ranks}" --budget 12 --try zero=0,1
     python tune.py ... --sweep micro-batch            one axis, every value
-    python tune.py ... --max-params | --min-gpus      by bisection with real runs
 
 Flags that describe model, layout and training are those of train.py; a layout option that a flag
 or the --config file gives is held fixed. Every trial is stored at once in --out/trials.jsonl: stop
@@ -83,9 +82,6 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_mutually_exclusive_group().add_argument
     add("--all", action="store_true", help="measure every layout, whatever its prediction")
     add("--sweep", choices=SWEEPS, metavar="|".join(SWEEPS), help="one option, every value")
-    add("--max-params", action="store_true", help="find the largest model that trains here")
-    add("--min-gpus", action="store_true", help="find the fewest GPUs that train the model")
-    add("--min-ranks", action="store_true", dest="min_gpus", help=argparse.SUPPRESS)
     return found
 
 

@@ -359,7 +359,7 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --try hidden=32,64 | --try takes AXIS=V,V with AXIS one of tp, pp, cp, micro-batch-size
 --try sequence-parallel=yes | --try sequence-parallel=yes: --sequence-parallel takes true or false
 --sweep width | --sweep: invalid choice: 'width'
---sweep zero --max-params | --max-params: not allowed with argument --sweep
+--sweep zero --all | --all: not allowed with argument --sweep
 --sweep heads --try heads=four | --try heads=four: --heads takes a whole number, not 'four'
 --budget=-1 | --budget is a number of trials or minutes above 0, as 12 or 90m, not '-1'
 --budget soon | --budget is a number of trials or minutes above 0, as 12 or 90m, not 'soon'
@@ -378,10 +378,10 @@ constants --gpu cpu | unknown argument '--gpu': see plan.py constants --help
 --out binary-trials | cannot read the trials in binary-trials/trials.jsonl
 --models 1b3 176x | no preset is called '176x'
 --models 1b3 --model gpt2-124m | give --model or --models, not both
---models 1b3 --min-gpus | --models is of a search: leave it out, or --min-gpus
+--models 1b3 --sweep zero | --models is of a search: leave it out, or --sweep
 --gain 5 --all | --gain is of a search: leave it out, or --all
 --reference-every 3 --sweep zero | --reference-every is of a search: leave it out, or --sweep
---risk 0.2 --max-params | --risk is of a search: leave it out, or --max-params
+--risk 0.2 --sweep zero | --risk is of a search: leave it out, or --sweep
 --calibration binary.toml | binary.toml is not TOML: line 1 is not UTF-8
 --gpus 7 --out new | no layout can run on 7 ranks: see the reasons above
 --gpu h1000 | no machine is called 'h1000'

@@ -33,11 +33,6 @@ def test_the_number_of_gpus_has_one_name_and_two_accepted_spellings(flag, capsys
         assert "--world" not in help_text
 
 
-@pytest.mark.parametrize("flag", ["--min-gpus", "--min-ranks"])
-def test_the_fewest_gpus_are_found_by_either_name(flag):
-    assert tune.parser().parse_known_args([flag])[0].min_gpus
-
-
 @pytest.mark.parametrize(
     ("name", "taken", "note"),
     [

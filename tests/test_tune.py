@@ -328,37 +328,6 @@ def test_a_sweep_by_runs(tmp_path):
     assert "does not divide hidden(66)" in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.parametrize("more", ["", "--heads 8 --kv-heads 4", "--ffn-hidden 88"])
-def test_a_larger_model_has_heads_that_a_given_tp_divides(more):
-    config = command_line.parse([*SHAPE.split(), *more.split(), "--tp", "4"])
-    assert sweeps.scaled(config, 0) == config
-    for step in range(1, 9):
-        larger = sweeps.scaled(config, step)
-        found = sweeps.least_memory(larger, hardware.load("cpu"), 4, {"tp": [4]})
-        assert found.config.layout.tp == 4
-        assert larger.model.heads % larger.model.kv_heads == 0
-        assert larger.model.head_size == config.model.head_size
-
-
-def test_the_largest_model_and_the_fewest_ranks(tmp_path):
-    limit = {"FAKE_PARAMETERS": str(4 * 64**2 * 5)}
-    done, stored = tuned(tmp_path / "a", "--max-params", ranks_=2, **limit)
-    assert done.status == 0, done.err
-    sizes = {(t["config"]["model"]["layers"], t["status"]) for t in stored}
-    assert {s for _, s in sizes} == {"ok", "oom"}
-    assert max(n for n, s in sizes if s == "ok") < min(n for n, s in sizes if s == "oom")
-    assert "trained; " in done.out
-    done, few = tuned(tmp_path / "c", "--max-params", "--budget", "2", ranks_=2, **limit)
-    assert done.status == 0, done.err
-    assert "the budget of 2 is spent" in done.out
-    assert len(few) == 2 < len(stored)
-    limit = {"FAKE_PARAMETERS": str(4 * 64**2 // 3)}
-    done, stored = tuned(tmp_path / "b", "--min-gpus", ranks_=8, **limit)
-    assert done.status == 0, done.err
-    assert "on 4 ranks" in done.out
-    assert len(stored) <= 3
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

@@ -1,15 +1,11 @@
-"""The budget of a search, and its progress: a live table on a terminal, else one line per trial."""
+"""The budget of a search, and its progress: a line for each trial."""
 
 import math
 import statistics
-import sys
 import time
-from typing import Any
 
 from config.messages import UserError
 from tuner.trials import Trial
-
-TABLE_ROWS = 15  # the newest trials, in the live table
 
 
 class BudgetSpent(Exception):
@@ -63,75 +59,31 @@ class Budget:
         return f"{self.elapsed() / 60:.0f} minutes so far"
 
 
-class ProgressView:
-    """Shows trials while they run; a context manager, which restores the terminal at its end."""
+class Progress:
+    """Prints the outcome of each trial, beside the fastest one of this session."""
 
-    def __init__(self, ranks: int, budget: Budget):
-        """For a search on that many ranks."""
-        self.ranks, self.budget = ranks, budget
+    def __init__(self, budget: Budget):
+        self.budget = budget
         self.finished: list[Trial] = []
-        self.best: Trial | None = None  # the fastest of this session
-        self.running, self.since = "", 0.0  # `running LABEL` or `rehearsing LABEL`, its start
-        self.live: Any = None  # a rich.live.Live on a terminal
-
-    def __enter__(self) -> "ProgressView":
-        if sys.stdout.isatty():
-            from rich.live import Live
-
-            self.live = Live(get_renderable=self._table, refresh_per_second=2, transient=True)
-            self.live.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if self.live:
-            self.live.stop()
-
-    def print(self, line: str) -> None:
-        """Print a line above the live table, or to standard output if there is none."""
-        if self.live:
-            self.live.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(line, flush=True)
-
-    def rehearsing(self, label: str) -> None:
-        """Say that a rehearsal begins: it may take a minute."""
-        self.running, self.since = f"rehearsing {label}", time.monotonic()
-        if not self.live:
-            self.print(f"rehearsing {label} on fake GPUs")
+        self.best: Trial | None = None
 
     def trial_finished(self, trial: Trial) -> None:
-        """Print a trial's outcome."""
+        """Print a trial's outcome in one line."""
         self.finished.append(trial)
-        self.running = ""
-        count, ran = len(self.finished), sum(bool(t.command) for t in self.finished)
-        text, best = f"{trial.status}: {trial.reason}", ""
+        text = f"{trial.status}: {trial.reason}"
         if trial.status == "ok":
-            if self.best is None or trial.median < self.best.median:
-                self.best, best = trial, " best so far"
+            is_best = self.best is None or trial.median < self.best.median
+            if is_best:
+                self.best = trial
+            ran = sum(bool(each.command) for each in self.finished)
             text = (
                 f"{trial.median:9.3f} s ({trial.spread:4.0%} spread), "
-                f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB{best}; "
-                f"{self.budget.left(ran)}"
+                f"predicted {trial.predicted:8.3f}, {max(trial.peak_memory) / 1e9:.2f} GB"
             )
-        self.print(f"trial {count:3} {trial.label:36} {text}")
+            text += " best so far" * is_best + f"; {self.budget.left(ran)}"
+        say(f"trial {len(self.finished):3} {trial.label:36} {text}")
 
-    def _table(self) -> Any:
-        from rich.table import Table
 
-        best, count = self.best, len(self.finished)
-        captions = [f"best {best.label}: {best.median:.3f} s"] if best else []
-        if self.running:
-            captions.append(f"{self.running} for {time.monotonic() - self.since:.0f} s")
-        title = f"{count} trials on {self.ranks} ranks, {self.budget.left(count)}"
-        table = Table(title=title, caption="; ".join(captions))
-        for name in ("layout", "s/iteration", "spread", "predicted", "ratio", "GB", "TFLOPs"):
-            table.add_column(name, justify="left" if name == "layout" else "right")
-        for trial in self.finished[-TABLE_ROWS:]:
-            cells, style = [trial.status], "red"
-            if trial.status == "ok":
-                style = "bold green" if trial is best else ""
-                cells = [f"{trial.median:.3f}", f"{trial.spread:.0%}", f"{trial.predicted:.3f}"]
-                cells += [f"x {trial.median / trial.predicted:.2f}"]
-                cells += [f"{max(trial.peak_memory) / 1e9:.2f}", f"{trial.tflops_model:.3g}"]
-            table.add_row(trial.label, *cells, style=style)
-        return table
+def say(line: str) -> None:
+    """Print a line at once, also into a pipe."""
+    print(line, flush=True)

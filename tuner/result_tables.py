@@ -215,18 +215,6 @@ def rejection_line(entry: Rejected) -> str:
     return f"{' '.join(place)}: {entry.reason}"
 
 
-def bound_sentence(best: Candidate | None, failed: Candidate | None) -> str:
-    """What a bisection ended with: the last run that trained, and the next one, which did not."""
-
-    def run(candidate: Candidate) -> str:
-        size = format_size(parameters(candidate.config.model))
-        return f"{size} on {candidate.ranks} ranks ({candidate.label})"
-
-    if best is None:
-        return f"nothing trained, not even {run(failed)}" if failed else "no layout is possible"
-    return f"{run(best)} trained" + (f"; {run(failed)} did not" if failed else "")
-
-
 # ---- results.csv ---------------------------------------------------------------------------------
 
 

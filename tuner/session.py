@@ -3,7 +3,7 @@
     Session(options, ["--model", "gpt2-124m", ...]).run()      # options: the flags of tune.py
 
 A search among layouts stops when it is decided (search.py) or when the budget is spent; a sweep
-measures every value; a bound is found by bisection. Trials that are stored already are not run
+measures every value. Trials that are stored already are not run
 again.
 """
 
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from config.validation import check_folder
 from planner import hardware, risk
 from planner.layouts import Rejected
 from tuner import result_tables, search_space, sweeps, trials
-from tuner.progress import Budget, BudgetSpent, ProgressView
+from tuner.progress import Budget, BudgetSpent, Progress, say
 from tuner.rehearsals import Outcome, Rehearser
 from tuner.result_tables import SearchResult
 from tuner.search import MAX_CHANCE, Search, point
@@ -68,13 +67,13 @@ def raise_on_signals() -> None:
 
 def _settle(options: argparse.Namespace) -> None:
     """Fill in the defaults of OF_SEARCH; UserError for one that what is asked does not read."""
-    asked = [each for each in ("all", "sweep", "max_params", "min_gpus") if getattr(options, each)]
+    asked = [each for each in ("all", "sweep") if getattr(options, each)]
     for name, usual in OF_SEARCH.items():
         if getattr(options, name) is None:
             setattr(options, name, usual)
-        elif asked and (asked != ["all"] or name == "gain"):
-            flags = [f"--{each.replace('_', '-')}" for each in (name, *asked)]
-            raise UserError(f"{flags[0]} is of a search: leave it out, or {flags[1]}")
+        elif asked == ["sweep"] or (asked and name == "gain"):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is of a search: leave it out, or --{asked[0]}")
 
 
 class Session:
@@ -124,7 +123,7 @@ class Session:
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
         self.subject, self.ending = "the fastest layout", "every layout has been measured"
-        self.view = ProgressView(options.gpus, self.budget)
+        self.progress = Progress(self.budget)
 
     def _request(self, model: str = "") -> command_line.Request:
         """The run asked for, of one of --models, with its own folder if none is given, and with the
@@ -143,8 +142,7 @@ class Session:
         """Measure what is asked, then write the report, also if StoppedBySignal is raised."""
         stopped: StoppedBySignal | None = None
         try:
-            with self.view:
-                self._measure()
+            self._measure()
         except BudgetSpent:
             self.ending = self.budget.ending
         except StoppedBySignal as error:
@@ -194,11 +192,6 @@ class Session:
             self.subject = f"sweep of {options.sweep}"
             runs, self.rejected = sweeps.sweep(options.sweep, *space, values)
             self._measure_all(runs, "sweep")
-        elif options.max_params or options.min_gpus:
-            self.subject, find = "fewest ranks", sweeps.fewest_ranks
-            if options.max_params:
-                self.subject, find = "the largest model", sweeps.largest_model
-            self.ending = result_tables.bound_sentence(*find(*space, self._attempt))
         else:
             named = [self._request(name).config for name in options.models]
             for config in named or [self.config]:
@@ -213,16 +206,16 @@ class Session:
     def _search(self, config: Config) -> None:
         """Measure the layouts of one model until the fastest is known, or the budget is spent."""
         ranks = self.options.gpus
-        self.view.print(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
+        say(f"predicting every layout of {config.model.layers} blocks on {ranks} ranks")
         about = config, self.machine, ranks, self.held, self.options.risk
         most = math.inf if self.options.all else PREDICTED
         found, rejected, slower = search_space.candidates(*about, most)
         self.rejected += rejected
         for entry in rejected:
-            self.view.print("rejected " + result_tables.rejection_line(entry))
-        self.view.print(f"{len(found)} layouts can run, {len(rejected)} cannot")
+            say("rejected " + result_tables.rejection_line(entry))
+        say(f"{len(found)} layouts can run, {len(rejected)} cannot")
         if slower:
-            self.view.print(f"{slower} more are likely slower than most of these: not predicted")
+            say(f"{slower} more are likely slower than most of these: not predicted")
         if not found:
             return
         if self.options.all:
@@ -284,34 +277,26 @@ class Session:
             if ran and every and number % every == 0:
                 self._trial(ran[0], "reference")
 
-    def _attempt(self, candidate: Candidate) -> bool:
-        """Whether a candidate of a bisection trains: as stored, or tried if the budget allows."""
-        known = self.store.of(candidate.key)
-        trial = known[-1] if known else self._trial(candidate)
-        self.wanted[candidate.key] = candidate
-        return trial.status == "ok"
-
     def _trial(self, candidate: Candidate, tag: str = "") -> Trial:
         """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
         if that rejects it. BudgetSpent if the budget has no room for it, or ends before it does.
         """
         number, rehearsed = len(self.store.trials), Outcome()
         if self.rehearser and not self.store.of(candidate.key):
-            self.view.rehearsing(candidate.label)
+            say(f"rehearsing {candidate.label} on fake GPUs")
             rehearsed = self.rehearser.rehearse(candidate, self._runner(), number)
-            self.view.print(f"rehearsed {candidate.label} in {rehearsed.text}")
+            say(f"rehearsed {candidate.label} in {rehearsed.text}")
         if rehearsed.finding:
             trial = trials.rejected(candidate, rehearsed.finding, rehearsed.seconds, tag)
         else:
             runner = self._runner()
-            self.view.running, self.view.since = f"running {candidate.label}", time.monotonic()
             trial = trials.run(candidate, runner, number, tag)
             if trial.status == "hang" and runner != self.runner:
-                self.view.print(f"{candidate.label}: stopped, the budget is spent; not stored")
+                say(f"{candidate.label}: stopped, the budget is spent; not stored")
                 raise BudgetSpent
             trial = dataclasses.replace(trial, rehearsal=rehearsed.seconds)
         self.store.add(trial)
-        self.view.trial_finished(trial)
+        self.progress.trial_finished(trial)
         return trial
 
     def _runner(self) -> Runner:
