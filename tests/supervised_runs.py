@@ -1,4 +1,4 @@
-"""Supervised runs with planned faults, for tests and benchmarks/supervise_faults.py."""
+"""Supervised runs with planned faults, for tests."""
 
 import contextlib
 import json
