@@ -209,7 +209,7 @@ def makespan(
     """
     schedule = long_schedule(name, len(passes) // virtual, count, virtual, costs)
     seconds = action_seconds(passes, weights)
-    return (schedule.nearly if nearly else schedule.makespan)(seconds, transfer)
+    return schedule.makespan(seconds, transfer, nearly)
 
 
 def action_seconds(

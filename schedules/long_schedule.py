@@ -14,32 +14,27 @@ from functools import lru_cache, partial
 from schedules.costs import StageCosts
 from schedules.orders import SEARCHED, unchecked
 from schedules.schedule import Schedule
-from schedules.simulation import Seconds
-from schedules.simulation import makespan as end_of
+from schedules.simulation import Seconds, ends, makespan
 
-SIMULATED = 3_000  # forwards up to which all of a schedule is simulated
-ROUNDS = 3  # micro-batches for each rank, after which every schedule repeats itself
-# By how much of the whole two rounds may differ and count as alike: those of a named schedule but
-# for rounding. Those of --vocab-pp are alike only nearly: on 109 layouts the end was 0.6 % off.
+QUICK = 3_000  # forwards up to which an order whose rounds are not alike is always built in whole
+ROUNDS = 5  # micro-batches for each rank, after which every schedule has repeated itself
+# By how much of the whole the rounds may differ and count as alike: no more than by rounding.
 ALIKE = 1e-11
-NEARLY_ALIKE = 1.0
 
 
 @dataclass(frozen=True)
 class LongSchedule:
     """A schedule that is built as far as it is needed.
 
-    whole: builds all of it. shorter: three orders of fewer micro-batches, each with one round more
-    than the one before; two, if their rounds are not compared; or none. rounds: how many more
-    rounds there are than in the last of them. alike: by how much of the whole two rounds may
-    differ. in_whole: all of it is simulated, since its rounds need not be alike, or since that is
-    quick.
+    whole: builds all of it. shorter: an order of ROUNDS micro-batches for each rank, whose rounds
+    may be found to be alike; two, of which the second has one round more, if a further round is
+    what they differ by; or none. rounds: how many more rounds there are than in the last of them.
+    in_whole: what two orders differ by is not exact enough.
     """
 
     whole: Callable[[], Schedule]
     shorter: tuple[Schedule, ...] = ()
     rounds: float = 0.0
-    alike: float = ALIKE
     in_whole: bool = False
 
     @property
@@ -51,29 +46,43 @@ class LongSchedule:
         """As `Schedule.most_held`."""
         if self.in_whole or not self.shorter:
             return self.whole().most_held(sizes)
-        before, last = (order.most_held(sizes) for order in self.shorter[-2:])
+        before, last = self.shorter[0].most_held(sizes), self.shorter[-1].most_held(sizes)
         pairs = zip(before, last, strict=True)
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
-    def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """The end of the last action of `simulate`. A schedule that is not simulated in whole may
-        be some per mille off, if its later rounds differ although two were alike.
+    def makespan(self, seconds: Seconds, transfer: float = 0.0, nearly: bool = False) -> float:
+        """The end of the last action of `simulate`. nearly: it may be a few per cent off, where
+        rounds are not alike (zb-v, interleaved groups of unequal size).
         """
-        if self.in_whole or not self.shorter:
-            return end_of(self.whole(), seconds, transfer)
-        first, second, last = (end_of(order, seconds, transfer) for order in self.shorter)
-        if abs((last - second) - (second - first)) > self.alike * last:
-            return end_of(self.whole(), seconds, transfer)
-        return last + self.rounds * (last - second)
+        further = None
+        if self.shorter and (nearly or not self.in_whole):
+            last = ends(self.shorter[-1], seconds, transfer)
+            if len(self.shorter) == 1:
+                further = seconds_of_round(self.shorter[0], last)
+            else:
+                further = max(last) - makespan(self.shorter[0], seconds, transfer)
+        if further is None:
+            return makespan(self.whole(), seconds, transfer)
+        return max(last) + self.rounds * further
 
-    def nearly(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """As `makespan`, if all further rounds take as long as the last one: for zb-v and for
-        interleaved groups of unequal size a few per cent off.
-        """
-        if not self.shorter:
-            return end_of(self.whole(), seconds, transfer)
-        second, last = (end_of(order, seconds, transfer) for order in self.shorter[-2:])
-        return last + self.rounds * (last - second)
+
+def seconds_of_round(order: Schedule, ended: list[float]) -> float | None:
+    """By how much every action of a round ends later than that of the round before it, if that is
+    the same for all of them; then it is the same in all further rounds. ended: of each number.
+
+    Compared are the fourth and the third round of forwards, and of other passes the third and the
+    second, which are done at that time.
+    """
+    size = len(order.ranks) * order.stages  # numbers of one kind in a round
+    of_kind = len(ended) // len(order.kinds)
+    later: list[float] = []
+    for place, kind in enumerate(order.kinds):
+        begin = place * of_kind + (3 if kind == "F" else 2) * size
+        pairs = zip(ended[begin : begin + size], ended[begin - size : begin], strict=True)
+        later += [end - before for end, before in pairs]
+    if max(later) - min(later) > ALIKE * max(ended):
+        return None
+    return later[0]
 
 
 @lru_cache(maxsize=1024)
@@ -87,18 +96,17 @@ def long_schedule(
 ) -> LongSchedule:
     """What `orders.build` makes of the same arguments; it is not checked.
 
-    ROUNDS micro-batches for each rank, and one and two more, show what a further one takes. The
-    rounds of searched orders, of zb-v and of interleaved groups of unequal size are not alike.
+    The rounds of searched orders, of zb-v and of interleaved groups of unequal size are not alike.
+    Those of --vocab-pp are nearly: on 109 layouts the end was 0.6 % off.
     """
     whole = partial(unchecked, name, ranks, micro_batches, virtual, costs, vocabulary)
     rounds, rest = divmod(micro_batches, ranks)
-    if name in SEARCHED or rounds <= ROUNDS + 2:
+    uneven = name in ("gpipe", "zb-v") or (name == "interleaved" and rest > 0)
+    uneven &= not vocabulary
+    is_quick = uneven and micro_batches * ranks * virtual <= QUICK
+    if name in SEARCHED or rounds <= ROUNDS or is_quick:
         return LongSchedule(whole)
-    uneven = name == "zb-v" or (name == "interleaved" and rest > 0)
-    quick = micro_batches * ranks * virtual <= SIMULATED and not vocabulary
     few = ROUNDS * ranks + (0 if uneven else rest)
-    counts = [few + more * ranks for more in range(uneven, 3)]
+    counts = [few - ranks, few] if uneven or vocabulary else [few]
     shorter = [unchecked(name, ranks, count, virtual, None, vocabulary) for count in counts]
-    left = (micro_batches - counts[-1]) / ranks
-    alike = NEARLY_ALIKE if vocabulary else ALIKE
-    return LongSchedule(whole, tuple(shorter), left, alike, uneven or quick)
+    return LongSchedule(whole, tuple(shorter), (micro_batches - few) / ranks, uneven)

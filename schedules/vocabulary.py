@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any
 
 from schedules.schedule import Action, Schedule
-from schedules.simulation import simulate
+from schedules.simulation import ends
 
 MANY = 5  # ranks; with fewer, one micro-batch ahead keeps them as busy as two do
 # When the passes are done, in units of a forward: E before the first stage's forward begins; S
@@ -54,9 +54,12 @@ def with_vocabulary(longer: Schedule, ranks: int, backward: int) -> Schedule:
     def put(rank: int, time: float, action: Action) -> None:
         timed[rank].append((time, PLACES.index(action.kind), action))
 
+    ended = ends(longer, seconds)
     loss = 0.0  # when T of the micro-batch before is done
-    for rank, row in enumerate(simulate(longer, seconds)[:ranks]):
-        for action, start, end in row:
+    for rank, row in enumerate(longer.ranks[:ranks]):
+        for number, action in zip(longer.numbered.ranks[rank], row, strict=True):
+            end = ended[number]
+            start = end - seconds[action.kind, rank]
             put(rank, start, action)
             times = {}
             if action.kind == "F" and rank == 0:
