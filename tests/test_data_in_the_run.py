@@ -299,19 +299,6 @@ def test_each_phase_has_its_shares_and_no_part_repeats_a_sample(weights, spans, 
         assert all(count == 0 for count, share in zip(counts, own) if share == 0)
 
 
-def test_a_change_to_come_leaves_what_was_read(corpora):
-    """A run of 10 steps, and one of 40 whose weights change at its 80th sample."""
-    plain = words_of(corpora, data_schedule=None)
-    before = data.build(configure(f"--steps 10 {plain}")).train
-    after = data.build(configure(f"--steps 40 {plain} --data-schedule 80:1,9")).train
-    assert [before.spans(k) for k in range(80)] == [after.spans(k) for k in range(80)]
-    counts = after.count_by_corpus(80, 320)
-    assert counts[str(corpora / "b")] == pytest.approx(216, abs=2)
-    for part in after.parts:  # within an epoch no sample comes twice
-        epoch = (part.dataset.tokens - 1) // 16
-        assert sorted(part.shuffle_index[:epoch].tolist()) == list(range(epoch))
-
-
 # ------------------------------------------------------------------------------------------------
 # Words and mistakes
 # ------------------------------------------------------------------------------------------------

@@ -133,29 +133,6 @@ def test_configs_that_are_not_ours_are_refused(changes, message, tmp_path):
     assert not (tmp_path / "in").exists()
 
 
-def test_show_and_verify(tmp_path, capsys):
-    folder, state = save(tmp_path, MODELS["llama"])
-    command("show", tmp_path)
-    shown = capsys.readouterr().out
-    assert "step 1, complete by size: 2 files" in shown
-    assert "blocks.2.mlp.up.weight" in shown
-    assert "2 x 80 x 48" in shown
-    count = sum(math.prod(p.spec.shape) for p in state.stages.parameters())
-    assert f"of {count:,} elements, each with: weights float32" in shown
-    command("verify", folder)
-    data = bytearray((folder / "rank_00000.h5").read_bytes())
-    data[-1] ^= 1
-    (folder / "rank_00000.h5").write_bytes(data)
-    command("show", folder)
-    with pytest.raises(UserError, match=r"rank_00000.h5 is damaged"):
-        command("verify", folder)
-    with pytest.raises(UserError, match=r"rank_00000.h5 is damaged"):
-        command("export", "--to", "hf", folder, tmp_path / "hf")
-    (folder / "rank_00000.h5").unlink()
-    with pytest.raises(UserError, match="No such file or directory"):
-        command("show", folder)
-
-
 def test_a_mistake_on_the_command_line_is_one_sentence(tmp_path):
     for arguments in (["show", str(tmp_path)], ["export", "--to", "onnx", "a", "b"], []):
         done = subprocess.run(

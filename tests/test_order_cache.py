@@ -177,21 +177,6 @@ def order_of(dataset, cache, samples=30, first=0, length=8, seed=1, order="megat
     return GPTSamples(dataset, *about, cache)
 
 
-def test_an_order_from_the_cache_is_the_order(tmp_path):
-    cache, lengths = ArrayCache(str(tmp_path / "cache")), [30, 0, 7] * 20
-    dataset = write_corpus(f"{tmp_path}/c", lengths)
-    own = order_of(dataset, None)
-    for built in (True, False):
-        found = order_of(dataset, cache)
-        assert found.found.built == built
-        for name in ("document_index", "sample_index", "shuffle_index"):
-            assert np.array_equal(getattr(found, name), getattr(own, name))
-        assert [found.sample(k).tolist() for k in range(len(found))] == [
-            own.sample(k).tolist() for k in range(len(own))
-        ]
-    assert not order_of(dataset, cache, samples=31).found.built  # it follows from the epochs
-
-
 def test_every_input_of_an_order_has_its_entry(tmp_path, monkeypatch):
     cache = ArrayCache(str(tmp_path / "cache"))
     dataset = write_corpus(f"{tmp_path}/c", [30] * 20)
