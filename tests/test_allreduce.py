@@ -1,4 +1,6 @@
-"""The bandwidth benchmark: its formulas, its files, and a run on real ranks."""
+"""The bandwidth benchmark: if this failed, its rates and the calibration made of them would be
+wrong.
+"""
 
 import csv
 import math

@@ -1,4 +1,4 @@
-"""Batch sizes as a function of the samples consumed: ramp-ups, steps by tokens, what is refused."""
+"""Batch sizes by samples consumed: if this failed, a ramp-up would train on other batches."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Blends: bit for bit those of megatron-core, and what they ask of their parts."""
+"""Blends: if this failed, corpora would be mixed otherwise than megatron-core mixes them."""
 
 import sys
 from types import SimpleNamespace

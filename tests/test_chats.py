@@ -1,4 +1,4 @@
-"""Conversations as a corpus: which tokens are answers, and what is refused."""
+"""Conversations: if this failed, a model would be trained on what is not an answer."""
 
 import json
 

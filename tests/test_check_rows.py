@@ -1,4 +1,4 @@
-"""Measured rows that cannot be: what benchmarks/check_rows.py finds, planners.md part 3."""
+"""benchmarks/check_rows.py: if this failed, measured rows that cannot be would be fitted on."""
 
 import json
 import subprocess

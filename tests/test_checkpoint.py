@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one layout, loaded under another; what is refused; what is kept.
+"""Checkpoints: if this failed, a run would not go on as it was, under this or another layout.
 
 Same layout: the next 8 steps, of a ramp-up 12, are bitwise those of the run that never stopped.
 Another layout: the next 5 losses within 1e-5 relative. Ranks are started four times in total.

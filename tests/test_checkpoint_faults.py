@@ -1,4 +1,4 @@
-"""Checkpoints and faults: ranks killed while they save, and files that changed afterwards.
+"""If this failed, a kill during a save would lose a checkpoint, or a damaged one would load.
 
 Twenty SIGKILLs at random moments take half a minute, 300 changed files a few seconds.
 """

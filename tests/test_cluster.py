@@ -1,4 +1,4 @@
-"""How a job starts under each launcher, wrong launches, and how it ends when one rank fails."""
+"""How jobs start: if this failed, a wrong launch would hang, or a failed rank leave the others."""
 
 import hashlib
 import json

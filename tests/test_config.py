@@ -1,4 +1,4 @@
-"""Options, presets, error messages, --help and --version."""
+"""Options: if this failed, flags, files and presets would mean something else than they say."""
 
 import json
 import subprocess

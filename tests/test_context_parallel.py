@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share the tokens of a sample give the single rank's result.
+"""Context parallelism: if this failed, ranks that share a sample would train another model.
 
 Attention itself is tried with ranks that are threads of this process; the golden cases, the resume
 and the samples are of real ranks.

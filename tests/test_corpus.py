@@ -1,4 +1,4 @@
-"""Token files: round trips, every kind of damage, and comparison with megatron-core."""
+"""Token files: if this failed, damage would be trained on, or be read by no other."""
 
 import os
 import struct

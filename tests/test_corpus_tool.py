@@ -1,4 +1,4 @@
-"""scripts/corpus.py: what it shows, what it sees, what it joins and cuts."""
+"""scripts/corpus.py: if this failed, documents would be lost or a changed corpus not noticed."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The same results on a GPU as on the CPU; skipped where there is none (scripts/gpu_day.sh).
+"""If this failed, a GPU would compute other results than the CPU; skipped where there is none.
 
 With --rehearse-cuda the tests themselves run, the CPU in the place of the GPU.
 """

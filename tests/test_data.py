@@ -1,4 +1,4 @@
-"""Samples and batches of a run: the same in every layout; mistakes in what is asked for."""
+"""Samples and batches: if this failed, what a run trains on would depend on its layout."""
 
 import tempfile
 from dataclasses import replace

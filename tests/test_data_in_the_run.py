@@ -1,4 +1,4 @@
-"""Evaluation sets, tokens by corpus, weights that change and samples that grow, in whole runs."""
+"""If this failed, evaluations, tokens by corpus and growing samples would be counted wrong."""
 
 import dataclasses
 import json

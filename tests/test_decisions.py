@@ -1,4 +1,4 @@
-"""supervisor/: what is decided about an end of the ranks, and what it is decided by."""
+"""supervisor/: if this failed, a run would be restarted for ever, or not where it should be."""
 
 import json
 import os

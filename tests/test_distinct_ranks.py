@@ -1,4 +1,4 @@
-"""Which ranks a rehearsal runs: every code path by place on the axes, and by any two of them."""
+"""If this failed, a rehearsal would leave out a rank whose code path no other rank has."""
 
 from itertools import combinations, combinations_with_replacement, product
 from types import SimpleNamespace

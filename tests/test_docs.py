@@ -1,4 +1,4 @@
-"""The documentation: links lead somewhere, programs that it names exist, limits agree."""
+"""The documentation: if this failed, it would name files, programs or tests that do not exist."""
 
 import re
 import sys

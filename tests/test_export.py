@@ -1,4 +1,4 @@
-"""Weights out to transformers and in from there: equal logits, and an exact round trip."""
+"""Weights to and from Hugging Face: if this failed, a model would change on the way, or be lost."""
 
 import json
 import math

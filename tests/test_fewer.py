@@ -1,4 +1,4 @@
-"""supervisor/fewer.py: the layout for fewer nodes, asked of the real planner and rehearsal."""
+"""supervisor/fewer.py: if this failed, a job would not go on on fewer nodes."""
 
 import json
 import subprocess

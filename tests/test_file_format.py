@@ -1,4 +1,4 @@
-"""Files of checkpoints by themselves: ranges of elements as boxes, coverage, checksums."""
+"""Files of checkpoints: if this failed, elements would be at wrong places or in no file."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Memory per stage: which ranks are whose, what is predicted, and snapshots."""
+"""Memory per stage: if this failed, a run would report or predict other bytes than it takes."""
 
 import platform
 import sys

@@ -1,4 +1,4 @@
-"""plan.py gap: the causes of lost time in real steps and in steps that are made by hand."""
+"""plan.py gap: if this failed, the lost time of a run would be blamed on the wrong cause."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""scripts/gpu_day.sh: parts that fail or take too long stop no other, and nothing found is lost."""
+"""scripts/gpu_day.sh: if this failed, a part that fails would cost the findings of the others."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A ramp-up in stages of nodes: the plan, the end of a start at a boundary, the chain of jobs."""
+"""A ramp-up in stages of nodes: if this failed, a chain of jobs would not be one loss curve."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Which rank is named from records set by hand; the report, printed again."""
+"""Records and reports of hangs: if this failed, the wrong rank would be named for a hang."""
 
 import json
 import math

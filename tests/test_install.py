@@ -1,4 +1,4 @@
-"""`pip install .` in a fresh environment: commands that work from any folder."""
+"""`pip install .`: if this failed, installed commands would work in the repository alone."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept, moved aside and replaced."""
+"""If this failed, checkpoints that are to be kept would be deleted, or surplus ones stay."""
 
 import os
 

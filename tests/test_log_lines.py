@@ -1,4 +1,4 @@
-"""What people see of a run: log lines, the live line on a terminal, log.txt."""
+"""What people see of a run: if this failed, lines would be missing, torn or wrong."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The loss scale compared with Megatron's, and the end of a run that keeps overflowing."""
+"""The loss scale: if this failed, it would not move as Megatron's, or overflow without an end."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Samples that are skipped, spikes that are recorded, and losses that are not finite."""
+"""If this failed, skipped samples would be trained on, or a loss that is not finite be saved."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Files of hardware/: what each has, and what a calibration of a machine replaces."""
+"""Files of hardware/: if this failed, a plan would rest on rates without a source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Masks and objectives: their rules, Megatron's masks, a dense reference, and every layout."""
+"""Masks and objectives: if this failed, tokens would see others than the rules say."""
 
 import functools
 import math

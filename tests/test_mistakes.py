@@ -1,4 +1,4 @@
-"""Mistakes over all programs: one sentence, status 2, nothing created, before torch is imported."""
+"""If this failed, a user's mistake would be a traceback, take long, or leave files behind."""
 
 import ast
 import os

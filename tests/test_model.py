@@ -1,4 +1,4 @@
-"""The model's parts: slopes, counts, the attention kernel. Families are in test_families.py."""
+"""The model's parts: if this failed, slopes or kernels would not be those that are printed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Names that users write: numbers and kinds of GPUs, models of a hub, batches in tokens."""
+"""Names that users write: if this failed, a GPU or a model would be taken for another one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layouts over real NCCL, on ranks that share one GPU, against the single rank on that GPU.
+"""Layouts over real NCCL: if this failed, a GPU cluster would hang or train another model.
 
     python -m pytest tests/test_nccl.py                      on a machine with a GPU
     python -m pytest tests/test_nccl.py --rehearse-cuda      the same code on CPUs over gloo

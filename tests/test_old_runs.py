@@ -1,4 +1,4 @@
-"""A run of commit 189cc1d, tp 2 and pp 2: its checkpoint loads, its files have today's fields.
+"""A run of commit 189cc1d: if this failed, checkpoints and files of old runs could not be read.
 
 tests/data/run_189cc1d/ was written by that commit, with the options in OPTIONS and --tp 2 --pp 2;
 only the host name in run.json was replaced. Later versions must be able to read it.

@@ -1,4 +1,4 @@
-"""Update rules under every kind of sharding, in every precision, against one rank.
+"""Update rules: if this failed, one of them would depend on the layout or the ZeRO stage.
 
 As test_golden: losses, gradient norms and weights of four steps; of fp16, one case of ten steps on
 each number of ranks. A skipped step has the norm NaN, which equals nothing. Tolerances are relative

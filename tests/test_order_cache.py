@@ -1,4 +1,4 @@
-"""The cache of orders: built once per node, never met by another corpus, safe against crashes."""
+"""The cache of orders: if this failed, a run could train in the order of another corpus."""
 
 import json
 import os

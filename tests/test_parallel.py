@@ -1,4 +1,4 @@
-"""The mesh, the weights' generator, and collectives and layers on real ranks."""
+"""The mesh, the generator of weights and collectives: if this failed, ranks would differ."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""How many bytes a part of a run has in tensors at most: what a GPU would have to hold."""
+"""Bytes at most: if this failed, building or checking a model would take more than training it."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""benchmarks/peers.py: the sides take turns and agree; a side that does not is an error."""
+"""benchmarks/peers.py: if this failed, speeds of programs that compute different things would be
+compared.
+"""
 
 import json
 import re

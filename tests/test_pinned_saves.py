@@ -1,4 +1,4 @@
-"""A save of a GPU: its state is copied into pinned memory of the host, as little as it takes."""
+"""Saves of a GPU: if this failed, they would take twice the memory of the host."""
 
 import itertools
 import threading

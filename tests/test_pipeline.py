@@ -1,4 +1,4 @@
-"""The executor, all ranks in one process: gradients, and what is held while messages travel.
+"""The executor: if this failed, a pipeline would compute wrong gradients, hold too much or hang.
 
 On real ranks it runs in test_golden and test_train.
 """

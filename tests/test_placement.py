@@ -1,4 +1,4 @@
-"""Cores and GPUs of the ranks of a node, and warnings about how ranks were placed."""
+"""If this failed, ranks would share cores or GPUs, or train on a CPU beside a GPU."""
 
 import os
 import re

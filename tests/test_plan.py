@@ -1,4 +1,4 @@
-"""The planner's command line: every question, as text and as data, and its mistakes."""
+"""plan.py: if this failed, an answer would not be what was asked, or not what train.py takes."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The figures the planner must reach on the published rows, in-sample and held out by section."""
+"""If this failed, the planner would miss published rows by more than the documentation says."""
 
 import statistics
 import sys

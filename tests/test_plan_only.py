@@ -1,6 +1,4 @@
-"""What is planned and not trained: experts, context parallelism, fp8; and machines as users have
-them: V100s without bf16, other numbers of GPUs on a node.
-"""
+"""What is planned and not trained: if this failed, they would be of another model."""
 
 import json
 from dataclasses import asdict, replace

@@ -1,6 +1,4 @@
-"""Plans of runs: their options as a source, two layouts compared, their cost, and constants that
-are refitted from their seconds.
-"""
+"""Plans of runs: if this failed, constants refitted from a run would predict worse than before."""
 
 import json
 from dataclasses import replace

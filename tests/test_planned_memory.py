@@ -1,4 +1,4 @@
-"""Memory of one layout as the planner has it, against closed forms."""
+"""If this failed, the memory of a layout would not be that of the published closed forms."""
 
 import dataclasses
 import sys

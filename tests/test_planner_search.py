@@ -1,4 +1,4 @@
-"""The planner's search: all that train.py takes, nothing else, and the fastest of it first."""
+"""The planner's search: if this failed, its command would not start, or its bound hide a layout."""
 
 import random
 import shlex

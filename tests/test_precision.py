@@ -1,4 +1,4 @@
-"""--precision auto: what a device decides, the same in train, plan, rehearse and tune; resuming."""
+"""--precision auto: if this failed, ranks or programs would decide for different precisions."""
 
 import json
 import sys

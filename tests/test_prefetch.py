@@ -1,4 +1,4 @@
-"""Reading ahead: exact, in time, with an error that names the file, and nothing left behind."""
+"""Reading ahead: if this failed, samples would be read twice, late, or never without a word."""
 
 import gc
 import os

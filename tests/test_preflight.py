@@ -1,4 +1,4 @@
-"""Each fault that the pre-flight checks find, planted on one rank of four."""
+"""If this failed, a fault of a node would be found in training and not before it."""
 
 import pytest
 from ranks import mpirun

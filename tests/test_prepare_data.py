@@ -1,4 +1,4 @@
-"""prepare_data: text of every accepted kind becomes documents; what is refused says why."""
+"""prepare_data: if this failed, text would be lost or changed on its way into a corpus."""
 
 import gzip
 import io

@@ -1,4 +1,4 @@
-"""prepare_data: long documents, processes and kills do not change a byte; kinds of tokenizers."""
+"""prepare_data: if this failed, a kill or more processes would change the corpus."""
 
 import base64
 import gzip

@@ -1,4 +1,4 @@
-"""The rehearsal: right configurations raise no alarm, planted mismatches are found and named."""
+"""The rehearsal: if this failed, it would alarm without a reason or miss what makes ranks hang."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""One run at a time in an --out folder: what a second run does, and when the lock is free again."""
+"""If this failed, two runs could write into one folder, or a killed one lock it for ever."""
 
 import errno
 import os

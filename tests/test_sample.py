@@ -1,4 +1,4 @@
-"""sample.py: tokens equal those of transformers under any layout; --sample-every; what is drawn."""
+"""sample.py: if this failed, tokens would not be those that transformers writes."""
 
 import json
 import math

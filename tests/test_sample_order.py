@@ -1,4 +1,4 @@
-"""The order of samples: bit for bit that of megatron-core, or the stable one."""
+"""The order of samples: if this failed, a run would not repeat one of megatron-core."""
 
 import itertools
 import tempfile

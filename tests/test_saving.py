@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and what happens after a save that fails."""
+"""If this failed, checkpoints would be late, or a save that fails would end or damage a run."""
 
 import dataclasses
 import errno

@@ -1,4 +1,4 @@
-"""Schedules: every dependency met, nothing deadlocks, and the known counts."""
+"""Schedules: if this failed, a pipeline would deadlock, hold more or wait longer than it says."""
 
 import itertools
 

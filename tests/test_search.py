@@ -1,4 +1,4 @@
-"""The search: it corrects the planner, avoids what failed, and knows when to stop."""
+"""The tuner's search: if this failed, it would measure too much or stop before the fastest."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Jobs of a real Slurm: training over two nodes, and what ends a job or brings it back."""
+"""Jobs of a real Slurm: if this failed, a limit or a lost rank would cost steps or the job."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The space of a search: every layout once, as arguments that train.py takes, or a reason."""
+"""The space of a search: if this failed, a layout would be tried twice, never, or be refused."""
 
 import dataclasses
 

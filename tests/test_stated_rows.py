@@ -1,4 +1,4 @@
-"""Measured rows that state their machine: read strictly, compared by source."""
+"""If this failed, a measured row would be read as another one, or errors of a source hidden."""
 
 import collections
 import csv

@@ -1,4 +1,4 @@
-"""The trace of a step: it shows the schedule, on one clock."""
+"""The trace of a step: if this failed, it would show another schedule or other times."""
 
 import contextlib
 import itertools

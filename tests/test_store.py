@@ -1,4 +1,4 @@
-"""Values through torch's store: each rank is a thread with a connection of its own."""
+"""Values through torch's store: if this failed, a silent rank would make all others wait."""
 
 import subprocess
 import sys

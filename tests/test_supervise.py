@@ -1,4 +1,4 @@
-"""supervise.py: what ends the ranks of real runs, and what is decided about it."""
+"""supervise.py: if this failed, faults would end a run, or change its losses."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Signals, limits and files that end or save a run early, under every launcher."""
+"""If this failed, a signal, a limit or a switch would lose steps or leave processes behind."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases (offline), MLflow: the real packages; their files are read back."""
+"""Trackers: if this failed, TensorBoard, W&B or MLflow would show other numbers than the run's."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Bytes that kernels of a GPU would move through its memory, counted on tensors without elements.
+"""If this failed, kernels of the loss would move the logits through a GPU's memory more often.
 
 What fits in the GPU's L2 cache is taken to stay there between kernels.
 """

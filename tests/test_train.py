@@ -1,4 +1,4 @@
-"""Whole runs from the command line, and the files that they write."""
+"""Whole runs: if this failed, rows would be lost, or corrupted state be saved."""
 
 import errno
 import io

@@ -1,4 +1,4 @@
-"""One trial: every way to end has its status, no process is left, the file of trials survives."""
+"""One trial of the tuner: if this failed, a failure would end the search or leave processes."""
 
 import dataclasses
 import json

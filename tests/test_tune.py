@@ -1,4 +1,4 @@
-"""The tuner as people use it, with a replacement for train.py that can be made to fail."""
+"""tune.py: if this failed, a search would lose trials, exceed its budget or leave processes."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What the tuner writes: rows of results, and the picture of them."""
+"""If this failed, the tuner's table and picture would contradict what was measured."""
 
 import csv
 import sys

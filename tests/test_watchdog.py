@@ -1,4 +1,4 @@
-"""Which rank is named when ranks hang, die or fail, by the monitor and in real runs."""
+"""If this failed, ranks would wait for ever, or the wrong one be named for it."""
 
 import contextlib
 import faulthandler

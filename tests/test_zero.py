@@ -1,4 +1,4 @@
-"""The optimizer against torch's own, on one rank; several ranks are in test_golden."""
+"""The optimizer: if this failed, an update would not be that of torch's own."""
 
 import gc
 import math
