@@ -23,6 +23,7 @@ Exit status: 0 if all is well; 1 if operations do not meet, or memory does not s
 
 import json
 import sys
+import time
 from argparse import Namespace
 from dataclasses import replace
 
@@ -36,6 +37,8 @@ from schedules.choice import decide
 from schedules.choice import note as note_of
 
 MOST_RANKS = 1_000_000  # of --gpus
+CLEAR = "\r\x1b[K"
+LINES = 4  # that show the progress where standard error is no terminal
 
 
 def main(arguments: list[str]) -> int:
@@ -72,7 +75,6 @@ def _rehearse(arguments: list[str]) -> int:
         raise UserError(f"--optimizer adamw8bit is not rehearsed: {why}; plan.py has its memory")
     device_guard.load()
     from emulator import answers, rehearsal
-    from emulator.progress import Progress
 
     case = rehearsal.Case(config, options.gpus, nodes, machine.device, options.all_ranks)
     show = Progress("ranks rehearsed", len(rehearsal.ranks_of(case)))
@@ -99,8 +101,7 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         raise UserError(f"--on does not emulate --schedule {name}: it takes gpipe, 1f1b or zb-h1")
     import torch
 
-    from emulator import emulation, links
-    from emulator.progress import Progress
+    from emulator import emulation, stand_ins
 
     if options.on == "cuda" and not torch.cuda.is_available():
         raise UserError("--on cuda: torch sees no CUDA device here")
@@ -109,8 +110,8 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
         every = [name for name in hardware.names() if hardware.load(name).has_device(here)]
         both = f"--gpu {machine.name} has {machine.device!r}, and here is {here!r}"
         raise UserError(f"{both}: give --gpu {' or '.join(every) or 'FILE.toml'}")
-    link = links.MachineLinks(machine, config.layout)
-    price = links.MeasuredLinks(options.gpus, options.links) if options.links else link
+    link = stand_ins.MachineLinks(machine, config.layout)
+    price = stand_ins.MeasuredLinks(options.gpus, options.links) if options.links else link
     show = Progress("stages measured", config.layout.pp)
     try:
         stages = emulation.measured(config, options.gpus, machine.node, options.on, show)
@@ -120,6 +121,34 @@ def _emulate(options: Namespace, config: Config, machine: hardware.Machine) -> i
     print(answer.text)
     write_file(options.json, json.dumps(answer.data, indent=1))
     return 0
+
+
+class Progress:
+    """Shows on standard error how many of `total` pieces of work are done; `what` names them.
+
+    It rewrites one line on a terminal; elsewhere it prints a line for each quarter.
+    """
+
+    def __init__(self, what: str, total: int):
+        self.what, self.total, self.began = what, total, time.monotonic()
+        self._on_terminal = sys.stderr.isatty()
+        self._quarter = -1
+        self(0)
+
+    def __call__(self, done: int) -> None:
+        """Show that so many are done."""
+        text = f"{self.what}: {done} of {self.total}, {time.monotonic() - self.began:.0f} s"
+        quarter = done * LINES // self.total
+        if self._on_terminal:
+            print(f"{CLEAR}{text}", end="", file=sys.stderr, flush=True)
+        elif quarter > self._quarter:
+            print(text, file=sys.stderr, flush=True)
+        self._quarter = quarter
+
+    def close(self) -> None:
+        """Remove the line from the terminal."""
+        if self._on_terminal:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> Parser:

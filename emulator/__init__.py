@@ -4,7 +4,7 @@ device_guard compiles and loads what lets torch run on fake tensors of device cu
 the GPU, meter counts its bytes, kernels and stops of the host. recording stands for the other ranks
 and writes down what a rank does with them. distinct_ranks chooses the ranks of a world to run,
 rehearsal runs them, matching compares their operations, nccl_rules finds deadlocks among them,
-answers says it in words; progress shows meanwhile how far it is.
+answers says it in words.
 emulation measures one rank of each stage on a real device, with stand_ins for the other ranks and
-links for the seconds of what crosses ranks, and sets the step beside the planner's.
+the seconds of what crosses ranks, and sets the step beside the planner's.
 """

@@ -13,8 +13,15 @@ from config.messages import UserError
 from config.schema import Layout
 from config.validation import check
 from emulator.emulation import AFTER, StageMeasured, StageSeconds, composed, priced
-from emulator.links import MachineLinks, MeasuredLinks, interpolated
-from emulator.stand_ins import Ledger, Operation, StandInGroup, emulated_context
+from emulator.stand_ins import (
+    Ledger,
+    MachineLinks,
+    MeasuredLinks,
+    Operation,
+    StandInGroup,
+    emulated_context,
+    interpolated,
+)
 from planner import hardware, op_costs, time_terms
 from planner.job import Job
 from schedules.orders import build

@@ -18,8 +18,8 @@ from config import command_line
 from config.messages import UserError
 from planner import hardware
 from tuner import search_space, session, sweeps, trials
-from tuner.progress import BudgetSpent
 from tuner.search import Point, Search, features
+from tuner.session import BudgetSpent
 
 ROOT = Path(__file__).resolve().parent.parent
 FAKE = f"{sys.executable} {ROOT}/tests/fake_trainer.py {{ranks}}"

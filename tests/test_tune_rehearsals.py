@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_tune import FAKE, ROOT, SHAPE, SMALL, new_session, tuned
 
-from tuner import rehearsals, session
+from tuner import session, trials
 
 # Rejects so many stages as REJECTED says, has no answer for two, and notes each call.
 FAKE_REHEARSAL = """
@@ -29,7 +29,7 @@ def on_gpus(
     """A session for GPUs, whose rehearsals are faked, and the file of the rehearsals' calls."""
     program = tmp_path / "rehearsal.py"
     program.write_text(FAKE_REHEARSAL)
-    monkeypatch.setattr(rehearsals, "PROGRAM", str(program))
+    monkeypatch.setattr(trials, "REHEARSAL", str(program))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for FAKE
     monkeypatch.setenv("REJECTED", rejected)
     command = [*SHAPE.split(), *SMALL.split(), "--recompute", "none", "--micro-batch-size", "1"]

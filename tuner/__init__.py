@@ -1,13 +1,11 @@
 """Measured search for the fastest layout: starts train.py as a process, a few steps at a time.
 
-session        one use of the tuner: what is asked, what is measured, the report
+session        one use of the tuner: what is asked, what is measured, the budget, the report
 search_space   every layout that can run, as a command line of train.py
 search         which layout to measure next, and when to stop
 sweeps         one option with all its values; largest model, fewest ranks
-trials         runs one trial, stores it, and how much trials vary
-rehearsals     rehearse.py before a layout's first trial on GPUs, as a process
+trials         rehearses and runs one trial, stores it, and how much trials vary
 result_tables  table.md, results.csv and layouts.svg
-progress       the budget, and what is shown while trials run
 
 tune.py uses `session` and `sweeps`; benchmarks replay measured rows with `search`.
 """

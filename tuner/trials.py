@@ -3,8 +3,11 @@
     trial = run(candidate, Runner("mpirun -n {ranks}", Path("runs/tune/trials")), number=0)
     TrialStore(Path("runs/tune/trials.jsonl")).add(trial)
 
+    outcome = Rehearser("a100-80").rehearse(candidate, runner, number=0)     # rehearse.py before it
+    outcome.finding         # why the layout must not be queued, or empty
+
 Every outcome is a result with its reason: ok, rejected by train.py itself or by the rehearsal
-before it (rehearsals.py), out of memory, hang (over the limit), crash, divergence. When `run`
+before it, out of memory, hang (over the limit), crash, divergence. When `run`
 returns, none of its processes on this machine is left.
 """
 
@@ -30,7 +33,8 @@ from config.messages import UserError, printable
 from tuner import search_space
 from tuner.search import LEAST_NOISE
 
-PROGRAM = str(Path(__file__).resolve().parent.parent / "train.py")
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM, REHEARSAL = str(ROOT / "train.py"), str(ROOT / "rehearse.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -180,6 +184,60 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     rates = {name: last[name] * scale for name in RATES}
     memory = last.get("peak_memory_bytes_per_stage", [last["peak_memory_bytes"]])
     return {"seconds": seconds, "peak_memory": memory, "loss": last["loss"], **rates}
+
+
+# ---- The rehearsal before the first trial --------------------------------------------------------
+
+# It comes before the trial and not beside the one before: a trial's ranks may share this machine's
+# cores, and would be measured too slow. On CPUs nothing is rehearsed: memory and NCCL's rules,
+# which a layout can break, are of GPUs, and a trial costs less there.
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rehearsal says. failure: why there is no answer, or empty; then the trial decides."""
+
+    seconds: float = 0.0
+    finding: str = ""
+    failure: str = ""
+
+    @property
+    def text(self) -> str:
+        """The seconds that it took, and what it says."""
+        said = (
+            "rejected"
+            if self.finding
+            else "every operation of the ranks that were run meets, and it fits"
+        )
+        if self.failure:
+            said = f"no answer, the trial decides: {self.failure}"
+        return f"{self.seconds:.0f} s: {said}"
+
+
+@dataclass(frozen=True)
+class Rehearser:
+    """For which machine layouts are rehearsed."""
+
+    gpu: str
+    calibration: str | None = None
+
+    def rehearse(self, candidate: search_space.Candidate, runner: Runner, number: int) -> Outcome:
+        """Rehearse a candidate, with the runner's time limit; words and answers into the folder of
+        the trial of that number. When it returns or raises, no process of it is left.
+        """
+        out, began = runner.out(candidate, number), time.monotonic()
+        answers, log = out / "rehearsal.json", out / "rehearsal.txt"
+        answers.unlink(missing_ok=True)  # of a search that was stopped
+        command = [sys.executable, REHEARSAL, "--gpus", str(candidate.ranks), "--gpu", self.gpu]
+        command += ["--calibration", self.calibration] if self.calibration else []
+        command += ["--json", str(answers), *search_space.to_cli_args(candidate.config)]
+        status, output = execute(command, log, number, runner.time_limit)
+        seconds = time.monotonic() - began
+        if answers.exists() and status in (0, 1):
+            return Outcome(seconds, json.loads(answers.read_text())["finding"])
+        lines = output.strip().splitlines() or ["no output"]
+        late = f"not done within {runner.time_limit:g} s" if status is None else lines[-1][:300]
+        return Outcome(seconds, failure=late)
 
 
 # ---- Processes -----------------------------------------------------------------------------------
