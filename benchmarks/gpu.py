@@ -12,7 +12,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -31,7 +30,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # the project's own modules
 
 import bandwidth
-import psutil
 import timed_collectives
 
 from config.command_line import parse as parse_options
@@ -48,8 +46,6 @@ SQUARE = {"cuda": 8192, "cpu": 512}  # edge of the GEMM that is called the ceili
 COPIED = {"cuda": 2**30, "cpu": 2**24}  # bytes
 PACKAGES = ("mpi4py", "h5py", "numpy", "psutil", "rich", "matplotlib", "tokenizers", "tensorboard")
 PACKAGES += ("safetensors", "transformers", "bitsandbytes", "apex", "triton", "pytest")
-SMI = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem"
-SMI += ",power.limit,temperature.gpu,compute_mode,mig.mode.current"
 
 
 class Section:
@@ -112,31 +108,29 @@ def facts(device: str, section: Section) -> None:
     """What the machine is, which packages it has, and whether torch's allocator works as train.py
     sets it: where it does not, every run would fail.
     """
-    for name, value in nvidia_smi().items():
-        section.add(f"* {name}: {value}")
-    nccl = torch.cuda.nccl.version() if device == "cuda" else None
-    found = {
-        "device": device_name(device),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA of torch": torch.version.cuda,
-        "cuDNN": torch.backends.cudnn.version(),
-        "NCCL": ".".join(map(str, nccl)) if nccl else None,
-        "kernel": platform.release(),
-        "CPU cores": os.cpu_count(),
-        "host memory, GB": round(psutil.virtual_memory().total / 1e9, 1),
-        "mpirun": shutil.which("mpirun"),
-        "missing packages": [n for n in PACKAGES if importlib.util.find_spec(n) is None],
-    }
-    section.add(*(f"* {name}: {value}" for name, value in found.items()), **found)
-    if device == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        section.add(f"* GPU memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
-    if "bitsandbytes" in found["missing packages"]:
-        section.add("* bitsandbytes is missing: the test of --optimizer adamw8bit is skipped")
+    name = device_name(device)
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
     problem = allocator_problem(device)
-    told = problem or "works"
-    section.add(f"* {EXPANDABLE}: {told}", expandable_segments=not problem)
+    section.add(
+        f"* device: {name}",
+        f"* mpirun: {shutil.which('mpirun')}",
+        f"* missing packages: {', '.join(missing) or 'none'}; without bitsandbytes the test of "
+        "--optimizer adamw8bit is skipped",
+        f"* {EXPANDABLE}: {problem or 'works'}",
+        device=name,
+        expandable_segments=not problem,
+    )
+    for command in ([sys.executable, "-m", "torch.utils.collect_env"], ["nvidia-smi"]):
+        section.add("", "```", output_of(command), "```")
+
+
+def output_of(command: list[str]) -> str:
+    """What a command prints, its errors too, or why it cannot be started."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {type(error).__name__}"
+    return f"{done.stdout}{done.stderr}".strip()
 
 
 def allocator_problem(device: str) -> str:
@@ -147,18 +141,6 @@ def allocator_problem(device: str) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = done.stderr.strip().splitlines() or [""]
     return f"status {done.returncode}: {lines[-1][:300]}" if done.returncode else ""
-
-
-def nvidia_smi() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; empty without it."""
-    try:
-        command = ["nvidia-smi", f"--query-gpu={SMI}", "--format=csv,noheader", "--id=0"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return {"nvidia-smi": f"not there ({type(error).__name__})"}
-    if done.returncode:
-        return {"nvidia-smi": f"status {done.returncode}: {done.stderr.strip()}"}
-    return dict(zip(SMI.split(","), done.stdout.strip().split(", ")))
 
 
 # ---- Ceilings ------------------------------------------------------------------------------------

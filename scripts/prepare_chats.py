@@ -25,12 +25,12 @@ with messages.installed():
     import jinja2
     import numpy as np
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from tokenizers import Tokenizer
 
     from config.messages import Parser, UserError
     from config.validation import check_folder
     from corpora.token_files import ANSWERS, IndexedDatasetWriter
     from scripts.corpus import run, write_checksums
+    from scripts.encoders import TokenizersEncoder, load_encoder
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -94,21 +94,6 @@ def parse_conversation(line: str) -> list[dict[str, Any]]:
     return found
 
 
-def load_tokenizer(path: Path, end_token: str) -> Tokenizer:
-    """A tokenizer of the `tokenizers` library; UserError if it lacks the end token."""
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read --tokenizer {path}: {error.strerror}") from None
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"--tokenizer {path} is not a tokenizer: {error}") from None
-    if tokenizer.token_to_id(end_token) is None:
-        raise UserError(f"--tokenizer {path} has no token {end_token!r}; name its --end-token")
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def load_template(options: argparse.Namespace, folder: Path) -> Template:
     """The template of --chat-template, else that of the tokenizer's folder; UserError."""
     about = folder / "tokenizer_config.json"
@@ -130,10 +115,12 @@ def write(options: argparse.Namespace) -> str:
     """Write both pairs; a line that says what was written. UserError with FILE:LINE."""
     source = Path(options.tokenizer)
     path = source / "tokenizer.json" if source.is_dir() else source
-    tokenizer = load_tokenizer(path, options.end_token)
+    encoder = load_encoder(str(path), options.end_token, None)
+    if not isinstance(encoder, TokenizersEncoder):
+        raise UserError(f"--tokenizer {path} is not of the `tokenizers` library")
+    tokenizer, end, vocab_size, learned = encoder.tokenizer, encoder.end, encoder.vocab_size, 0
+    tokenizer.encode_special_tokens = False  # those that the template writes are tokens
     template = load_template(options, path.parent)
-    end = tokenizer.token_to_id(options.end_token)
-    vocab_size, learned = max(tokenizer.get_vocab().values()) + 1, 0
     marks = IndexedDatasetWriter(options.out + ANSWERS, 2)
     with marks, IndexedDatasetWriter(options.out, vocab_size) as writer:
         for place, line in _lines(options.paths, options.shuffle_seed):

@@ -67,6 +67,7 @@ def test_answers_are_what_the_template_writes_for_the_assistant(folder, capsys):
     for i in range(len(dataset)):
         tokens, answers = dataset.get(i), dataset.answers.get(i)
         assert tokens[-1] == end
+        assert tokenizer.token_to_id("<|assistant|>") in tokens, "roles are special tokens"
         runs = np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(answers)) + 1)
         texts = [tokenizer.decode(tokens[r], skip_special_tokens=False) for r in runs]
         found["".join(texts)] = [text for text, r in zip(texts, runs) if answers[r[0]]]

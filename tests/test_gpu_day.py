@@ -319,7 +319,7 @@ def test_the_rehearsal_of_four_parts(tmp_path):
     text, found = read(tmp_path)
     assert {part["status"] for part in found.values()} == {"done"}, text
     assert text.startswith("# Rehearsal of the GPU day on a CPU: no figure of it is a result")
-    assert "* torch: " in text
+    assert "PyTorch version: " in text
     assert "* expandable_segments:True: works" in text
     assert "20/20" in text
     machine = gpu.hardware.load("cpu", str(tmp_path / "calibration.toml"))
