@@ -13,15 +13,13 @@ import csv
 import itertools
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-import torch
+from kept import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = "--layers 4 --hidden 256 --heads 8 --seq-length 256 --vocab-size 8192 --no-tied"
@@ -102,11 +100,6 @@ def kendall_tau(one: list[float], two: list[float]) -> float:
     return sum((s > 0) - (s < 0) for s in signs) / len(pairs)
 
 
-def commit() -> str:
-    """The commit that this checkout is at."""
-    return run(["git", "rev-parse", "--short=7", "HEAD"]).strip()
-
-
 def report(
     rounds: int, loads: list[float], found: dict[tuple[int, str], tuple[list[float], list[float]]]
 ) -> str:
@@ -118,11 +111,8 @@ def report(
     lines = [
         "# The emulator beside real runs, on a CPU",
         "",
-        f"`python benchmarks/emulator.py --rounds {rounds}` at commit {commit()}, "
-        f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores "
-        f"({platform.processor() or platform.machine()}), Python {platform.python_version()}, "
-        f"torch {torch.__version__}, gloo, fp32, one thread per rank. Load of the machine, these "
-        f"runs and all others, over a minute: {min(loads):.1f} to {max(loads):.1f}.",
+        f"`python benchmarks/emulator.py --rounds {rounds}`, {machine()}, gloo, fp32, one thread "
+        f"per rank. Load over a minute: {min(loads):.1f} to {max(loads):.1f}.",
         "",
         f"`{SHAPE}`. Milliseconds per step, median of {rounds} rounds (lowest to highest); real: "
         f"each round the median of steps {WARM_UP + 1} to {STEPS}.",

@@ -14,9 +14,7 @@ it is checked that
 """
 
 import argparse
-import json
 import math
-import platform
 import random
 import shlex
 import sys
@@ -33,9 +31,8 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy
-
 import plan
+from benchmarks.kept import Kept, machine
 from config import command_line
 from config.messages import UserError
 from config.schema import Config, Layout
@@ -326,18 +323,12 @@ def asked(seed: int, number: int) -> Case:
     return Case(number, words, time.process_time() - began, answered, found)
 
 
-def read_cases(path: Path) -> list[Case]:
-    """The questions that earlier parts asked, in their order; none if there is no such file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Case(*json.loads(line)) for line in lines]
-
-
 def result_lines(cases: list[Case], command: str) -> list[str]:
     """What all questions found, in Markdown."""
     seconds = sorted(case.seconds for case in cases)
     wrong = [case for case in cases if case.failures]
     lines = ["# Random questions to plan.py layouts", "", f"    {command}", ""]
-    lines += [f"Python {platform.python_version()}, numpy {numpy.__version__}.", ""]
+    lines += [f"{machine()}.", ""]
     lines += [
         f"{len(cases)} questions, {sum(case.answered for case in cases)} answered by a table, the "
         f"others by one sentence; {len(wrong)} with failures. Processor seconds of a question with "
@@ -353,20 +344,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60, help="after which no more are asked")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--questions", type=int, default=10**6, help="in all parts together")
+    parser.add_argument("--questions", type=int, default=10**5, help="in all parts together")
     parser.add_argument("--cases", type=Path, metavar="FILE.jsonl", help="goes on after its last")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="write what all parts found")
     options = parser.parse_args()
-    start = time.monotonic()
-    cases = read_cases(options.cases) if options.cases else []
-    while len(cases) < options.questions and time.monotonic() - start < options.seconds:
-        case = asked(options.seed, len(cases))
+    keep = Kept(options.cases, options.seconds / 60)
+    cases = [Case(**row) for row in keep.rows()]
+
+    def ask(number: int) -> list[dict[str, Any]]:
+        """The row of one question; what is wrong with its answer is printed."""
+        case = asked(options.seed, number)
         cases.append(case)
         for text in case.failures:
             print(f"plan.py layouts {shlex.join(case.words)}\n    {text}", flush=True)
-        if options.cases:
-            with options.cases.open("a") as file:
-                file.write(json.dumps(case) + "\n")
+        return [case._asdict()]
+
+    keep.run(ask, range(len(cases), options.questions))
     wrong = sum(len(case.failures) for case in cases)
     print(f"{len(cases)} questions, {sum(c.answered for c in cases)} answered, {wrong} failures")
     if options.table:
