@@ -17,11 +17,9 @@ from config.messages import UserError
 from config.model_names import preset
 from config.schema import Training
 from config.validation import check_any_length
-from planner import hardware, layouts, model_sizes, picture, questions, ranking
+from planner import hardware, model_sizes, picture, questions, ranking
 from planner.job import Job
 from planner.step_time import predict as predict_step
-
-A100 = hardware.load("a100-80")
 
 
 def ask(line: str) -> questions.Answer:
@@ -163,22 +161,6 @@ def test_what_a_question_does_not_read_of_a_layout_is_said(capsys):
     assert capsys.readouterr().err == "note: --pp changes nothing of shapes\n"
     ask("rampup --rampup-batch-size 192 16 9765625 --tp 4 --pp 12 --nodes 48 --zero 1")
     assert capsys.readouterr().err == "note: --zero changes nothing of rampup\n"
-
-
-def test_384_gpus_are_ranked_with_a_reason_for_the_rest():
-    model, training = preset("bloom-176b"), Training(global_batch_size=2048, precision="bf16")
-    ranked, rejected, _ = layouts.rank(model, training, A100, 384)
-    seconds = [r.prediction.seconds for r in ranked]
-    assert len(ranked) > 40
-    assert seconds == sorted(seconds)
-    assert all(r.prediction.fits for r in ranked)
-    assert all(r.reason for r in rejected)
-    kinds = " ".join(r.reason for r in rejected)
-    for reason in ("out of memory", "does not divide heads", "leave the node", "more stages"):
-        assert reason in kinds
-    tried = {(r.layout.tp, r.layout.pp) for r in ranked}
-    tried |= {(r.layout["tp"], r.layout.get("pp")) for r in rejected}
-    assert {(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3, 4, 6, 8, 12, 24, 48)} <= tried
 
 
 @pytest.fixture

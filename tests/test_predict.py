@@ -207,22 +207,6 @@ def test_bubble_and_parts_add_up():
     assert p.warnings == []
 
 
-def test_recomputation_costs_and_sequence_parallelism_saves():
-    model, base = preset("181b"), Layout(tp=8, pp=12, dp=4, sequence_parallel=False)
-    machine = program("selene", "megatron-2022")
-
-    def seconds(**change):
-        layout = dataclasses.replace(base, **change)
-        return step_time.predict(model, layout, training(2048), machine).seconds
-
-    assert seconds(recompute="full") > 1.2 * seconds()
-    assert seconds() < seconds(recompute="selective") < 1.1 * seconds()
-    assert seconds(sequence_parallel=True) < seconds()
-    assert seconds(sequence_parallel=None) == seconds(sequence_parallel=True), "on by default"
-    on_cores = Job(model, base, training(2048), hardware.load("cpu"))
-    assert not on_cores._replace(layout=Layout(tp=8, dp=4)).sequence_parallel
-
-
 def test_outside_the_fitted_range_a_prediction_says_so():
     model, layout = ModelShape(24, 512, 8, seq_length=131072), Layout(dp=8)
     found = step_time.predict(model, layout, training(64), A100).warnings
@@ -454,15 +438,3 @@ def test_without_a_measured_network_the_interval_reaches_to_a_quarter_of_its_rat
     assert plain.seconds < found.at_networks[1] < slow
     assert found.interval[0] == plain.interval[0]
     assert found.interval[1] == pytest.approx(plain.interval[1] * slow / plain.seconds)
-
-
-def test_a_measured_network_and_a_single_node_have_one_price():
-    measured = hardware.with_network(A100, 25e9)
-    assert measured.network.speed == 25e9
-    assert measured.network.bandwidth * measured.p2p_fraction == 25e9
-    for job in (small(measured, dp=256), small(dp=8)):
-        plain = step_time.predict(*job)
-        assert step_time.with_networks(plain, job) == plain
-    job = small(measured, dp=256, zero=3)
-    slower = job._replace(machine=hardware.with_network(A100, 12.5e9))
-    assert step_time.predict(*slower).seconds > step_time.predict(*job).seconds

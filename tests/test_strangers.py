@@ -24,7 +24,6 @@ from strangers import HOST, Strangers
 from config.messages import UserError
 from distributed import job_store
 from distributed.job_store import JobStore
-from distributed.launch import Launch, Local
 from watchdog import handshake, heartbeat, monitor
 from watchdog.flight_recorder import FlightRecorder
 from watchdog.handshake import Process
@@ -128,16 +127,6 @@ def test_a_stranger_in_the_store_ends_the_start(monkeypatch):
     with pytest.raises(UserError, match="has 3 connections, and its ranks have 2: another program"):
         job_store.meet(server.address, 1, server)
     stranger.set("it came", "x")
-
-
-def test_names_of_parts_tell_nothing_and_secrets_are_not_shown():
-    opened = JobStore("secret")
-    assert "secret" not in repr(opened)
-    assert opened.key("values") != opened.key("groups")
-    assert len(opened.key("values")) == 64
-    alone = job_store.open_store(Launch("python"), Local(0, 1, True, 1, 0), "nowhere")
-    assert alone.part("values") is None
-    assert len(alone.secret) == 64
 
 
 @pytest.mark.slow

@@ -93,26 +93,6 @@ def wait_until(condition, seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def test_unknown_connections_and_goodbyes_end_nothing(tmp_path):
-    """A process that connects without the password is ignored; after the goodbyes it ends."""
-    address, process = heartbeat.start_monitor("127.0.0.1", "n", 2, str(tmp_path), None, KEY)
-    unknown = socket.create_connection(address[:2])
-    unknown.sendall(b'{"rank": 0, "password": "guess"}\n{"failed": "x"}\n')
-    ends = []
-    watchdogs = [
-        heartbeat.Watchdog(FlightRecorder(), address, r, "here", ends.append) for r in range(2)
-    ]
-    wait_until(
-        lambda: all(watchdog.clock_error < 60.0 for watchdog in watchdogs)
-    )  # all have been answered
-    for watchdog in watchdogs:
-        watchdog.close()
-        watchdog.close()
-    assert process.wait(10) == 0
-    assert ends == []
-    assert not (tmp_path / "hang").exists()
-
-
 def test_a_rank_with_a_thousand_connections_hears_the_monitor(tmp_path):
     """Rank 0 has two of each rank to its store: the numbers of later files are above select's."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
