@@ -16,7 +16,7 @@ from planted_mismatches import KINDS, Cannot, plant
 from ranks import ROOT, start
 from rehearsal_cases import CASES, IN_SUITE
 
-from emulator import progress
+import rehearse
 from emulator.matching import World, mismatches
 from emulator.nccl_rules import deadlock, kinds
 from emulator.recording import LOAD, READ, Event
@@ -277,7 +277,7 @@ def test_progress_is_on_standard_error_and_what_developers_need_is_asked_for():
     seen = os.read(ours, 65536).decode()
     os.close(ours)
     assert "\n" not in seen
-    assert [part.partition(",")[0] for part in seen.split(progress.CLEAR)] == [
+    assert [part.partition(",")[0] for part in seen.split(rehearse.CLEAR)] == [
         "",
         *[f"ranks rehearsed: {count} of 2" for count in range(3)],
         "",
@@ -285,7 +285,7 @@ def test_progress_is_on_standard_error_and_what_developers_need_is_asked_for():
 
 
 def test_a_pipe_has_few_lines_of_progress(capsys):
-    show = progress.Progress("ranks rehearsed", 400)
+    show = rehearse.Progress("ranks rehearsed", 400)
     for done in range(1, 401):
         show(done)
     lines = capsys.readouterr().err.splitlines()
