@@ -39,6 +39,7 @@ from zero import Optimizer
 
 # Options of a model on which no tensor depends if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
+WIDEST = torch.float64.itemsize  # bytes of an element, at most
 # Options of data that a resumed run prints if they have changed, as it does those of training.
 DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
 
@@ -186,14 +187,18 @@ class Loader:
 
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
         """Fill this rank's state, one local parameter at a time."""
-        for shard in unpadded_shards(self.optimizer):
-            if shard.spec.name not in index.shapes:
-                continue
+        shards = [
+            each for each in unpadded_shards(self.optimizer) if each.spec.name in index.shapes
+        ]
+        longest = max((each.stop - each.start for each in shards), default=0)
+        # One buffer for all: the pages of a new one would take longer than the reading.
+        buffer = torch.empty(longest * WIDEST, dtype=torch.uint8)
+        for shard in shards:
             self.mesh.recorder.at("load")
             boxes = global_boxes(shard)
             for kind in kinds:
                 current = shard.read(kind, shard.start, shard.stop)
-                loaded = current.new_empty(current.shape, device="cpu")
+                loaded = buffer[: current.nbytes].view(current.dtype)
                 index.read(kind, shard.spec.name, boxes, loaded.numpy())
                 shard.write(kind, shard.start, loaded.to(current.device))
 

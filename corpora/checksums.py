@@ -9,10 +9,10 @@ import hashlib
 import os
 import random
 import struct
-import zlib
 from pathlib import Path
 
 import numpy as np
+from isal import isal_zlib
 
 from config.messages import UserError
 
@@ -31,7 +31,7 @@ def checksums_of(prefix: str, source: str | None = None) -> dict[str, bytes]:
         with open((source or prefix) + suffix, "rb") as file:
             while block := file.read(BLOCK):
                 digest.update(block)
-                sums.append(zlib.crc32(block))
+                sums.append(isal_zlib.crc32(block))
                 size += len(block)
         sizes.append(size)
         lines.append(f"{digest.hexdigest()}  {os.path.basename(prefix + suffix)}\n")
@@ -69,7 +69,7 @@ def _check_blocks(prefix: str, path: Path, count: int | None) -> int:
         suffix, place = (".bin", number) if number < counts[0] else (".idx", number - counts[0])
         with open(prefix + suffix, "rb") as file:
             file.seek(place * block)
-            found = zlib.crc32(file.read(block))
+            found = isal_zlib.crc32(file.read(block))
         if found != sums[number]:
             where = f"bytes {place * block} to {(place + 1) * block} of {prefix}{suffix}"
             raise UserError(f"{where} have changed since they were written ({path.name})")
