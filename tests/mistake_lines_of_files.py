@@ -143,7 +143,6 @@ check_rows.py a-file | a-file has no rows
 check_rows.py binary.toml | binary.toml is not a CSV file
 plan_accuracy.py --rows nowhere.csv | cannot read nowhere.csv: No such file or directory
 plan_accuracy.py --rows binary.toml | binary.toml is not a CSV file
-plan_accuracy.py --machine b100 | no machine is called 'b100'
 plan_accuracy.py --row x | cannot read x: No such file or directory
 tune_replay.py nowhere.csv | cannot read nowhere.csv: No such file or directory
 tune_replay.py a-file | a-file has no rows
