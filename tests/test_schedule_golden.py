@@ -78,9 +78,14 @@ def asked(case: dict) -> dict:
     return found | {"partition": blocks(case["partition"], stages)}
 
 
+@pytest.fixture(scope="module")
+def cases() -> list[dict]:
+    """Few combinations in which every pair of values occurs."""
+    return [asked(case) for case in covering(every_case(), seed=15)]
+
+
 @pytest.mark.slow
-def test_every_schedule_equals_the_single_rank_run(tmp_path):
-    cases = [asked(case) for case in covering(every_case(), seed=15)]
+def test_every_schedule_equals_the_single_rank_run(cases, tmp_path):
     worst = {"fp32": 0.0, "fp64": 0.0}
     for case, result in zip(cases, run_cases(4, cases, tmp_path), strict=True):
         off = distance(result, reference(case))
@@ -89,9 +94,8 @@ def test_every_schedule_equals_the_single_rank_run(tmp_path):
     print(f"{len(cases)} cases, largest relative difference {worst}")
 
 
-def test_the_cases_are_what_they_are_meant_to_be():
+def test_the_cases_are_what_they_are_meant_to_be(cases):
     """Every schedule with every ZeRO stage, a tied head, empty stages, fewer micro-batches."""
-    cases = [asked(case) for case in covering(every_case(), seed=15)]
     names = {case["schedule"] for case in cases}
     assert names == {"interleaved", "zb-h1", "zb-v", "auto"}
     assert {(c["pp"], c["micro_batch_size"]) for c in cases} >= {(4, 1), (4, 2), (2, 1), (2, 2)}
