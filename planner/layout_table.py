@@ -14,6 +14,7 @@ from config.command_line import to_words
 from config.messages import UserError
 from config.schema import Config
 from planner import cost, layouts, model_sizes, picture, risk
+from planner.job import Job
 from planner.plan_only import PlanOnly
 from planner.questions import BILLION, Answer, Question, Questions, flags
 from planner.step_time import Prediction, predict
@@ -25,7 +26,7 @@ SHOWN_RISKY = 5
 TOLD_APART = 1.06
 WIDTH = 120  # of a table, in columns of a terminal
 TEXTS = ("recompute", "schedule", "ramp-up")  # columns that begin at the left
-LEFT_OUT = {"cp": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
+LEFT_OUT = {"cp": "1", "ep": "1", "ramp-up": "-"}  # columns that hold nothing else are left out
 FIRST = "the first line is the fastest; a later one may have a faster schedule; --json: all flags"
 NETWORK = (
     "note: ranked at the rate of the network's datasheet, and 90 % reaches to a quarter of it: "
@@ -266,7 +267,10 @@ def _cells(found: layouts.Ranked, question: Question) -> dict[str, str]:
     """A line of the table, by the heads of its columns."""
     at, p = found.layout, found.prediction
     rates = cost.rates_of(question.options, question.machine)
-    axes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "dp": at.dp, "mbs": at.micro_batch_size}
+    run = question.config
+    job = Job(run.model, at, run.training, question.machine)
+    axes = {"tp": at.tp, "pp": at.pp, "cp": at.cp, "dp": at.dp}
+    axes |= {"ep": int(job.ep), "mbs": at.micro_batch_size}
     several = f" {at.stages_per_rank}" if at.schedule == "interleaved" else ""
     schedule = f"{at.schedule}{several}{' vocab' * bool(at.vocab_pp)}"
     return {name: str(size) for name, size in axes.items()} | {

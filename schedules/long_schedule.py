@@ -17,7 +17,8 @@ from schedules.schedule import Schedule
 from schedules.simulation import Seconds, ends, makespan
 
 QUICK = 3_000  # forwards up to which an order whose rounds are not alike is always built in whole
-ROUNDS = 5  # micro-batches for each rank, after which every schedule has repeated itself
+ROUNDS = 5  # micro-batches for each rank of the orders that are built
+COMPARED = range(2, 4)  # rounds, each with the one before it
 # By how much of the whole the rounds may differ and count as alike: no more than by rounding.
 ALIKE = 1e-11
 
@@ -26,10 +27,10 @@ ALIKE = 1e-11
 class LongSchedule:
     """A schedule that is built as far as it is needed.
 
-    whole: builds all of it. shorter: an order of ROUNDS micro-batches for each rank, whose rounds
-    may be found to be alike; two, of which the second has one round more, if a further round is
-    what they differ by; or none. rounds: how many more rounds there are than in the last of them.
-    in_whole: what two orders differ by is not exact enough.
+    whole: builds all of it. shorter: an order of ROUNDS + 1 micro-batches for each rank, whose
+    rounds may be found to be alike; two, of ROUNDS - 1 and ROUNDS, if a further round is what they
+    differ by; or none. rounds: how many more rounds there are than in the last of them. in_whole:
+    what two orders differ by is not exact enough.
     """
 
     whole: Callable[[], Schedule]
@@ -68,17 +69,18 @@ class LongSchedule:
 
 def seconds_of_round(order: Schedule, ended: list[float]) -> float | None:
     """By how much every action of a round ends later than that of the round before it, if that is
-    the same for all of them; then it is the same in all further rounds. ended: of each number.
+    the same for all of them; None otherwise. ended: of each number.
 
-    Compared are the fourth and the third round of forwards, and of other passes the third and the
-    second, which are done at that time.
+    No rank runs two rounds ahead of another one. So what is done after the rounds COMPARED follows
+    from them alone, and if they are alike, all further ones are.
     """
     size = len(order.ranks) * order.stages  # numbers of one kind in a round
     of_kind = len(ended) // len(order.kinds)
     later: list[float] = []
-    for place, kind in enumerate(order.kinds):
-        begin = place * of_kind + (3 if kind == "F" else 2) * size
-        pairs = zip(ended[begin : begin + size], ended[begin - size : begin], strict=True)
+    for place in range(len(order.kinds)):
+        begin = place * of_kind + COMPARED.start * size
+        stop = place * of_kind + COMPARED.stop * size
+        pairs = zip(ended[begin:stop], ended[begin - size : stop - size], strict=True)
         later += [end - before for end, before in pairs]
     if max(later) - min(later) > ALIKE * max(ended):
         return None
@@ -104,9 +106,12 @@ def long_schedule(
     uneven = name in ("gpipe", "zb-v") or (name == "interleaved" and rest > 0)
     uneven &= not vocabulary
     is_quick = uneven and micro_batches * ranks * virtual <= QUICK
-    if name in SEARCHED or rounds <= ROUNDS or is_quick:
+    if name in SEARCHED or rounds <= ROUNDS + 1 or is_quick:
         return LongSchedule(whole)
     few = ROUNDS * ranks + (0 if uneven else rest)
-    counts = [few - ranks, few] if uneven or vocabulary else [few]
+    counts = [few - ranks, few]
+    if not (uneven or vocabulary):
+        few += ranks
+        counts = [few]
     shorter = [unchecked(name, ranks, count, virtual, None, vocabulary) for count in counts]
     return LongSchedule(whole, tuple(shorter), (micro_batches - few) / ranks, uneven)

@@ -170,6 +170,17 @@ def test_the_makespan_of_any_schedule_is_the_simulated_end(
     assert found == pytest.approx(expected, rel=1e-9)
 
 
+def test_rounds_that_differ_although_three_ends_do_not_are_simulated_in_whole():
+    """Seconds of a 176B model on 12 ranks; its end had been extrapolated 0.1 % too late."""
+    forward = [0.04894, *[0.04782] * 10, 0.04252]
+    backward = [0.09061, *[0.08933] * 10, 0.07811]
+    seconds = {("F", stage): each for stage, each in enumerate(forward)}
+    seconds |= {("B", stage): each for stage, each in enumerate(backward)}
+    end = simulated(orders.build("1f1b", 12, 512), seconds, 0.01175)
+    found = long_schedule("1f1b", 12, 512).makespan(seconds, 0.01175)
+    assert found == pytest.approx(end, rel=1e-9)
+
+
 def test_a_step_is_priced_by_its_schedule():
     """Stages of unequal seconds: step_time.makespan is the built schedule's simulation."""
     passes = tuple(step_time.Pass(1 + 0.1 * s, 2 + 0.3 * s) for s in range(4))
