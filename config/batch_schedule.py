@@ -46,12 +46,14 @@ class BatchSchedule:
 
     def levels(self, consumed: int = 0) -> list[Level]:
         """The sizes in use from `consumed` samples on; a new size begins with a whole step."""
-        levels, step = [], 0
+        levels = []
+        step = 0
         for (_, batch), (end, _) in pairwise(self.starts):
             steps = -((consumed - end) // batch)  # rounded up
             if steps > 0:
                 levels.append(Level(batch, step, consumed, steps))
-                step, consumed = step + steps, consumed + steps * batch
+                step = step + steps
+                consumed = consumed + steps * batch
         return [*levels, Level(self.starts[-1][1], step, consumed, None)]
 
     def consumed(self, steps: int) -> int:

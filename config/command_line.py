@@ -218,7 +218,8 @@ def to_words(
     """
     words: list[str] = []
     for field in dataclasses.fields(group):
-        value, name = getattr(group, field.name), field.name.replace("_", "-")
+        value = getattr(group, field.name)
+        name = field.name.replace("_", "-")
         if value is None or field.name == without or (only is not None and field.name not in only):
             continue
         if value == field.default and field.name not in always:
@@ -274,7 +275,8 @@ def _parser(
     description: str, groups: Collection[str] = tuple(GROUPS), lists_models: bool = True
 ) -> argparse.ArgumentParser:
     """The parser of the options of these groups. lists_models: whether it shows --help."""
-    usage, form = "%(prog)s [--config FILE] [--OPTION VALUE ...]", RawDescriptionHelpFormatter
+    usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
+    form = RawDescriptionHelpFormatter
     parser = Parser(description=description, usage=usage, formatter_class=form, allow_abbrev=False)
     parser.epilog = "Numbers may have a unit: 350B, 2k (2000), 2Ki (2048). Names of Megatron-LM's"
     parser.epilog += f" options are understood. --help GROUP is shorter: {', '.join(GROUPS)}."
@@ -299,7 +301,8 @@ def _list_of_models() -> str:
 
 
 def _add_flag(section: Any, f: dataclasses.Field[Any]) -> None:
-    meta, name = f.metadata, "--" + f.name.replace("_", "-")
+    meta = f.metadata
+    name = "--" + f.name.replace("_", "-")
     kind: Any = meta["item"] if meta["nargs"] else f.type
     default = " ".join(f.default) if isinstance(f.default, tuple) else f.default
     text = meta["help"] + ("" if f.default is None else f" (default: {default})")
@@ -332,7 +335,8 @@ def _options_of_file(path: str) -> dict[str, Any]:
     """Flat option values of a TOML file; tables such as [layout] only group keys for the reader."""
     flat: dict[str, Any] = {}
     tables: dict[str, str] = {}
-    known, tree = [*_options(), "model"], read_toml(path, f"--config {path}")
+    known = [*_options(), "model"]
+    tree = read_toml(path, f"--config {path}")
     top = {key: value for key, value in tree.items() if not isinstance(value, dict)}
     groups = {key: value for key, value in tree.items() if isinstance(value, dict)}
     for table in groups:
@@ -363,7 +367,8 @@ def check_option(name: str, value: Any) -> None:
     flag = "--" + name.replace("_", "-")
     if name == "model":
         return _checked(flag, str, value)
-    meta, kind = _options()[name].metadata, _options()[name].type
+    meta = _options()[name].metadata
+    kind = _options()[name].type
     if meta["nargs"]:
         count = meta["nargs"] if isinstance(meta["nargs"], int) else None
         if not isinstance(value, tuple) or not value or len(value) != (count or len(value)):

@@ -66,7 +66,8 @@ class Family:
         for name, allowed in self.options.items():
             own = getattr(model, name)
             values[name] = own if own in allowed else allowed[0]
-        nearest, found = ModelShape(**values), []
+        nearest = ModelShape(**values)
+        found = []
         for name, own in dataclasses.asdict(model).items():
             unused = name.startswith("rotary") and model.positions != "rotary"
             unused |= name == "max_positions" and model.positions != "learned"

@@ -72,7 +72,8 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, whole_number)
         self.register("type", float, number)
         if add_help:
-            version, text = f"trine {VERSION}", "print the version and exit"
+            version = f"trine {VERSION}"
+            text = "print the version and exit"
             self.add_argument("--version", action="version", version=version, help=text)
 
     @classmethod

@@ -30,7 +30,9 @@ def normed_width(model: ModelShape) -> int:
 
 def block_parameters(model: ModelShape) -> int:
     """Parameters of one block; L(12 h^2 + 13 h) over L for a plain GPT."""
-    h, qkv, mlps = model.hidden, model.qkv_width, model.mlps[0]
+    h = model.hidden
+    qkv = model.qkv_width
+    mlps = model.mlps[0]
     attention = h * (qkv + model.attention_width) + (qkv if model.qkv_bias else 0)
     attention += h if model.bias else 0
     scales = normed_width(model) if model.qk_norm == "full" else head_norm_parameters(model)
@@ -71,7 +73,8 @@ FORMULAS = ("megatron-2025", "megatron-2021", "bigscience")
 
 def block_flops(model: ModelShape) -> float:
     """Forward FLOPs of one block for one token, by GEMM; attention counts its causal half."""
-    attention, mlp = model.qkv_width + model.attention_width, model.up_width + model.ffn_hidden
+    attention = model.qkv_width + model.attention_width
+    mlp = model.up_width + model.ffn_hidden
     mlps, active = model.mlps
     scores = model.seq_length * model.attention_width  # half of q k^T, p v
     router = mlps if mlps > 1 else 0

@@ -81,7 +81,8 @@ def _as_typed(config: Config, names: Collection[str]) -> list[str]:
     found = []
     for group in (config.model, config.training, config.data, config.run):
         for field in dataclasses.fields(group):
-            value, flag = getattr(group, field.name), field.name.replace("_", "-")
+            value = getattr(group, field.name)
+            flag = field.name.replace("_", "-")
             usual = config.model.seq_length if field.name == "max_positions" else field.default
             if field.name not in names or value == usual:
                 continue

@@ -46,7 +46,8 @@ class Translation:
         """
         if not self.iterations and self.warmup_fraction is None:
             return values
-        steps, size = values.get("batch_schedule"), values.get("global_batch_size")
+        steps = values.get("batch_schedule")
+        size = values.get("global_batch_size")
         if size is None:
             size = batch_schedule.parse_steps(tuple(steps))[-1][1] if steps else 8
         found = values | {name: round(count * size) for name, count in self.iterations.items()}
@@ -61,7 +62,8 @@ def translate(words: list[str]) -> Translation:
     """A command line in our names; UserError if a name stands for what there is not here, or if two
     names of one option have different values.
     """
-    found, written = Translation(), dict[str, tuple[str, list[str]]]()
+    found = Translation()
+    written = dict[str, tuple[str, list[str]]]()
     for flag, rest in _flags(words):
         name, equals, value = flag.partition("=")
         name = name.replace("_", "-")
@@ -78,11 +80,13 @@ def translate(words: list[str]) -> Translation:
 
 def _flags(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     """Every flag with the words after it, up to the next; the first ones may have no flag."""
-    flag, values = "", list[str]()
+    flag = ""
+    values = list[str]()
     for word in words:
         if FLAG.match(word):
             yield flag, values
-            flag, values = word, []
+            flag = word
+            values = []
         else:
             values.append(word)
     yield flag, values
@@ -117,7 +121,8 @@ def _own_words(flag: str, values: list[str], found: Translation) -> list[str] | 
 
 
 def _check_instead(name: str, values: list[str], found: Translation) -> None:
-    facts, given = NAMES["instead"][name], " ".join([f"--{name}", *values])
+    facts = NAMES["instead"][name]
+    given = " ".join([f"--{name}", *values])
     if "accepts" not in facts:
         found.instead.append(f"{given}: {facts['text']}")
     elif not values or values[0] not in facts["accepts"]:
@@ -142,7 +147,8 @@ def _resumed(found: Translation) -> Translation:
     words = found.words
     if "--load" not in found.ours or "--out" not in words:
         return found
-    load, out = words.index("--resume") + 1, words.index("--out") + 1
+    load = words.index("--resume") + 1
+    out = words.index("--out") + 1
     if words[load : load + 1] == words[out : out + 1]:
         words[load] = "auto"
         found.ours["--load"] = "--resume auto"
@@ -156,7 +162,9 @@ def suggestion(name: str, options: Mapping[str, str]) -> str:
     first, then one that is almost the same, then one whose name and text have all its words.
     """
     plain = name.lstrip("-").partition("=")[0].replace("_", "-")
-    dashes, known, meant = ("--" if name.startswith("-") else ""), list(options), NAMES["meant"]
+    dashes = "--" if name.startswith("-") else ""
+    known = list(options)
+    meant = NAMES["meant"]
     if plain in meant:
         return f"; did you mean {dashes + meant[plain]!r}?"
     close = nearest(plain, known, 0.8)

@@ -317,7 +317,8 @@ def _check_curriculum(config: Config) -> None:
 
 def check_sharding(layout: Layout, training: Training) -> None:
     """Raise UserError if --zero does not go with the optimizer, tensor or pipeline parallelism."""
-    name, zero = training.optimizer, layout.zero
+    name = training.optimizer
+    zero = layout.zero
     if zero == 3 and layout.pp > 1:
         raise UserError(
             f"--zero 3 gathers the weights for every micro-batch, so it needs pp(1), not "
@@ -339,7 +340,8 @@ def check_sharding(layout: Layout, training: Training) -> None:
 
 def _check_objective(config: Config) -> None:
     """Raise UserError if the masks and the objective do not go together, or lack a token's id."""
-    data, model = config.data, config.model
+    data = config.data
+    model = config.model
     shortest = config.length(0)
     if data.objective == "prefix" and shortest < 2:
         raise UserError(
@@ -394,7 +396,8 @@ def _check_length(config: Config) -> None:
 
 
 def _check_run(run: Run, steps: int) -> None:
-    begin, stop = run.begin_at_samples, run.stop_at_samples
+    begin = run.begin_at_samples
+    stop = run.stop_at_samples
     if stop and stop <= begin:
         raise UserError(f"stop-at-samples({stop}) is not above begin-at-samples({begin})")
     if (run.sample_every > 0) != (run.sample_prompt is not None):

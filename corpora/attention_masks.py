@@ -56,7 +56,8 @@ def visible(
     """
     length = starts.shape[1]
     if places is not None:
-        starts, stops = starts[:, places], stops[:, places]
+        starts = starts[:, places]
+        stops = stops[:, places]
     if starts.device.type == "cuda":
         score = None if slopes is None else alibi_score(slopes.float(), places)
         return Mask(None, visible_blocks(starts, stops, length), score)

@@ -35,7 +35,8 @@ def one_by_one(
     shares: list[float], size: int, fill: Callable[..., None]
 ) -> tuple[np.ndarray, np.ndarray]:
     """`blend_order` by `_fill`, as it is or compiled."""
-    which, number = np.empty(size, np.int16), np.empty(size, _number_type(size))
+    which = np.empty(size, np.int16)
+    number = np.empty(size, _number_type(size))
     fill(np.asarray(shares, np.float64), np.zeros(len(shares)), which, number)
     return which, number
 
@@ -43,7 +44,9 @@ def one_by_one(
 def _fill(shares: np.ndarray, taken: np.ndarray, which: np.ndarray, number: np.ndarray) -> None:
     below = np.empty(len(shares))
     for i in range(len(which)):
-        position, most, chosen = float(max(i, 1)), -np.inf, 0
+        position = float(max(i, 1))
+        most = -np.inf
+        chosen = 0
         for part in range(len(shares)):  # without a branch: several parts at a time
             below[part] = shares[part] * position - taken[part]
             most = max(most, below[part])
@@ -70,7 +73,8 @@ def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
     number = np.empty((chunks, steps), _number_type(size))
     stale = np.arange(chunks)
     while len(stale):
-        taken, every = starts[stale], np.arange(len(stale))
+        taken = starts[stale]
+        every = np.arange(len(stale))
         for step in range(steps):
             i = np.maximum(stale * steps + step, 1)
             chosen = np.argmax(i[:, None] * weights - taken, axis=1)
@@ -78,7 +82,8 @@ def by_chunks(shares: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
             number[stale, step] = taken[every, chosen]
             taken[every, chosen] += 1
         inner = stale + 1 < chunks
-        following, taken = stale[inner] + 1, taken[inner]
+        following = stale[inner] + 1
+        taken = taken[inner]
         changed = (starts[following] != taken).any(axis=1)
         starts[following] = taken
         stale = following[changed]
@@ -137,10 +142,12 @@ def _blend_phases(
     """`blend_order` by phases: (first sample, shares); parts without a share are left out."""
     if len(phases) == 1:
         return blend_order(phases[0][1], size)
-    which, number = np.empty(size, np.int16), np.empty(size, _number_type(size))
+    which = np.empty(size, np.int16)
+    number = np.empty(size, _number_type(size))
     taken = np.zeros(len(phases[0][1]), np.int64)
     for (first, shares), (end, _) in pairwise([*phases, (size, [])]):
-        here, end = slice(first, end), min(end, size)
+        here = slice(first, end)
+        end = min(end, size)
         if first >= end:
             break
         parts = np.flatnonzero(shares)
@@ -182,7 +189,8 @@ class Blend(Placed):
     """Samples of several corpora, mixed by weight. UserError if a part lacks a sample."""
 
     def __init__(self, parts: list[GPTSamples], order: BlendOrder):
-        self.parts, self.order = parts, order
+        self.parts = parts
+        self.order = order
         for part, taken in zip(parts, order.taken):
             if taken > len(part):
                 asked = f"the blend takes {taken} samples from {part.dataset.prefix}"
@@ -208,7 +216,8 @@ class Epochs(Placed):
     """`num_samples` samples of blends of equal length, one after the other."""
 
     def __init__(self, epochs: list[Blend], num_samples: int):
-        self.epochs, self.num_samples = epochs, num_samples
+        self.epochs = epochs
+        self.num_samples = num_samples
 
     def __len__(self) -> int:
         return self.num_samples
@@ -219,9 +228,11 @@ class Epochs(Placed):
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
         """How many of the samples from `first` up to `stop` are of each corpus, by its prefix."""
-        total, size = Counter[str](), len(self.epochs[0])
+        total = Counter[str]()
+        size = len(self.epochs[0])
         for number, epoch in enumerate(self.epochs):
-            begin, end = max(first - number * size, 0), min(stop - number * size, size)
+            begin = max(first - number * size, 0)
+            end = min(stop - number * size, size)
             if begin < end:
                 total.update(epoch.count_by_corpus(begin, end))
         return dict(total)
@@ -241,7 +252,8 @@ def parse_blend(data: tuple) -> tuple[list[str], list[float] | None]:
         raise UserError("--data synthetic must be alone: random tokens do not mix with files")
     if all(number is None for number in numbers):
         return words, None
-    weights, prefixes = [number for number in numbers[0::2] if number is not None], words[1::2]
+    weights = [number for number in numbers[0::2] if number is not None]
+    prefixes = words[1::2]
     flag = f"--data {' '.join(words)}"
     if 2 * len(weights) != len(words) or any(number is not None for number in numbers[1::2]):
         raise UserError(f"{flag}: give a weight before every prefix, or before none")

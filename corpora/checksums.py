@@ -25,9 +25,12 @@ SAMPLED = 4  # blocks that each process reads at the start of a run
 
 def checksums_of(prefix: str, source: str | None = None) -> dict[str, bytes]:
     """The contents of both files, by suffix; the pair is read from `source`, if it is elsewhere."""
-    lines, sums, sizes = [], [], []
+    lines = []
+    sums = []
+    sizes = []
     for suffix in SUFFIXES:
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         with open((source or prefix) + suffix, "rb") as file:
             while block := file.read(BLOCK):
                 digest.update(block)

@@ -55,7 +55,9 @@ def swap_all(order: np.ndarray, draw: Callable[[int], int], state: int) -> int:
     result is of no use, but without it the compiler would leave out what loads the items.
     """
     places = np.empty(TOGETHER, np.int64)
-    last, mask, loaded = len(order) - 1, 1, 0
+    last = len(order) - 1
+    mask = 1
+    loaded = 0
     while mask < last:
         mask = 2 * mask + 1
     while last > 0:

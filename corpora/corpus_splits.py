@@ -129,7 +129,8 @@ class Corpora:
         """Parts mixed by the samples in them, an epoch of each, as Megatron does; further epochs,
         which Megatron has none of, are the same with each part in the order of another seed.
         """
-        length, seed = self.config.model.seq_length, self.config.training.seed
+        length = self.config.model.seq_length
+        seed = self.config.training.seed
         epoch = [
             (tokens_per_epoch(dataset, own, length) - 1) // length
             for dataset, own in zip(self.datasets, ranges)
@@ -148,7 +149,8 @@ def eval_sets(config: Config) -> tuple[dict[str, tuple[Samples, int]], tuple[str
 
     The last micro-batches are filled with samples of a second epoch, which do not count.
     """
-    model, cache = config.model, ArrayCache(config.data.cache_folder)
+    model = config.model
+    cache = ArrayCache(config.data.cache_folder)
     found: dict[str, tuple[Samples, int]] = {}
     notes = []
     for asked in parse_eval_sets(config.data.eval_data or ()):

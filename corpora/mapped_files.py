@@ -48,7 +48,8 @@ class MappedFile:
     """
 
     def __init__(self, path: str):
-        self.path, self._map = path, None
+        self.path = path
+        self._map = None
         with open(path, "rb") as file:
             self.size = os.fstat(file.fileno()).st_size
             if self.size:
@@ -197,7 +198,8 @@ def _read(path: str, text: str) -> Found | None:
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # so that it is not removed as unused
-    arrays, place = {}, _aligned(HEADER.size + length)
+    arrays = {}
+    place = _aligned(HEADER.size + length)
     for name, kind, shape in header["arrays"]:
         flat = np.frombuffer(file.bytes, kind, math.prod(shape), place)
         arrays[name] = flat.reshape(shape)

@@ -44,16 +44,19 @@ class Objective:
     """
 
     def __init__(self, options: Data, seed: int = 0):
-        self.options, self.seed = options, seed
+        self.options = options
+        self.seed = seed
         self.fields = ["tokens", "labels"]
         self.fields += ["starts", "stops"] if options.masks_attention else []
         self.fields += ["positions"] if options.reset_positions else []
-        self.masks_loss, self.random = options.masks_loss, options.objective != "causal"
+        self.masks_loss = options.masks_loss
+        self.random = options.objective != "causal"
         self.plain = len(self.fields) == 2 and not self.masks_loss
 
     def row(self, samples: Readable, k: int) -> dict[str, np.ndarray]:
         """The row of sample k, by field."""
-        options, text = self.options, samples.sample(k)
+        options = self.options
+        text = samples.sample(k)
         random = np.random.default_rng((self.seed, k)) if self.random else None
         if options.objective == "fim" and random is not None:
             text = fill_in_the_middle(text, options, random)
@@ -61,7 +64,8 @@ class Objective:
         if self.plain:
             return row
         size = len(row["tokens"])
-        places, whole = np.arange(size), np.array([0, size])
+        places = np.arange(size)
+        whole = np.array([0, size])
         borders = whole
         if options.reset_attention or options.reset_positions:
             borders = document_borders(row["tokens"], options.eod_token)
@@ -118,7 +122,9 @@ def fill_in_the_middle(text: np.ndarray, options: Data, random: np.random.Genera
             parts.append(document)
             continue
         first, second = sorted(random.integers(size + 1, size=2).tolist())
-        a, b, c = document[:first], document[first:second], document[second:size]
+        a = document[:first]
+        b = document[first:second]
+        c = document[second:size]
         suffix_first = random.random() < options.fim_spm_rate
         parts += [before, after, c, middle, a] if suffix_first else [before, a, after, c, middle]
         parts += [b, document[size:]]

@@ -43,8 +43,11 @@ class _Read(Future[None]):
         self, samples: Readable, first: int, objective: Objective, tensors: dict[str, Tensor]
     ):
         super().__init__()
-        self.samples, self.sample, self.objective = samples, first, objective
-        self.tensors, self.count = tensors, 0
+        self.samples = samples
+        self.sample = first
+        self.objective = objective
+        self.tensors = tensors
+        self.count = 0
 
     def run(self) -> None:
         """Read its samples, one after the other."""
@@ -80,7 +83,9 @@ class Prefetcher:
         seconds: float = 240.0,
         objective: Objective | None = None,
     ):
-        self.shape, self.pinned, self.seconds = shape, pinned, seconds
+        self.shape = shape
+        self.pinned = pinned
+        self.seconds = seconds
         self.objective = objective or Objective(Data())
         self._jobs: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -121,7 +126,8 @@ class Prefetcher:
         return read.rows
 
     def _fill(self, samples: Readable) -> None:
-        reads, upcoming = self._reads[id(samples)], self._upcoming.get(id(samples), iter(()))
+        reads = self._reads[id(samples)]
+        upcoming = self._upcoming.get(id(samples), iter(()))
         while len(reads) < AHEAD:
             first = next(upcoming, None)
             if first is None or first + self.shape[0] > len(samples):

@@ -62,7 +62,8 @@ class GPTSamples:
     ):
         if not 0 <= seed < 2**32:
             raise UserError(f"seed({seed}) of the sample order must be in 0..{2**32 - 1}")
-        self.dataset, self.vocab_size = dataset, vocab_size
+        self.dataset = dataset
+        self.vocab_size = vocab_size
         tokens = tokens_per_epoch(dataset, sequences, seq_length)
         wanted = num_samples or 1
         self.epochs = -(-(wanted * seq_length + 1) // tokens)  # exact, where floats round
@@ -98,7 +99,8 @@ class GPTSamples:
 
     def spans(self, k: int) -> list[TextSpan]:
         """Where sample k's tokens are, in order; none is empty."""
-        prefix, document_of = self.dataset.prefix, self.dataset.document_of
+        prefix = self.dataset.prefix
+        document_of = self.dataset.document_of
         sequences, offsets, lengths = self._cuts(k)
         cuts = zip(sequences.tolist(), offsets, lengths)
         return [TextSpan(prefix, *cut, document_of(cut[0])) for cut in cuts if cut[2]]
@@ -152,7 +154,8 @@ def tokens_per_epoch(dataset: IndexedDataset, sequences: range, seq_length: int)
     """Tokens in a range of sequences; UserError if they are too few for one sample."""
     tokens = dataset.tokens_in(sequences)
     if tokens <= seq_length:
-        begin, end = sequences.start, sequences.stop
+        begin = sequences.start
+        end = sequences.stop
         where = f"sequences {begin} to {end} of the {len(dataset)} in {dataset.prefix}"
         needed = f"one sample takes seq-length({seq_length}) + 1"
         raise TooFewTokens(f"{where} hold {tokens} tokens, but {needed}")
@@ -200,7 +203,8 @@ def _build(
     """
     first = np.random.RandomState(seed if order == "megatron" else [seed, 0])
     second = first if order == "megatron" else np.random.RandomState([seed, 1])
-    kind, tokens = _index_type(len(dataset)), dataset.tokens_in(sequences)
+    kind = _index_type(len(dataset))
+    tokens = dataset.tokens_in(sequences)
     document_index = np.tile(np.arange(sequences.start, sequences.stop, dtype=kind), cuts[-1])
     _shuffle(document_index, [e * len(sequences) for e in cuts], first)
     samples = [max(0, e * tokens - 1) // seq_length for e in cuts]

@@ -46,7 +46,8 @@ class Text:
 
     def __init__(self, path: str | None, vocab_size: int):
         """path: of a tokenizer.json. UserError if it has more tokens than the model."""
-        self.path, self.vocab_size = path, vocab_size
+        self.path = path
+        self.vocab_size = vocab_size
         self.tokenizer = load_tokenizer(path) if path else None
         self.end: int | None = None
         if self.tokenizer is None:
@@ -92,9 +93,11 @@ def prefixes_of(data: tuple) -> list[str]:
 
 def prompts_of_run(config: Config) -> tuple[Text, list[list[int]]]:
     """The text of a run's corpus and the ids of --sample-prompt; UserError if one does not fit."""
-    model, given = config.model, config.run.sample_prompt or ()
+    model = config.model
+    given = config.run.sample_prompt or ()
     path = find_tokenizer([], prefixes_of(config.data.data)) if given else None
-    text, length = Text(path, model.vocab_size), model.seq_length
+    text = Text(path, model.vocab_size)
+    length = model.seq_length
     prompts = [text.encode(prompt, "--sample-prompt") for prompt in given]
     for count in [len(ids) for ids in prompts if len(ids) >= length]:
         raise UserError(f"--sample-prompt has {count} tokens: seq-length is {length}")

@@ -52,7 +52,8 @@ class IndexedDataset:
 
     def __init__(self, prefix: str, cache: ArrayCache | None = None):
         self.prefix = prefix
-        self._index_path, self._tokens_path = prefix + ".idx", prefix + ".bin"
+        self._index_path = prefix + ".idx"
+        self._tokens_path = prefix + ".bin"
         self.identity = [_identity(path) for path in (self._index_path, self._tokens_path)]
         self._index, self._tokens = _map(self._index_path), _open(self._tokens_path)
         weakref.finalize(self, os.close, self._tokens)
@@ -110,8 +111,10 @@ class IndexedDataset:
 
         UserError, with the file's name, if it has become shorter or cannot be read.
         """
-        width, starts = self.unsigned.itemsize, self.offsets[sequences].tolist()
-        file, pread = self._tokens, os.pread
+        width = self.unsigned.itemsize
+        starts = self.offsets[sequences].tolist()
+        file = self._tokens
+        pread = os.pread
         try:
             parts = [
                 pread(file, width * length, start + width * offset)
@@ -145,7 +148,8 @@ class IndexedDataset:
         return {}
 
     def _check_documents(self) -> None:
-        bounds, sequences = self.documents, len(self)
+        bounds = self.documents
+        sequences = len(self)
         wrong = (1 + np.flatnonzero(bounds[1:] < bounds[:-1])).tolist()
         if not len(bounds) or bounds[0] != 0:
             wrong = [0]
@@ -160,7 +164,8 @@ class IndexedDataset:
 
     def _check_sequences(self, actual: int, itemsize: int) -> None:
         """Raise UserError unless the sequences, one after the other, fill the .bin."""
-        path, expected = self._index_path, 0
+        path = self._index_path
+        expected = 0
         for begin in range(0, len(self), BLOCK):
             sizes = self.lengths[begin : begin + BLOCK].astype(np.int64) * itemsize
             ends = expected + np.cumsum(sizes)
@@ -248,7 +253,8 @@ def check_pair(prefix: str, answers: bool = False) -> int:
 
     answers: whether there must be a pair of marks too, of as many tokens.
     """
-    index, tokens = _map(prefix + ".idx"), _map(prefix + ".bin")
+    index = _map(prefix + ".idx")
+    tokens = _map(prefix + ".bin")
     token_type, _, _ = _read_header(prefix + ".idx", index.bytes)
     count = len(tokens.bytes) // token_type.itemsize
     if not answers:
@@ -291,7 +297,9 @@ class IndexedDatasetWriter:
     """
 
     def __init__(self, prefix: str, vocab_size: int):
-        self.prefix, self.vocab_size, self.tokens = prefix, vocab_size, 0
+        self.prefix = prefix
+        self.vocab_size = vocab_size
+        self.tokens = 0
         self.token_type = token_type_of(vocab_size)
         self._lengths, self._documents = array.array("i"), array.array("q", [0])
         self._partial = f"{prefix}.{os.getpid()}.partial"  # of this process only
@@ -335,7 +343,8 @@ class IndexedDatasetWriter:
 
     def _finish(self) -> None:
         """Write the index, then rename both files."""
-        lengths, documents = np.array(self._lengths, "<i4"), np.array(self._documents, "<i8")
+        lengths = np.array(self._lengths, "<i4")
+        documents = np.array(self._documents, "<i8")
         write_index(self._partial + ".idx", self.token_type, lengths, documents)
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -64,7 +64,8 @@ def _about(run: Rehearsal) -> dict[str, Any]:
 
 
 def _header(about: dict[str, Any]) -> str:
-    count, ranks = len(about["ranks_run"]), about["ranks"]
+    count = len(about["ranks_run"])
+    ranks = about["ranks"]
     axes = f"tp {about['tp']} x pp {about['pp']}" + f" x cp {about['cp']}" * (about["cp"] > 1)
     text = f"{ranks} ranks, {axes} x dp {about['dp']}, {about['precision']}: {count} were run"
     if count < ranks:
@@ -82,7 +83,8 @@ def _meeting_text(run: Rehearsal, found: list[str]) -> str:
     if found:
         return "Will every collective meet? No.\n" + "\n".join(f"  {line}" for line in found)
     total = sum(e.number > 0 and e.kind != "wait" for own in run.records for e in own.events)
-    ran, rest = len(run.records), len(run.world.traces) - len(run.records)
+    ran = len(run.records)
+    rest = len(run.world.traces) - len(run.records)
     text = f"Will every collective meet? Yes: {total:,} operations of the {ran} ranks that were run"
     if not rest:
         return f"{text}, which are all; no deadlock."
@@ -128,7 +130,8 @@ def _room(fullest: dict[str, Any], machine: Machine) -> str:
 
 
 def _memory_text(data: dict[str, Any], room: str) -> str:
-    stages, verdict = data["stages"], "Yes" if data["fits"] else "No"
+    stages = data["stages"]
+    verdict = "Yes" if data["fits"] else "No"
     lines = [f"Will it fit? {verdict}: {room}."]
     lines.append("Largest bytes of tensors of a rank in each phase, GB:")
     lines += _table("stage", PHASES, [(s["stage"], s["peaks"]) for s in stages])

@@ -44,7 +44,8 @@ def taken_as(config: Config, ran: Sequence[int]) -> list[int]:
     same: of its stage and its place among those that gather keys, with the most axes on which both
     are first, between or last, and of these the lowest.
     """
-    places, own = _places(config), set(ran)
+    places = _places(config)
+    own = set(ran)
     kinds = [_kinds(config, place) for place in places]
     found = list(range(len(places)))
     for group in _alike(config, places):

@@ -34,7 +34,8 @@ from schedules.schedule import Schedule
 from schedules.simulation import simulate
 from telemetry import step_stats
 
-WARM_UP, STEPS = 2, 5
+WARM_UP = 2
+STEPS = 5
 AFTER = "after"  # what follows the last action of a step
 TITLES = {"seconds": "seconds per step", "tokens_per_second": "tokens/s", "mfu": "MFU"}
 
@@ -199,7 +200,8 @@ def composed(
     ends = [row[-1].end for row in simulate(schedule, seconds, transfer)]
     met = update = 0.0
     for stage, end in zip(stages, ends, strict=True):
-        reduce, gather = stage.reduce, stage.gather
+        reduce = stage.reduce
+        gather = stage.gather
         if hides:
             behind = stage.actions["B"] - stage.crossing["B"]
             reduce = max(reduce / max(1, stage.buckets), reduce - behind)
@@ -229,7 +231,9 @@ def report(
     price: Callable[[Operation], float],
 ) -> Answers:
     """Compose the step of `config` from its stages, and compare it with the planner's."""
-    layout, model, size = config.layout, config.model, config.training.global_batch_size
+    layout = config.layout
+    model = config.model
+    size = config.training.global_batch_size
     job = Job(model, layout, config.training, machine)
     rows = [priced(stage, price, job.micro_batches if layout.zero == 2 else 1) for stage in stages]
     transfer = 0.0

@@ -72,7 +72,8 @@ def _replacements(
     context: RecordingContext, meter: Meter, gpu: str
 ) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, value) of everything that is replaced."""
-    cuda, device = torch.cuda, context.device
+    cuda = torch.cuda
+    device = context.device
 
     def peak(*_) -> int:
         return max((peak.bytes for peak in meter.peaks.values()), default=0)
@@ -111,7 +112,8 @@ def _replacements(
     yield attention_masks, "flex", flex
     # Its class of tensors cannot be made where operations are counted.
     yield attention_bias, "causal_lower_right", lambda *sizes: LOWER_RIGHT
-    draw, bit_hash = parallel.draw_normal, replica_check.bit_hash
+    draw = parallel.draw_normal
+    bit_hash = replica_check.bit_hash
     yield parallel, "draw_normal", lambda out, *rest: draw(_start(out, DRAWN_AT_ONCE), *rest)
     yield replica_check, "bit_hash", lambda flat, start=0: bit_hash(flat[:HASHED], start)
 
@@ -127,7 +129,8 @@ class _Stream:
     It waits for no other stream, there being none, nor for an event of its own.
     """
 
-    stream_id, device_type = 0, 1
+    stream_id = 0
+    device_type = 1
 
     def __init__(self, meter: Meter):
         self.meter = meter
@@ -161,7 +164,8 @@ def attention(
     The latter has no grouped queries, nor any kernel fp64: torch then writes the scores.
     """
     if attn_mask is LOWER_RIGHT:  # kernels have it as they have the other causal mask
-        attn_mask, is_causal = None, True
+        attn_mask = None
+        is_causal = True
     if q.dtype in (torch.float16, torch.bfloat16) and attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
     if q.dtype == torch.float64 or enable_gqa:

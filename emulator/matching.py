@@ -76,7 +76,8 @@ def mismatches(world: World) -> list[str]:
 
 def _collectives(world: World, role: str, row: tuple[int, ...]) -> Iterator[str]:
     """Sentences about a group's collectives: each other member against the first."""
-    first, compared = row[0], {id(world.traces[row[0]])}
+    first = row[0]
+    compared = {id(world.traces[row[0]])}
     for other in row[1:]:
         if id(world.traces[other]) in compared:
             continue

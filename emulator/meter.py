@@ -54,7 +54,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, trace: Trace):
         super().__init__()
-        self.trace, self.recorder = trace, trace.recorder
+        self.trace = trace
+        self.recorder = trace.recorder
         self.now, self.peaks = 0, defaultdict[str, Peak](Peak)
         self.kernels = Counter[str]()
         self.pinned = weakref.WeakSet[Any]()  # storages
@@ -158,7 +159,8 @@ class Meter(TorchDispatchMode):
 
     def _describe(self, function: Any, size: int) -> str:
         """What allocates now: the operation and its line."""
-        name, node = str(function).removesuffix(".default"), torch._C._current_autograd_node()
+        name = str(function).removesuffix(".default")
+        node = torch._C._current_autograd_node()
         line = calling_line(4)
         if not line and node is not None:
             line = f"the backward of {self._lines.get(node._sequence_nr(), node.name())}"

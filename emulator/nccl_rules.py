@@ -61,7 +61,8 @@ def deadlock(world: World, blocking: bool = False) -> str | None:
 
 class _Simulation:
     def __init__(self, world: World, blocking: bool):
-        self.world, self.blocking = world, blocking
+        self.world = world
+        self.blocking = blocking
         self.kind_of = kinds(world)
         self.first = {kind: rank for rank, kind in reversed(list(enumerate(self.kind_of)))}
         self.ranks = {k: _Rank(r, world.traces[r]) for k, r in self.first.items()}
@@ -182,7 +183,8 @@ class _Simulation:
         return next((member for member in key[2] if member not in there), None)
 
     def _where(self, kind: int) -> str:
-        rank, event = self.ranks[kind], self._head(kind)
+        rank = self.ranks[kind]
+        event = self._head(kind)
         if event is None:
             return "has ended"
         row = self.world.row_of[event.role, rank.rank]
@@ -210,7 +212,8 @@ def kinds(world: World) -> list[int]:
                 of_row[role, row] = tuple(
                     members if role in with_messages else sorted(set(members))
                 )
-        numbers, refined = {}, []
+        numbers = {}
+        refined = []
         for rank, kind in enumerate(kind_of):
             about: list = [kind]
             for role in world.rows:

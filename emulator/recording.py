@@ -55,7 +55,8 @@ class Trace:
     """The events of one rank, in the order of its host."""
 
     def __init__(self, recorder: FlightRecorder):
-        self.recorder, self.events = recorder, list[Event]()
+        self.recorder = recorder
+        self.events = list[Event]()
         self._counts: dict[tuple, int] = {}
 
     def place(self) -> str:
@@ -85,7 +86,9 @@ class Trace:
 
 class _RecordedHandle:
     def __init__(self, trace: Trace, index: int):
-        self.trace, self.index, self.waited = trace, index, False
+        self.trace = trace
+        self.index = index
+        self.waited = False
 
     def wait(self) -> None:
         if not self.waited:
@@ -110,7 +113,9 @@ class RecordingGroup(Group):
 
     def __init__(self, ranks: tuple[int, ...], rank: int, handle: Any, role: str, trace: Trace):
         super().__init__(ranks, rank)
-        self.handle, self.role, self.trace = handle, role, trace
+        self.handle = handle
+        self.role = role
+        self.trace = trace
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
         return self._record("all_reduce", tensor, str(op).removeprefix("RedOpType."))
@@ -174,7 +179,8 @@ class RecordingContext(LoneContext):
     def group(self, rows, role: str) -> Group:
         """This rank's group, which records unless it has no other rank."""
         self.rows[role] = list(rows)
-        own, handle = self.own_row(rows), None
+        own = self.own_row(rows)
+        handle = None
         if len(own) == 1:
             return Group(own)
         if self.has_handles:
@@ -184,8 +190,10 @@ class RecordingContext(LoneContext):
 
 def recording_context(world: int, rank: int, nodes: int) -> RecordingContext:
     """The context of a rank of `world` on so many nodes, which divide it, with a GPU for each."""
-    per_node, backend = world // nodes, "nccl" if world > 1 else "none"
+    per_node = world // nodes
+    backend = "nccl" if world > 1 else "none"
     device = torch.device("cuda", rank % per_node)
     context = RecordingContext.of(world, rank, per_node, device, backend)
-    context.trace, context.rows = Trace(context.recorder), {}
+    context.trace = Trace(context.recorder)
+    context.rows = {}
     return context

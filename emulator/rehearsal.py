@@ -140,18 +140,21 @@ def ranks_of(case: Case) -> Sequence[int]:
 
 def _assembled(case: Case, few: Config, records: list[RankRecord]) -> Rehearsal:
     """The world whose distinct ranks these are."""
-    config, of_rank = case.config, {record.rank: record.events for record in records}
+    config = case.config
+    of_rank = {record.rank: record.events for record in records}
     stands_in = distinct_ranks.taken_as(config, list(of_rank))
     world = World(records[0].rows, [of_rank[rank] for rank in stands_in])
     most = max(level.batch for level in config.levels)
-    count, of_run = few.micro_batches(few.training.global_batch_size), config.micro_batches(most)
+    count = few.micro_batches(few.training.global_batch_size)
+    of_run = config.micro_batches(most)
     seconds = sum(record.seconds for record in records)
     return Rehearsal(config, world, records, count, of_run, seconds)
 
 
 def shortened(config: Config) -> Config:
     """The configuration of a run of two steps with the fewest micro-batches that show it all."""
-    layout, training = config.layout, config.training
+    layout = config.layout
+    training = config.training
     most = config.micro_batches(max(level.batch for level in config.levels))
     ahead = layout.stages + (3 if layout.vocab_pp else 2)
     enough = most if layout.schedule == "gpipe" else min(most, ahead)
@@ -218,10 +221,12 @@ def run_rank(config: Config, rank: int, world: int, nodes: int, gpu: str) -> Ran
         record.kernels = dict(meter.kernels)
         _after_steps(config, state, samples, context, record)
         record.peaks |= {phase: _named(peak) for phase, peak in meter.peaks.items()}
-    record.events, record.rows = context.trace.events, context.rows
+    record.events = context.trace.events
+    record.rows = context.rows
     steady = [e for e in record.events if e.place.startswith(f"step {STEPS},")]
     stops = Counter((e.kind, e.op, e.line) for e in steady if e.kind in (READ, COPY))
-    record.stops, record.seconds = dict(stops), time.monotonic() - began
+    record.stops = dict(stops)
+    record.seconds = time.monotonic() - began
     return record
 
 
@@ -248,7 +253,8 @@ def _after_steps(
     with tempfile.TemporaryDirectory() as out, replaced(shutil, "disk_usage", lambda _: disk):
         run = dataclasses.replace(config.run, out=out)
         config = dataclasses.replace(config, run=run)
-        mesh, optimizer = state.factory.mesh, state.optimizer
+        mesh = state.factory.mesh
+        optimizer = state.optimizer
         checkpoints = Checkpointer(config, mesh, optimizer, print_line=lambda _: None)
         no_writer = SimpleNamespace(write=lambda save, runs: setattr(save, "seconds", 1.0))
         no_writer.folder_of = lambda progress: out

@@ -33,7 +33,8 @@ from planner.hardware import Machine
 
 # Standard deviation of what arrives from a neighbouring stage: far from zero, near which denormal
 # numbers would be slow, and from overflow.
-ACTIVATION, GRADIENT = 1.0, 1e-3
+ACTIVATION = 1.0
+GRADIENT = 1e-3
 
 
 class Operation(NamedTuple):
@@ -49,12 +50,14 @@ class Ledger:
     """Operations, and the seconds that their stand-ins took of the host."""
 
     def __init__(self) -> None:
-        self.operations, self.seconds = list[Operation](), 0.0
+        self.operations = list[Operation]()
+        self.seconds = 0.0
 
     def take(self) -> tuple[list[Operation], float]:
         """What came since the last call."""
         taken = self.operations, self.seconds
-        self.operations, self.seconds = [], 0.0
+        self.operations = []
+        self.seconds = 0.0
         return taken
 
 
@@ -68,7 +71,8 @@ class StandInGroup(Group):
 
     def __init__(self, ranks: tuple[int, ...], rank: int, role: str, ledger: Ledger):
         super().__init__(ranks, rank)
-        self.role, self.ledger = role, ledger
+        self.role = role
+        self.ledger = ledger
         self._arrived: dict[tuple, Tensor] = {}
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
@@ -156,11 +160,14 @@ class MeasuredLinks:
 
     def __init__(self, world: int, path: str):
         """UserError if the file cannot be read."""
-        self.world, self.path, self.rows = world, path, list[tuple[str, int, int, int, float]]()
+        self.world = world
+        self.path = path
+        self.rows = list[tuple[str, int, int, int, float]]()
         try:
             with open(path, newline="") as file:
                 for row in csv.DictReader(file):
-                    ranks, groups = int(row["ranks"]), int(row["groups"])
+                    ranks = int(row["ranks"])
+                    groups = int(row["groups"])
                     point = int(row["bytes"]), float(row["median_s"])
                     self.rows.append((row["operation"], ranks, groups, *point))
         except (OSError, KeyError, ValueError) as error:
@@ -168,7 +175,8 @@ class MeasuredLinks:
 
     def seconds(self, operation: Operation) -> float:
         """Of one operation; UserError if none of that kind and number of ranks was measured."""
-        kind, ranks = MEASURED_AS[operation.kind], len(operation.ranks)
+        kind = MEASURED_AS[operation.kind]
+        ranks = len(operation.ranks)
         found = [row for row in self.rows if row[0] == kind and (row[1] == ranks or kind == "p2p")]
         if not found:
             raise UserError(f"{self.path} has no {kind} of {ranks} ranks, which this layout needs")

@@ -21,7 +21,8 @@ from supervisor.evidence import LOST, Evidence
 
 SAME_STEP = 3  # failures in one step
 MOST_QUEUED = 3  # times without a new checkpoint
-HOUR, DAY = 3600.0, 86400.0
+HOUR = 3600.0
+DAY = 86400.0
 
 
 class Action(enum.StrEnum):
@@ -97,7 +98,8 @@ def decide(found: Evidence, earlier: Sequence[Earlier], choice: Choice) -> Decis
 
 def _after_failure(found: Evidence, recent: list[Earlier], choice: Choice) -> Decision:
     """After a lost rank, an exception, or an end of which nothing is known."""
-    pair, at = (found.kind, found.iteration), f"in step {found.iteration}"
+    pair = (found.kind, found.iteration)
+    at = f"in step {found.iteration}"
     same = [row for row in recent if (row.evidence.kind, row.evidence.iteration) == pair]
     for row in same:
         if found.nodes and row.evidence.nodes and not {*found.nodes} & {*row.evidence.nodes}:

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 KEPT = ("tp", "pp", "micro_batch_size", "recompute", "zero")  # that --keep-... can hold
 MOST_REHEARSED = 3  # layouts, until one is not rejected
 AT_ONCE = 4  # questions to the planner
-SECONDS_TO_PLAN, SECONDS_TO_REHEARSE = 120.0, 900.0
+SECONDS_TO_PLAN = 120.0
+SECONDS_TO_REHEARSE = 900.0
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,15 @@ class Fewer:
     """
 
     def __init__(self, command: Command, config: Config, options: Options):
-        self.command, self.config, self.options = command, config, options
+        self.command = command
+        self.config = config
+        self.options = options
         measured = ["--calibration", options.calibration] if options.calibration else []
         self.machine = ["--gpu", options.gpu, *measured]
         every = [field.name for field in fields(Layout)]
         answer = self._plan(command.used, to_words(self.config.layout, always=every), "--risk", "1")
-        rows, rejected = answer["ranked"], answer["rejected"]
+        rows = answer["ranked"]
+        rejected = answer["rejected"]
         self.planned_on = answer.get("machine", options.gpu)  # of a family such as a100: a member
         self.seconds: float | None = rows[0]["seconds"] if rows else None
         self.rejected: str = rejected[0]["reason"] if rejected else "no layout is left"
@@ -79,7 +83,9 @@ class Fewer:
             raise UserError("--decrease-batch-size-if-needed: another layout has other batches")
         if self.seconds is None:
             raise UserError(f"the planner does not price the layout as given: {self.rejected}")
-        rows, limit, said = self._rows(left), self.options.max_slowdown, ""
+        rows = self._rows(left)
+        limit = self.options.max_slowdown
+        said = ""
         if not rows:
             raise UserError(f"the planner finds no layout on {left} nodes")
         for row in rows[:MOST_REHEARSED]:
@@ -110,7 +116,8 @@ class Fewer:
 
     def _held(self) -> list[str]:
         """The layout options that stay as given; the planner tries values of the others."""
-        layout, keep = self.config.layout, self.options.keep
+        layout = self.config.layout
+        keep = self.options.keep
         free = {"dp", *KEPT} - keep
         free |= {"recompute_layers"} if "recompute" in free else set()
         free |= {"partition"} if "," in layout.partition and "pp" in free else set()

@@ -108,7 +108,9 @@ def _entry(row: dict[str, Any]) -> Entry:
         if name != "newest" or found.newest is not None:
             _check_type(getattr(found, name), int if name == "newest" else type(default))
     out, back, flags = (tuple(map(str, row.get(name, ()))) for name in ("out", "back", "flags"))
-    action, reason, used = Action(row["action"]), str(row["reason"]), int(row.get("used", 0))
+    action = Action(row["action"])
+    reason = str(row["reason"])
+    used = int(row.get("used", 0))
     decision = Decision(action, reason, out, back, used, flags)
     return Entry(float(row["at"]), str(row["job"]), found, decision)
 

@@ -34,7 +34,8 @@ class Processes:
     """
 
     def __init__(self, srun: bool):
-        self.srun, self.stopped = srun, False
+        self.srun = srun
+        self.stopped = False
         self._process: subprocess.Popen[bytes] | None = None
         self._libc = ctypes.CDLL(None)
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

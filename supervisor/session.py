@@ -23,7 +23,9 @@ class Session:
     """
 
     def __init__(self, command: Command, limit: int, fewer: Fewer | None = None):
-        self.command, self.limit, self.fewer = command, limit, fewer
+        self.command = command
+        self.limit = limit
+        self.fewer = fewer
         self.journal = Journal(command.out, command.job.start if command.job else "")
         self.processes = Processes(command.by_srun)
         self.back: tuple[str, ...] = ()  # nodes that answer again: the ranks were asked to save
@@ -65,14 +67,16 @@ class Session:
 
     def _start(self) -> tuple[int, Decision]:
         """Start the ranks, wait for their end, and decide."""
-        command, journal = self.command, self.journal
+        command = self.command
+        journal = self.journal
         nodes = self._nodes()
         used, flags = self._layout()
         where = f" on {', '.join(nodes)}" if nodes else ""
         where += f" with {' '.join(flags) or 'the default layout'}" if used else ""
         step = evidence.newest_checkpoint(command.out)[0]
         say(f"starting{where}, {'from step 0' if step is None else f'from checkpoint {step}'}")
-        self.back, self.asked = (), time.monotonic()
+        self.back = ()
+        self.asked = time.monotonic()
         before = evidence.files_before(command.out)
         status = self.processes.run(self._words(nodes), lambda: self._look(before))
         stopped = self.processes.stopped
@@ -98,7 +102,8 @@ class Session:
         """Whether the ranks have reported a fault. Has them save and end if left-out nodes answer
         again, and if there are enough for the layout as given then.
         """
-        silent, now = self.journal.silent(), time.monotonic()
+        silent = self.journal.silent()
+        now = time.monotonic()
         due = self.asked + SECONDS_BETWEEN_PROBES < now and not self.back
         if due and silent and self._used() < self.command.used:
             back = answering_nodes(sorted(silent), SECONDS_OF_A_PROBE)
@@ -125,9 +130,11 @@ class Session:
 
     def _await_room(self) -> None:
         """Return when another checkpoint fits on the disk, or at a signal."""
-        out, said = self.command.out, -SECONDS_BETWEEN_LINES
+        out = self.command.out
+        said = -SECONDS_BETWEEN_LINES
         while not self.processes.stopped:
-            free, needed = evidence.free_bytes(out), evidence.bytes_needed(out)
+            free = evidence.free_bytes(out)
+            needed = evidence.bytes_needed(out)
             if free >= needed:
                 return self.journal.file.finish()  # what had to wait
             if time.monotonic() - said >= SECONDS_BETWEEN_LINES:

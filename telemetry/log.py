@@ -76,11 +76,15 @@ class Log:
         for, for run.json; None if the run does not save.
         """
         self.began = time.monotonic()
-        self.before, self.latest = before, before
+        self.before = before
+        self.latest = before
         device = context.describe()["device"]
         self.peak_flops = hardware.peak_of(device, config.training.precision)  # for MFU
-        self.config, self.context, self.stage_specs = config, context, stage_specs
-        self.is_writer, self.total = context.rank == 0, config.total_steps
+        self.config = config
+        self.context = context
+        self.stage_specs = stage_specs
+        self.is_writer = context.rank == 0
+        self.total = config.total_steps
         self.steps: list[tuple[int, float, float]] = []  # samples, seconds and loss of each
         self.rates: list[float] = []  # tokens per second of each
         self.epoch_tokens: Mapping[str, int] = {}
@@ -233,7 +237,8 @@ class Log:
 
     def _of_corpora(self, done: Progress) -> dict[str, Mapping[str, float]]:
         """By corpus, the tokens trained on and the epochs, in which a cut sample is a whole one."""
-        corpora, length = done.usage.corpora, self.config.model.seq_length
+        corpora = done.usage.corpora
+        length = self.config.model.seq_length
         if not corpora:
             return {}
         epochs = {
@@ -265,7 +270,8 @@ class Log:
         if not self.is_writer:
             return
         self.metrics.write(row)
-        trackers, self.trackers = self.trackers, {}
+        trackers = self.trackers
+        self.trackers = {}
         for name, tracker in trackers.items():  # one that fails writes no more
             with self.without(f"{name}, from here on"):
                 tracker.write(row["iteration"], row)
@@ -300,7 +306,8 @@ class Log:
                 "numpy": np.__version__,
             },
         }
-        out, new = self.config.run.out, os.path.join(self.config.run.out, "run.json.new")
+        out = self.config.run.out
+        new = os.path.join(self.config.run.out, "run.json.new")
         earlier = ["run.json", "metrics.jsonl", "times.jsonl", "spikes.jsonl", "log.txt"]
         # The checkpoints of a run from step 0 must not be mixed with those of an earlier run.
         earlier += [] if self.config.run.resume else ["checkpoints", TRACKED_RUNS]
@@ -331,7 +338,8 @@ class Log:
         layout = self.config.layout
         if layout.pp > 1:
             largest = max(level.batch for level in self.config.levels)
-            count, device = self.config.micro_batches(largest), self.context.device.type
+            count = self.config.micro_batches(largest)
+            device = self.context.device.type
             order = of_layout(self.config.model, layout, count, device)
             slots = simulation.simulate(order)
             lines.append(f"schedule {layout.schedule}, bubble {simulation.bubble(slots):.1%}:")
@@ -340,7 +348,8 @@ class Log:
             self.note(line)
 
     def _layout_line(self) -> str:
-        layout, facts = self.config.layout, self.context.describe()
+        layout = self.config.layout
+        facts = self.context.describe()
         ranks = "1 rank" if facts["ranks"] == 1 else f"{facts['ranks']} ranks"
         counts = [self.config.micro_batches(level.batch) for level in self.config.levels]
         micro_batches = " to ".join(map(str, sorted({min(counts), max(counts)})))
@@ -364,7 +373,8 @@ class Log:
 
     def _batch_lines(self) -> list[str]:
         """The batch sizes in use, and the options that change those of --global-batch-size."""
-        config, layout = self.config, self.config.layout
+        config = self.config
+        layout = self.config.layout
         levels = config.batches.levels()
         sizes = [f"{level.batch} from step {level.first_step + 1}" for level in levels]
         if len(sizes) > 6:
@@ -381,7 +391,8 @@ class Log:
             lines.append(f"batches that hold samples of {ranges} are passed over")
         planned = batch_schedule(config.training, config.model.seq_length)
         if planned != config.batches:
-            micro, dp = layout.micro_batch_size, layout.dp
+            micro = layout.micro_batch_size
+            dp = layout.dp
             lines.append(
                 f"--decrease-batch-size-if-needed: rounded down to multiples of "
                 f"micro-batch-size({micro}) * dp({dp}) = {micro * dp}, in the end "
@@ -390,7 +401,8 @@ class Log:
         return lines
 
     def _summary(self) -> str:
-        config, out = self.config, self.config.run.out
+        config = self.config
+        out = self.config.run.out
         rates = self.rates[WARM_UP_STEPS:] or self.rates
         device = self.context.device.type
         lines = [

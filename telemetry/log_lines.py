@@ -110,7 +110,9 @@ class LiveLine:
         """launcher: what started the ranks, as distributed/launch.py names it."""
         outputs = _outputs(launcher)
         terminals = [path for path in outputs if _is_terminal(path)]
-        self._file, self._latest, self._shown = -1, 0.0, False
+        self._file = -1
+        self._latest = 0.0
+        self._shown = False
         self.replaces_lines = bool(terminals) and terminals[0] == outputs[0]
         if terminals:
             try:  # one that is stopped (Ctrl-S) must not stop the run
@@ -135,14 +137,16 @@ class LiveLine:
         """Remove the line, before other text is printed."""
         if self._shown:
             self._write(CLEAR)
-        self._shown, self._latest = False, 0.0
+        self._shown = False
+        self._latest = 0.0
 
     def close(self) -> None:
         """Remove the line for good."""
         self.clear()
         if self._file >= 0:
             os.close(self._file)
-        self._file, self.replaces_lines = -1, False
+        self._file = -1
+        self.replaces_lines = False
 
     def _write(self, text: str) -> None:
         try:

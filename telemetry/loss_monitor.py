@@ -40,7 +40,10 @@ class LossMonitor:
 
     def __init__(self, config: Config, samples: Samples, done: Progress, log: Log):
         """done: the progress so far. log: its writer writes spikes.jsonl too."""
-        self.config, self.samples, self.good, self.log = config, samples, done, log
+        self.config = config
+        self.samples = samples
+        self.good = done
+        self.log = log
         self.spikes = RowFile(os.path.join(config.run.out, "spikes.jsonl"), log.note)
         self.bad: list[StepResult] = []
         self._recent: deque[float] = deque(maxlen=WINDOW)
@@ -48,7 +51,8 @@ class LossMonitor:
 
     def step(self, done: Progress, batch: int, result: StepResult) -> None:
         """Take the result of a step on `batch` samples; done: the progress after it."""
-        loss, sigmas = result.loss, self.config.run.spike_sigma
+        loss = result.loss
+        sigmas = self.config.run.spike_sigma
         finite = math.isfinite(loss)
         if self.log.is_writer and sigmas and (not finite or len(self._recent) >= MIN_STEPS):
             self._record_spike(done, batch, loss, sigmas)
@@ -57,7 +61,8 @@ class LossMonitor:
             self._step_of_norm(done, batch, loss, norm)
         if finite:
             self._recent.append(loss)
-            self.good, self.bad = done, []
+            self.good = done
+            self.bad = []
         else:
             self.bad.append(result)
 
@@ -73,7 +78,8 @@ class LossMonitor:
 
     def failure(self, now: Progress, saved: bool) -> UserError:
         """The error of a run that has diverged; saved: whether the state of `good` is."""
-        good, run = self.good, self.config.run
+        good = self.good
+        run = self.config.run
         samples = f"--skip-samples {good.consumed_samples}:{now.consumed_samples}"
         advice = f"no state after step {good.iteration} is saved; the samples since: {samples}"
         if saved:
@@ -100,7 +106,8 @@ class LossMonitor:
 
     def _step_of_norm(self, done: Progress, batch: int, loss: float, norm: float) -> None:
         """Take the gradient norm of a step; write the batch to spikes.jsonl if it is a spike."""
-        log_norm, sigmas = math.log(norm), self.config.run.spike_sigma
+        log_norm = math.log(norm)
+        sigmas = self.config.run.spike_sigma
         recent = self._recent_log_norms
         if self.log.is_writer and sigmas and len(recent) >= MIN_STEPS:
             mean = statistics.fmean(recent)

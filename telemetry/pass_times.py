@@ -52,7 +52,8 @@ def _earlier(config: Config) -> str | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(os.path.join(config.run.out, "run.json"), "rb") as file:
             earlier = read_object(file.read())["config"]
-        own, before = json.loads(json.dumps(asdict(config))), {"cp": 1} | earlier["layout"]
+        own = json.loads(json.dumps(asdict(config)))
+        before = {"cp": 1} | earlier["layout"]
         same = ["tp", "cp", "pp", "micro_batch_size"]
         same += ["sequence_parallel", "recompute"]
         equal = all(before.get(key) == own["layout"][key] for key in same)
@@ -69,7 +70,8 @@ def _measure(config: Config, context: Context, dtype: torch.dtype) -> list[float
         layout = replace(layout, recompute_layers=0)
     config = replace(config, model=replace(config.model, layers=1), layout=layout)
     axes = config.layout.axes | {"pp": context.size // (layout.tp * layout.cp * layout.dp)}
-    deferred, device = DeferredGradients(), context.device
+    deferred = DeferredGradients()
+    device = context.device
     split = layout.sequence_parallel
     mesh = Mesh(axes, context, over_heads=layout.over_heads(config.model))
     factory = ParamFactory(mesh, dtype, device, 0, 0.02, split, deferred)
@@ -83,10 +85,13 @@ def _seconds(config: Config, factory: ParamFactory, spec: StageSpec) -> list[flo
     for p in stage.parameters():
         p.main_grad = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
         p.gradient_added = lambda p: None
-    model, layout, deferred = config.model, config.layout, factory.deferred
+    model = config.model
+    layout = config.layout
+    deferred = factory.deferred
     assert deferred is not None  # _measure gives one
     stage.set_length(model.seq_length)
-    s, b = model.seq_length // layout.cp, layout.micro_batch_size
+    s = model.seq_length // layout.cp
+    b = layout.micro_batch_size
     shape = (s // layout.tp if layout.sequence_parallel else s, b, model.hidden)
     x = torch.ones(shape, dtype=factory.dtype, device=factory.device, requires_grad=True)
     labels = torch.zeros(b, s, dtype=torch.long, device=factory.device)

@@ -22,7 +22,9 @@ HASHED_ON_CPU = 2**16  # they stay in a core's cache
 SECONDS_FOR_THE_OUTVOTED = 5.0
 MOST_SHOWN = 5  # differences in an error
 # What a rank sees of its copies. Equal is 1, which a rehearsal has for every number of a device.
-EQUAL, DIFFERS, OUTVOTED = 1, 2, 3
+EQUAL = 1
+DIFFERS = 2
+OUTVOTED = 3
 
 # Hash by parameter and kind of tensor: "weight", "master", "exp_avg", ...
 Hashes = dict[tuple[ParamSpec, str], Tensor]

@@ -33,7 +33,8 @@ class RowFile:
 
     def __init__(self, path: str, print_line: Callable[[str], None]):
         """print_line: prints a line when rows begin to wait, and when they are written."""
-        self.path, self.print_line = path, print_line
+        self.path = path
+        self.print_line = print_line
         self._waiting: deque[dict[str, Any]] = deque(maxlen=MOST_ROWS)
         self._size = self._missing = 0  # bytes of whole lines in the file; rows that are not
         self._problem = ""  # why rows wait
@@ -70,7 +71,8 @@ class RowFile:
         try:
             while line:
                 written = os.pwrite(self._descriptor, line, at)
-                at, line = at + written, line[written:]
+                at = at + written
+                line = line[written:]
             self._size = at
         except OSError:
             with contextlib.suppress(OSError):  # else the next attempt overwrites it

@@ -52,7 +52,8 @@ def measure(
 ) -> StepStats:
     """This rank's memory now, with the seconds and the action given."""
     if device.type == "cuda":
-        peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        now = torch.cuda.memory_reserved(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = psutil.Process().memory_info().rss
@@ -83,8 +84,10 @@ class StragglerCheck:
     """
 
     def __init__(self, config: Config, nodes: list[str]):
-        self.every, self.percent = config.run.check_speed_every, config.run.slow_rank_percent
-        self.layout, self.nodes = config.layout, nodes
+        self.every = config.run.check_speed_every
+        self.percent = config.run.slow_rank_percent
+        self.layout = config.layout
+        self.nodes = nodes
         self.computing = [0.0] * len(nodes)  # seconds of the steps whose waits were timed
         self.steps = self.timed = 0  # since the last check; those of them whose waits were timed
 
@@ -115,7 +118,8 @@ class StragglerCheck:
         for ranks in ranks_of_stages(self.layout):
             for rank in ranks:
                 peers = [seconds[other] for other in ranks if other != rank]
-                own, usual = seconds[rank], statistics.median(peers or [seconds[rank]])
+                own = seconds[rank]
+                usual = statistics.median(peers or [seconds[rank]])
                 if own <= usual * (1 + self.percent / 100):
                     continue
                 at = coordinates(rank, self.layout.axes)

@@ -33,14 +33,18 @@ class StepTimes:
         """exchange: between all ranks, through the store. Where ranks share a GPU over gloo, the
         host's times would not be the device's, and nothing is measured.
         """
-        self.exchange, self.log, run = exchange, log, log.config.run
-        self.recorder, self.traced = log.context.recorder, run.profile_step
+        self.exchange = exchange
+        self.log = log
+        run = log.config.run
+        self.recorder = log.context.recorder
+        self.traced = run.profile_step
         self.on_gpu = log.context.device.type == "cuda"
         self.measures = not self.on_gpu or log.context.backend != "gloo"
         self.interval = max(run.log_every or 1, LEAST_INTERVAL)
         self.file = RowFile(os.path.join(run.out, "times.jsonl"), log.note)
         self.steps, self.began = 0, 0.0  # steps since the last row; when the measured one began
-        self.spent, self.since = dict(self.recorder.spent), time.monotonic()
+        self.spent = dict(self.recorder.spent)
+        self.since = time.monotonic()
 
     def after(self, step: int) -> None:
         """Write the row of a step that was measured; measure the next one if it is its turn."""
@@ -59,8 +63,11 @@ class StepTimes:
         return event
 
     def _write(self, step: int) -> None:
-        recorder, context = self.recorder, self.log.context
-        spans, recorder.spans, recorder.stamp = recorder.spans or [], None, None
+        recorder = self.recorder
+        context = self.log.context
+        spans = recorder.spans or []
+        recorder.spans = None
+        recorder.stamp = None
         own = rank_row(spans, self._seconds_of(spans))
         offset, error = context.clock()
         own |= {"node": context.node, "began": self.began, "offset": offset, "error": error}
@@ -70,11 +77,15 @@ class StepTimes:
         self.interval = max(self.interval, passes // PASSES_PER_STEP)
         if not self.log.is_writer:
             return
-        ranks, now, spent = self.exchange.collect("times"), time.monotonic(), recorder.spent
+        ranks = self.exchange.collect("times")
+        now = time.monotonic()
+        spent = recorder.spent
         row: dict[str, Any] = {"iteration": step, "steps": self.steps, "elapsed": now - self.since}
         row["spent"] = {phase: s - self.spent.get(phase, 0.0) for phase, s in spent.items()}
         self.file.write(row | {"waits": WAITS, "ranks": ranks})
-        self.steps, self.spent, self.since = 0, dict(spent), now
+        self.steps = 0
+        self.spent = dict(spent)
+        self.since = now
 
     def _seconds_of(self, spans: list[tuple]) -> Callable[[Any], float]:
         """What turns a mark of the spans into seconds since the measured step began."""
@@ -99,23 +110,29 @@ def rank_row(spans: list[tuple], seconds_of: Callable[[Any], float]) -> dict[str
     for kind, subject, since, until in spans:
         start, end = (round(1e6 * seconds_of(mark)) for mark in (since, until))
         if kind == "wait":
-            operation, role = subject.split(" ", 1)[0], subject.split(" of ")[1].split(" ")[0]
+            operation = subject.split(" ", 1)[0]
+            role = subject.split(" of ")[1].split(" ")[0]
             name = ROLE_WAITS.get(role, "p2p")
             waits[name] += end - start
             ready = end if (operation, name) == ("receive", "p2p") else ready
             continue
-        total, waited = end, [waits[name] for name in WAITS]
+        total = end
+        waited = [waits[name] for name in WAITS]
         apart_from_step = between and kind not in ("begin", "log")
         between = between and kind != "begin"
         if apart_from_step:
             apart += end - start
         elif kind == "data":
-            first, data = start, end - start
+            first = start
+            data = end - start
             continue
         elif kind in STEPS:
             passes.append([first if data else start, end, data, ready, *waited])
         else:
             own = [end - start - sum(waited), *waited]
             around[kind] = [a + b for a, b in zip(around.get(kind, [0] * len(own)), own)]
-        waits, first, data, ready = Counter(), 0, 0, 0
+        waits = Counter()
+        first = 0
+        data = 0
+        ready = 0
     return {"passes": passes, "around": around, "apart": apart, "total": total}

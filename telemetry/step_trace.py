@@ -36,12 +36,16 @@ class StepTrace:
         """exchange: between all ranks, through the store; finish_sending: waits for the messages
         that this rank still sends.
         """
-        self.exchange, self.log, run = exchange, log, log.config.run
+        self.exchange = exchange
+        self.log = log
+        run = log.config.run
         self.finish_sending = finish_sending
-        self.device, self.recorder = log.context.device, log.context.recorder
+        self.device = log.context.device
+        self.recorder = log.context.recorder
         self.step = run.profile_step
         self.path = os.path.join(run.out, f"step_{self.step}.trace.json")
-        self.profiled_step, rank = run.torch_profile, log.context.rank
+        self.profiled_step = run.torch_profile
+        rank = log.context.rank
         name = f"torch_step_{self.profiled_step}_rank_{rank}.json"
         self.profile_path = os.path.join(run.out, name)
         self.profiler: torch.profiler.profile | None = None
@@ -117,11 +121,13 @@ def _event(span: list, rank: int, stage: int, offset: float) -> dict[str, Any]:
     operation, as "all_reduce 12 of tp".
     """
     kind, subject, start, end = span
-    start, end = start + offset, end + offset
+    start = start + offset
+    end = end + offset
     if kind == "wait":
         head, _, group = subject.partition(" of ")
         operation, number = head.rsplit(" ", 1)
-        name, args = f"{operation} {group}", {"stage": stage, "number": int(number)}
+        name = f"{operation} {group}"
+        args = {"stage": stage, "number": int(number)}
         return trace_event(name, rank, WAITS, start, end, cat="wait", args=args)
     args = {"stage": stage, "micro_batch": subject}
     colour = {"cname": COLOURS[kind]} if kind in COLOURS else {}

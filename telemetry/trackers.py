@@ -80,12 +80,14 @@ class WeightsAndBiases:
             place |= {"id": earlier, "resume": "allow"}
         with _sentences(f"--wandb {config.run.wandb}", module.errors.Error):
             self._run = module.init(**place, config=config.as_dict())
-        self.run_id, self._failure = str(self._run.id), module.errors.Error
+        self.run_id = str(self._run.id)
+        self._failure = module.errors.Error
 
     @staticmethod
     def check(config: Config) -> None:
         """Raise UserError without the package, or if there is nobody to log in as."""
-        module, option = _package("wandb", "wandb"), f"--wandb {config.run.wandb}"
+        module = _package("wandb", "wandb")
+        option = f"--wandb {config.run.wandb}"
         with _sentences(option, module.errors.Error):
             is_local = module.setup().settings.mode in ("offline", "disabled")
             if not is_local and not module.login(prompt=False):
@@ -129,7 +131,8 @@ class MLflow:
 
     def write(self, step: int, row: dict[str, Any]) -> None:
         """As metrics, in one transaction."""
-        metric, now = self._module.entities.Metric, int(time.time() * 1000)
+        metric = self._module.entities.Metric
+        now = int(time.time() * 1000)
         rows = [
             metric(_metric_name(name), value, now, step) for name, value in numbers(row).items()
         ]
@@ -145,7 +148,8 @@ class MLflow:
 
 def _mlflow_store(config: Config) -> tuple[Any, Any, str]:
     """MLflow, its client of the store --mlflow, and the experiment `trine` there, which is made."""
-    module, store = _package("mlflow", "mlflow"), config.run.mlflow
+    module = _package("mlflow", "mlflow")
+    store = config.run.mlflow
     artifacts = None
     if ":" not in store and store != "databricks":
         folder = os.path.abspath(store)
@@ -190,7 +194,8 @@ def check(config: Config) -> None:
 
 def open_trackers(config: Config) -> dict[str, Tracker]:
     """Those that the options ask for, by the option's name; UserError if one cannot start."""
-    earlier, opened = _earlier_runs(config), dict[str, Tracker]()
+    earlier = _earlier_runs(config)
+    opened = dict[str, Tracker]()
     with contextlib.ExitStack() as on_error:
         for name in config.run.trackers:
             opened[name] = KINDS[name](config, earlier.get(name))

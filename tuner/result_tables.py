@@ -134,7 +134,8 @@ def summary(result: SearchResult) -> list[str]:
         lines.append(f"Measured over predicted: {error}.")
     rehearsed = [t for t in result.trials if t.rehearsal]
     if rehearsed:
-        took, bad = sum(t.rehearsal for t in rehearsed), sum(not t.command for t in rehearsed)
+        took = sum(t.rehearsal for t in rehearsed)
+        bad = sum(not t.command for t in rehearsed)
         lines.append(
             f"{len(rehearsed)} layouts were rehearsed on fake GPUs before their first trial, "
             f"{took:.0f} s in all; {bad} of them rejected."
@@ -176,11 +177,15 @@ def markdown(result: SearchResult) -> list[str]:
 
 def _markdown_row(row: LayoutResult, result: SearchResult) -> list[str]:
     """The cells of one row; its notes begin with what no column shows of the layout."""
-    config, label = row.candidate.config, row.candidate.label
-    model, layout, training = config.model, config.layout, config.training
+    config = row.candidate.config
+    label = row.candidate.label
+    model = config.model
+    layout = config.layout
+    training = config.training
     measured = ["", "", ""]
     if row.ok:
-        rate, memory = format_number(row.rate("tflops_hardware")), max(row.memory) / GIGA
+        rate = format_number(row.rate("tflops_hardware"))
+        memory = max(row.memory) / GIGA
         size = f"{memory:.0f}GB" if memory >= 10 else f"{memory:.2f}GB"
         measured = [size, format_number(row.seconds), rate]
     options = " ".join(label.split()[4:])
@@ -198,7 +203,8 @@ def environment_line(result: SearchResult) -> str:
     ran = next((t for t in reversed(result.trials) if t.cluster), None)
     if ran is None:
         return f"Machine model: {result.machine.name}."
-    c, count = ran.cluster, len(ran.cluster["nodes"])
+    c = ran.cluster
+    count = len(ran.cluster["nodes"])
     versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items())
     return (
         f"{c['ranks']} ranks by {c['launcher']} on {count} node{'s' * (count > 1)}, {c['device']}, "
@@ -231,7 +237,9 @@ def csv_text(result: SearchResult) -> str:
 def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, object]:
     """The columns of one row that are not empty."""
     config = row.candidate.config
-    model, layout, training = config.model, config.layout, config.training
+    model = config.model
+    layout = config.layout
+    training = config.training
     options = asdict(model) | asdict(layout) | asdict(training)
     values = {name: options[name] for name in COLUMNS if name in options}
     values |= {
@@ -252,7 +260,8 @@ def _csv_row(row: LayoutResult, number: int, result: SearchResult) -> dict[str, 
         "note": "; ".join(row.notes),
     }
     if row.ok:
-        hardware, rate = row.rate("tflops_hardware"), row.rate("tflops_model")
+        hardware = row.rate("tflops_hardware")
+        rate = row.rate("tflops_model")
         values |= {
             "formula": row.trials[0].formula,
             "mem_gb": f"{max(row.memory) / GIGA:.3f}",

@@ -87,7 +87,8 @@ class Search:
         `min_gain` is a share of the best layout's seconds, `noise` the standard deviation of the
         logarithm of one measurement.
         """
-        self.points, self.min_gain = list(points), min_gain
+        self.points = list(points)
+        self.min_gain = min_gain
         self.noise = max(noise, LEAST_NOISE)
         self.measured: dict[int, list[float]] = {}  # seconds of each run, by layout
         self.failed: set[int] = set()
@@ -138,7 +139,8 @@ class Search:
 
     def next(self) -> int | None:
         """The layout to measure next, or None when no other is likely to be faster."""
-        untried, likely = self.untried, self.success_probability
+        untried = self.untried
+        likely = self.success_probability
         if not untried:
             return None
         if self.best is None:

@@ -145,7 +145,8 @@ def _tables(config: Config, given: dict[str, list]) -> Iterator[tuple[dict[str, 
     fixed["partition"] = choices("partition")
     fixed |= {name: values[0] if len(values) == 1 else values for name, values in given.items()}
     fixed.pop("recompute_layers", None)
-    numbers, schedules = given.get("recompute_layers"), given.get("schedule", [])
+    numbers = given.get("recompute_layers")
+    schedules = given.get("schedule", [])
     if "auto" in schedules:
         yield fixed | {"schedule": "auto", "partition": "balanced"}, 1.0
         fixed["schedule"] = [name for name in schedules if name != "auto"]
@@ -172,7 +173,8 @@ def choices(option: str) -> list:
 
 def _program(config: Config, layout: Layout) -> tuple:
     """Equal for two layouts that run the same program."""
-    blocks, pipeline = partition.blocks_per_stage(config.model, layout), layout.pp > 1
+    blocks = partition.blocks_per_stage(config.model, layout)
+    pipeline = layout.pp > 1
     several = config.training.global_batch_size > layout.micro_batch_size * layout.dp
     return (
         (layout.tp, layout.pp, layout.cp, layout.micro_batch_size, layout.recompute),
@@ -190,7 +192,8 @@ def needs_more_memory(candidate: Candidate, other: Candidate) -> bool:
 
     That is certain only if they differ in nothing but micro-batch size and recomputation.
     """
-    a, b = candidate.config.layout, other.config.layout
+    a = candidate.config.layout
+    b = other.config.layout
     names = ("micro_batch_size", "recompute", "recompute_layers")
     same = replace(a, **{name: getattr(b, name) for name in names}) == b
     return same and _keeps_more(a, b) and a.micro_batch_size >= b.micro_batch_size

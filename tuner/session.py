@@ -77,7 +77,8 @@ class Budget:
 
         `earlier_trials` were stored before this session and do not count.
         """
-        self.start, self.earlier_trials = time.monotonic(), earlier_trials
+        self.start = time.monotonic()
+        self.earlier_trials = earlier_trials
         self.minutes = self.trials = math.inf
         try:
             if text and text.endswith("m"):
@@ -167,13 +168,15 @@ class Session:
                 raise UserError(f"give --{name}: see python tune.py --help")
         _settle(options)
         for name in ("gpus", "timed", "time_limit", "tokens", "gain", "reference_every"):
-            value, least = getattr(options, name), name in ("gain", "reference_every")
+            value = getattr(options, name)
+            least = name in ("gain", "reference_every")
             if value is not None and not (0 < value < MOST or (least and value == 0)):
                 limits = f"at least 0 and below {MOST:g}" if least else f"above 0, below {MOST:g}"
                 raise UserError(f"--{name.replace('_', '-')} must be {limits}, not {value}")
         if not 0 < options.risk <= 1:
             raise UserError(f"--risk must be above 0 and at most 1, not {options.risk:g}")
-        self.options, self.train_arguments = options, train_arguments
+        self.options = options
+        self.train_arguments = train_arguments
         if options.models and "--model" in (word.partition("=")[0] for word in train_arguments):
             raise UserError("give --model or --models, not both")
         self.machine = hardware.load(options.gpu or "a100-80", options.calibration)
@@ -203,7 +206,8 @@ class Session:
             raise UserError(f"cannot start {launcher!r} of --launch: there is no such program")
         self.rejected: list[Rejected] = []
         self.wanted: dict[str, Candidate] = {}  # by key: the layouts that the report lists
-        self.subject, self.ending = "the fastest layout", "every layout has been measured"
+        self.subject = "the fastest layout"
+        self.ending = "every layout has been measured"
         self.progress = Progress(self.budget)
 
     def _request(self, model: str = "") -> command_line.Request:
@@ -227,7 +231,8 @@ class Session:
         except BudgetSpent:
             self.ending = self.budget.ending
         except StoppedBySignal as error:
-            stopped, name = error, signal.Signals(error.number).name
+            stopped = error
+            name = signal.Signals(error.number).name
             name = "Ctrl-C" if error.number == signal.SIGINT else name
             self.ending = f"stopped by {name}; run the same command again to continue"
         print(f"\n{self.ending}")
@@ -250,7 +255,8 @@ class Session:
 
     def command(self, candidate: Candidate) -> list[str]:
         """What to type to train on that layout, into a folder beside the trials'."""
-        config, steps = candidate.config, DEFAULT_STEPS
+        config = candidate.config
+        steps = DEFAULT_STEPS
         run = dataclasses.replace(config.run, out=str(self.out / "train"))
         training = config.training
         if training.steps is None and training.train_samples is None:
@@ -325,7 +331,8 @@ class Session:
         Every few trials the first layout that ran is measured once more, to see whether the machine
         has changed; at the end those of which noise alone may decide which one is the fastest.
         """
-        every, count = self.options.reference_every, 0
+        every = self.options.reference_every
+        count = 0
         while (index := search.next()) is not None:
             yield index, ""
             count += 1
@@ -362,7 +369,8 @@ class Session:
         """Run one trial, store it, show it. A layout without one is rehearsed before, and not run
         if that rejects it. BudgetSpent if the budget has no room for it, or ends before it does.
         """
-        number, rehearsed = len(self.store.trials), Outcome()
+        number = len(self.store.trials)
+        rehearsed = Outcome()
         if self.rehearser and not self.store.of(candidate.key):
             say(f"rehearsing {candidate.label} on fake GPUs")
             rehearsed = self.rehearser.rehearse(candidate, self._runner(), number)

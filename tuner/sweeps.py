@@ -82,9 +82,11 @@ def sweep(
         reason = space.rejected[0].reason if space.rejected else "there is none"
         raise UserError(f"no layout to sweep on {ranks} ranks: {reason}")
     base = replace(config, layout=space.found[0].config.layout)
-    runs, rejected = [], []
+    runs = []
+    rejected = []
     for value in values or _default_values(name, base):
-        old, change = getattr(base, group), {swept: value}
+        old = getattr(base, group)
+        change = {swept: value}
         try:
             new: Any = reshape(old, change) if group == "model" else replace(old, **change)
             run = replace(base, **{group: new})
@@ -98,7 +100,9 @@ def sweep(
 
 def _default_values(name: str, config: Config) -> list:
     """What a sweep tries if no values are given."""
-    model, batch, tp = config.model, config.training.global_batch_size, config.layout.tp
+    model = config.model
+    batch = config.training.global_batch_size
+    tp = config.layout.tp
     if name == "micro-batch":
         return list(layouts.MICRO_BATCHES)
     if name == "global-batch":

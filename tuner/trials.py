@@ -34,7 +34,8 @@ from tuner import search_space
 from tuner.search import LEAST_NOISE
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAM, REHEARSAL = str(ROOT / "train.py"), str(ROOT / "rehearse.py")
+PROGRAM = str(ROOT / "train.py")
+REHEARSAL = str(ROOT / "rehearse.py")
 WARM_UP = 2  # steps that are not counted: allocators, kernels and connections warm up
 TRIAL_VARIABLE = "TRINE_TRIAL"  # environment variable of a trial's processes, to find strays
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
@@ -140,7 +141,8 @@ def run(candidate: search_space.Candidate, runner: Runner, number: int, tag: str
     """
     out = runner.out(candidate, number)
     command = runner.command(candidate, out)
-    started, began = time.strftime("%Y-%m-%dT%H:%M:%S%z"), time.monotonic()
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    began = time.monotonic()
     exit_status, log = execute(command, out / "output.txt", number, runner.time_limit)
     wall = time.monotonic() - began
     steps = WARM_UP + runner.timed
@@ -179,7 +181,8 @@ def _trial(candidate: search_space.Candidate, status: str, reason: str, **facts:
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds of the timed steps; memory, loss and rates of the last one, at the median step."""
-    seconds, last = [row["seconds"] for row in rows[WARM_UP:]], rows[-1]
+    seconds = [row["seconds"] for row in rows[WARM_UP:]]
+    last = rows[-1]
     scale = last["seconds"] / statistics.median(seconds)
     rates = {name: last[name] * scale for name in RATES}
     memory = last.get("peak_memory_bytes_per_stage", [last["peak_memory_bytes"]])
@@ -225,8 +228,10 @@ class Rehearser:
         """Rehearse a candidate, with the runner's time limit; words and answers into the folder of
         the trial of that number. When it returns or raises, no process of it is left.
         """
-        out, began = runner.out(candidate, number), time.monotonic()
-        answers, log = out / "rehearsal.json", out / "rehearsal.txt"
+        out = runner.out(candidate, number)
+        began = time.monotonic()
+        answers = out / "rehearsal.json"
+        log = out / "rehearsal.txt"
         answers.unlink(missing_ok=True)  # of a search that was stopped
         command = [sys.executable, REHEARSAL, "--gpus", str(candidate.ranks), "--gpu", self.gpu]
         command += ["--calibration", self.calibration] if self.calibration else []
@@ -348,7 +353,8 @@ class TrialStore:
 
     def __init__(self, path: Path):
         """Read the trials of an existing file; raises UserError if it is not a file of trials."""
-        self.path, self.trials = path, []
+        self.path = path
+        self.trials = []
         try:
             *lines, rest = path.read_text().split("\n") if path.exists() else [""]
         except (OSError, UnicodeDecodeError) as error:
