@@ -128,13 +128,13 @@ class Engine(Software):
 
     # ---- Pipeline and traffic --------------------------------------------------------------------
 
-    def schedule_seconds(self, job: Job, passes: tuple, sent: float, nearly: bool) -> float:
+    def schedule_seconds(self, job: Job, passes: tuple, sent: float) -> float:
         """Megatron-LM's interleaved schedule has a bubble 1/v as long and v times the messages,
         arXiv 2104.04473 section 2.2; hidden ones are seen until the first has come.
         """
         chunks, count = self.virtual_stages, job.micro_batches
         if chunks == 1:
-            return unwrap(step_time.schedule_seconds)(job, passes, sent, nearly)
+            return unwrap(step_time.schedule_seconds)(job, passes, sent)
         slot = max(map(sum, passes))
         shown = 1 if self.overlap_messages else count
         return (count + (job.layout.pp - 1) / chunks) * slot + shown * chunks * sent

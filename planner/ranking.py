@@ -23,12 +23,11 @@ from planner import closed_form, memory, risk
 from planner.closed_form import Fitting
 from planner.enumeration import Rejected, Table, rejected_layout
 from planner.job import Job
-from planner.step_time import Prediction, pipeline_time, predict
+from planner.step_time import Prediction, predict
 from schedules.partition import blocks_per_stage
 
 Place = tuple[int, int, int]
 FAR = 1.3  # times the seconds that the fastest row likely takes
-NEARLY = 0.95  # a schedule takes no less of what it takes by its first rounds; 0.98 was seen
 
 
 class Line(NamedTuple):
@@ -41,15 +40,13 @@ class Line(NamedTuple):
 class Entry(NamedTuple):
     """A row in the queue, by its seconds: at least those, or those of `line`, if it has one.
 
-    risky: it may need more than is safe, and recomputes less for that. nearly: its schedule was
-    simulated with few micro-batches already.
+    risky: it may need more than is safe, and recomputes less for that.
     """
 
     seconds: float
     row: int
     risky: bool
     recomputed: int
-    nearly: bool = False
     line: Line | None = None
 
 
@@ -122,9 +119,8 @@ class Ranking:
             if (self.table.place(entry.row), entry.risky) in self.done:
                 continue
             if entry.line is None:
-                step = self._predicted if entry.nearly else self._simulated_few
-                if further := step(entry):
-                    heapq.heappush(queue, further)
+                if predicted := self._predicted(entry):
+                    heapq.heappush(queue, predicted)
             elif self._takes(entry) and not entry.risky:
                 return
 
@@ -140,12 +136,6 @@ class Ranking:
         else:
             return
         self.waiting = {*places} - taken
-
-    def _simulated_few(self, entry: Entry) -> Entry:
-        """A row with the seconds of its pipeline, or nearly so many."""
-        job = self.table.asked.job(self.table.layout(entry.row, entry.recomputed or None))
-        seconds = NEARLY * job.machine.slowdown * pipeline_time(job, nearly=True)[0]
-        return entry._replace(seconds=max(entry.seconds, seconds), nearly=True)
 
     def _predicted(self, entry: Entry) -> Entry | None:
         """A row with its prediction; None if it does not fit, or is safe where it is risky."""

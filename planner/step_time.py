@@ -157,17 +157,16 @@ def stage_passes(job: Job) -> tuple[Pass, ...]:
     return tuple(found)
 
 
-def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> tuple[float, float]:
+def pipeline_time(job: Job, sent: float | None = None) -> tuple[float, float]:
     """Seconds from the first forward to the last backward, and the idle share of the stages.
 
-    sent: seconds of a message between stages, default: `message_seconds`. nearly: a schedule whose
-    rounds are not alike may be a few per cent off (`schedules.long_schedule`).
+    sent: seconds of a message between stages, default: `message_seconds`.
     """
     layout, machine, count = job.layout, job.machine, job.micro_batches
     sent = float(time_terms.message_seconds(job)) if sent is None else sent
     passes = stage_passes(job)
     if not layout.vocab_pp:
-        seconds = schedule_seconds(job, passes, sent, nearly)
+        seconds = schedule_seconds(job, passes, sent)
     busy = count * sum(map(sum, passes)) / layout.pp
     if layout.vocab_pp:
         own = vocabulary_seconds(job)
@@ -182,13 +181,13 @@ def pipeline_time(job: Job, sent: float | None = None, nearly: bool = False) -> 
 
 
 @term
-def schedule_seconds(job: Job, passes: tuple[Pass, ...], sent: float, nearly: bool) -> float:
+def schedule_seconds(job: Job, passes: tuple[Pass, ...], sent: float) -> float:
     """Seconds of the layout's schedule; its arguments as those of `pipeline_time`."""
     layout = job.layout
     weights = tuple(stage_weights(job)) if layout.splits_backward else None
     costs = stage_costs(job.model, layout)
     count, virtual = job.micro_batches, layout.stages_per_rank
-    return makespan(layout.schedule, passes, sent, count, virtual, weights, costs, nearly)
+    return makespan(layout.schedule, passes, sent, count, virtual, weights, costs)
 
 
 @lru_cache(maxsize=4096)
@@ -200,7 +199,6 @@ def makespan(
     virtual: int = 1,
     weights: tuple[float, ...] | None = None,
     costs: StageCosts | None = None,
-    nearly: bool = False,
 ) -> float:
     """Seconds of the schedule `name` with `virtual` stages on each rank and `count` micro-batches.
 
@@ -209,7 +207,7 @@ def makespan(
     """
     schedule = long_schedule(name, len(passes) // virtual, count, virtual, costs)
     seconds = action_seconds(passes, weights)
-    return schedule.makespan(seconds, transfer, nearly)
+    return schedule.makespan(seconds, transfer)
 
 
 def action_seconds(
