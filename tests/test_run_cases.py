@@ -70,7 +70,7 @@ def test_how_a_run_may_end(status, text, wanted, found):
 
 def test_most_of_what_is_drawn_can_run():
     """The same for the same name; options of every table occur."""
-    cases = [drawn(f"0/{number}", Path("/corpora")) for number in range(60)]
+    cases = [drawn(f"0/{number}", Path("/corpora")) for number in range(24)]
     assert cases[:3] == [drawn(f"0/{number}", Path("/corpora")) for number in range(3)]
     refused = 0
     for case in cases:
@@ -79,7 +79,7 @@ def test_most_of_what_is_drawn_can_run():
                 validation.check(command_line.parse(to_words(case.common | layout)), ranks)
             except UserError:
                 refused += 1
-    assert 0 <= refused < 30
+    assert 0 <= refused < 12
     given = {
         name
         for case in cases
