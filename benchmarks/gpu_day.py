@@ -257,41 +257,25 @@ def write(outcomes: list[Outcome], out: Path, title: str) -> None:
     for outcome in outcomes:
         if outcome.lines:
             lines += [f"## {outcome.part.title}", "", *outcome.lines, ""]
-    parts = [
-        {
-            "name": o.part.name,
-            "status": o.status,
-            "seconds": round(o.seconds, 1),
-            "lines": o.lines,
-            "data": o.data,
-        }
-        for o in outcomes
-    ]
+    parts = []
+    for o in outcomes:
+        found = {"status": o.status, "seconds": round(o.seconds, 1), "lines": o.lines}
+        parts.append({"name": o.part.name, **found, "data": o.data})
     replace_file(
         out / "gpu-day.json", json.dumps({"title": title, "parts": parts}, indent=1) + "\n"
     )
     replace_file(out / "gpu-day.md", "\n".join(lines))
 
 
-def red(outcomes: list[Outcome], log: str) -> list[str]:
-    """Why parts failed, in at most MOST_PRINTED characters: of pytest its lines of errors, each
-    once; of others the end of their output. log: of all parts.
+def red(outcome: Outcome, log: str, most: int) -> list[str]:
+    """Why a part failed, in at most `most` characters: of pytest its lines of errors, each once,
+    of another one the end of its output. log: of all parts.
     """
-    failed = [o for o in outcomes if o.status != "done"]
-    outputs = dict(
-        re.findall(r"^==== ([\w-]+): (.*?)(?=^==== [\w-]+: |\Z)", log, re.DOTALL | re.MULTILINE)
-    )
-    lines = []
-    for outcome in failed:
-        output = outputs.get(outcome.part.name, "\n".join(outcome.lines)).splitlines()
-        errors = list(
-            dict.fromkeys(line for line in output if re.match("E  |error: |FAILED ", line))
-        )
-        shown = errors if "pytest" in outcome.part.command and errors else output[-30:]
-        most = MOST_PRINTED // len(failed)
-        text = "\n".join(line[:300] for line in shown)
-        lines += [f"---- {outcome.part.name}: {outcome.status}", text[:most]]
-    return lines
+    output = log.partition(f"==== {outcome.part.name}: ")[2].partition("\n==== ")[0].splitlines()
+    errors = [line for line in output if re.match("E  |error: |FAILED ", line)]
+    shown = list(dict.fromkeys(errors)) if "pytest" in outcome.part.command else []
+    text = "\n".join(line[:300] for line in shown or output[-30:] or outcome.lines)
+    return [f"---- {outcome.part.name}: {outcome.status}", text[:most]]
 
 
 def replace_file(path: Path, text: str) -> None:
@@ -348,9 +332,12 @@ def tell(outcomes: list[Outcome], out: Path) -> None:
     """Print what was asked and seen, why parts failed, and how these are run again."""
     print(f"written: {out}/gpu-day.md, gpu-day.json, gpu-day.log")
     print(*(line for o in outcomes if o.part.name == "asked" for line in o.lines), sep="\n")
-    print(*red(outcomes, (out / "gpu-day.log").read_text()), sep="\n")
-    names = ",".join(o.part.name for o in outcomes if o.status != "done")
-    if names:
+    failed = [o for o in outcomes if o.status != "done"]
+    log = (out / "gpu-day.log").read_text()
+    for outcome in failed:
+        print(*red(outcome, log, MOST_PRINTED // len(failed)), sep="\n")
+    if failed:
+        names = ",".join(o.part.name for o in failed)
         print(f"again: bash scripts/gpu_day.sh --out {out} --parts {names}")
     sys.stdout.flush()
 
