@@ -1,13 +1,12 @@
 """Saving and loading compared with torch.distributed.checkpoint (DCP): same state, disk, process.
 
-    mpirun -n 2 python benchmarks/checkpoint.py FOLDER      prints the tables
+    mpirun -n 2 python benchmarks/checkpoint.py FOLDER      prints the table
 
 The state is a model of 46 million parameters with AdamW under tp 2; each tensor-parallel shard is
-a DTensor for DCP. All operations run once per round; the tables give medians over the rounds, with
+a DTensor for DCP. All operations run once per round; the table gives medians over the rounds, with
 the smallest and the largest. Both systems flush their files to the disk; loads read from the page
-cache; ours also reads every file to compare checksums. While an asynchronous save is under way both
-ranks compute matrix products, and the time that these take beyond that without a save counts as a
-cost of the save, in addition to the pause.
+cache; ours also reads every file to compare checksums. The pause of an asynchronous save is how
+long the call takes that begins it.
 """
 
 import functools
@@ -68,15 +67,6 @@ def as_dcp(training: trainer.TrainState, mesh) -> dict[str, torch.Tensor]:
     return state
 
 
-def work() -> float:
-    """Seconds of matrix products, as in a training step."""
-    began = time.perf_counter()
-    x = torch.ones(384, 384)
-    for _ in range(12):
-        x = x @ x * 1e-3
-    return time.perf_counter() - began
-
-
 def slowest(seconds: float) -> float:
     """The largest of both ranks' numbers."""
     value = torch.tensor(seconds, dtype=torch.float64)
@@ -92,33 +82,24 @@ def timed(run) -> float:
     return slowest(time.perf_counter() - began)
 
 
-def asynchronous(begin, usual: float) -> dict[str, float]:
-    """Begin a save and work until it is complete: seconds of pause, of slower work, in total.
+def pause_of(begin) -> float:
+    """Begin an asynchronous save and wait until it is complete: seconds that the training pauses.
 
-    `begin` returns a function that says whether the save is complete. usual: seconds of `work`
-    without a save.
+    `begin` returns a function that says whether the save is complete.
     """
     dist.barrier()
     began = time.perf_counter()
     done = begin()
-    pause, extra = time.perf_counter() - began, 0.0
+    pause = time.perf_counter() - began
     while not done():
-        extra += work() - usual
-    total = time.perf_counter() - began
-    return {"pause": slowest(pause), "slowing": slowest(extra), "complete": slowest(total)}
+        time.sleep(0.01)
+    return slowest(pause)
 
 
 def ours_in_background(checkpoints: Checkpointer):
     """Begin our save; a function that says whether it is complete."""
     checkpoints.save(Progress(1, 8))
     return lambda: not checkpoints._thread.is_alive()
-
-
-def size_of(folder: str) -> int:
-    """Bytes of all files under a folder."""
-    return sum(
-        os.path.getsize(os.path.join(at, n)) for at, _, names in os.walk(folder) for n in names
-    )
 
 
 def fresh(folder: str) -> None:
@@ -131,7 +112,7 @@ def fresh(folder: str) -> None:
 
 
 def main() -> None:
-    """Measure on two ranks and print the tables."""
+    """Measure on two ranks and print the table."""
     warnings.filterwarnings("ignore")
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="for the checkpoints; its contents are replaced")
@@ -144,14 +125,14 @@ def main() -> None:
         exit_with(mistake)
     context = start(launch, configuration.Run())
     with context.failing_loudly():
-        results, sizes, parameters = measure(context, folder)
+        results, parameters = measure(context, folder)
         if context.rank == 0:
-            report(results, sizes, parameters)
+            report(results, parameters)
     context.stop()
 
 
 def measure(context, folder: str):
-    """Seconds by operation and system, a list of rounds each; bytes by system; parameters."""
+    """Seconds by operation and system, a list of rounds each; and the number of parameters."""
     ours, theirs = os.path.join(folder, "ours"), os.path.join(folder, "dcp")
     training, checkpoints = make(context, ours, tp=2, async_save=False)
     _, background = make(context, ours, tp=2)
@@ -164,59 +145,43 @@ def measure(context, folder: str):
             shard.write(kind, shard.start, torch.rand(shard.stop - shard.start))
     mesh = init_device_mesh("cpu", (2,))
     state, moved = as_dcp(training, mesh), as_dcp(other, mesh)
-    usual = statistics.median(work() for _ in range(30))
     results: dict[tuple[str, str], list[float]] = {}
-    sizes = {}
-
-    def record(operation: str, system: str, value: float) -> None:
-        results.setdefault((operation, system), []).append(value)
-
     quiet = functools.partial(dcp.load, no_dist=False)
     for number in range(ROUNDS + 1):
         seconds = {}
         fresh(theirs)
         seconds["save", "DCP"] = timed(lambda: dcp.save(state, checkpoint_id=theirs))
-        sizes["DCP"] = size_of(theirs)
         seconds["load", "DCP"] = timed(lambda: quiet(state, checkpoint_id=theirs))
         seconds["load under pp 2", "DCP"] = timed(lambda: quiet(moved, checkpoint_id=theirs))
         fresh(ours)
         os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
         seconds["save", "ours"] = timed(lambda: (checkpoints.save(Progress(1, 8)), dist.barrier()))
         checkpoints.close()
-        sizes["ours"] = size_of(ours)
         seconds["load", "ours"] = timed(same.resume)
         seconds["load under pp 2", "ours"] = timed(from_ours.resume)
         fresh(theirs)
-        parts = asynchronous(lambda: dcp.async_save(state, checkpoint_id=theirs).done, usual)
-        seconds |= {(f"async: {name}", "DCP"): value for name, value in parts.items()}
+        begin = functools.partial(dcp.async_save, state, checkpoint_id=theirs)
+        seconds["async: pause", "DCP"] = pause_of(lambda: begin().done)  # noqa: B023
         fresh(ours)
         os.makedirs(os.path.join(ours, "checkpoints"), exist_ok=True)
-        parts = asynchronous(lambda: ours_in_background(background), usual)
+        seconds["async: pause", "ours"] = pause_of(lambda: ours_in_background(background))
         background.close()
-        seconds |= {(f"async: {name}", "ours"): value for name, value in parts.items()}
         if number:  # the first round is warm-up
-            for (operation, system), value in seconds.items():
-                record(operation, system, value)
-    return results, sizes, model_stats.parameters(training.config.model)
+            for key, value in seconds.items():
+                results.setdefault(key, []).append(value)
+    return results, model_stats.parameters(training.config.model)
 
 
-def report(results, sizes: dict[str, int], parameters: int) -> None:
-    """Print both tables, and how much of a save the training waits for."""
+def report(results, parameters: int) -> None:
+    """Print the table."""
     state = 12 * parameters
     print(f"{parameters:,} parameters, {state / 1e6:.0f} MB of state; {ROUNDS} rounds\n")
-    print("| operation | ours, s | DCP, s | DCP / ours | ours, MB/s | DCP, MB/s |")
-    print("|---|---|---|---|---|---|")
+    print("| operation | ours, s | DCP, s | DCP / ours |\n|---|---|---|---|")
     for operation in dict.fromkeys(operation for operation, _ in results):
-        ours, theirs = results[operation, "ours"], results[operation, "DCP"]
-        a, b = statistics.median(ours), statistics.median(theirs)
-        rate = [f"{state / x / 1e6:.0f}" if "async" not in operation else "" for x in (a, b)]
-        spread = [f"{m:.3f} ({min(x):.3f}-{max(x):.3f})" for m, x in ((a, ours), (b, theirs))]
-        print(f"| {operation} | {' | '.join(spread)} | {b / a:.2f} | {' | '.join(rate)} |")
-    print("\n| | bytes on disk | per parameter |\n|---|---|---|")
-    for system, size in sizes.items():
-        print(f"| {system} | {size:,} | {size / parameters:.4f} |")
-    pause = statistics.median(results["async: pause", "ours"])
-    print(f"\nour pause is {pause / statistics.median(results['save', 'ours']):.2f} of our save")
+        sides = [results[operation, system] for system in ("ours", "DCP")]
+        ours, theirs = map(statistics.median, sides)
+        spread = [f"{statistics.median(x):.3f} ({min(x):.3f}-{max(x):.3f})" for x in sides]
+        print(f"| {operation} | {' | '.join(spread)} | {theirs / ours:.2f} |")
 
 
 if __name__ == "__main__":
