@@ -55,8 +55,11 @@ class Positions:
 
     def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
         """micro_batch: its samples; masked: whether each batch says what its tokens see."""
-        self.factory, self.mesh = factory, factory.mesh
-        self.head_size, self.micro_batch, self.masked = model.head_size, micro_batch, masked
+        self.factory = factory
+        self.mesh = factory.mesh
+        self.head_size = model.head_size
+        self.micro_batch = micro_batch
+        self.masked = masked
         self.length = 0
         self.slopes: Tensor | None = None
         if model.positions == "alibi":
@@ -174,7 +177,9 @@ class KeyValueCache:
 
     def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
         """most: tokens that there may be; slopes: of ALiBi for the local heads, (a,)."""
-        self.most, self.device, self.tokens = most, device, 0
+        self.most = most
+        self.device = device
+        self.tokens = 0
         self.slopes = torch.zeros(1) if slopes is None else slopes
         self._held: dict[nn.Module, list[Tensor]] = {}
 
@@ -214,7 +219,9 @@ class Attention(nn.Module):
         """std: of the output matrix at the start; recompute: all but the matrices in backward."""
         super().__init__()
         self.queries = model.heads // model.kv_heads
-        self.d, self.recompute, self.mesh = model.head_size, recompute, factory.mesh
+        self.d = model.head_size
+        self.recompute = recompute
+        self.mesh = factory.mesh
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
@@ -282,11 +289,14 @@ class QueryKeyNorm(nn.Module):
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
-        self.tp, self.eps, self.full = factory.mesh.tp, model.norm_eps, model.qk_norm == "full"
+        self.tp = factory.mesh.tp
+        self.eps = model.norm_eps
+        self.full = model.qk_norm == "full"
 
         def scale(kind: str, heads: int) -> nn.Parameter:
             shape, dim = ((heads, model.head_size), 0) if self.full else ((model.head_size,), None)
-            weight, partial = f"{name}.{kind}_norm.weight", not self.full
+            weight = f"{name}.{kind}_norm.weight"
+            partial = not self.full
             return factory.parameter(weight, shape, fill=1.0, dim=dim, partial=partial)
 
         self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
@@ -311,11 +321,14 @@ def attention_kernel(
 
     UserError if masks need a kernel that a GPU does not have.
     """
-    mesh, alibi, s = factory.mesh, model.positions == "alibi", model.seq_length
+    mesh = factory.mesh
+    alibi = model.positions == "alibi"
+    s = model.seq_length
     over = f", keys of {mesh.kv.size} ranks" * (mesh.kv.size > 1)
     over += f", heads over {mesh.heads.size} ranks" * (mesh.heads.size > 1)
     of: dict[str, Any] = {"dtype": factory.dtype, "device": factory.device}
-    flex, on_gpu = takes_flex(model.head_size, **of), factory.device.type == "cuda"
+    flex = takes_flex(model.head_size, **of)
+    on_gpu = factory.device.type == "cuda"
     if masked and on_gpu and not flex:
         takes = f"no fp64 (here: {factory.dtype}), and heads of 16 columns or more"
         need = "masks need flex_attention on GPUs, which takes"

@@ -46,8 +46,10 @@ class Synthetic:
     """
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, stream: int = 0):
-        self.vocab_size, self.seq_length = vocab_size, seq_length
-        self.seed, self.stream = seed, stream
+        self.vocab_size = vocab_size
+        self.seq_length = seq_length
+        self.seed = seed
+        self.stream = stream
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -110,7 +112,8 @@ def build(config: Config) -> Splits:
 
 
 def _synthetic_splits(config: Config) -> Splits:
-    model, seed = config.model, config.training.seed
+    model = config.model
+    seed = config.training.seed
     train, validation, test = (
         Synthetic(model.vocab_size, model.seq_length, seed, stream) for stream in range(3)
     )
@@ -126,7 +129,8 @@ def _corpus_splits(config: Config) -> Splits:
     evaluated = config.data.eval_samples
     corpora = Corpora(config)
     train = corpora.split(0, config.total_samples)
-    source, epoch_tokens = corpora.describe(), corpora.epoch_tokens()
+    source = corpora.describe()
+    epoch_tokens = corpora.epoch_tokens()
     if not evaluated:
         return Splits(train, None, None, source, epoch_tokens=epoch_tokens)
     validation = corpora.split(1, evaluated)
@@ -184,7 +188,9 @@ class BatchReader:
 
     def __init__(self, config: Config, dp_rank: int, device: torch.device, cp: Group | None = None):
         """cp: the ranks that share a sample's tokens; this one's are given. Default: itself."""
-        self.layout, self.dp_rank, self.device = config.layout, dp_rank, device
+        self.layout = config.layout
+        self.dp_rank = dp_rank
+        self.device = device
         self.cp = cp or Group()
         # Before the watchdog, which does not know the file.
         seconds = 0.8 * (config.run.hang_timeout or 300.0)
@@ -236,7 +242,10 @@ class MicroBatches:
         evaluated: int | None,
     ):
         """As BatchReader.batches."""
-        self.reader, self.samples, self.first, self.config = reader, samples, first, config
+        self.reader = reader
+        self.samples = samples
+        self.first = first
+        self.config = config
         self.evaluated = evaluated
         self.length = config.model.seq_length if evaluated is not None else config.length(first)
         self.reading = False
@@ -257,7 +266,8 @@ class MicroBatches:
         return self._kept[index]
 
     def _take(self, index: int) -> Batch:
-        reader, samples = self.reader, self.samples
+        reader = self.reader
+        samples = self.samples
         begin = self._begin_of(self.first, index)
         check_end(samples, begin, reader.layout.micro_batch_size)
         if not self.reading:
@@ -283,7 +293,8 @@ class MicroBatches:
             count = -(-self.evaluated // (layout.micro_batch_size * layout.dp))
             yield from (self._begin_of(self.first, index) for index in range(count))
             return
-        first, config = self.first, self.config
+        first = self.first
+        config = self.config
         while True:
             batch = config.batches.batch(first)
             if not config.passes_over(first, batch):

@@ -48,7 +48,9 @@ class Decoder:
     """Continues ids with the stages of a pipeline; its methods are collective over the world."""
 
     def __init__(self, pipeline: Pipeline, factory: ParamFactory, model: ModelShape):
-        self.pipeline, self.factory, self.mesh = pipeline, factory, factory.mesh
+        self.pipeline = pipeline
+        self.factory = factory
+        self.mesh = factory.mesh
         self.model = model
         self.slopes = local_slopes(model, factory) if model.positions == "alibi" else None
 
@@ -60,7 +62,8 @@ class Decoder:
         device = self.factory.device
         cache = KeyValueCache(len(prompt) + count, self.slopes, device)
         random = torch.Generator().manual_seed(how.seed)
-        tokens, found = torch.tensor([prompt], device=device), list[int]()
+        tokens = torch.tensor([prompt], device=device)
+        found = list[int]()
         with _whole_sequences(self.pipeline.stages.values()):
             while len(found) < count:
                 chosen = self._next(tokens, cache, how, random)
@@ -74,7 +77,8 @@ class Decoder:
         self, tokens: Tensor, cache: KeyValueCache, how: Choice, random: torch.Generator
     ) -> int:
         """The token that follows; the choice of the last stage's first rank."""
-        local, chosen = self.pipeline.decode(tokens, cache), torch.zeros(1, dtype=torch.int64)
+        local = self.pipeline.decode(tokens, cache)
+        chosen = torch.zeros(1, dtype=torch.int64)
         if local is not None:
             tp, columns = self.mesh.tp, local.t().contiguous()  # (V/tp, 1)
             whole = columns.new_empty(len(columns) * tp.size, 1)
@@ -116,9 +120,12 @@ class RunSamples:
         note: Callable[[str], None],
     ):
         """gather_weights: is called first, so that all weights are there; note: writes a line."""
-        self.every, self.length = config.run.sample_every, config.model.seq_length
+        self.every = config.run.sample_every
+        self.length = config.model.seq_length
         self.text, self.prompts = prompts_of_run(config)
-        self.decoder, self.gather_weights, self.note = decoder, gather_weights, note
+        self.decoder = decoder
+        self.gather_weights = gather_weights
+        self.note = note
 
     def after_step(self, iteration: int, last: bool) -> None:
         """Write the samples that are due after this step; collective over the world."""

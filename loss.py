@@ -70,7 +70,8 @@ class LocalLoss(NamedTuple):
         cls, logits: Tensor, labels: Tensor, spec: ParamSpec, fused: bool = False
     ) -> "LocalLoss":
         """Of the logits (s, b, V/n) of the words that `spec` has, and labels (s, b)."""
-        rows, exact = spec.stop - spec.start, torch.promote_types(logits.dtype, torch.float32)
+        rows = spec.stop - spec.start
+        exact = torch.promote_types(logits.dtype, torch.float32)
         logits[..., rows:] = torch.finfo(logits.dtype).min  # padding
         columns = labels - spec.start
         absent = (columns < 0) | (columns >= rows)
@@ -95,12 +96,16 @@ class LocalLoss(NamedTuple):
 
     def gradient(self, share: Tensor, weight: Tensor | float) -> Tensor:
         """That of the logits, in their memory, times `weight` of each token; once only."""
-        logits, largest = self.logits, self.sums[0]
+        logits = self.logits
+        largest = self.sums[0]
         weight = torch.zeros_like(largest).add_(weight).masked_fill_(~self.targets, 0.0)
-        scale, own = share * weight, weight.masked_fill(self.absent, 0.0)
-        label, function = logits.gather(-1, self.columns)[..., 0], _scale
+        scale = share * weight
+        own = weight.masked_fill(self.absent, 0.0)
+        label = logits.gather(-1, self.columns)[..., 0]
+        function = _scale
         if logits.dtype != largest.dtype:
-            label, function = (label - largest).exp_(), _scale_exponentials
+            label = (label - largest).exp_()
+            function = _scale_exponentials
         _by_rows(function, self.fused, logits, largest, scale)
         label = label.mul_(scale).sub_(own)[..., None]
         return logits.scatter_(-1, self.columns, label.to(logits.dtype))

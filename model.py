@@ -72,7 +72,8 @@ class MLP(nn.Module):
         super().__init__()
         activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation) if activation is _swiglu else activation
-        f, h = model.ffn_hidden, model.hidden
+        f = model.ffn_hidden
+        h = model.hidden
         shape, dim = ((2, f), 1) if model.activation == "swiglu" else ((f,), 0)
         self.up = ColumnLinear(factory, f"{name}.up", h, shape, dim, model.bias)
         self.down = RowLinear(factory, f"{name}.down", f, h, std, model.bias)
@@ -104,13 +105,15 @@ class Block(nn.Module):
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
-        name, selective = f"blocks.{index}", recompute == "selective"
+        name = f"blocks.{index}"
+        selective = recompute == "selective"
         std = factory.std / math.sqrt(2 * model.layers)  # of what writes into the residual stream
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
         self.attention = Attention(factory, f"{name}.attention", model, std, selective)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
         self.mlp = MLP(factory, f"{name}.mlp", model, std)
-        self.recompute, self.kind = recompute == "full", model.block
+        self.recompute = recompute == "full"
+        self.kind = model.block
 
     def forward(
         self,
@@ -164,8 +167,10 @@ class VocabEmbedding(nn.Module):
         over: Group | None = None,
     ):
         super().__init__()
-        self.factory, self.group = factory, over or factory.mesh.tp
-        shape, std = (vocab, hidden), factory.std
+        self.factory = factory
+        self.group = over or factory.mesh.tp
+        shape = (vocab, hidden)
+        std = factory.std
         self.weight = factory.parameter(
             name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, over=over
         )
@@ -197,12 +202,14 @@ class Embedding(nn.Module):
         super().__init__()
         self.part = factory.mesh.tp if factory.sequence_parallel else None
         self.cp = factory.mesh.cp
-        h, self.tokens = model.hidden, None
+        h = model.hidden
+        self.tokens = None
         if not spread:
             self.tokens = VocabEmbedding(factory, TOKENS, model.vocab_size, padded, h, tied=tied)
         self.positions = None
         if model.positions == "learned":
-            name, shape = "embedding.positions.weight", (model.max_positions, h)
+            name = "embedding.positions.weight"
+            shape = (model.max_positions, h)
             self.positions = factory.parameter(name, shape, std=factory.std, decay=True)
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
@@ -235,14 +242,18 @@ class Head(nn.Module):
     ):
         """embedding: if it is on this rank."""
         super().__init__()
-        self.factory, self.shared = factory, False
+        self.factory = factory
+        self.shared = False
         self.norm = Norm(factory, "head.norm", model)
         self.weight: nn.Parameter
         if model.tied and embedding is not None and embedding.tokens is not None:
-            self.shared, self.weight = True, embedding.tokens.weight
+            self.shared = True
+            self.weight = embedding.tokens.weight
         else:
-            tied, shape = model.tied, (model.vocab_size, model.hidden)
-            name, std = TOKENS if tied else "head.weight", factory.std
+            tied = model.tied
+            shape = (model.vocab_size, model.hidden)
+            name = TOKENS if tied else "head.weight"
+            std = factory.std
             self.weight = factory.parameter(
                 name, shape, std=std, dim=0, padded=padded, decay=True, tied=tied, copy=tied
             )
@@ -266,7 +277,8 @@ class VocabularyPart(nn.Module):
 
     def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
         super().__init__()
-        over, shape = factory.mesh.vocabulary, (model.vocab_size, model.hidden)
+        over = factory.mesh.vocabulary
+        shape = (model.vocab_size, model.hidden)
         self.deferred = DeferredGradients()
         self.factory = replace(factory, deferred=self.deferred)
         self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
@@ -274,7 +286,8 @@ class VocabularyPart(nn.Module):
         if model.tied:
             self.weight.passes = 2  # gradients in a micro-batch
         else:
-            name, std = "head.weight", factory.std
+            name = "head.weight"
+            std = factory.std
             self.weight = factory.parameter(
                 name, shape, std=std, dim=0, padded=padded, decay=True, over=over
             )
@@ -376,7 +389,8 @@ class Stage(nn.Module):
         if self.embedding is not None:
             x = self.embedding(x, places)
         if self.positions is not None:
-            mask, rotary = self.positions.mask(batch), self.positions.rotary(places)
+            mask = self.positions.mask(batch)
+            rotary = self.positions.rotary(places)
             for block in self.blocks:
                 x = block(x, mask, rotary, cache)
         return x if self.output_norm is None else self.output_norm(x)
@@ -387,7 +401,8 @@ def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
 
     shared: those that count on another stage.
     """
-    spec, built = stage.spec, 0
+    spec = stage.spec
+    built = 0
     spread = list(stage.vocabulary.parameters()) if stage.vocabulary else []
     for p in stage.parameters():
         whole = math.prod(p.spec.shape) if all(p is not q for q in shared) else 0

@@ -113,7 +113,10 @@ class ParamFactory:
         Split along `dim`, if given, over tp or another group (`over`), of size `padded` (default:
         shape[dim]), which the group's size divides. `.spec` says what it is a part of.
         """
-        tp, start, stop, local = self.mesh.tp, 0, shape[0], list(shape)
+        tp = self.mesh.tp
+        start = 0
+        stop = shape[0]
+        local = list(shape)
         if dim is not None:
             group = over or tp
             rows = (padded or shape[dim]) // group.size
@@ -138,7 +141,9 @@ class ParamFactory:
 # Odd 64-bit constants of the splitmix64 generator (Steele, Lea, Flood, OOPSLA 2014), signed.
 DRAWN_AT_ONCE = 2**20  # elements
 DRAWN_ON_CPU = 2**16  # they stay in a core's cache, and little memory is left to later use
-_GAMMA, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
+_GAMMA = -7046029254386353131
+_MIX1 = -4658895280553007687
+_MIX2 = -7723592293110705685
 
 
 def draw_normal(
@@ -176,7 +181,8 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 
 def _normal(bits: Tensor) -> Tensor:
-    low, high = bits & 0xFFFFFFFF, _shift(bits, 32)
+    low = bits & 0xFFFFFFFF
+    high = _shift(bits, 32)
     radius = ((high.double() + 0.5) * 2.0**-32).log_().mul_(-2.0).sqrt_()
     return radius * (low.double() * (2.0**-32 * 2.0 * torch.pi)).cos_()
 
@@ -250,7 +256,8 @@ class DeferredGradients:
     def backward(self, output: Tensor | GradientEdge, grad: Tensor | None) -> Callable[[], None]:
         """The backward pass for inputs alone; what is returned does the rest when it is called."""
         torch.autograd.backward(output, grad)
-        left, self._left = self._left, []
+        left = self._left
+        self._left = []
 
         @torch.no_grad()
         def compute_weight_gradients() -> None:
@@ -274,15 +281,21 @@ class _Linear(torch.autograd.Function):
         adds what `backward` returns; deferred: where that is left for later, or None.
         """
         ctx.save_for_backward(x, weight)
-        ctx.tp, ctx.gathered, ctx.has_bias = tp, gathered, bias is not None
-        ctx.add, ctx.deferred = add, deferred
+        ctx.tp = tp
+        ctx.gathered = gathered
+        ctx.has_bias = bias is not None
+        ctx.add = add
+        ctx.deferred = deferred
         return F.linear(_gather(x, tp if gathered else None), weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         """Gradients of x, weight and bias, in their shapes, by the product's."""
         x, weight = ctx.saved_tensors
-        tp, whole, gathering, summing = ctx.tp, x, None, None
+        tp = ctx.tp
+        whole = x
+        gathering = None
+        summing = None
         if ctx.gathered and ctx.deferred is None:
             whole = x.new_empty(x.shape[0] * tp.size, *x.shape[1:])
             gathering = tp.all_gather(whole, x)
@@ -291,12 +304,14 @@ class _Linear(torch.autograd.Function):
             gathering.wait()
         if ctx.gathered:
             summed = torch.empty_like(x)
-            summing, dx = tp.reduce_scatter(summed, dx), summed
+            summing = tp.reduce_scatter(summed, dx)
+            dx = summed
         elif tp is not None:
             summing = tp.all_reduce(dx)
         gradients: tuple = (None, None)
         if ctx.deferred is not None:
-            add, gathered = ctx.add, tp if ctx.gathered else None
+            add = ctx.add
+            gathered = tp if ctx.gathered else None
             ctx.deferred.add(lambda: add(_gather(x, gathered), grad))
         elif ctx.add is not None:
             ctx.add(whole, grad)
@@ -354,7 +369,8 @@ def linear(
     A W that has `main_grad` gets its gradient there, and then its `gradient_added` is called.
     """
     if shared or (deferred is None and not hasattr(weight, "main_grad")):
-        weight, bias = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        weight = weight.flatten(0, -2)
+        bias = None if bias is None else bias.flatten()
         if tp is None:
             return F.linear(x, weight, bias)
         return _Linear.apply(x, weight, bias, tp, gathered, None, None)
@@ -396,7 +412,8 @@ class ColumnLinear(nn.Module):
         bias: bool,
     ):
         super().__init__()
-        self.factory, whole = factory, (*shape, inputs)
+        self.factory = factory
+        whole = (*shape, inputs)
         self.weight = factory.parameter(
             f"{name}.weight", whole, std=factory.std, dim=dim, decay=True
         )
@@ -413,7 +430,8 @@ class RowLinear(nn.Module):
         self, factory: ParamFactory, name: str, inputs: int, outputs: int, std: float, bias: bool
     ):
         super().__init__()
-        self.factory, shape = factory, (outputs, inputs)
+        self.factory = factory
+        shape = (outputs, inputs)
         self.weight = factory.parameter(f"{name}.weight", shape, std=std, dim=1, decay=True)
         self.bias = factory.parameter(f"{name}.bias", (outputs,)) if bias else None
 

@@ -156,7 +156,9 @@ class Pipeline:
         """
         self.finish_sending()
         cache.begin(tokens.shape[1])
-        x, rank, rank_of = tokens, self.mesh.pp.rank, placement(self._layout)
+        x = tokens
+        rank = self.mesh.pp.rank
+        rank_of = placement(self._layout)
         for stage, (here, to) in enumerate(zip(rank_of, [*rank_of[1:], rank_of[-1]])):
             if rank == here:
                 x = self.stages[stage](x, cache=cache)
@@ -221,12 +223,15 @@ class Later:
 
     def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
         """begin: called once; it holds the input until then."""
-        self._begin, self._recorder, self._place = begin, recorder, recorder.place
+        self._begin = begin
+        self._recorder = recorder
+        self._place = recorder.place
         self.handle: Handle | None = None  # when it has been started
 
     def start(self) -> None:
         """Start it."""
-        now, self._recorder.place = self._recorder.place, self._place
+        now = self._recorder.place
+        self._recorder.place = self._place
         self.handle = self._begin()
         del self._begin
         self._recorder.place = now
@@ -303,7 +308,8 @@ class Execution:
     # -- passes of a stage ------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
+        stage = action.stage
+        micro_batch = action.micro_batch
         batch = self.ends.batch(action)
         self.mesh.recorder.at("F", micro_batch)
         if stage == 0:
@@ -320,7 +326,8 @@ class Execution:
 
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or where the schedule splits it that for inputs."""
-        stage, micro_batch = action.stage, action.micro_batch
+        stage = action.stage
+        micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)
         x, output = self.held.pop((stage, micro_batch))
         if self.is_last(action):

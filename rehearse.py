@@ -130,7 +130,9 @@ class Progress:
     """
 
     def __init__(self, what: str, total: int):
-        self.what, self.total, self.began = what, total, time.monotonic()
+        self.what = what
+        self.total = total
+        self.began = time.monotonic()
         self._on_terminal = sys.stderr.isatty()
         self._quarter = -1
         self(0)

@@ -86,7 +86,8 @@ def prepare_task(given: argparse.Namespace, ranks: int) -> Task:
 
 
 def _check_numbers(given: argparse.Namespace) -> None:
-    at, most = given, 1 if given.max_tokens is None else given.max_tokens
+    at = given
+    most = 1 if given.max_tokens is None else given.max_tokens
     for flag, value, holds, limits in (
         ("temperature", at.temperature, 0 <= at.temperature < math.inf, "at least 0 and finite"),
         ("top-p", at.top_p, 0 < at.top_p <= 1, "above 0 and at most 1"),
@@ -148,7 +149,8 @@ def run(task: Task, context: Context) -> Iterator[str]:
             yield task.text.decode(prompt + ids)
     for name, (samples, count) in splits.eval_sets.items():
         loss = trainer.evaluate(state, samples, count)
-        tokens, perplexity = count * task.config.model.seq_length, math.exp(min(loss, 100.0))
+        tokens = count * task.config.model.seq_length
+        perplexity = math.exp(min(loss, 100.0))
         yield f"{name}: loss {loss:.6f}, perplexity {perplexity:.4f}, {tokens} tokens"
     state.reader.close()
 

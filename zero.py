@@ -67,10 +67,15 @@ class Optimizer:
         """`stages`: all that the rank holds. UserError if the optimizer's package is missing or the
         layout cuts its blocks.
         """
-        self.mesh, self.training, self.device = factory.mesh, training, factory.device
-        self.scale, self.updates, self._dtype = LossScale(training), 0, factory.dtype
+        self.mesh = factory.mesh
+        self.training = training
+        self.device = factory.device
+        self.scale = LossScale(training)
+        self.updates = 0
+        self._dtype = factory.dtype
         self.specs = [p.spec for p in stages.parameters()]
-        self._targets, self._next = 1, 0
+        self._targets = 1
+        self._next = 0
         self._reducing: list[Handle] = []
         self._overlap = layout.overlap_param_gather
         self.buckets: list[Bucket] = []
@@ -115,7 +120,8 @@ class Optimizer:
         gets a gradient in every micro-batch; a bucket is reduced when its last one is there, at
         --zero 2 in every micro-batch.
         """
-        self._targets, self._next = targets, 0
+        self._targets = targets
+        self._next = 0
         for bucket in self.buckets:
             rounds = 1 if bucket.each_micro_batch else micro_batches
             bucket.missing = rounds * bucket.passes

@@ -63,7 +63,8 @@ def split_into_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
         yield ((start, stop),)
         return
     inner = math.prod(shape[1:])
-    first, last = start // inner, stop // inner
+    first = start // inner
+    last = stop // inner
     if start % inner:
         for box in split_into_boxes(shape[1:], start % inner, min(inner, stop - first * inner)):
             yield ((first, first + 1), *box)
@@ -117,7 +118,9 @@ def write_shard(
         offsets = {kind: _reserve(file, kind, arrays[kind][0], elements) for kind in arrays}
     with open(path, "r+b", buffering=0) as file:
         descriptor = file.fileno()
-        total, at, crc = os.fstat(descriptor).st_size, 0, 0
+        total = os.fstat(descriptor).st_size
+        at = 0
+        crc = 0
         for kind in sorted(offsets, key=offsets.__getitem__):
             crc = _crc32_of_range(descriptor, at, offsets[kind], crc)
             at = offsets[kind]
@@ -156,7 +159,8 @@ def _write_run(descriptor: int, run: np.ndarray, at: int, crc: int) -> tuple[int
         crc = isal_zlib.crc32(chunk, crc)
         while chunk:
             written = os.pwrite(descriptor, chunk, at)
-            at, chunk = at + written, chunk[written:]
+            at = at + written
+            chunk = chunk[written:]
     return at, crc
 
 
@@ -167,7 +171,8 @@ def _crc32_of_range(descriptor: int, start: int, stop: int, crc: int) -> int:
         count = os.preadv(descriptor, [buffer[: stop - start]], start)
         if not count:
             break
-        crc, start = isal_zlib.crc32(buffer[:count], crc), start + count
+        crc = isal_zlib.crc32(buffer[:count], crc)
+        start = start + count
     return crc
 
 

@@ -85,7 +85,8 @@ def read_manifest(folder: str) -> dict[str, Any]:
     if body.get("version") != VERSION:
         found = f"{body.get('version')!a:.80}"
         raise UserError(f"{folder} has format version {found}; this code reads {VERSION}")
-    files, step = body.get("files"), body.get("step")
+    files = body.get("files")
+    step = body.get("step")
     if not _is_count(step) or not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise UserError(f"{path} does not have a step and files with bytes and crc32")
     if len(files) < 2 or INDEX not in files:

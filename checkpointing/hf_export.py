@@ -35,7 +35,8 @@ from config.messages import UserError
 from config.schema import ModelShape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 def export_weights(
@@ -56,7 +57,8 @@ def export_weights(
     with Index(source) as index, new_folder(target) as folder:
         model = make_model(index.attributes("model"), index.path)
         chosen = DTYPES[dtype] if dtype else getattr(torch, str(index.dtypes["weights"]))
-        all_rules, shapes = rules(model, family), index.shapes
+        all_rules = rules(model, family)
+        shapes = index.shapes
         config = hf_config(model, chosen, family)
         if tokenizer:
             config |= copy_tokenizer(tokenizer, folder, model)
@@ -253,7 +255,8 @@ def _path_in(folder: str, name: str) -> str:
 
     In the cache of the Hugging Face hub, files of `snapshots/REVISION` are links to `blobs`.
     """
-    real, path = os.path.realpath(folder), os.path.realpath(os.path.join(folder, name))
+    real = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(folder, name))
     above = os.path.dirname(real)
     blobs = os.path.join(os.path.dirname(above), "blobs")
     allowed = (real, blobs) if os.path.basename(above) == "snapshots" else (real,)
@@ -305,7 +308,8 @@ def _match(folder: str, there: dict[str, Any], all_rules: list[Rule]) -> dict[st
 
     UserError if a tensor is missing, or if no rule takes one that is there.
     """
-    found, missing = {}, []
+    found = {}
+    missing = []
     for name in sorted(name for rule in all_rules for name in rule.theirs):
         # Some files omit the first component.
         spelled = [name, name.split(".", 1)[1], _OTHER_NAMES.get(name, name)]

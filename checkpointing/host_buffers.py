@@ -22,7 +22,8 @@ class HostBuffers:
     """The buffers of one rank, by kind of tensor."""
 
     def __init__(self, device: torch.device):
-        self.device, self.pinned = device, device.type == "cuda"
+        self.device = device
+        self.pinned = device.type == "cuda"
         self._buffers: dict[str, list[Tensor]] = {}
         self._pinning: Future[dict[str, list[Tensor]]] | None = None  # buffers to come
 
@@ -88,4 +89,5 @@ def _copy_to_pinned(runs: Iterable[Tensor], buffers: list[Tensor]) -> None:
             room = room if len(room) else next(rest)
             n = min(len(run), len(room))
             room[:n].copy_(run[:n], non_blocking=True)
-            run, room = run[n:], room[n:]
+            run = run[n:]
+            room = room[n:]

@@ -100,7 +100,8 @@ class Index:
     """
 
     def __init__(self, folder: str):
-        self.folder, self.path = folder, os.path.join(folder, INDEX)
+        self.folder = folder
+        self.path = os.path.join(folder, INDEX)
         self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor, its sources
         self._arrays: dict[str, dict[str, np.ndarray]] = {}  # of mapped shards, by kind
         with _reading(self.path):
@@ -175,14 +176,16 @@ class Index:
         for file, at, box in self._sources_of(name):
             if file not in files:
                 raise ValueError(f"{kind}/{name} needs {file}, which the manifest does not list")
-            needed, there = at + elements_in(box), len(self._arrays_in(file)[kind])
+            needed = at + elements_in(box)
+            there = len(self._arrays_in(file)[kind])
             if needed > there:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
         """Fill the flat array `out` with boxes of a tensor in order, converted to its dtype."""
         with _reading(self.path):
-            sources, at = self._sources_of(name), 0
+            sources = self._sources_of(name)
+            at = 0
             for box in boxes:
                 run = out[at : at + elements_in(box)].reshape([b - a for a, b in box])
                 for source in sources:
@@ -219,7 +222,8 @@ class Index:
         """What has the elements of a tensor, each once: shard, first element there, box."""
         (dataset, mapping), found = self._mapping(kind, name), []
         for i in range(mapping.get_virtual_count()):
-            file, array = mapping.get_virtual_filename(i), mapping.get_virtual_dsetname(i)
+            file = mapping.get_virtual_filename(i)
+            array = mapping.get_virtual_dsetname(i)
             if not SHARD.fullmatch(file) or array != kind:
                 raise ValueError(f"{kind}/{name} refers to {array!r} in {file!r}")
             box = _selected_box(mapping.get_virtual_vspace(i))
@@ -228,7 +232,8 @@ class Index:
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             found.append((file, at, box))
         # For sources without limits, which are refused above, HDF5 would open files to get this.
-        shape, dtype = dataset.shape, _dtype_of(dataset)
+        shape = dataset.shape
+        dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
             raise ValueError(f"{kind}/{name} is {shape} of {dtype}, which others are not")
         if not _is_tiled(shape, [box for _, _, box in found]):

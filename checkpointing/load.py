@@ -105,7 +105,8 @@ class Loader:
     def _choose(self) -> str | None:
         """The folder to load, its files checked; None if --resume auto finds none."""
         found = self._candidates() if self.mesh.rank == 0 else None
-        candidates, problems = self.exchange.agree(found, lambda values: values[0]), []
+        candidates = self.exchange.agree(found, lambda values: values[0])
+        problems = []
         for folder in candidates:
             problem = self._find_problem(folder)
             if problem is None:
@@ -173,8 +174,10 @@ class Loader:
 
     def _kinds_of(self, index: Index, folder: str) -> tuple[str, ...]:
         """The optimizer's tensors of a checkpoint; UserError if they are not this optimizer's."""
-        ours, theirs = ("weights", *self.optimizer.state_kinds), tuple(index.kinds)
-        here, there = self.optimizer.state_name, index.attributes("optimizer")["kind"]
+        ours = ("weights", *self.optimizer.state_kinds)
+        theirs = tuple(index.kinds)
+        here = self.optimizer.state_name
+        there = index.attributes("optimizer")["kind"]
         if theirs == ("weights",):
             raise UserError(f"{folder} holds only weights: --load-weights-only begins with them")
         if sorted(ours) != sorted(theirs) or here != there:
@@ -204,10 +207,12 @@ class Loader:
 
     def _read_progress(self, index: Index) -> Progress:
         """A checkpoint's progress; from before tokens were counted, all of its samples count."""
-        progress, text = Progress(**index.attributes("progress")), index.attributes("data")
+        progress = Progress(**index.attributes("progress"))
+        text = index.attributes("data")
         if "usage" in text:
             return dataclasses.replace(progress, usage=Usage.from_text(text["usage"]))
-        consumed, counts = progress.consumed_samples, dict[str, int]()
+        consumed = progress.consumed_samples
+        counts = dict[str, int]()
         if self.samples is not None:
             counts = self.samples.count_by_corpus(0, min(consumed, len(self.samples)))
         length = self.config.model.seq_length
@@ -220,7 +225,8 @@ class Loader:
         )
         if note := repeatability(self.optimizer.device.type, self.run.deterministic):
             self.print_line(note)
-        here, there = fingerprint(self.samples, consumed), index.attributes("data")["fingerprint"]
+        here = fingerprint(self.samples, consumed)
+        there = index.attributes("data")["fingerprint"]
         if here != there:
             self.print_line(
                 f"the samples before {consumed} are not those that the checkpoint was trained "
@@ -244,7 +250,8 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
     UserError if the checkpoint lacks one, or has it in another shape.
     """
     for p in stages.parameters():
-        spec, own = p.spec, p.data
+        spec = p.spec
+        own = p.data
         if index.shapes.get(spec.name) != spec.shape:
             found = index.shapes.get(spec.name, "missing")
             raise UserError(f"{index.folder}: {spec.name} is {found} there and {spec.shape} here")

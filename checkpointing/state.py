@@ -45,7 +45,9 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
     """
     result = []
     for shard in optimizer.owned():
-        spec, shape, stop = shard.spec, shard.shape, shard.stop
+        spec = shard.spec
+        shape = shard.shape
+        stop = shard.stop
         if spec.dim is not None and shape[spec.dim] != spec.stop - spec.start:
             if spec.dim != 0:
                 raise ValueError(f"{spec.name} is padded along dimension {spec.dim}, not the first")
@@ -57,7 +59,8 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
 
 def global_boxes(shard: ParamShard) -> list[Box]:
     """The shard's elements as boxes of the global tensor, in order."""
-    spec, result = shard.spec, []
+    spec = shard.spec
+    result = []
     for box in split_into_boxes(shard.shape, shard.start, shard.stop):
         if spec.dim is not None:
             a, b = box[spec.dim]
@@ -71,7 +74,8 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
     """Which samples were consumed: a hash of the 1st, 2nd, 4th, 8th, ... of them; "" for none."""
     if samples is None:
         return ""
-    digest, number = hashlib.sha256(), 1
+    digest = hashlib.sha256()
+    number = 1
     while number <= min(consumed, len(samples)):
         digest.update(np.asarray(samples.sample(number - 1), dtype="<i8").tobytes())
         number *= 2

@@ -51,8 +51,12 @@ def check_shapes(found: dict[str, Shape], model: ModelShape, where: str) -> None
 
 def canonical_shapes(model: ModelShape) -> dict[str, Shape]:
     """The names and global shapes of a model's tensors; file_format.py has the symbols."""
-    h, g, d, f = model.hidden, model.kv_heads, model.head_size, model.ffn_hidden
-    qkv, up = (g, model.heads // g + 2, d), (2, f) if model.activation == "swiglu" else (f,)
+    h = model.hidden
+    g = model.kv_heads
+    d = model.head_size
+    f = model.ffn_hidden
+    qkv = (g, model.heads // g + 2, d)
+    up = (2, f) if model.activation == "swiglu" else (f,)
     linear: dict[str, tuple[Shape, int, bool]] = {"attention.qkv": (qkv, h, model.qkv_bias)}
     linear |= {"attention.out": ((h,), model.attention_width, model.bias)}
     linear |= {"mlp.up": (up, h, model.bias), "mlp.down": ((h,), f, model.bias)}

@@ -34,7 +34,9 @@ SPREAD_ELEMENTS = 2**18
 # The flight recorder is updated after so many elements, so that a long write is not a hang.
 RECORDED_ELEMENTS = 2**26
 # On a network file system a node may see so late what another one wrote; between two looks.
-SECONDS_TO_APPEAR, FIRST_PAUSE, LONGEST_PAUSE = 30.0, 0.02, 2.0
+SECONDS_TO_APPEAR = 30.0
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 2.0
 
 
 def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
@@ -46,7 +48,8 @@ def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
         count = shard.stop - shard.start
         if shard.copies > 1 and count >= SPREAD_ELEMENTS:
             a, b = (count * i // shard.copies for i in (shard.copy, shard.copy + 1))
-            first, offset = shard.start + a, shard.offset + a
+            first = shard.start + a
+            offset = shard.offset + a
             result.append(replace(shard, start=first, stop=shard.start + b, offset=offset))
         elif shard.copy == 0:
             result.append(shard)
@@ -166,12 +169,14 @@ class Writer:
         """Write this rank's file; returns its `ShardFile` and the global shapes of its tensors."""
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
-        tensors, shapes = [], {}
+        tensors = []
+        shapes = {}
         for shard in save.shards:
             tensors.append((shard.spec.name, global_boxes(shard)))
             shapes[shard.spec.name] = shard.spec.shape
         arrays = {kind: (dtypes[kind], self._checked(kind, runs[kind])) for kind in save.kinds}
-        count, name = count_elements(save.shards), f"rank_{self.rank:05d}.h5"
+        count = count_elements(save.shards)
+        name = f"rank_{self.rank:05d}.h5"
         path = os.path.join(save.hidden, name)
         _when_there(lambda: open(path, "wb").close(), time.monotonic() + SECONDS_TO_APPEAR)
         written = file_format.write_shard(path, count, arrays)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from watchdog.flight_recorder import GroupLog
 
-SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
+SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
 
 # torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -101,8 +102,11 @@ class Group:
         group_log: GroupLog | None = None,
         blocking: bool = False,
     ):
-        self.ranks, self.rank, self.handle = ranks, rank, handle
-        self.group_log, self.blocking = group_log, blocking
+        self.ranks = ranks
+        self.rank = rank
+        self.handle = handle
+        self.group_log = group_log
+        self.blocking = blocking
         self.size = len(ranks)
         self._gloo = handle is not None and dist.get_backend(handle) == "gloo"
         self._on_current_stream = False

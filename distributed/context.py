@@ -104,7 +104,9 @@ def await_other_threads(seconds: float) -> None:
     A thread of gloo may free the tensor of its last operation when the rank that waited for it has
     gone on. It needs the interpreter for that: one that has begun to end would abort the process.
     """
-    own, end, quiet = str(threading.get_native_id()), time.monotonic() + seconds, 0
+    own = str(threading.get_native_id())
+    end = time.monotonic() + seconds
+    quiet = 0
     # Twice: a thread that sleeps since it waits for the interpreter gets it during our sleep.
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.001)
@@ -182,7 +184,8 @@ class Context(Meeting):
         """Where the run takes place, for run.json."""
         import torch
 
-        cores, on_gpu = f"{psutil.cpu_count() or 1} CPU cores", self.device.type == "cuda"
+        cores = f"{psutil.cpu_count() or 1} CPU cores"
+        on_gpu = self.device.type == "cuda"
         device = torch.cuda.get_device_name(self.device) if on_gpu else cores
         return {
             "launcher": self.launch.launcher,
@@ -352,7 +355,8 @@ def _start_process_groups(context: Context) -> None:
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
     """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
-    address, monitor = None, None
+    address = None
+    monitor = None
     try:
         if context.rank == 0:
             job = context.node, context.size, run.out, run.hang_timeout, context.monitor_key

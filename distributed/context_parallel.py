@@ -28,7 +28,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, received = group, torch.empty_like(x)
+        ctx.group = group
+        received = torch.empty_like(x)
         group.at_once.all_to_all(received, x).wait()
         return received
 
@@ -98,7 +99,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
     """Softmax(q k^T / sqrt(d)) v of the tokens of this rank's two chunks over all tokens up to
     them: q (b, a, s, d), k and v (b, g, n s, d) -> (b, a, s, d).
     """
-    half, heads = q.shape[2] // 2, q.shape[1]
+    half = q.shape[2] // 2
+    heads = q.shape[1]
     if k.shape[1] != heads and not (q.is_cuda and chunk_kernel(q) == "flash_attention"):
         # The other kernels take a key/value head for each head.
         k, v = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v))

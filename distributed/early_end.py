@@ -88,7 +88,8 @@ class StartWatch:
 
     def close(self) -> None:
         """End the process; from any thread, and more than once."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process:
             with process:  # waits for it
                 process.kill()

@@ -233,7 +233,8 @@ def placement_warnings(
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
     ranks = Counter(place.node for place in places)
-    low, high = min(ranks, key=ranks.__getitem__), max(ranks, key=ranks.__getitem__)
+    low = min(ranks, key=ranks.__getitem__)
+    high = max(ranks, key=ranks.__getitem__)
     if ranks[low] != ranks[high]:
         yield (
             f"nodes have unequal numbers of ranks: {ranks[high]} on {high}, {ranks[low]} on {low}; "

@@ -46,7 +46,8 @@ class Peers(StoreExchange):
         """seconds: after which a silent rank is considered lost."""
         self.context = context
         # A connection of its own: another thread may wait on the context's first.
-        store, name = context.second_store, "preflight"
+        store = context.second_store
+        name = "preflight"
         super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
 
     def gather(self, key: str, value: Any) -> list[Any]:
@@ -83,7 +84,8 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
 
     UserError, on every rank, for what cannot work.
     """
-    began, context = time.perf_counter(), peers.context
+    began = time.perf_counter()
+    context = peers.context
     check_versions(peers.gather("start", versions(config)), peers)
     peers.gather("clocks, begin", True)  # then all read their clocks within milliseconds
     apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
@@ -104,7 +106,8 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
 
 def versions(config: Config) -> dict[str, str]:
     """What must be the same on every rank."""
-    sources, wings = hashlib.sha256(), [path.parent for path in ROOT.glob("*/__init__.py")]
+    sources = hashlib.sha256()
+    wings = [path.parent for path in ROOT.glob("*/__init__.py")]
     for path in sorted(file for folder in (ROOT, *wings) for file in folder.glob("*.py")):
         sources.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
     options = json.dumps(config.as_dict(), sort_keys=True).encode()
@@ -218,7 +221,8 @@ def check_groups(config: Config, peers: Peers) -> None:
                 torch.cuda.set_device(context.device)  # a setting of each thread
             mesh = Mesh(config.layout.axes, context)
             for answer["at"], role in enumerate(ROLES, 1):
-                group, total = mesh.group(role), torch.ones(1, device=context.device)
+                group = mesh.group(role)
+                total = torch.ones(1, device=context.device)
                 group.all_reduce(total).wait()
                 if total.item() != group.size:
                     raise RuntimeError(f"the sum of {group.size} ones is {total.item()}")
@@ -251,7 +255,8 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
 
     needed: bytes, rank 0's counts. UserError with both numbers if the run is to save and cannot.
     """
-    run, peers = config.run, Peers(context)
+    run = config.run
+    peers = Peers(context)
     own = {"memory": available_memory(), "disk": free_disk(run.out), "needed": needed}
     answers = peers.gather("room", own)
     needed = answers[0]["needed"]

@@ -81,7 +81,8 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
         if index:  # the first rank that sees it ends the others, unless this one is alone with it
             time.sleep(launch.exit_delay)
         exit_with(mistake)
-    rank, size = launch.rank, launch.size
+    rank = launch.rank
+    size = launch.size
     parts = store, opened.part("values", second=True), opened.part("groups"), opened.key("monitor")
     return Meeting(launch, rank, size, node, local, places, device, backend, threads, *parts)
 
@@ -112,7 +113,8 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
     gpu = placement.choose_gpu(local.rank, local.size, visible, node, sharing)
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
-    name, capability = torch.cuda.get_device_name(gpu), torch.cuda.get_device_capability(gpu)
+    name = torch.cuda.get_device_name(gpu)
+    capability = torch.cuda.get_device_capability(gpu)
     placement.check_kernels(name, capability, torch.cuda.get_arch_list(), torch.__version__)
     return device, f"GPU-{torch.cuda.get_device_properties(device).uuid}", backend
 

@@ -74,7 +74,8 @@ class RunLock:
 
         The file stays: if it were removed, two runs could lock two files of the same name.
         """
-        file, self._file = self._file, -1
+        file = self._file
+        self._file = -1
         with contextlib.suppress(OSError):  # released before
             os.ftruncate(file, 0)
             os.close(file)

@@ -90,7 +90,8 @@ class Signals:
 
     def have_met(self, end: Callable[[int], None]) -> None:
         """From here on a signal saves and stops; `end` ends all ranks with a status."""
-        self._meeting, self.end = False, end
+        self._meeting = False
+        self.end = end
 
     def close(self) -> None:
         """Restore the previous handlers; only in the main thread."""
@@ -140,7 +141,9 @@ class StopConditions:
     """One rank's requests to end or save the run; only the first rank looks for files."""
 
     def __init__(self, run: Run, signals: Signals, first: bool):
-        self.run, self.signals, self.first = run, signals, first
+        self.run = run
+        self.signals = signals
+        self.first = first
         self._save_switch = run.save_switch if first else None
         self.reason: str | None = None  # why this rank requests a stop
         self._began = psutil.Process().create_time()

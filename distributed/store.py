@@ -57,7 +57,9 @@ class StoreExchange:
         import torch.distributed as dist
 
         self.store = dist.HashStore() if store is None else store
-        self.rank, self.size, self.seconds = rank, size, seconds
+        self.rank = rank
+        self.size = size
+        self.seconds = seconds
         self.recorder = recorder or FlightRecorder()
         self._name = f"{name}/{self.store.add(f'{name}s/{rank}', 1)}"
         self._agreed = 0

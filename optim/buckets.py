@@ -202,7 +202,8 @@ class Bucket(ParamGroup):
         """Make the parameters, and their gradients where all are kept, views of the buffers; the
         masters are the weights themselves where these are as precise as what was drawn.
         """
-        own, cuts = self._section_of(self.weights), self._cuts()
+        own = self._section_of(self.weights)
+        cuts = self._cuts()
         exact = self.places[0][0].dtype == own.dtype
         self.flat = own if exact else torch.zeros_like(own, dtype=self.places[0][0].dtype)
         for p, start, a, b in () if exact else cuts:
@@ -287,7 +288,10 @@ class _AddingHandle:
     """The handle of a reduce-scatter whose result is added to a sum."""
 
     def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
-        self.handle, self.section, self.total, self.source = handle, section, total, source
+        self.handle = handle
+        self.section = section
+        self.total = total
+        self.source = source
 
     def wait(self) -> None:
         self.handle.wait()
@@ -305,7 +309,8 @@ class UpdateSet:
 
     def __init__(self, groups: list[ParamGroup], training: Training):
         """groups: of one key. UserError if the optimizer's package is missing."""
-        self.groups, key = groups, groups[0].key
+        self.groups = groups
+        key = groups[0].key
         self.masters: list[Tensor] = []
         for group in groups:
             group.first = len(self.masters)
@@ -403,7 +408,8 @@ def _lay_out(
     the largest first, each to the section that has least.
     """
     if family == "matrices" and sharded:
-        loads, found = [0] * owners, {}
+        loads = [0] * owners
+        found = {}
         for p in sorted(parameters, key=lambda p: -p.numel()):
             section = loads.index(min(loads))
             found[p] = (section, loads[section])
@@ -411,7 +417,8 @@ def _lay_out(
         length = -(-max(loads) // ALIGNMENT) * ALIGNMENT
         return [found[p][0] * length + found[p][1] for p in parameters], length * owners
     step = update_rules.BLOCK if family == "blocks" else 1
-    places, total = [], 0
+    places = []
+    total = 0
     for p in parameters:
         places.append(total)
         total += -(-p.numel() // step) * step
@@ -421,7 +428,8 @@ def _lay_out(
 
 def _check_blocks(p: nn.Parameter) -> None:
     """UserError if tensor parallelism cuts a matrix inside the blocks of 8-bit state."""
-    spec, block = p.spec, update_rules.BLOCK
+    spec = p.spec
+    block = update_rules.BLOCK
     run = math.prod(p.shape[spec.dim or 0 :])
     if spec.dim is not None and run % block and p.shape[spec.dim] < spec.shape[spec.dim]:
         raise UserError(
@@ -432,5 +440,6 @@ def _check_blocks(p: nn.Parameter) -> None:
 
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
     """The shape in which a rule sees a whole parameter, without padding: a matrix, or a vector."""
-    size, width = shard.stop - shard.start, shard.shape[-1]
+    size = shard.stop - shard.start
+    width = shard.shape[-1]
     return (size // width, width) if shard.spec.decay else (size,)

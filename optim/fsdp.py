@@ -50,7 +50,8 @@ class FullyShardedGroup(ParamGroup):
         super().__init__(key, mesh, sharded=True)
         self.parameters = parameters
         for p in parameters:
-            flat, replicas = p.to_local().detach().view(-1), p.device_mesh
+            flat = p.to_local().detach().view(-1)
+            replicas = p.device_mesh
             rows = -(-p.shape[0] // replicas.size())  # torch gives equal runs, the last ones less
             row = min(p.shape[0], replicas.get_local_rank() * rows)
             start = row * p.shape[1:].numel()

@@ -25,15 +25,20 @@ class LossScale:
         self.value = 1.0
         if fp16:
             self.value = training.loss_scale or 2.0**training.initial_loss_scale_power
-        self.good, self.hysteresis, self.stuck = 0, training.loss_scale_hysteresis, 0
+        self.good = 0
+        self.hysteresis = training.loss_scale_hysteresis
+        self.stuck = 0
 
     def update(self, overflow: bool) -> None:
         """Take note of a step; equal on all ranks, for the overflow is. UserError ends the run."""
         t = self.training
         if not overflow:
-            self.good, self.stuck = self.good + 1, 0
+            self.good = self.good + 1
+            self.stuck = 0
             if self.dynamic and self.good == t.loss_scale_window:
-                self.value, self.good, self.hysteresis = self.value * 2, 0, t.loss_scale_hysteresis
+                self.value = self.value * 2
+                self.good = 0
+                self.hysteresis = t.loss_scale_hysteresis
             return
         self.good = 0
         self.hysteresis -= 1

@@ -36,7 +36,8 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
     Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
     linear fall at the end), to min_lr at lr_decay_samples.
     """
-    peak, low = training.lr, training.min_lr
+    peak = training.lr
+    low = training.min_lr
     end = training.lr_decay_samples or total
     if samples < training.lr_warmup_samples:
         return peak * (samples + batch) / (training.lr_warmup_samples + batch)
@@ -86,7 +87,8 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
     Raises UserError if the package that it needs is not installed.
     """
     weight_decay = training.weight_decay if decay else 0.0
-    betas, eps = (training.adam_beta1, training.adam_beta2), training.adam_eps
+    betas = (training.adam_beta1, training.adam_beta2)
+    eps = training.adam_eps
     if training.optimizer == "adamw8bit" and group == "blocks":
         return _Adam8bit(masters, betas, eps, weight_decay)
     library = _library(training, group)
@@ -121,7 +123,9 @@ class _TorchOptimizerRule:
     """
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
-        self.masters, self.library, self.kernel = masters, library, library.kernel
+        self.masters = masters
+        self.library = library
+        self.kernel = library.kernel
         self.optimizer = library.make(masters, **options) if masters else None
         self.states = self.optimizer.state if self.optimizer else {}
         self.steps = 0
@@ -154,14 +158,16 @@ class _TorchOptimizerRule:
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
-        tensor, master = self._state(kind, index), self.masters[index]
+        tensor = self._state(kind, index)
+        master = self.masters[index]
         if tensor is None:
             return master.new_zeros(stop - start)
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
         """Set elements from `start` on; state of one number a row or column takes it from them."""
-        tensor, master = self._state(kind, index), self.masters[index]
+        tensor = self._state(kind, index)
+        master = self.masters[index]
         if tensor is None:
             return
         if tensor.shape == master.shape:
@@ -172,7 +178,8 @@ class _TorchOptimizerRule:
     def _state(self, kind: str, index: int) -> Tensor | None:
         """torch's state tensor of that kind; as before the first step if there is none yet."""
         master = self.masters[index]
-        kinds, state = self.library.kinds(master), self.states[master]
+        kinds = self.library.kinds(master)
+        state = self.states[master]
         if not state:
             state.update(_first_state(master, kinds))
         wanted = kinds[kind]
@@ -222,7 +229,8 @@ def _factors(master: Tensor) -> dict[str, _StateTensor | None]:
 
 def _library(t: Training, group: str) -> _Library:
     """The library's optimizer for one family of parameters."""
-    optim, kinds = torch.optim, dict[str, _StateTensor | None]()
+    optim = torch.optim
+    kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
         return _Library("NVIDIA apex FusedAdam", partial(_apex(), adam_w_mode=True), _moments)
     if t.optimizer == "adafactor":
@@ -274,8 +282,11 @@ class _Adam8bit:
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
         self.library: Any = functional  # its annotations are of fewer arguments
-        self.masters, self.steps = masters, 0
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.masters = masters
+        self.steps = 0
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
         device = masters[0].device if masters else torch.device("cpu")
         signed = functional.create_dynamic_map(signed=True)
         signed[0] = -1.0
@@ -309,10 +320,12 @@ class _Adam8bit:
         return sum(t.nbytes for tensors in parts for t in tensors)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        first, last = start // BLOCK, -(-stop // BLOCK)
+        first = start // BLOCK
+        last = -(-stop // BLOCK)
         codes = self.codes[kind][index][first * BLOCK : last * BLOCK]
         scales = self.scales[kind][index][first:last]
-        decode, levels = self.library.dequantize_blockwise, self.maps[kind]
+        decode = self.library.dequantize_blockwise
+        levels = self.maps[kind]
         values = decode(codes, absmax=scales, code=levels, blocksize=BLOCK)
         return values[start - first * BLOCK :][: stop - start]
 

@@ -46,7 +46,8 @@ class Operation:
 
     def __post_init__(self) -> None:
         recorder = self.group_log.recorder
-        self.place, self.entered = recorder.place, time.monotonic()
+        self.place = recorder.place
+        self.entered = time.monotonic()
         recorder.ring.append(self)
         recorder.progress += 1
 
@@ -94,7 +95,9 @@ class GroupLog:
     """Counts the operations of one group that this rank has entered."""
 
     def __init__(self, recorder: "FlightRecorder", role: str, ranks: tuple[int, ...]):
-        self.recorder, self.role, self.ranks = recorder, role, ranks
+        self.recorder = recorder
+        self.role = role
+        self.ranks = ranks
         self.entered = 0  # collectives
         self.sent: dict[int, int] = {}  # messages, by position in the group
         self.received: dict[int, int] = {}
@@ -184,7 +187,8 @@ class FlightRecorder:
             mark = self.stamp() if self.stamp else now
             self.spans.append((*self.place[2:], self._mark, mark))
             self._mark = mark
-        self.place, self.since = place, now
+        self.place = place
+        self.since = now
         self.ring.append((place, now))
         self.progress += 1
 
@@ -194,7 +198,8 @@ class FlightRecorder:
         stamp: gives what stands for a time in them, on nccl a CUDA event that it records on the
         stream; a wait's two are then the events between which the stream waited.
         """
-        self.spans, self.stamp = [], stamp
+        self.spans = []
+        self.stamp = stamp
         self._mark = stamp() if stamp else time.monotonic()
 
     @contextmanager
@@ -222,11 +227,13 @@ class FlightRecorder:
         Call this when the device has done the step, so that its stream has passed every wait.
         """
         if self.new_event is None:
-            waited, self.waited = self.waited, 0.0
+            waited = self.waited
+            self.waited = 0.0
             return waited
         if self.stamp is None:
             return math.nan
-        timed, self._timed_waits = self._timed_waits, []
+        timed = self._timed_waits
+        self._timed_waits = []
         return sum(first.elapsed_time(last) for first, last in timed) / 1e3
 
     def wait_for(self, operation: Operation) -> tuple[Any, Any] | None:
@@ -266,12 +273,14 @@ class FlightRecorder:
 
     def snapshot(self, records: int) -> dict[str, Any]:
         """What the rank does now and its last `records` records, as plain values."""
-        now, progress = time.monotonic(), self.progress + self.background_progress
+        now = time.monotonic()
+        progress = self.progress + self.background_progress
         if progress != self._seen[0]:
             self._seen = progress, now
         stands = now - self._seen[1] >= SECONDS_TO_ASK
         device = self.device_waits_for() if stands else None
-        waiting, other = self.waiting, self.other_wait
+        waiting = self.waiting
+        other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
             waiting = device  # the host may be at any later place, its launch queue full
         return {
@@ -294,7 +303,9 @@ class FlightRecorder:
 
 def describe_place(snapshot: dict[str, Any]) -> str:
     """What a snapshot's rank does: `step 7, F of micro-batch 3`."""
-    action, phase, batch = snapshot["action"], snapshot["phase"], snapshot["micro_batch"]
+    action = snapshot["action"]
+    phase = snapshot["phase"]
+    batch = snapshot["micro_batch"]
     parts = [f"step {snapshot['step']}"] if snapshot["step"] else []
     parts += [phase] if phase not in ("train", action) else []
     return ", ".join([*parts, action if batch is None else f"{action} of micro-batch {batch}"])

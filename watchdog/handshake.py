@@ -51,7 +51,9 @@ class Entrance:
     """
 
     def __init__(self, listener: socket.socket, size: int, key: str, poll: select.epoll) -> None:
-        self.listener, self.key, self.poll = listener, key, poll
+        self.listener = listener
+        self.key = key
+        self.poll = poll
         self.expected = {(kind, rank) for kind in ("rank", "stacks") for rank in range(size)}
         # By descriptor, the oldest first: the connection, and when it is closed.
         self.newcomers: dict[int, tuple[socket.socket, float]] = {}

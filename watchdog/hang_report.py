@@ -83,7 +83,8 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
         return lines + ["  it had not sent a heartbeat yet"]
     lines += _describe_activity(rank)
     if rank["memory"]:
-        used, free = rank["memory"]["resident"] / 1e9, rank["memory"]["available"] / 1e9
+        used = rank["memory"]["resident"] / 1e9
+        free = rank["memory"]["available"] / 1e9
         lines.append(f"  memory: {used:.2f} GB resident, {free:.2f} GB available on its node")
     for name, frames in rank["stacks"].items():
         if name == "main" or rank["snapshot"]["background"]:
@@ -109,7 +110,8 @@ def _describe_activity(rank: dict[str, Any]) -> list[str]:
     operations = [record for record in snapshot["last"] if "kind" in record]
     if operations and not (wait and "role" in wait):
         last = operations[-1]
-        ended, begun = last["ended"], f"not done, begun {last['seconds']:.1f} s before"
+        ended = last["ended"]
+        begun = f"not done, begun {last['seconds']:.1f} s before"
         done = begun if ended is None else f"done {ended:.1f} s before"
         lines.append(f"  its last operation: {_operation(last)}, {done}")
     return lines

@@ -33,7 +33,8 @@ BEAT_SECONDS = 1.0  # between heartbeats
 BEAT_RECORDS = 4  # of the recorder, in a heartbeat
 # Heartbeats; then the monitor or its node is considered lost. The rank that started the monitor
 # kills it then, before the other ranks end the job and it with them.
-MAX_UNANSWERED, MAX_UNANSWERED_BY_OWN = 30, 25
+MAX_UNANSWERED = 30
+MAX_UNANSWERED_BY_OWN = 25
 EXIT_WAIT_SECONDS = 10.0  # for a rank that failed after another to be ended: the first prints
 ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
 FRAMES = 40  # of each stack
@@ -85,16 +86,22 @@ class Watchdog:
         monitor: subprocess.Popen | None = None,
     ) -> None:
         """Raises OSError if the monitor cannot be reached."""
-        self.recorder, self.rank, self.node, self.end = recorder, rank, node, end
+        self.recorder = recorder
+        self.rank = rank
+        self.node = node
+        self.end = end
         self._monitor = monitor
-        self._lock, self._closing = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._closing = False
         self._first: bool | None = None  # whether this rank is the first that failed
         self._answered = threading.Event()  # the monitor has answered that
-        self._unanswered, self._received = 0, b""
+        self._unanswered = 0
+        self._received = b""
         self._groups, self._memory = 0, MemoryReader()  # groups reported
         self._dump_after, self._armed = 60.0, -3600.0  # faulthandler's timer, and when it was set
         # From the clock of the records to the monitor's; the fastest answer gives the best value.
-        self.clock_offset, self.clock_error = time.time() - time.monotonic(), 3600.0
+        self.clock_offset = time.time() - time.monotonic()
+        self.clock_error = 3600.0
         process = Process(rank, node, os.getpid(), start_time(os.getpid()) or 0)
         self._stacks = connect(address, "stacks", process)  # as a file, for faulthandler
         self._socket = connect(address, "rank", process)
@@ -148,7 +155,8 @@ class Watchdog:
         The monitor may end before this process does, whose status must stay its own. A stopped one
         could not end other ranks any more, and nobody else would end it.
         """
-        first, self._closing = not self._closing, True
+        first = not self._closing
+        self._closing = True
         if self._monitor and process_state(self._monitor.pid).startswith("stopped"):
             self._monitor.kill()
         return first
@@ -196,7 +204,8 @@ class Watchdog:
                 self._handle(json.loads(line))
 
     def _handle(self, message: dict[str, Any]) -> None:
-        self._unanswered, now = 0, time.monotonic()
+        self._unanswered = 0
+        now = time.monotonic()
         if "echo" in message:
             self._dump_after = message["dump_after"]
             if (now - message["echo"]) / 2 < self.clock_error:

@@ -31,7 +31,9 @@ from watchdog.wait_graph import Case, Ranks, WaitGraph, find_culprits
 MIN_HANG_TIMEOUT, MEDIAN_STEPS = 300.0, 10.0  # the default of --hang-timeout: the longer one
 # Until so many steps are done, data and checkpoints are read and kernels built: the limit is
 # multiplied by that factor, and is so many seconds at least.
-STARTUP_STEPS, STARTUP_FACTOR, STARTUP_SECONDS = 2, 4.0, 120.0
+STARTUP_STEPS = 2
+STARTUP_FACTOR = 4.0
+STARTUP_SECONDS = 120.0
 POLL_SECONDS = 0.25  # between checks
 FIRST_RANK_TIMEOUT, ALL_RANKS_TIMEOUT = 60.0, 900.0  # to connect
 FAILURE_DELAY = 1.0  # the death that caused a failure may be seen later than the failure
@@ -77,7 +79,8 @@ class Rank:
 
     def to_dict(self, now: float) -> dict[str, Any]:
         """As plain values, for the report and its files; times as seconds before `now`."""
-        status, state = self.status or {}, self.state
+        status = self.status or {}
+        state = self.state
         if state == "alive":
             state = "answered" if status else "silent"
         return {
@@ -112,8 +115,10 @@ class Monitor:
 
     def __init__(self, listener: socket.socket, job: dict[str, Any]):
         """job: size, node, out, limit (seconds or None) and key, from start_monitor."""
-        self.size, self.node = job["size"], job["node"]
-        self.out, self.given_limit = job["out"], job["limit"]
+        self.size = job["size"]
+        self.node = job["node"]
+        self.out = job["out"]
+        self.given_limit = job["limit"]
         self.limit = self.given_limit or MIN_HANG_TIMEOUT  # seconds without progress
         self.ranks: dict[int, Rank] = {}
         self.closed: list[tuple[Rank, float]] = []  # connections for stacks, to be looked at
@@ -170,11 +175,14 @@ class Monitor:
     def _admit(self, sock: socket.socket, kind: str, process: Process) -> None:
         """Take a connection that a rank has shown to be its own."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        now, number = time.monotonic(), process.rank
+        now = time.monotonic()
+        number = process.rank
         rank = self.ranks.setdefault(number, Rank(number, heard=now, moved=now))
         self.connections[sock.fileno()] = Connection(sock, rank, kind == "stacks")
         if kind == "rank":
-            rank.node, rank.pid, rank.started = process.node, process.pid, process.started
+            rank.node = process.node
+            rank.pid = process.pid
+            rank.started = process.started
             rank.connection = sock
 
     def _read(self, number: int) -> None:
@@ -187,7 +195,8 @@ class Monitor:
             try:
                 self._handle_lines(rank, data)
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                rank.error, closed = f"it sent what is no message: {error!r}"[:200], True
+                rank.error = f"it sent what is no message: {error!r}"[:200]
+                closed = True
                 self.closed.append((rank, time.monotonic()))
         if closed:
             if connection.stacks:
@@ -205,7 +214,9 @@ class Monitor:
 
     def _mark_dead(self) -> None:
         """Ranks whose connection for stacks has closed are dead, unless they said goodbye."""
-        now, closed, self.closed = time.monotonic(), self.closed, []
+        now = time.monotonic()
+        closed = self.closed
+        self.closed = []
         for rank, when in closed:
             if rank.connection is None and now - when < GOODBYE_TIMEOUT:
                 self.closed.append((rank, when))  # its other connection has not been read yet
@@ -224,14 +235,16 @@ class Monitor:
             answer = {"echo": message["sent"], "clock": time.time()}
             self._send(rank, answer | {"dump_after": max(2.0, self.limit / 2)})
         elif "groups" in message:
-            rank.groups, rank.coordinates = message["groups"], message["coordinates"]
+            rank.groups = message["groups"]
+            rank.coordinates = message["coordinates"]
         elif "status" in message:
             rank.status = message["status"]
             self._note(rank, rank.status["snapshot"], now)
             for other, state in rank.status.pop("processes").items():
                 self.ranks[int(other)].process = state
         elif "failed" in message:
-            rank.state, rank.error = "failed", message["failed"]
+            rank.state = "failed"
+            rank.error = message["failed"]
             rank.exit_status = message["exit_status"]
             self.failures.append((rank.rank, now))
             if self.first is not None:
@@ -337,12 +350,14 @@ class Monitor:
             rank.status = rank.process = None  # of an earlier case that was none
             processes = {r.rank: (r.pid, r.started) for r in quiet if r.node == rank.node}
             self._send(rank, {"inspect": processes})
-        until, missing = now + STATUS_TIMEOUT, len(asked)
+        until = now + STATUS_TIMEOUT
+        missing = len(asked)
         while missing and time.monotonic() < until:
             self._receive()
             left = sum(not r.status and r.state not in ("gone", "left") for r in asked)
             if left < missing:  # a thousand ranks may send more than can be read in that time
-                until, missing = time.monotonic() + STATUS_TIMEOUT, left
+                until = time.monotonic() + STATUS_TIMEOUT
+                missing = left
         for rank in asked:
             if rank.status is None and rank.state == "alive" and rank.node == self.node:
                 rank.process = process_state(rank.pid, rank.started)

@@ -71,7 +71,8 @@ class WaitGraph:
             return []
         if "role" not in wait:
             return [other for other in wait["ranks"] if other != rank and other in self.ranks]
-        group, peer = (wait["role"], tuple(wait["ranks"])), wait["peer"]
+        group = (wait["role"], tuple(wait["ranks"]))
+        peer = wait["peer"]
         if peer is None:
             return [other for other in self._not_entered(group, wait["number"]) if other != rank]
         # Of the peer's messages the other halves of this rank's, by position as JSON has it.
@@ -92,7 +93,8 @@ class WaitGraph:
 
     def chain_ends(self, start: Iterable[int]) -> list[int]:
         """The ranks at the ends of the chains of waits from `start`: those that do not wait."""
-        seen, queue = set(), list(start)
+        seen = set()
+        queue = list(start)
         while queue:
             rank = queue.pop()
             if rank not in seen:
