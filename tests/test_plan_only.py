@@ -71,6 +71,13 @@ def test_experts_are_spread_over_ep_and_their_state_over_all_replicas():
     assert optimizer[1] == pytest.approx(12 * held[1] / 16)
 
 
+def test_the_table_has_a_column_of_ep_for_experts_alone():
+    line = "layouts --gpu h100 --nodes 2 --global-batch-size 64 --tp 2 --pp 2 --cp 1 --model "
+    head, first = ask(line + "mixtral-8x7b").text.splitlines()[1:3]
+    assert dict(zip(head.split(), first.split(), strict=False))["ep"] == "4"
+    assert "ep" not in ask(line + "gpt2-1.5b").text.splitlines()[1].split()
+
+
 def test_by_default_experts_stay_on_a_node():
     model = with_experts(preset("gpt2-1.5b"), experts=16, experts_per_token=2)
     for tp, dp, ep in ((1, 16, 8), (2, 16, 4), (8, 8, 1), (1, 4, 4), (1, 6, 2)):
