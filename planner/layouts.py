@@ -62,21 +62,14 @@ def rank(
     refusal: why else a layout cannot run, or "". most: how many safe layouts are ranked. Raises
     UserError if the model itself, or the ramp-up of the batch, is impossible.
     """
-    check_shape(model)
     fixed = fixed or {}
     if fixed.get("schedule") == "auto":
         plain = fixed | {"schedule": "1f1b", "vocab_pp": False}
         asked = lambda layout: refusal(replace(layout, schedule="auto"))  # noqa: E731
         of_1f1b = rank(model, training, machine, gpus, plain, asked, accepted, most)
         return _searched(of_1f1b, model, training, machine)
-    schedule = batch_schedule(training, model.seq_length)
-    table, rejected = every_layout(Asked(model, training, machine, gpus, fixed))
-    if table is None:
-        return Answer([], rejected, 0)
-    ranking = Ranking(table, accepted, refusal)
-    ranking.run(most)
-    ranked = _by_seconds(ranking, schedule)
-    return Answer(ranked, rejected + ranking.rejected(), len(ranking.waiting))
+    question = Asked(model, training, machine, gpus, fixed)
+    return _ranked(question, refusal, accepted, most, every=False)
 
 
 def rank_all(
@@ -92,21 +85,33 @@ def rank_all(
     """As `rank`, all layouts whose risk is at most `accepted`; of more than `most` those that are
     likely the fastest. The answer's `slower` counts the others. `--schedule auto` is not searched.
     """
-    check_shape(model)
-    schedule = batch_schedule(training, model.seq_length)
-    table, rejected = every_layout(Asked(model, training, machine, gpus, fixed))
+    question = Asked(model, training, machine, gpus, fixed)
+    return _ranked(question, refusal, accepted, most, every=True)
+
+
+def _ranked(
+    asked: Asked,
+    refusal: Callable[[Layout], str],
+    accepted: float,
+    most: float,
+    every: bool,
+) -> Answer:
+    """As `rank_all`, or without `every` as `rank`."""
+    check_shape(asked.model)
+    schedule = batch_schedule(asked.training, asked.model.seq_length)
+    table, rejected = every_layout(asked)
     if table is None:
         return Answer([], rejected, 0)
     ranking = Ranking(table, accepted, refusal)
-    ranking.run_all(most)
-    ranked = _by_seconds(ranking, schedule)
-    return Answer(ranked, rejected + ranking.rejected(), ranking.slower)
-
-
-def _by_seconds(ranking: Ranking, schedule: BatchSchedule) -> list[Ranked]:
-    """The layouts of a ranking, the fastest first, each with its verdict on the batch sizes."""
+    if every:
+        ranking.run_all(most)
+        slower = ranking.slower
+    else:
+        ranking.run(most)
+        slower = len(ranking.waiting)
     lines = sorted(ranking.ranked, key=lambda line: line.prediction.seconds)
-    return [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    ranked = [Ranked(*line, rampup_verdict(line.layout, schedule)) for line in lines]
+    return Answer(ranked, rejected + ranking.rejected(), slower)
 
 
 def _searched(answer: Answer, model: ModelShape, training: Training, machine: Machine) -> Answer:
