@@ -15,10 +15,10 @@ ENGINE = ("train", "trainer", "data", "pipeline", "model", "attention", "loss", 
 OUTSIDE = ("benchmarks", "tests", "scripts")  # folders that the total leaves out
 
 # These limits may only fall, except for what an issue adds to the program.
-MOST_NODES = 244_000
-MOST_ENGINE_NODES = 22_000
-MOST_NODES_PER_LINE = 7.8
-MOST_NODES_PER_STATEMENT = 11.5
+MOST_NODES = 240_000
+MOST_ENGINE_NODES = 21_200
+MOST_NODES_PER_LINE = 7.6
+MOST_NODES_PER_STATEMENT = 11.1
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
