@@ -1,9 +1,9 @@
 """Pipeline schedules as data: what each rank of a pipeline does, in which order.
 
 A schedule is one list of actions per pipeline rank. `F3` is the forward pass of micro-batch 3
-through a stage, `B3` its backward pass; where the backward is split, `B3` computes gradients for
-the stage's input and `W3` those of its weights. A rank holds one stage or several (virtual stages,
-arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
+through a stage, `B3` its backward pass; if the backward pass is split, `B3` computes the gradient
+of the stage's input and `W3` the gradients of its weights. A rank holds one stage or several
+(virtual stages, arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
 
     1F1B, 3 stages, 4 micro-batches (a backward takes twice as long as a forward):
 
@@ -11,7 +11,7 @@ arXiv 2104.04473 section 2.2). The pipeline executes exactly these lists.
     stage 1  .. F0 F1 .. .. B0 == F2 B1 == F3 B2 == .. B3 == .. ..
     stage 2  .. .. F0 B0 == F1 B1 == F2 B2 == F3 B3 == .. .. .. ..
 
-orders.py makes schedules, simulation.py says when each action runs.
+orders.py makes schedules, simulation.py computes when each action runs.
 """
 
 from collections import defaultdict
@@ -22,12 +22,12 @@ from itertools import accumulate, islice, pairwise, product
 from operator import le, mul
 from typing import NamedTuple
 
-# From an action's stage to the one that takes its result. Other passes send to no single stage.
+# By kind: the offset to the stage that takes the result; other kinds send to no single stage.
 STEPS = {"F": 1, "B": -1}
-OWN_INPUT = {"B": "F", "W": "B"}  # the pass of the same stage whose result a pass takes
-# Passes of every rank for its part of the vocabulary (schedules/vocabulary.py).
+OWN_INPUT = {"B": "F", "W": "B"}  # by kind, the earlier pass of the same stage that it needs
+# The passes that every rank does for its shard of the vocabulary (schedules/vocabulary.py).
 VOCABULARY = "ESTG"
-SUMMED = "EST"  # of these the results of all ranks are joined
+SUMMED = "EST"  # vocabulary passes whose results are combined over all ranks
 
 
 class ScheduleError(Exception):
@@ -37,8 +37,9 @@ class ScheduleError(Exception):
 class Action(NamedTuple):
     """One pass of one micro-batch through one stage.
 
-    kind: F (forward), B (backward; for inputs only where W exists), W (gradients of weights); E, S,
-    T and G as in schedules/vocabulary.py, for the part of the vocabulary on the stage's rank.
+    kind: F (forward pass), B (backward pass; without the gradients of weights if the schedule has
+    W), W (gradients of weights); E, S, T and G are the passes of the stage's rank for its shard of
+    the vocabulary (schedules/vocabulary.py).
     """
 
     kind: str
@@ -49,17 +50,17 @@ class Action(NamedTuple):
         return f"{self.kind}{self.micro_batch}"
 
 
-NOTHING = -1  # the number of no action
-# One action in an order in which all ranks can run: its rank, the action, and the places, in that
-# order, of the actions of other stages whose results it takes, if a message brings them.
+NOTHING = -1  # stands in `Numbered.awaited` for "this action needs no message"
+# One entry of `Schedule.steps`: a rank, its action, and the indices in `Schedule.steps` of the
+# actions of other ranks whose messages this action needs.
 Step = tuple[int, Action, list[int]]
-# Where actions are in such an order: by kind and stage, then by micro-batch.
+# The index of each action in `Schedule.steps`: by (kind, stage), then by micro-batch.
 Places = dict[tuple[str, int], dict[int, int]]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every pipeline rank, in order. `rank_of[s]`: the rank that holds stage s."""
+    """The actions of every pipeline rank, in order. `rank_of[s]` is the rank that holds stage s."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
@@ -67,33 +68,33 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline, over all ranks."""
+        """The number of stages of the whole pipeline, over all ranks."""
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in the model's order."""
+        """Return the stages that a rank holds, in the model's order."""
         return [stage for stage, holder in enumerate(self.rank_of) if holder == rank]
 
     @cached_property
     def kinds(self) -> str:
-        """The kinds of actions, of which every rank has all."""
+        """The kinds of actions in this schedule, the same on every rank, in the order FBWESTG."""
         found = {action.kind for action in self.ranks[0]}
         return "".join(kind for kind in "FBW" + VOCABULARY if kind in found)
 
     @property
     def split(self) -> bool:
-        """Whether B computes gradients of inputs only, and W those of weights."""
+        """Whether backward passes are split into B (gradient of the input) and W (of weights)."""
         return "W" in self.kinds
 
     @property
     def vocabulary(self) -> bool:
-        """Whether embedding and output matrix are spread over the ranks, one stage on each."""
+        """Whether all ranks share embedding and output matrix (--vocab-pp), each with one stage."""
         return "E" in self.kinds
 
     # ---- What an action waits for -------------------------------------------------------------
 
     def input_of(self, action: Action) -> Action | None:
-        """The neighbouring stage's action that an action waits for, None at the pipeline's ends."""
+        """Return the neighbouring stage's action that an action needs; None at a pipeline end."""
         kind, stage, micro_batch = action
         step = STEPS.get(kind, 0)
         if step and 0 <= stage - step < self.stages:
@@ -101,13 +102,17 @@ class Schedule:
         return None
 
     def of_all_ranks(self, action: Action) -> list[Action]:
-        """The vocabulary passes, or the stage's pass for one, that an action waits for."""
+        """Return the actions that an action needs and that `input_of` does not give: vocabulary
+        passes of all ranks or, for S and G, the F or B whose result all ranks receive.
+        """
         kind, stage, m = action
         return [Action(*part, m) for part in self.joined.get((kind, stage), ())]
 
     @cached_property
     def joined(self) -> dict[tuple[str, int], list[tuple[str, int]]]:
-        """As `of_all_ranks`, without the micro-batch, for each kind and stage that waits so."""
+        """The table behind `of_all_ranks`: by (kind, stage) of an action, the (kind, stage) pairs
+        of the actions that it needs, all of the same micro-batch.
+        """
         if not self.vocabulary:
             return {}
         every = range(self.stages)
@@ -121,7 +126,7 @@ class Schedule:
         return found
 
     def sender_of(self, action: Action) -> Action | None:
-        """The action of another rank whose result this one receives; None if there is none."""
+        """Return the single action of another rank whose result an action receives, or None."""
         sender = self.input_of(action)
         if action.kind in "SG":
             sender = self.of_all_ranks(action)[0]
@@ -132,20 +137,20 @@ class Schedule:
     # ---- When messages are started ------------------------------------------------------------
 
     def may_be_ahead(self, action: Action) -> bool:
-        """Whether to start an action's receive before its rank does the action in front of it.
+        """Return whether an action's receive starts before its rank's preceding action runs.
 
-        Not if the message can only be sent after that one: then it cannot arrive earlier. On a GPU
-        a receive runs until its message is there, and a kernel that is loaded in the action in
-        front waits until nothing runs: each would wait for the other.
+        It does not if the message can only be sent after that preceding action: the message cannot
+        arrive earlier. On a GPU a receive runs until its message has arrived, and a kernel that
+        the preceding action loads for the first time waits until the GPU is idle: a deadlock.
         """
         return action not in self._starts(self.rank_of[action.stage]).needed
 
     def sent_before(self, action: Action) -> int:
-        """The place in its rank's list, or its length, before which an action's result is sent.
+        """Return the index in its rank's actions before which an action's result is sent.
 
-        It is the place after the action, or a later one if the receiver takes the message only
-        after further actions of this rank. On a GPU a send runs until the receive has begun, and a
-        kernel that is loaded in one of these actions waits until nothing runs.
+        It is the next index, or a later one if the receiver takes the message only after further
+        actions of this rank: at most the number of actions. On a GPU a send runs until the receive
+        has begun, and a kernel loaded in one of these actions waits until the GPU is idle.
         """
         return self._starts(self.rank_of[action.stage]).sent_before[action]
 
@@ -156,13 +161,15 @@ class Schedule:
 
     @cached_property
     def _starts_of(self) -> "dict[int, _Starts]":
-        """When each rank starts its messages, for those ranks that were asked for."""
+        """By rank, the result of `_message_starts`; filled when a rank is first asked for."""
         return {}
 
     @cached_property
     def gradients_taken(self) -> list[range]:
-        """For each T, the micro-batches whose G all ranks have done before the S that it needs."""
-        done = []  # of each rank, how many G before each S
+        """For the T of each micro-batch, the micro-batches whose G every rank has done before the S
+        of the same micro-batch, but not before the S of the micro-batch before.
+        """
+        done = []  # per rank: the number of G before each S
         for row in self.ranks:
             counts = accumulate(action.kind == "G" for action in row)
             done.append([count for count, action in zip(counts, row) if action.kind == "S"])
@@ -172,21 +179,22 @@ class Schedule:
 
     @cached_property
     def numbered(self) -> "Numbered":
-        """The actions as numbers, for what looks at many of them."""
+        """The actions as integers, for fast loops over all actions (`simulation.ends`)."""
         return _numbered(self)
 
     # ---- What is held -------------------------------------------------------------------------
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """For each rank, the most activations (of one micro-batch in one stage) held at once.
+        """For each rank, the largest number of activations that it holds at once.
 
-        An activation is held from its forward to the last action that needs it.
+        One activation is what one micro-batch leaves in one stage. It is held from the forward
+        pass to the last action that needs it: W if the backward pass is split, else B.
         """
         return tuple(map(int, self.most_held([1] * self.stages)))
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """For each rank, the most held at once, if one micro-batch takes `sizes` in the stages."""
+        """Return the most each rank holds at once, if a micro-batch takes `sizes[s]` in stage s."""
         most = []
         for rank, moments in enumerate(self._held):
             of_rank = [sizes[stage] for stage in self.stages_on(rank)]
@@ -195,8 +203,9 @@ class Schedule:
 
     @cached_property
     def _held(self) -> list[set[tuple[int, ...]]]:
-        """How many activations of each stage a rank holds whenever it begins to release some; not
-        those moments at which it holds no more of any stage than at another one.
+        """For each rank, the numbers of activations that it holds of each of its stages, at every
+        moment that can be the maximum: just before an activation is released. A moment is left out
+        if the rank holds at least as many activations of every stage at another moment.
         """
         last = "W" if self.split else "B"
         held = []
@@ -221,19 +230,19 @@ class Schedule:
 
     @cached_property
     def order(self) -> list[tuple[int, Action]]:
-        """(rank, action) such that everything an action needs comes before it. Raises ScheduleError
-        that names what each stuck rank waits at, if there is no such order.
+        """All actions as (rank, action), each one after all the actions that it needs. Raise
+        ScheduleError, which names the action where each rank is stuck, if there is no such order.
         """
         return [(rank, action) for rank, action, _ in self.steps]
 
     @cached_property
     def steps(self) -> list[Step]:
-        """As `order`, with what each action waits for."""
+        """The entries of `order`, each with the indices of the actions whose messages it needs."""
         return _steps(self)
 
 
 def _largest(moments: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Those that are not at most another one in every number."""
+    """Return the tuples without those that another tuple equals or exceeds in every number."""
     found: list[tuple[int, ...]] = []
     for counts in sorted(moments, key=sum, reverse=True):
         if not any(all(map(le, counts, other)) for other in found):
@@ -242,12 +251,12 @@ def _largest(moments: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 class Numbered(NamedTuple):
-    """The actions of a schedule as numbers: by kind as in `Schedule.kinds`, then by micro-batch,
-    then by stage.
+    """The actions of a schedule as numbers: sorted by kind as in `Schedule.kinds`, then by
+    micro-batch, then by stage.
 
-    ranks: those of each rank, in order. awaited: for each number, that of the action whose result a
-    message brings, NOTHING, or, where it takes those of all other ranks, the first of them and as
-    much more as there are numbers.
+    ranks: for each rank, the numbers of its actions in order. awaited: for each action, the number
+    of the action whose message it needs; NOTHING if it needs none; if it needs a pass of all other
+    ranks, the number of that pass on stage 0 plus the count of all numbers.
     """
 
     ranks: list[list[int]]
@@ -258,14 +267,14 @@ class Numbered(NamedTuple):
 def _numbered(schedule: Schedule) -> Numbered:
     stages = schedule.stages
     count = 1 + max(action.micro_batch for action in schedule.ranks[0])
-    of_kind = count * stages  # numbers
+    of_kind = count * stages  # how many numbers the actions of one kind have
     first = {kind: place * of_kind for place, kind in enumerate(schedule.kinds)}
     ranks = []
     for row in schedule.ranks:
         ranks.append([first[kind] + m * stages + stage for kind, stage, m in row])
     awaited: list[int] = []
     for kind in schedule.kinds:
-        sources = []  # of micro-batch 0
+        sources = []  # for each stage, the awaited number of micro-batch 0
         for stage in range(stages):
             action = Action(kind, stage, 0)
             every, sender = schedule.of_all_ranks(action), schedule.sender_of(action)
@@ -281,8 +290,8 @@ def _numbered(schedule: Schedule) -> Numbered:
 
 
 class _Starts(NamedTuple):
-    """When a rank starts its messages. needed: actions whose receive is not started ahead;
-    sent_before: see `Schedule.sent_before`.
+    """When a rank starts its messages. needed: actions whose receive is not started before the
+    preceding action; sent_before: see `Schedule.sent_before`.
     """
 
     needed: set[Action]
@@ -290,17 +299,17 @@ class _Starts(NamedTuple):
 
 
 def _message_starts(schedule: Schedule, rank: int) -> _Starts:
-    """Found in one pass over all actions, in an order in which they can run."""
+    """Return when a rank starts its messages; found in one pass over `Schedule.order`."""
     needed = set[Action]()
     sent_before = defaultdict[Action, int](int)
-    # How many of the rank's actions, from its first one on, must be done before an action is.
+    # For each action of any rank: how many actions `rank` must have done when it is done.
     count_of = dict[Action, int]()
     last_of = [0] * len(schedule.ranks)
     for doer, action in schedule.order:
         sender = schedule.sender_of(action)
         count = last_of[doer]
         if doer == rank:
-            # The sender's action follows from all that this rank does before it receives.
+            # The message can be sent only after all earlier actions of this rank.
             if sender and count_of[sender] == count:
                 needed.add(action)
             count += 1
@@ -324,8 +333,8 @@ def _message_starts(schedule: Schedule, rank: int) -> _Starts:
 def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
     """Raise ScheduleError unless every rank does every action once, in an order that can run.
 
-    Point-to-point messages carry no label: what a rank sends to another must be received in that
-    order, for activations and for gradients.
+    Point-to-point messages carry no label: a rank must receive another rank's messages in the order
+    in which they are sent, activations and gradients each on a channel of their own.
     """
     kinds = "F"
     if backward:
@@ -344,8 +353,9 @@ def check(schedule: Schedule, micro_batches: int, backward: bool) -> None:
 
 
 def _check_collectives(rank: int, row: Sequence[Action]) -> None:
-    """Raise ScheduleError unless micro-batches come in order: all ranks enter the collectives of
-    the vocabulary passes in one order, whichever of them sends.
+    """Raise ScheduleError unless a rank does the passes of each kind in the order of micro-batches.
+
+    Then all ranks enter the collectives of the vocabulary passes in the same order.
     """
     for kind in dict.fromkeys(action.kind for action in row):
         of_kind = [action for action in row if action.kind == kind]
@@ -356,7 +366,7 @@ def _check_collectives(rank: int, row: Sequence[Action]) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Raise ScheduleError if a rank receives in another order than its neighbour sends in."""
+    """Raise ScheduleError if a rank receives messages in another order than they are sent in."""
     sent = defaultdict(list)
     received = defaultdict(list)
     for rank, row in enumerate(schedule.ranks):
@@ -378,9 +388,8 @@ def _check_messages(schedule: Schedule) -> None:
 
 
 def _steps(schedule: Schedule) -> list[Step]:
-    """As `Schedule.steps`: each rank in turn goes on until it waits for what has not run yet."""
+    """Return `Schedule.steps`: each rank in turn runs until its next action needs one not run."""
     ranks = schedule.ranks
-    # Where each action is in the list: by kind and stage, then by micro-batch.
     kinds = "FBW" + VOCABULARY
     place: Places = {each: {} for each in product(kinds, range(schedule.stages))}
     inputs = {each: _inputs(schedule, *each, place) for each in place}
@@ -408,7 +417,9 @@ def _steps(schedule: Schedule) -> list[Step]:
 def _inputs(
     schedule: Schedule, kind: str, stage: int, place: Places
 ) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
-    """The places of what a pass takes: of its own rank, and of what a message brings."""
+    """Return the dictionaries of `place` (index by micro-batch) for the passes that a pass needs:
+    the passes of the same rank, then the passes of other ranks.
+    """
     own: list[dict[int, int]] = []
     sent: list[dict[int, int]] = []
     if kind in OWN_INPUT:
@@ -423,7 +434,7 @@ def _inputs(
 
 
 def _deadlock(schedule: Schedule, next_of: Sequence[int]) -> str:
-    """Which ranks wait at what, and every rank's actions, done | to do."""
+    """Return the error message: where ranks are stuck, then every rank's actions, done | to do."""
     stuck = []
     rows = []
     for rank, (row, at) in enumerate(zip(schedule.ranks, next_of, strict=True)):

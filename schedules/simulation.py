@@ -1,8 +1,10 @@
-"""When each action of a schedule runs, how long it all takes, and how much of that time is idle.
+"""Simulates a schedule: when each action runs, when the last one ends, the share of idle time.
 
-    slots = simulate(build("1f1b", 4, 8), seconds)
+    slots = simulate(build("1f1b", 4, 8), seconds)     for each rank, its actions with their times
+    makespan(build("1f1b", 4, 8), seconds)             only the end of the last action
 
-`simulate` is the definition; tests hold `ends` to it, which is many times faster.
+`simulate` is the definition. `ends` computes the same times many times faster; tests compare the
+two. schedule.py defines actions and schedules.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +14,10 @@ from typing import Any, NamedTuple
 
 from schedules.schedule import Action, Schedule, ScheduleError
 
-# Seconds of an action by its kind and stage.
+# The seconds of an action, by (kind, stage).
 Seconds = Mapping[tuple[str, int], float]
-# The usual unit of schedules: a pass takes one, a whole backward two, an embedding none.
+# Durations in the unit in which papers draw schedules: a forward pass takes 1, a backward pass that
+# is not split takes B + W = 2, the embedding passes E and G take nothing.
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "E": 0.0, "S": 1.0, "T": 1.0, "G": 0.0}
 
 
@@ -27,8 +30,10 @@ class Slot(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Seconds of one action. ahead: what its rank does before it waits for the input; message: from
-    the end of the action that sends the input until the input is there; runs: the action itself.
+    """Seconds of one action, numbers or arrays (see `simulate_each`).
+
+    ahead: work of its rank before it waits for the input; message: from the end of the action that
+    sends the input until the input has arrived; runs: the action itself.
     """
 
     ahead: Any
@@ -37,7 +42,7 @@ class Timing(NamedTuple):
 
 
 def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
-    """The seconds of UNITS, by kind of action and stage."""
+    """Return the durations of UNITS by (kind, stage), the same for every stage."""
     seconds = {}
     for stage in range(schedule.stages):
         for kind, unit in UNITS.items():
@@ -50,10 +55,11 @@ def unit_seconds(schedule: Schedule) -> dict[tuple[str, int], float]:
 def simulate(
     schedule: Schedule, seconds: Seconds | None = None, transfer: float = 0.0
 ) -> list[list[Slot]]:
-    """When each action runs, for every rank, if it starts as soon as its input is there.
+    """Return for every rank its actions with their start and end.
 
-    `seconds`: each action's duration by kind and stage (default: `unit_seconds`); `transfer`: the
-    time of one message between ranks. Raises ScheduleError if some rank would wait for ever.
+    An action starts as soon as its rank is free and its input has arrived. seconds: the duration of
+    an action by (kind, stage), by default `unit_seconds`; transfer: the time of one message between
+    ranks, in the same unit. Raise ScheduleError if some rank would wait for ever.
     """
     seconds = unit_seconds(schedule) if seconds is None else seconds
     return simulate_each(
@@ -66,10 +72,10 @@ def simulate_each(
     timing_of: Callable[[Action], Timing],
     later: Callable[[Any, Any], Any] = max,
 ) -> list[list[Slot]]:
-    """As `simulate`, with a timing for every action.
+    """Return what `simulate` returns, with a `Timing` for every single action.
 
-    The timings may be arrays, for many pipelines at once, if `later` is `numpy.maximum`: then the
-    times in the slots are arrays too.
+    The timings may be arrays, to simulate many pipelines at once, if `later` is `numpy.maximum`;
+    then the times in the slots are arrays too. `later` returns the later of two times.
     """
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     ends: list[Any] = []
@@ -85,24 +91,26 @@ def simulate_each(
 
 
 def makespan(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> float:
-    """The end of the last action of `simulate`."""
+    """Return when the last action ends; the first one starts at 0."""
     return max(ends(schedule, seconds, transfer))
 
 
 def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[float]:
-    """When each action of a schedule ends, by its number (`Numbered`), found without slots.
+    """Return when each action ends, in the order of the actions' numbers (`schedule.Numbered`).
 
-    Each rank in turn goes on until it waits for what has not ended yet.
+    Each rank in turn runs its actions until it needs the result of an action that has not run. An
+    action that has not run ends at infinity. Raise ScheduleError if no rank can go on.
     """
     numbered = schedule.numbered
     awaited, stages, size = numbered.awaited, schedule.stages, len(numbered.awaited)
     lasts: list[float] = []
     for kind in schedule.kinds:
         lasts += [seconds[kind, stage] for stage in range(stages)] * numbered.micro_batches
-    found = [inf] * size + [-inf]  # the last one is that of NOTHING
+    found = [inf] * size + [-inf]  # NOTHING, which is -1, indexes the last entry
     clocks = [0.0] * len(schedule.ranks)
     left = list(map(iter, numbered.ranks))
-    waiting: list[tuple[int, ...]] = [()] * len(left)  # the action before those that are left
+    # For each rank the action, if any, that was taken from `left` and still waits for its input.
+    waiting: list[tuple[int, ...]] = [()] * len(left)
     while True:
         before = waiting.copy()
         for rank, rest in enumerate(left):
@@ -111,7 +119,7 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
                 source = awaited[number]
                 if source < size:
                     arrival = found[source] + transfer
-                else:  # a pass of all ranks, of which its own is done
+                else:  # a pass of all ranks: the latest of the other ranks counts
                     others = found[source - size : source - size + stages]
                     others[number % stages] = -inf
                     arrival = max(others) + transfer
@@ -132,7 +140,7 @@ def ends(schedule: Schedule, seconds: Seconds, transfer: float = 0.0) -> list[fl
 
 
 def bubble(slots: list[list[Slot]]) -> float:
-    """Share of all ranks' time in which nothing runs, between the first start and the last end."""
+    """Return the idle share (0 to 1) of the time of all ranks, from time 0 to the last end."""
     end = max(slot.end for row in slots for slot in row)
     busy = sum(slot.end - slot.start for row in slots for slot in row)
     return 1.0 - busy / (end * len(slots))
