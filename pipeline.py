@@ -1,14 +1,17 @@
-"""Runs a schedule on a rank's stages: the only place that sends activations.
+"""Runs a pipeline schedule on one rank's stages: the only file that sends activations.
 
-The executor does what the schedule's list for this rank says; passes of a kind are looked up in a
-table. A receive is started one action ahead of its use and a send is not waited for, so messages
-travel while the rank computes; but neither is started while the other side still waits for this
-rank (Schedule.may_be_ahead, sent_before). Groups of their own carry activations and gradients
-(Mesh.channel); within each, neighbours have agreed on the order (schedule.check), so messages need
-no labels. Stages of one rank send nothing.
+`Execution` does the schedule's list of actions for this rank in order; a table gives the method for
+each kind of pass. schedules/schedule.py explains the lists (F0 F1 B0 ...): read it first.
 
-What the first stage takes and what becomes of the last stage's output is the business of `Ends`:
-tokens and a loss, unless other passes make them.
+A receive is started one action before the action that uses it, and a rank does not wait for its
+sends, so messages travel while the rank computes. A message is started later than that if its other
+rank still waits for this one (Schedule.may_be_ahead, sent_before). Activations and gradients travel
+in separate groups (Mesh.channel). schedule.check has made sure that two neighbours send and receive
+in the same order within a group, so messages carry no labels. A result for another stage of the
+same rank is handed over without a message.
+
+`Ends` gives the first stage its input and takes the last stage's output: tokens and a loss, or with
+--vocab-pp the sums that vocabulary.py computes on all pipeline ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -30,19 +33,20 @@ from schedules.partition import placement
 from schedules.schedule import Action, Schedule
 from watchdog.flight_recorder import FlightRecorder
 
-# A micro-batch by its index, on the stage's device.
+# Takes the index of a micro-batch in the step and returns the micro-batch, on this rank's device.
 Batches = Callable[[int], Batch]
 
 
 class Ends:
-    """What the first stage takes, and what becomes of the last stage's output, in one execution.
+    """Gives the first stage its input and takes the last stage's output, in one execution.
 
-    Here the first stage takes the tokens of a batch and the last one gives a loss. A subclass may
-    have other passes make and take these: then it has them in `passes`, by kind.
+    In this class the first stage's input is the tokens of a micro-batch, and the last stage's
+    output is a loss. A subclass may compute the input, or use the output, in further passes of its
+    own kinds; `passes` maps each of these kinds to its method.
     """
 
-    # Whether all ranks wait for one another in an evaluation too. Then what they have received is
-    # known, although no gradients come back that would show it.
+    # Whether the ranks wait for one another in an evaluation too. If they do, this rank learns that
+    # its activations have arrived, although an evaluation sends no gradients back.
     meet_in_evaluation = False
 
     def __init__(self, execution: "Execution"):
@@ -51,10 +55,13 @@ class Ends:
 
     @staticmethod
     def connect(mesh: Mesh, device: torch.device) -> None:
-        """Have all ranks meet in the groups that the passes use, before they are first used."""
+        """Connect all ranks in the groups that `passes` use; called once before the first one."""
 
     def batch(self, action: Action) -> Batch | None:
-        """The batch that a forward reads: without masks that of the first and last stage."""
+        """Return the micro-batch that a forward pass reads, None if its stage reads none.
+
+        The first and the last stage read the micro-batch; with masks every stage does.
+        """
         execution = self.execution
         first = action.stage == 0
         if not (first or execution.is_last(action) or execution.pipeline.masked):
@@ -63,38 +70,48 @@ class Ends:
         return execution.batches(action.micro_batch)
 
     def first_input(self, action: Action, batch: Batch | None) -> Tensor:
-        """What the first stage's forward takes."""
+        """Return the input of the first stage's forward pass: the tokens, (b, s)."""
         assert batch is not None  # the first stage reads it
         return batch.tokens
 
     def last_output(self, action: Action, y: Tensor, batch: Batch | None) -> Tensor:
-        """Take the last stage's output; returns what its backward begins with."""
+        """Add the last stage's output, `y`, to the loss of the execution.
+
+        y: the sum of a micro-batch's losses. Return `y` times the loss weight, the scalar from
+        which the backward pass starts.
+        """
         assert batch is not None  # the last stage reads it
         self.execution.loss += y.detach()
         self.execution.targets += batch.count
         return y * self.execution.loss_weight
 
     def last_gradient(self, action: Action) -> Tensor | None:
-        """The gradient of what `last_output` returned; None: it is a loss."""
+        """Return the gradient of the result of `last_output`; None if that is a scalar loss."""
         return None
 
     def first_gradient(self, action: Action, x: Tensor) -> None:
-        """Take the first stage's input, which has a gradient where it is no tokens."""
+        """Called after the first stage's backward pass; does nothing, for tokens have no gradient.
+
+        x: the first stage's input. If a subclass made it in other passes, it has a gradient now.
+        """
 
     def post_receive(self, action: Action) -> None:
-        """Begin to receive what an action takes, if it is one of `passes`."""
+        """Start to receive the input of an action of a kind in `passes`, if another rank sends it.
+
+        Called before the action, or one action earlier.
+        """
 
     def finish(self) -> list[Handle]:
-        """What is still being sent when all actions are done."""
+        """Return the handles of sends that are not finished; called when all actions are done."""
         return []
 
 
 class Pipeline:
-    """The stages that one rank holds, by their number, ready to run a schedule.
+    """The stages that one rank holds, by stage number, and the schedules that they run.
 
-    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism, of this rank's tokens; s
-    and the number of micro-batches may change from step to step. masked: every stage reads the
-    batch, which says what its attention sees.
+    Activations are (s, b, h), or (s/tp, b, h) with sequence parallelism; s counts this rank's
+    tokens of a sample (1/cp of them). s and the number of micro-batches may change from step to
+    step. masked: every stage reads the micro-batch, which holds attention masks or positions.
     """
 
     ends: type[Ends] = Ends
@@ -117,42 +134,49 @@ class Pipeline:
         self._layout = config.layout
         self._schedules: dict[int, Schedule] = {}
         self.set_length(config.model.seq_length)
-        self.sending: list[Handle] = []  # the last messages of the last pass
-        self.last_rank = placement(config.layout)[-1]  # of the pipeline, the last stage's
+        self.sending: list[Handle] = []  # sends that the last `run` did not wait for
+        self.last_rank = placement(config.layout)[-1]  # pipeline rank that holds the last stage
         self._connected: set[tuple[int, ...]] = set()  # `rank_of` of the schedules that ran
 
     def set_length(self, length: int) -> None:
-        """Tokens of a sample from now on; cp and sequence parallelism must divide them."""
+        """Set the number of tokens of a sample, and with it the activations' shape, from now on.
+
+        Called before the passes of a step. cp must divide `length`; with sequence parallelism,
+        cp * tp must.
+        """
         split = self._layout.cp * (self._layout.tp if self._layout.sequence_parallel else 1)
         self.shape = (length // split, self._layout.micro_batch_size, self._model.hidden)
         for stage in self.stages.values():
             stage.set_length(length)
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """The configured schedule for that many micro-batches; the last one is kept."""
+        """Return the layout's schedule for this number of micro-batches; the last one is cached."""
         if micro_batches not in self._schedules:
             found = of_layout(self._model, self._layout, micro_batches, self.device.type)
             self._schedules = {micro_batches: found}
         return self._schedules[micro_batches]
 
     def train(self, batches: Batches, micro_batches: int, loss_weight: float) -> tuple[Tensor, int]:
-        """Forward and backward of one step; returns the loss sum of this replica and the number of
-        its targets on the one rank that counts them (last stage, first tensor rank), 0 on others.
+        """Run the forward and backward passes of one step on this rank.
 
-        Gradients are those of the sum times `loss_weight`, which `Optimizer.begin_step` gives.
+        Return the replica's sum of losses and its number of targets on the rank that holds the last
+        stage and is first in its tensor group; 0 and 0 on all other ranks. Gradients are those of
+        the sum times `loss_weight`, which `Optimizer.begin_step` returns.
         """
         return self.run(self.schedule(micro_batches), batches, loss_weight)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches, micro_batches: int) -> tuple[Tensor, int]:
-        """The loss sum and targets of that many micro-batches of this replica, forward only."""
+        """Run the forward passes of an evaluation; return sum of losses and targets as `train`."""
         return self.run(evaluation_of_layout(self._layout, micro_batches), batches)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: KeyValueCache) -> Tensor | None:
-        """Logits of what follows the tokens (b, s), which follow the cache: (b, V/tp), this rank's.
+        """Return the logits of the token after `tokens`: (b, V/tp), this rank's part of the
+        vocabulary, on the ranks of the last stage; None on the others.
 
-        None but on the ranks of the last stage. Every rank has the tokens; no sequence parallelism.
+        tokens: (b, s), equal on every rank, the continuation of the tokens in the cache. Their keys
+        and values are added to the cache. Without sequence parallelism only.
         """
         self.finish_sending()
         cache.begin(tokens.shape[1])
@@ -173,7 +197,7 @@ class Pipeline:
     def run(
         self, schedule: Schedule, batches: Batches, loss_weight: float = 1.0
     ) -> tuple[Tensor, int]:
-        """Do all of this rank's actions in order; returns what `train` does."""
+        """Do all of this rank's actions in order; return loss sum and targets as `train` does."""
         if schedule.rank_of not in self._connected:
             self._connect(schedule.rank_of)
         self.finish_sending()
@@ -185,11 +209,13 @@ class Pipeline:
         return execution.loss, execution.targets
 
     def after(self, action: Action) -> None:
-        """Called when an action of `run` is done; a measurement may replace it."""
+        """Called by `run` after each action; the emulator replaces it to time the actions."""
 
     def finish_sending(self) -> None:
-        """Wait for the last messages of the last pass. By the next one they have arrived; at its
-        end a rank would wait for its neighbour in place of reducing its gradients.
+        """Wait for the sends that the last `run` left unfinished; called before the next `run`.
+
+        By then they have arrived. At the end of a run, this wait for a slower neighbour would delay
+        the reduction of this rank's gradients.
         """
         while self.sending:
             self.sending.pop().wait()
@@ -197,9 +223,10 @@ class Pipeline:
     def _connect(self, rank_of: tuple[int, ...]) -> None:
         """Send one number between every two ranks that will send activations or gradients.
 
-        NCCL connects two ranks at their first message, and blocks both hosts until then. Inside a
-        schedule two neighbours could wait for each other in different groups for ever. Here all
-        ranks take the pairs in one order, so of those that are left the first can be connected.
+        Called before the first run of a schedule. NCCL connects two ranks at their first message
+        and blocks both hosts until they are connected. Inside a schedule two neighbours could block
+        in different groups and wait for each other for ever. Here all ranks go through the pairs in
+        one order, so the two ranks of the first unconnected pair always meet.
         """
         self._connected.add(rank_of)
         pairs = sorted({(a, b) for a, b in pairwise(rank_of) if a != b})
@@ -216,20 +243,20 @@ class Pipeline:
 
 
 class Later:
-    """A message or collective that is started later than its input is there.
+    """A send or collective that is started only some actions after its input was computed.
 
-    It is recorded as an operation of the action that made its input.
+    The flight recorder records the operation under the action that computed its input.
     """
 
     def __init__(self, begin: Callable[[], Handle], recorder: FlightRecorder):
-        """begin: called once; it holds the input until then."""
+        """begin: starts the operation; called once, and it keeps the input alive until then."""
         self._begin = begin
         self._recorder = recorder
         self._place = recorder.place
-        self.handle: Handle | None = None  # when it has been started
+        self.handle: Handle | None = None  # None until the operation is started
 
     def start(self) -> None:
-        """Start it."""
+        """Start the operation."""
         now = self._recorder.place
         self._recorder.place = self._place
         self.handle = self._begin()
@@ -237,23 +264,23 @@ class Later:
         self._recorder.place = now
 
     def wait(self) -> None:
-        """As of any handle; it must have been started."""
-        assert self.handle is not None  # the schedule has what waits after what starts
+        """Wait for the operation, as `Handle.wait` does; `start` must have been called."""
+        assert self.handle is not None  # in a schedule the start comes before every wait for it
         self.handle.wait()
 
 
 class Execution:
-    """One pass through a rank's actions, with the messages and activations that it holds.
+    """One run of a rank's list of actions, with its messages and kept activations.
 
-    Iterating over it does one action at a time and yields it. loss, targets: the loss sum so far,
-    and of how many targets.
+    Each step of an iteration over the execution does one action and yields it. loss: the sum of
+    losses so far, float64; targets: the number of targets in that sum.
     """
 
     def __init__(
         self, pipeline: Pipeline, schedule: Schedule, batches: Batches, loss_weight: float
     ):
-        """Raises ValueError if the layers defer weight gradients and the schedule has no W for
-        them, or the other way round: gradients would be missing.
+        """Raise ValueError if the layers defer weight gradients but the schedule has no W passes,
+        or the other way round: gradients would be missing.
         """
         if torch.is_grad_enabled() and schedule.split != (pipeline.deferred is not None):
             raise ValueError(f"layers and schedule {schedule.name} disagree on a split backward")
@@ -269,21 +296,26 @@ class Execution:
         # Per (stage, micro-batch): the stage's input and the autograd node of its output, kept
         # until the backward pass. The output itself is freed when it has been sent.
         self.held: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
-        self.left: dict[tuple[int, int], Callable[[], None]] = {}  # weight gradients to compute
-        # Per action, the neighbouring stage's action whose result it takes, and its rank; none at
-        # the pipeline's ends.
+        # Per (stage, micro-batch): the function that computes the weight gradients, for pass W.
+        self.left: dict[tuple[int, int], Callable[[], None]] = {}
+        # Per action: the neighbouring stage's action whose result is its input, and the rank that
+        # does it. Actions whose input comes from `ends` have no entry.
         self.sources: dict[Action, tuple[Action, int]] = {}
         for action in self.actions:
             sender = schedule.input_of(action)
             if sender is not None:
                 self.sources[action] = sender, schedule.rank_of[sender.stage]
         self.handed: dict[Action, Tensor] = {}  # results for another stage of this rank
-        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}  # by the neighbour's action
-        self.leaving: dict[Action, Later] = {}  # by this rank's action
-        self.unsent: dict[int, list[Later]] = {}  # by the place before which they are started
+        # Receives by the neighbour's action that computes the message, sends by this rank's action.
+        self.arriving: dict[Action, tuple[Tensor, Handle]] = {}
+        self.leaving: dict[Action, Later] = {}
+        # Sends by index i: they are started after actions[i - 1], before actions[i].
+        self.unsent: dict[int, list[Later]] = {}
         neighbours = {rank for _, rank in self.sources.values() if rank != self.rank}
+        # The index of each neighbour's action in that neighbour's list.
         self.place = {a: i for rank in neighbours for i, a in enumerate(schedule.ranks[rank])}
-        self.passed = dict.fromkeys(neighbours, 0)  # actions known to be finished
+        # Per neighbour, the number of its actions that are known to be finished.
+        self.passed = dict.fromkeys(neighbours, 0)
         self.ends = pipeline.ends(self)
         self.passes = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         self.passes |= self.ends.passes
@@ -302,7 +334,7 @@ class Execution:
         self.pipeline.sending += self.ends.finish()
 
     def is_last(self, action: Action) -> bool:
-        """Whether an action is one of the last stage."""
+        """Return whether an action belongs to the last stage of the pipeline."""
         return action.stage == self.schedule.stages - 1
 
     # -- passes of a stage ------------------------------------------------------------------
@@ -325,7 +357,7 @@ class Execution:
             self.held[stage, micro_batch] = (x, get_gradient_edge(y))
 
     def _backward(self, action: Action) -> None:
-        """The whole backward pass, or where the schedule splits it that for inputs."""
+        """Do B: the whole backward pass, or, if the schedule has W, only the input's gradient."""
         stage = action.stage
         micro_batch = action.micro_batch
         self.mesh.recorder.at("B", micro_batch)
@@ -352,7 +384,7 @@ class Execution:
     # -- between stages ---------------------------------------------------------------------
 
     def start_later(self, action: Action, begin: Callable[[], Handle]) -> Later:
-        """Have `begin` send the result of an action when the schedule says."""
+        """Have `begin` send an action's result before the action at index Schedule.sent_before."""
         message = Later(begin, self.mesh.recorder)
         self.unsent.setdefault(self.schedule.sent_before(action), []).append(message)
         return message
@@ -367,12 +399,12 @@ class Execution:
         self.arriving[needed] = (buffer, channel.receive(buffer, rank))
 
     def new_activation(self) -> Tensor:
-        """Room for one activation between two stages."""
+        """Return an uninitialised buffer for one activation, or its gradient, between stages."""
         pipeline = self.pipeline
         return torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
 
     def _take_input(self, action: Action) -> Tensor:
-        """The neighbouring stage's result, when it is there."""
+        """Wait for the neighbouring stage's result that is an action's input, and return it."""
         needed, rank = self.sources[action]
         if rank == self.rank:
             return self.handed.pop(needed)
@@ -382,21 +414,24 @@ class Execution:
         return buffer
 
     def _pass_on(self, tensor: Tensor, action: Action, to_stage: int) -> None:
-        """Give an action's result to the neighbouring stage that takes it."""
+        """Send an action's result to the neighbouring stage `to_stage`, or keep it for that stage
+        if this rank holds the stage too.
+        """
         to = self.schedule.rank_of[to_stage]
         if to == self.rank:
             self.handed[action] = tensor
             return
         if not torch.is_grad_enabled() and not self.ends.meet_in_evaluation:
-            self._wait_for_sends()  # nothing ever comes back that would show an arrival
+            self._wait_for_sends()  # no gradient comes back that would show that they arrived
         channel = self.mesh.channel(action.kind, self.rank, to)
         tensor = tensor.contiguous()
         self.leaving[action] = self.start_later(action, lambda: channel.send(tensor, to))
 
     def _release_received(self, neighbour: int, finished: Action) -> None:
-        """Free the messages that a neighbour received before it finished an action.
+        """Free the sent messages that a neighbour must have received to finish an action.
 
-        Without this, every activation sent would be held until the step ends.
+        Called when a result of that action arrives. Without this, every activation sent would be
+        held until the step ends.
         """
         before = self.passed[neighbour]
         now = self.place[finished] + 1

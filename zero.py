@@ -1,19 +1,20 @@
 """Mixed precision, clipping, ZeRO and the update: the only place that touches optimizer state.
 
-Weights and gradients are kept in flat buffers cut into buckets, the last layers first, as the
-backward pass finishes them. Each bucket is reduced over the replicas as soon as its last gradient
-of the step is there, while the backward pass continues.
+Weights and gradients are kept in flat buffers, the buckets. Bucket 0 holds the last layers, because
+the backward pass finishes them first. A bucket is reduced over the replicas as soon as the last
+gradient of the step has been added to it, while the backward pass continues.
 
-    weights   [ bucket 0 | bucket 1 | ... ]   compute precision; parameters are views of it
+    weights   [ bucket 0 | bucket 1 | ... ]   compute precision; parameters are views of the buffer
     gradients [ bucket 0 | bucket 1 | ... ]   summed over micro-batches in place, in fp32 (fp64)
-                                              unless --grad-dtype says bf16
-    masters   one section of every bucket     fp32 (fp64): all of it at --zero 0, else one of as
-                                              many as replicas, with the optimizer's state
+                                              or, with --grad-dtype bf16, in bf16
+    masters   one section of every bucket     fp32 (fp64), with the optimizer's state. At --zero 0
+                                              the section is the whole bucket, else 1/replicas of it
 
 With --zero 1 (arXiv 1910.02054) gradients are reduce-scattered, each rank updates its section, and
-weights are all-gathered. With --zero 2 there is no buffer of gradients: a bucket's are collected
-and reduce-scattered in every micro-batch, and summed in a section. Sections are equal to the
-element, wherever parameters end, unless the optimizer needs whole matrices. --zero 3 is optim/fsdp.
+weights are all-gathered. With --zero 2 a bucket has no buffer for all of its gradients: in every
+micro-batch they are collected, reduce-scattered, and added to a sum of this rank's section alone.
+The sections of a bucket have the same number of elements and may cut a parameter, unless the
+optimizer needs whole matrices. --zero 3 is in optim/fsdp.py. Read optim/buckets.py with this file.
 """
 
 import math
@@ -41,10 +42,11 @@ from parallel import ParamFactory
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: equal on every rank of the world, to the bit.
+    """The outcome of one optimizer step, bitwise equal on every rank of the world.
 
-    skipped: whether gradients overflowed, or no label counted. loss_scale: the one that the step
-    ran with.
+    grad_norm: the norm before clipping; loss: the mean over the targets. skipped: no weight was
+    updated, because gradients overflowed or no label counted. loss_scale: the scale of this step's
+    losses.
     """
 
     grad_norm: float
@@ -56,16 +58,17 @@ class StepResult:
 class Optimizer:
     """Owns a rank's weights, gradients and optimizer state; see the module's picture.
 
-    Parameters come in as the ParamFactory drew them, in fp32 at least; they leave as views of flat
-    buffers in its compute precision, and the master copy keeps what was drawn. kernel: what runs.
-    state_kinds, state_name: what a checkpoint calls its tensors, and all of the state.
+    ParamFactory draws the parameters in fp32 at least. The optimizer keeps these values as master
+    weights and makes the parameters views of flat buffers in the factory's compute precision.
+    kernel: name of the code that runs the update, for the log. state_kinds: names of the state
+    tensors in a checkpoint; state_name: name of the whole state there.
     """
 
     def __init__(
         self, stages: nn.ModuleList, factory: ParamFactory, training: Training, layout: Layout
     ):
-        """`stages`: all that the rank holds. UserError if the optimizer's package is missing or the
-        layout cuts its blocks.
+        """stages: all stages of this rank. Raise UserError if the optimizer's package is missing,
+        or if tensor parallelism cuts a matrix inside a block of 8-bit state.
         """
         self.mesh = factory.mesh
         self.training = training
@@ -83,7 +86,7 @@ class Optimizer:
         self.fully_sharded = factory.shard is not None
         self.groups: Sequence[ParamGroup]
         if self.fully_sharded:
-            from optim.fsdp import shard_fully  # 43 MB of torch's modules, which others do not need
+            from optim.fsdp import shard_fully  # here, since it loads 43 MB of torch's modules
 
             self.groups = shard_fully(stages[0], factory, training)
         else:
@@ -97,11 +100,12 @@ class Optimizer:
     def _make_buckets(
         self, stages: nn.ModuleList, factory: ParamFactory, zero: int
     ) -> list[Bucket]:
-        """Move parameters and gradients into buckets, for all but --zero 3."""
+        """Move parameters and gradients into buckets; called at --zero 0, 1 and 2."""
         parameters = list(stages.parameters())
         self.buckets = make_buckets(parameters, self.mesh, self.training, zero, factory.dtype)
         self._bucket_of = {p: bucket for bucket in self.buckets for p, _ in bucket.places}
-        # Python's collector does not look into hooks: one that held the optimizer would keep it.
+        # Python's collector does not look into hooks: a hook with a strong reference to the
+        # optimizer would keep it alive for ever.
         here = weakref.proxy(self)
         for p in parameters:
             p.register_post_accumulate_grad_hook(lambda p: here._add_gradient(p))
@@ -113,12 +117,13 @@ class Optimizer:
     # -- during the passes ------------------------------------------------------------------
 
     def begin_step(self, targets: int, micro_batches: int) -> float:
-        """What to multiply the sum of losses by before each backward pass of the step.
+        """Prepare for the backward passes of a step; return the weight of each summed loss.
 
-        targets: tokens of the whole global batch, whose loss counts unless `step` is told another
-        number. Gradients are then those of their mean loss, times the loss scale. Each parameter
-        gets a gradient in every micro-batch; a bucket is reduced when its last one is there, at
-        --zero 2 in every micro-batch.
+        The caller multiplies every micro-batch's sum of losses by the returned number, loss scale /
+        targets, so that gradients are those of the mean loss times the loss scale. targets: tokens
+        of the whole global batch; `step` corrects the mean if some of them do not count. Every
+        micro-batch gives each parameter a gradient. A bucket is reduced after the last micro-batch,
+        at --zero 2 after each micro-batch.
         """
         self._targets = targets
         self._next = 0
@@ -128,20 +133,30 @@ class Optimizer:
         return self.scale.value / targets
 
     def _add_gradient(self, p: nn.Parameter) -> None:
-        """Autograd has added to p.grad."""
+        """Hook that autograd calls when it has added a micro-batch's gradient to `p.grad`.
+
+        Add `p.grad` to the bucket's sum if the sum has another type; else it is a view of the sum.
+        """
         bucket = self._bucket_of[p]
         if not bucket.each_micro_batch and p.dtype != p.main_grad.dtype:
-            p.main_grad.add_(p.grad)  # 16 bits are added to the exact sum
+            p.main_grad.add_(p.grad)  # p.grad has 16 bits, the sum in the bucket has more
             p.grad = None
         self._gradient_added(p)
 
     def _gradient_added(self, p: nn.Parameter) -> None:
-        """A parameter's gradient of a micro-batch is in its bucket, or in p.grad at --zero 2."""
+        """Count a gradient; called when a micro-batch's gradient of `p` is complete.
+
+        The gradient is in the bucket's buffer, or in `p.grad` at --zero 2.
+        """
         self._bucket_of[p].missing -= 1
         self._reduce_ready_buckets()
 
     def _reduce_ready_buckets(self) -> None:
-        """Replicas must reduce buckets in one order, so a bucket waits for those before it."""
+        """Start reducing the buckets whose gradients are complete, in the order of the buckets.
+
+        A complete bucket waits for the buckets before it, since all replicas must call these
+        collectives in one order.
+        """
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
             bucket = self.buckets[self._next]
             self._reducing.append(bucket.reduce())
@@ -149,7 +164,7 @@ class Optimizer:
             if bucket.each_micro_batch:
                 bucket.missing += bucket.passes
                 self._next %= len(self.buckets)
-                self._wait_for_reductions(1)  # each holds a whole bucket until then
+                self._wait_for_reductions(1)  # each running reduction holds a whole bucket
 
     def _wait_for_reductions(self, left: int) -> None:
         while len(self._reducing) > left:
@@ -164,7 +179,10 @@ class Optimizer:
             group.reduce_further()
 
     def _wait_in_forward(self, stages: nn.ModuleList) -> None:
-        """Have every part of a stage wait for its own weights just before it runs."""
+        """Have each module of a stage wait for the gathering of its weights just before it runs.
+
+        Called with --overlap-param-gather: a step ends before its weights are gathered.
+        """
 
         def wait_for(part: nn.Module) -> Callable:
             own = dict.fromkeys(self._bucket_of[p] for p in part.parameters())
@@ -181,20 +199,26 @@ class Optimizer:
                     part.register_forward_pre_hook(wait_for(part))
 
     def finish_gathering(self) -> None:
-        """Return when every weight is there; needed only where no forward pass waits for them."""
+        """Wait until all weights are gathered.
+
+        A training step needs no call: `_update` waits, or with --overlap-param-gather the forward
+        hooks do. Whoever reads weights outside a forward pass calls this first.
+        """
         for group in reversed(self.groups):
             group.wait_for_weights()
 
     # -- the step ---------------------------------------------------------------------------
 
     def step(self, lr: float, loss_sum: Tensor, targets: int | None = None) -> StepResult:
-        """Reduce, clip, update and gather; collective over the world.
+        """Reduce and clip the gradients, update the weights and gather them; collective over the
+        world. Called after the backward passes of a step.
 
-        `loss_sum`: this rank's share of the sum of losses, 0 where another rank has counted it; the
-        result holds the mean over the targets. `targets`: its share of their number, where that was
-        known to no rank before; None: they are `begin_step`'s. A gradient norm that is not finite
-        skips the update on all ranks, and so does a batch without targets, whose norm and loss
-        are 0. UserError if fp16 overflows for good.
+        loss_sum: this rank's share of the sum of losses, 0 if another rank counts it; the result
+        holds the mean over the targets. targets: this rank's share of the number of targets, if
+        masks make it known only after the forward passes; None: the number given to `begin_step`.
+        If the gradient norm is not finite, or if the batch has no target, no rank updates its
+        weights; without targets, norm and loss are 0. Raise UserError if fp16 overflows in
+        --max-overflows steps in a row at a scale that cannot fall any more.
         """
         recorder = self.mesh.recorder
         recorder.at("reduce")
@@ -206,7 +230,7 @@ class Optimizer:
         self.mesh.world.at_once.all_reduce(sums).wait()
         square, loss, *found = self.mesh.world.values(sums)
         counted = int(found[0]) if found else self._targets
-        # The backward passes divided by begin_step's number.
+        # The gradients are divided by begin_step's number of targets: correct that to the counted.
         share = self._targets / counted if counted else 0.0
         scale = self.scale.value
         norm = math.sqrt(square) / scale * share if square >= 0 else math.nan
@@ -219,7 +243,10 @@ class Optimizer:
         return StepResult(norm, loss / max(1, counted), overflowed or not counted, scale)
 
     def discard(self) -> None:
-        """Forget the gradients of passes that no `step` follows; collective as the passes are."""
+        """Clear the gradients of passes without an update; called after the warm-up passes.
+
+        Collective like `step`: it finishes the reductions that the passes have started.
+        """
         self._finish_reducing()
         self._clear_gradients()
 
@@ -229,7 +256,10 @@ class Optimizer:
             torch._foreach_zero_(buffers)
 
     def _own_square_sum(self) -> Tensor:
-        """Sum of squares of the gradients that count on this rank; a float64 scalar."""
+        """Return the sum of squares of the gradients that count on this rank, a float64 scalar.
+
+        Each element of a gradient counts on one rank of the world.
+        """
         gradients = [each for group in self.groups for each in group.counted_gradients()]
         if not gradients:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -237,7 +267,10 @@ class Optimizer:
         return torch.stack(torch._foreach_norm(gradients, 2, exact)).double().square().sum()
 
     def _update(self, lr: float, norm: float, share: float) -> None:
-        """Update all masters by their gradients times `share`, and gather the weights."""
+        """Update all masters by their clipped gradients, and start to gather the weights.
+
+        norm: of the whole unclipped gradient. share: factor that corrects the number of targets.
+        """
         clip = self.training.clip_grad
         factor = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self.updates += 1
@@ -247,7 +280,10 @@ class Optimizer:
             self.finish_gathering()
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's optimizer state, with the masters that are not the weights."""
+        """Return the bytes of this rank's optimizer state.
+
+        Masters are included if their precision differs from the weights': else they are no copy.
+        """
         total = sum(each.rule.state_bytes() for each in self.update_sets)
         if any(m.dtype != self._dtype for group in self.groups for m in group.masters):
             total += sum(m.nbytes for group in self.groups for m in group.masters)
@@ -256,16 +292,21 @@ class Optimizer:
     # -- checkpoints ------------------------------------------------------------------------
 
     def owned(self) -> list[ParamShard]:
-        """All that this rank holds of master weights and optimizer state, to read or to write."""
+        """Return this rank's shards of master weights and optimizer state, to read or to write.
+
+        Called when a checkpoint is saved or loaded.
+        """
         return [shard for group in self.groups for shard in group.shards]
 
     def scalars(self) -> dict[str, float]:
-        """The rest of the optimizer's state, equal on every rank."""
+        """Return the part of the state that is plain numbers; they are equal on every rank."""
         return {"step": self.updates, **self.scale.state()}
 
     def after_load(self, scalars: dict[str, float] | None = None) -> None:
-        """Take over what was written into `owned`, and the scalars if given; collective over the
-        replicas.
+        """Use the state that a checkpoint's loader wrote into the shards of `owned`: round the
+        masters to weights and gather these. Collective over the replicas.
+
+        scalars: a checkpoint's result of `scalars`, or None to keep this run's numbers.
         """
         if scalars is not None:
             self.updates = int(scalars["step"])
