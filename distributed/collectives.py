@@ -1,18 +1,22 @@
 """Groups of ranks and their collectives: reduce, gather, scatter, broadcast, all-to-all, messages.
 
 All data that crosses ranks in a training step goes through `Group`, over NCCL on GPUs and over
-gloo on CPUs (or on GPUs that ranks share: then through host memory).
+gloo on CPUs. Ranks that share a GPU use gloo too; their data then goes through host memory.
+
+    handle = group.all_reduce(tensor)              # starts; in place
+    ...                                            # other work
+    handle.wait()                                  # now `tensor` may be used
+    group.at_once.all_reduce(tensor).wait()        # nothing between start and wait
 
 In gloo's rings every rank must be scheduled once per hop, and oversubscribed cores make each hop
-slow. So over gloo a message that is short, or goes to more than two ranks, is one all-to-all and a
-local sum in rank order: one hop, and the same bits on every rank
-(benchmarks/results/gloo-collectives.md). A longer gather is a broadcast by every rank, in place;
-between two ranks a reduce-scatter is one message each way.
+slow. So over gloo all-reduces and all-gathers of few bytes (`_prefers_one_hop`), and every
+reduce-scatter of more than two ranks, are one all-to-all, which is one hop. Sums are then local and
+in rank order, with the same bits on every rank (benchmarks/results/gloo-collectives.md). A longer
+all-gather is one broadcast by every rank. A reduce-scatter of two ranks is one message each way.
 
-A wait that follows at once is written `group.at_once.all_reduce(tensor).wait()`: over NCCL the
-collective then runs on the current stream. Elsewhere it is the same group.
+Over NCCL `at_once` runs the collective on the current stream; over gloo it is the same group.
 
-A group with a log records every call before it starts and while it is waited for
+A group with a log records every operation before it starts and while a rank waits for it
 (watchdog/flight_recorder.py), so that the rank that causes a hang can be found.
 """
 
@@ -34,26 +38,26 @@ MAX = dist.ReduceOp.MAX
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Over gloo one hop beats the rings for messages of SHORT_BYTES, and between more than two ranks
-# for up to EXCHANGE_BYTES sent by each.
+# Over gloo one hop is faster than a ring for messages of up to SHORT_BYTES, and among more than two
+# ranks also if a rank sends up to EXCHANGE_BYTES in all.
 SHORT_BYTES = 2**16
 EXCHANGE_BYTES = 4 * 2**20
 
 
 class Handle(Protocol):
-    """A communication that has been started."""
+    """An operation that has been started."""
 
     def wait(self) -> None:
-        """Return when its output may be used and its input overwritten."""
+        """Return when the operation's output may be used and its input may be overwritten."""
 
 
 @dataclass
 class _Pending:
-    """A communication, if any was needed, and the local step, if any, that completes it."""
+    """A communication and the local step that completes it; either may be missing."""
 
-    work: Any = None
-    complete: Callable[[], object] | None = None
-    sent: Tensor | None = None  # kept alive until the wait
+    work: Any = None  # torch's handle; None: nothing was sent, as in a group of one rank
+    complete: Callable[[], object] | None = None  # called once the data has arrived
+    sent: Tensor | None = None  # the tensor that is sent, kept alive until the wait
 
     def wait(self) -> None:
         if self.work is not None:
@@ -65,7 +69,7 @@ class _Pending:
 
 @dataclass
 class _All:
-    """Several communications at once."""
+    """Several communications that run at the same time; the wait is for all of them."""
 
     works: list
 
@@ -76,7 +80,7 @@ class _All:
 
 @dataclass
 class _OnCurrentStream:
-    """A collective that starts where it is waited for, on the current stream."""
+    """A collective that starts in its `wait()`, on the current stream."""
 
     run: Callable[[], object]
 
@@ -85,13 +89,14 @@ class _OnCurrentStream:
 
 
 class Group:
-    """The ranks of one axis as this rank sees them. A group of one communicates nothing.
+    """Ranks that communicate, for example those along one axis, as this rank sees them.
 
-    ranks: the members' ranks in the world. rank: this rank's position among them. handle: torch's
-    process group. group_log: records the operations. blocking: wait for every collective where it
-    starts, slower and easier to debug. On a GPU a handle's `wait()` makes the current stream wait,
-    not the host. at_once: this group, for collectives whose `wait()` follows at once. Over NCCL
-    they start in their wait, on the current stream, and no events lead to NCCL's stream and back.
+    A group of one rank communicates nothing. ranks: the members' ranks in the world. rank: this
+    rank's position among the members. handle: torch's process group. group_log: records the
+    operations. blocking: wait for every collective where it starts, which is slower and easier to
+    debug. Over NCCL a handle's `wait()` makes the current stream wait, not the host.
+    at_once: this group for collectives whose `wait()` follows at once. Over NCCL they start in
+    their wait, on the current stream, which saves the events to NCCL's stream and back.
     """
 
     def __init__(
@@ -116,13 +121,14 @@ class Group:
             self.at_once._on_current_stream = True
 
     def shard(self, tensor: Tensor) -> Tensor:
-        """This rank's slice of `tensor` along dimension 0, which the group's size must divide."""
+        """Return this rank's slice of `tensor` along dimension 0, which size must divide."""
         rows = tensor.shape[0] // self.size
         return tensor[self.rank * rows : (self.rank + 1) * rows]
 
     def balanced_shard(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's two of 2 x size equal chunks along a dimension: the one of its own number,
-        and as far from the end.
+        """Return chunks `rank` and `2 size - 1 - rank` of 2 x size equal chunks, joined.
+
+        dim: the dimension that is cut. With a causal mask every rank of cp then has the same work.
         """
         if self.size == 1:
             return tensor
@@ -130,7 +136,7 @@ class Group:
         return torch.cat([chunks[self.rank], chunks[-1 - self.rank]], dim)
 
     def all_reduce(self, tensor: Tensor, op=SUM) -> Handle:
-        """Sum (or maximum) of `tensor` over the group, in place; equal bits on every rank."""
+        """Replace `tensor` by its sum (or maximum) over the group; equal bits on every rank."""
         if self.size == 1:
             return _Pending()
         return self._start("all_reduce", tensor.nbytes, self._all_reduce, tensor, op)
@@ -158,15 +164,19 @@ class Group:
         return self._start("all_to_all", source.nbytes, self._all_to_all, output, source)
 
     def broadcast(self, tensor: Tensor, source: int) -> Handle:
-        """`tensor` = that of the group's rank `source`; it must stay unchanged there until the
-        handle's wait.
+        """Copy `tensor` from the group's rank `source` into `tensor` on all other members.
+
+        On `source` the tensor must stay unchanged until the handle's wait.
         """
         if self.size == 1:
             return _Pending()
         return self._start("broadcast", tensor.nbytes, self._broadcast, tensor, source)
 
     def reduce(self, tensor: Tensor, to: int) -> Handle:
-        """Sum of `tensor` over the group, in place, on its rank `to`; undefined on the others."""
+        """Sum `tensor` over the group, in place, on the group's rank `to`.
+
+        On the other ranks `tensor` is undefined afterwards.
+        """
         if self.size == 1:
             return _Pending()
         return self._start("reduce", tensor.nbytes, self._reduce, tensor, to)
@@ -188,7 +198,7 @@ class Group:
         return record.under_way(work) if record else work
 
     def values(self, tensor: Tensor) -> list:
-        """`tensor.tolist()`, with the host's wait for the device on record."""
+        """Return `tensor.tolist()`; the log records that the host waits for the device."""
         if self.group_log is None or not tensor.is_cuda:
             return tensor.tolist()
         with self.group_log.recorder.waiting_for("device"):
@@ -197,7 +207,11 @@ class Group:
     # -- the operations by backend ----------------------------------------------------------
 
     def _start(self, kind: str, size: int, run: Callable, output: Tensor, other: Any) -> Handle:
-        """Record an operation of `size` bytes and start it: `run(output, other)`."""
+        """Record an operation of `size` bytes and start it with `run(output, other)`.
+
+        other: the source, the reduction or the rank, by operation. In a group of one rank `other`
+        is a source, and is copied to `output`.
+        """
         if self.size == 1:
             output.copy_(other)
             return _Pending()
@@ -210,7 +224,7 @@ class Group:
         return handle
 
     def _collective(self, function: Callable, *arguments: Any) -> Handle:
-        """A collective of torch: started on the backend's own stream, or to start in its wait."""
+        """Start a collective of torch, or let it start in its wait if this group is `at_once`."""
         if self._on_current_stream:
             return _OnCurrentStream(lambda: function(*arguments, group=self.handle))
         return function(*arguments, group=self.handle, async_op=True)
@@ -219,7 +233,7 @@ class Group:
         if not self._gloo:
             return self._collective(dist.all_reduce, tensor, op)
         if not self._prefers_one_hop(tensor.nbytes):
-            host = tensor.cpu()  # the tensor itself if it is on the CPU
+            host = tensor.cpu()  # no copy if the tensor is on the CPU already
             work = self._collective(dist.all_reduce, host, op)
             return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
         work, received = self._one_hop(tensor.reshape(1, -1))
@@ -235,7 +249,11 @@ class Group:
         return _Pending(work, lambda: output.copy_(received.sum(0).view_as(output)))
 
     def _add_of_other(self, output: Tensor, halves: Tensor) -> Handle:
-        """Of two ranks: each sends the other's half, and keeps no more than what it receives."""
+        """Reduce-scatter between two ranks over gloo: each sends the half that the other needs.
+
+        halves: (2, n); row i is summed on rank i. On a CPU the only new memory is the n received
+        elements.
+        """
         other, sent = self.ranks[1 - self.rank], halves[1 - self.rank].cpu()
         received = torch.empty_like(sent)
         sending = dist.isend(sent, other, group=self.handle)
@@ -251,7 +269,7 @@ class Group:
         if not self._gloo:
             return self._collective(_all_gather, output, source)
         if not self._prefers_one_hop(source.nbytes) and not source.is_cuda:
-            # In place: gloo's own gathers in a copy of the whole.
+            # One broadcast by every rank, in place: gloo's own all-gather makes a copy of `output`.
             parts = output.view(self.size, -1)
             if parts[self.rank].data_ptr() != source.data_ptr():
                 parts[self.rank].copy_(source.view(-1))
@@ -260,7 +278,7 @@ class Group:
         return _Pending(work, lambda: output.copy_(received.view_as(output)))
 
     def _all_to_all(self, output: Tensor, source: Tensor) -> Handle:
-        sent = source.cpu() if self._gloo else source  # the source itself if it is on the CPU
+        sent = source.cpu() if self._gloo else source  # no copy if `source` is on the CPU already
         received = torch.empty_like(sent) if self._gloo and output.is_cuda else output
         work = self._collective(dist.all_to_all_single, received, sent)
         complete = None if received is output else lambda: output.copy_(received)
@@ -270,24 +288,28 @@ class Group:
         return self._collective(dist.broadcast, tensor, self.ranks[source])
 
     def _reduce(self, tensor: Tensor, to: int) -> Handle:
-        host = tensor.cpu() if self._gloo else tensor  # the tensor itself if it is on the CPU
+        host = tensor.cpu() if self._gloo else tensor  # no copy if it is on the CPU already
         work = self._collective(dist.reduce, host, self.ranks[to])
         return work if host is tensor else _Pending(work, lambda: tensor.copy_(host))
 
     def _prefers_one_hop(self, message: int) -> bool:
-        """Whether sending `message` bytes to every other member beats gloo's rings."""
+        """Whether sending `message` bytes to every other member is faster than gloo's rings."""
         sent = message * (self.size - 1)
         return message <= SHORT_BYTES or (self.size > 2 and sent <= EXCHANGE_BYTES)
 
     def _one_hop(self, rows: Tensor) -> tuple[Handle, Tensor]:
-        """Send row i, or the one row, to member i; the handle, and member j's row j, on the CPU."""
+        """Send row i of `rows` to member i of the group, in one all-to-all over gloo.
+
+        rows: (size, n), or (1, n) to send the same row to every member. Return the handle, and a
+        tensor (size, n) on the CPU whose row j has come from member j after the wait.
+        """
         sent = rows.expand(self.size, -1).cpu().contiguous()
         received = torch.empty_like(sent)
         return self._all_to_all(received, sent), received
 
 
 class _SumBothWays(torch.autograd.Function):
-    """All-reduce forward and backward."""
+    """All-reduce of x in the forward pass, and of its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -304,7 +326,9 @@ class _SumBothWays(torch.autograd.Function):
 
 
 def sum_both_ways(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's x, which changes in place, for each to use in its own part: gradients
-    are summed too.
+    """Replace x by its sum over the group; the backward pass sums the ranks' gradients too.
+
+    Used where every rank computes its part of a layer from the sum, so that each rank's gradient is
+    only a part of the gradient.
     """
     return x if group.size == 1 else _SumBothWays.apply(x, group)

@@ -1,4 +1,4 @@
-"""This process among all ranks: made by `start`, passed as an argument; how a job ends.
+"""The Context: this process among all ranks. Also the start and the end of a job.
 
     launch = discover()                   # launch.py, before torch
     prepare(config.run)                   # before torch is imported
@@ -7,7 +7,9 @@
         ...
     context.stop()
 
-torch and mpi4py are imported where they are needed: a mistake is reported before that takes time.
+The context is passed as an argument and is never a global. Functions import torch and mpi4py
+where they need them, so that a wrong option is reported before these slow imports. Read
+rendezvous.py first.
 """
 
 import atexit
@@ -41,73 +43,77 @@ from watchdog.heartbeat import Watchdog, start_monitor
 if TYPE_CHECKING:
     from distributed.collectives import Group
 
-COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's own: the watchdog reports a hang long before
-# Roles of groups whose operations the next product waits for: where a product is ready as soon,
-# NCCL's kernel gets its SMs first and is hidden behind the product. Megatron-LM offers the same as
-# --high-priority-stream-groups.
+COLLECTIVE_TIMEOUT = timedelta(hours=4)  # torch's timeout; the watchdog reports a hang long before
+# Roles of groups whose operations the next matrix product waits for. Their NCCL streams have high
+# priority: if another product is ready at the same time, NCCL's kernel gets its SMs first and runs
+# beside that product. Megatron-LM offers the same as --high-priority-stream-groups.
 HIGH_PRIORITY = ("tp", "cp", "heads", "kv")
-# The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of its role; NCCL
-# chooses for the others. A message runs from when it is started until the other side is there too,
-# and until then its SMs compute nothing; with --vocab-pp messages of several groups run at once,
-# and those that find no SM left would never begin. Four CTAs move about 80 GB/s, more than a
-# network link. Gradients are reduced while the backward pass computes. Four and 16 of a GPU's 132
-# SMs are estimates from published rates and not measured; NCCL's limit is ncclConfig_t.maxCTAs.
+# The most SMs (NCCL: CTAs) that an operation of a group takes, by the first word of the group's
+# role; for other roles NCCL chooses. A message's kernel runs from its start until the other rank
+# has joined, and its SMs compute nothing until then. With --vocab-pp messages of several groups run
+# at once; a message that finds no free SM would never begin. Four CTAs move about 80 GB/s, more
+# than a network link. Gradients (dp, replicas) are reduced during the backward pass. Four and 16 of
+# a GPU's 132 SMs are estimates from published rates, not measured. NCCL: ncclConfig_t.maxCTAs.
 MOST_CTAS = {"forward": 4, "backward": 4, "vocabulary": 4, "dp": 16, "replicas": 16}
 SECONDS_FOR_MONITOR_TO_END = 5.0
 SECONDS_FOR_THREADS_TO_REST = 5.0
-M_ARENA_MAX = -8  # of glibc's malloc.h
-# Rank 0 gives the launcher the job's status: under srun it ends this much later than the others;
-# under mpirun it ends them, and they wait for that at most so long.
+M_ARENA_MAX = -8  # a constant of glibc's malloc.h
+# Rank 0's exit gives the launcher the job's status. Under srun rank 0 exits SECONDS_AFTER_OTHERS
+# after the other ranks. Under mpirun rank 0 ends them; they wait for it SECONDS_TO_BE_ENDED.
 SECONDS_AFTER_OTHERS = 1.0
 SECONDS_TO_BE_ENDED = 30.0
 
 
 def prepare(run: Run, pp: int = 1) -> None:
-    """Set the variables that torch, CUDA, cuBLAS and NCCL read when loaded, before torch is.
+    """Set the environment variables that torch, CUDA, cuBLAS and NCCL read when they are loaded.
 
-    pp: pipeline stages. A blocking launch returns when the message has arrived, so two stages that
-    each send before they receive would wait for each other: with several, launches do not block.
+    Called before torch is imported. pp: the number of pipeline stages. With CUDA_LAUNCH_BLOCKING a
+    send returns when the message has arrived, so two stages that both send before they receive
+    would wait for each other: with several stages the variable is not set.
     """
     if run.blocking:
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
     if run.blocking and pp == 1:
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    # Each group's messages have a stream of their own, and of those that share one of the device's
-    # queues (8 by default) one may have to wait for another.
+    # The messages of each group have a stream, and streams that share one of the device's hardware
+    # queues (8 by default) may wait for one another.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    # torch would warn on each rank that a message alone may wait for others of its group.
+    # Silence torch's warning, on each rank, that messages of one group may wait for one another.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    # Segments that grow leave no gaps between tensors of many sizes.
+    # Memory segments that can grow leave no gaps between tensors of different sizes.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if run.compile:  # few small kernels: no pool of processes beside each rank
+    if run.compile:  # there are few small kernels: no pool of compiler processes beside each rank
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     if run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def share_heap() -> None:
-    """Have all threads of this process allocate from one heap, unless the user set how many.
+    """Make all threads of this process allocate from one heap, unless the user set a number.
 
-    Call it before there are threads, which would keep their heaps and share them with later ones.
-    Else each thread of gloo keeps the memory of the largest message that it has gathered.
+    Otherwise each thread of gloo keeps the memory of the largest message that it has gathered.
+    Called before any thread is started: existing threads would keep their heaps, and later threads
+    would share those.
     """
     chosen = "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", "")
     libc = ctypes.CDLL(None)
-    if not chosen and hasattr(libc, "mallopt"):  # glibc has it
+    if not chosen and hasattr(libc, "mallopt"):  # only glibc has mallopt
         libc.mallopt(M_ARENA_MAX, 1)
 
 
 def await_other_threads(seconds: float) -> None:
-    """Return when all other threads of this process sleep, or after so many seconds.
+    """Return when all other threads of this process sleep, or after `seconds`.
 
-    A thread of gloo may free the tensor of its last operation when the rank that waited for it has
-    gone on. It needs the interpreter for that: one that has begun to end would abort the process.
+    Called before the interpreter ends. A thread of gloo may still be freeing the tensor of its last
+    operation, after the main thread's wait for that operation has returned. It needs the
+    interpreter's lock for that, and would abort the process if the interpreter has begun to end.
     """
     own = str(threading.get_native_id())
     end = time.monotonic() + seconds
     quiet = 0
-    # Twice: a thread that sleeps since it waits for the interpreter gets it during our sleep.
+    # All must sleep in two looks in a row: a thread that sleeps because it waits for the
+    # interpreter's lock gets the lock during the sleep of this loop.
     while quiet < 2 and time.monotonic() < end:
         time.sleep(0.001)
         threads = [path for path in Path("/proc/self/task").iterdir() if path.name != own]
@@ -115,7 +121,7 @@ def await_other_threads(seconds: float) -> None:
 
 
 def _sleeps(thread: Path) -> bool:
-    """Whether a thread, a folder of /proc, sleeps or is gone; the state follows the name."""
+    """Whether a thread sleeps or is gone. thread: its folder in /proc/self/task."""
     with contextlib.suppress(OSError):
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "S"
     return True
@@ -123,18 +129,21 @@ def _sleeps(thread: Path) -> bool:
 
 @dataclass
 class Context(Meeting):
-    """This process among all ranks, made by `start`: where it is, and what it shares with them."""
+    """This process among all ranks: its rank, node, device and stores, groups and watchdog.
+
+    Made by `start`, once per process. Most attributes are those of Meeting (rendezvous.py).
+    """
 
     recorder: FlightRecorder = field(default_factory=FlightRecorder)
     blocking: bool = False  # wait for every collective where it starts
-    job_nodes: int | None = None  # of the Slurm job
+    job_nodes: int | None = None  # the number of nodes of the Slurm job; None without Slurm
     watchdog: Watchdog | None = None
-    run_lock: RunLock | None = None  # on rank 0, from `take` on
-    out: str = ""  # the folder of the run, from `take` on
+    run_lock: RunLock | None = None  # on rank 0, set by `take`
+    out: str = ""  # the folder of the run, set by `take`
     _groups: dict = field(default_factory=dict)
 
     def take(self, out: str) -> None:
-        """Lock the folder of the run until the end; UserError, on rank 0, if another run has it."""
+        """Lock the run's folder until the end; rank 0 raises UserError if another run has it."""
         self.out = out
         if self.rank == 0:
             self.run_lock = RunLock(out)
@@ -142,21 +151,22 @@ class Context(Meeting):
 
     @property
     def nodes(self) -> list[str]:
-        """The node of every rank."""
+        """The name of every rank's node, in rank order."""
         return [place.node for place in self.places]
 
     def group(self, rows: Sequence[tuple[int, ...]], role: str) -> "Group":
-        """This rank's group of a role; collective over all ranks.
+        """Make all groups of a role and return this rank's group; collective over all ranks.
 
-        rows: the ranks of every group of that role. A rank in none of them is alone in its own.
+        rows: the ranks of each group. A rank that is in no row gets a group of itself alone.
         """
         import torch.distributed as dist
 
         from distributed.collectives import Group
 
         own = next((row for row in rows if self.rank in row), (self.rank,))
-        # With a device NCCL connects the members of a new group at once, and not in its first
-        # operation. The world has none: torch would make every rank split every group off it.
+        # With `device_id` NCCL connects the members of a new group at once, and not in the group's
+        # first operation. The world's group has no device: with one, torch would split every other
+        # group off the world, in which every rank has to take part.
         on_nccl = self.backend == "nccl"
         device = self.device if on_nccl else None
         for row in rows:
@@ -164,24 +174,27 @@ class Context(Meeting):
                 self._groups[row, role] = dist.group.WORLD
             elif len(row) > 1 and (row, role) not in self._groups:
                 options: dict[str, Any] = {"timeout": COLLECTIVE_TIMEOUT, "device_id": device}
-                if on_nccl:  # torch without NCCL has no such options
+                if on_nccl:  # a build of torch without NCCL does not have this class of options
                     options["pg_options"] = _nccl_options(role)
                 self._groups[row, role] = dist.new_group(list(row), **options)
         log = self.recorder.group_log(role, own) if own in rows else None
         handle = self._groups.get((own, role))
-        # The vocabulary's passes are messages of a schedule: a rank that waited for one where it
-        # starts would not do what others need to join it.
+        # Collectives of the vocabulary's passes are actions of a schedule: a rank that waited where
+        # one starts would not do the actions that other ranks need before they can join.
         blocking = self.blocking and not role.startswith("vocabulary")
         return Group(own, own.index(self.rank), handle, log, blocking)
 
     def clock(self) -> tuple[float, float]:
-        """Seconds to add to time.monotonic() for a clock common to all ranks, and their error."""
+        """Return the offset of a clock common to all ranks from time.monotonic(), and its error.
+
+        Both in seconds. The error is 0 without a watchdog, where the clock is the node's.
+        """
         if self.watchdog:
             return self.watchdog.clock_offset, self.watchdog.clock_error
         return time.time() - time.monotonic(), 0.0
 
     def describe(self) -> dict[str, Any]:
-        """Where the run takes place, for run.json."""
+        """Return launcher, ranks, nodes and devices of the run, for run.json."""
         import torch
 
         cores = f"{psutil.cpu_count() or 1} CPU cores"
@@ -199,7 +212,10 @@ class Context(Meeting):
 
     @contextlib.contextmanager
     def failing_loudly(self) -> Iterator[None]:
-        """End every rank, non-zero, if an exception leaves the block; does no collective."""
+        """End every rank with a non-zero status if an exception leaves the block.
+
+        It does no collective, so that it works when other ranks hang.
+        """
         try:
             yield
         except SystemExit:
@@ -208,21 +224,23 @@ class Context(Meeting):
             self._fail(error)
 
     def stop(self, status: int = 0) -> None:
-        """End in order, with the job's status; collective. With a status other than 0 it does not
-        return.
+        """End the job in order, after all work is done; collective over all ranks.
+
+        With a status other than 0 it does not return: the process exits, and the launcher reports
+        that status.
         """
         self.recorder.enter("end")
         if self.size > 1:
             import torch.distributed as dist
 
-            on_nccl = self.backend == "nccl"  # where torch would warn that it takes the current GPU
+            on_nccl = self.backend == "nccl"  # without device_ids torch would warn there
             dist.barrier(device_ids=[self.device.index] if on_nccl else None)
             dist.destroy_process_group()
         if self.run_lock:
             self.run_lock.release()
         if self.watchdog:
             self.watchdog.close()
-            # It ends when all ranks have deregistered.
+            # The monitor ends when all ranks have deregistered.
             self.watchdog.end_monitor(SECONDS_FOR_MONITOR_TO_END)
         if self.size > 1:
             await_other_threads(SECONDS_FOR_THREADS_TO_REST)
@@ -230,14 +248,14 @@ class Context(Meeting):
             self._exit_job(status)
 
     def _exit_job(self, status: int) -> None:
-        """Exit such that the launcher reports this status, which is not 0.
+        """Exit so that the launcher reports `status`, which is not 0.
 
-        When a rank exits with another status than 0, launchers kill the others and may report the
-        kill's. So under srun only rank 0 exits with ours, after the others. MPICH's mpirun reports
-        exactly the status that MPI_Abort is given.
+        When a rank exits with a status other than 0, launchers kill the other ranks and may report
+        the status of a killed rank. So under srun the others exit with 0, and rank 0 exits later
+        with `status`. MPICH's mpirun reports exactly the status that MPI_Abort is given.
         """
         for output in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full
+            with contextlib.suppress(OSError):  # nothing reads the output any more, or disk full
                 output.flush()
         if self.launch.launcher.startswith("mpirun"):
             if self.rank != 0:
@@ -254,10 +272,11 @@ class Context(Meeting):
         os._exit(status)
 
     def _fail(self, error: BaseException) -> None:
-        """Report the error and end the job.
+        """Report the error and end the job; called by `failing_loudly`.
 
-        If another rank failed first or is dead, the monitor ends this process before the last line.
-        The lock is released at once: another rank that failed too may end this one.
+        If another rank failed first or is dead, the monitor ends this process while it waits in
+        `watchdog.fail`. The lock on the run's folder is released at once, because another rank that
+        failed too may end this one at any moment.
         """
         if self.run_lock:
             self.run_lock.release()
@@ -267,16 +286,19 @@ class Context(Meeting):
             where = f"rank {self.rank} of {self.size} on {self.node} failed:\n"
             print(f"error: {error}" if status else where + trace, file=sys.stderr, flush=True)
             if isinstance(error, NodeError) and self.out:
-                from watchdog import hang_report  # which a run without such an error does not need
+                from watchdog import hang_report  # needed for this error alone
 
-                with contextlib.suppress(OSError):  # the sentence is printed
+                with contextlib.suppress(OSError):  # the error has been printed already
                     hang_report.write_refusal(f"{self.out}/hang", str(error), error.nodes)
             time.sleep(SECONDS_TO_FLUSH if self.size > 1 else 0.0)
         sys.stdout.flush()
         self.end_all_ranks(status or 1)
 
     def end_all_ranks(self, status: int) -> None:
-        """End every rank at once, from any thread; without MPI the monitor ends the others."""
+        """End every rank at once with this status; may be called from any thread.
+
+        MPI_Abort ends the other ranks; without MPI the watchdog's monitor does.
+        """
         if self.watchdog:
             self.watchdog.end_job(status)
         if self.run_lock:
@@ -289,11 +311,11 @@ class Context(Meeting):
 
 
 def _nccl_options(role: str) -> Any:
-    """torch's options of an NCCL group of that role: ProcessGroupNCCL.Options."""
+    """Return the ProcessGroupNCCL.Options of a group with that role: its priority and its SMs."""
     import torch.distributed as dist
 
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=role in HIGH_PRIORITY)
-    options._timeout = COLLECTIVE_TIMEOUT  # torch warns if it is not new_group's
+    options._timeout = COLLECTIVE_TIMEOUT  # torch warns if new_group has another timeout
     name = role.partition(" ")[0]
     if name in MOST_CTAS:
         options.config.max_ctas = MOST_CTAS[name]
@@ -306,13 +328,14 @@ def _nccl_options(role: str) -> Any:
 def start(launch: Launch, run: Run, meet_within: timedelta = MEETING_TIMEOUT) -> Context:
     """Meet the other ranks and start the watchdog; collective over all ranks.
 
-    Errors end the process as `rendezvous.meet` says, and an exception ends all ranks.
+    A UserError ends the process as in `rendezvous.meet`. Any other exception ends all ranks.
     """
     with ending_all_ranks(launch.watch):
         return _start(launch, run, meet_within)
 
 
 def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
+    """Do the work of `start`, in the order: meeting, watchdog, torch.distributed."""
     meeting = meet(launch, run, meet_within)
     import torch
 
@@ -322,7 +345,7 @@ def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
     if run.deterministic:
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
-        # Else torch fills each empty tensor, also those that a collective writes at once.
+        # By default torch then fills every empty tensor, even one that a collective overwrites.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if run.watchdog:
         _start_watchdog(context, run, host_address(meeting.local))
@@ -336,10 +359,10 @@ def _start(launch: Launch, run: Run, meet_within: timedelta) -> Context:
 
 
 def _start_process_groups(context: Context) -> None:
-    """Start torch.distributed, under the watchdog; collective.
+    """Start torch.distributed, with the watchdog running; collective over all ranks.
 
-    torch sets NCCL's algorithms for --deterministic here. The world's group has no bound device:
-    see `Context.group`.
+    torch sets NCCL's algorithms for --deterministic here. The world's group has no bound device;
+    `Context.group` has the reason.
     """
     import torch.distributed as dist
 
@@ -354,7 +377,11 @@ def _start_process_groups(context: Context) -> None:
 
 
 def _start_watchdog(context: Context, run: Run, host: str) -> None:
-    """Connect to the monitor, which rank 0 starts first; from here on every wait has a limit."""
+    """Connect to the monitor, which rank 0 starts first; from here on hangs are found.
+
+    host: the address of this node. Without a loopback network a single process goes on with a
+    note and no watchdog.
+    """
     address = None
     monitor = None
     try:

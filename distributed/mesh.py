@@ -1,10 +1,11 @@
 """The mesh of ranks: named axes, and this rank's groups along them.
 
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp         (upper case: the size of an axis)
 
-so a tensor group is a run of neighbouring ranks on one node, beside it the ranks that share its
-samples (cp), and a pipeline crosses nodes. A Mesh is passed to all that need one; `Mesh()` is a
-world of one that needs no process group.
+Neighbouring ranks form a tensor group, which normally lies on one node. The next axis is cp: its
+ranks have the same samples and different tokens. pp is the slowest axis, so a pipeline crosses
+nodes. The Mesh is passed as an argument to all code that communicates. `Mesh()` is a mesh of one
+rank and needs no process group.
 """
 
 from collections.abc import Mapping
@@ -14,22 +15,24 @@ from distributed.collectives import Group
 from distributed.context import Context
 from watchdog.flight_recorder import FlightRecorder
 
-# The groups of a mesh, in the order in which they are made.
+# The attributes of Mesh that are groups in every layout; the pre-flight tries them in this order.
 ROLES = ("tp", "cp", "dp", "replicas", "forward", "backward", "tied", "world")
-# Where a rank holds several stages, the groups of messages of one kind, by direction and sender.
+# If ranks hold several stages, activations have four groups and gradients too: by the direction of
+# the message, to a higher or lower pipeline rank, and by the parity of the sender's pipeline rank.
 CHANNELS = ("up from even", "up from odd", "down from even", "down from odd")
 
 
 class Mesh:
     """The pp x dp x cp x tp grid of ranks and this rank's groups on it.
 
-    axes: ranks along each axis; place: this rank's position on each. tp, cp, dp: the groups along
-    these. replicas: ranks that hold the same parameters and see other tokens (dp and cp together).
-    heads: ranks of cp that share attention's heads; kv: those that hold the same heads, whose keys
-    and values are gathered.
-    forward (also pp), backward: the ranks of this pipeline, once for activations and once for their
-    gradients, so that the two never wait for one another on a GPU stream. tied: the first and the
-    last of these. world: all. recorder: what this rank does, and the groups' operations.
+    axes: the number of ranks along each axis. place: this rank's position on each axis. tp, cp,
+    dp: the groups along these axes. replicas: the ranks that hold the same parameters and see
+    different tokens (dp and cp together). heads: the ranks of cp among which the attention heads
+    are divided. kv: the ranks of cp that hold the same heads and gather their keys and values.
+    forward (also named pp) and backward: the ranks of this pipeline, as one group for activations
+    and another for their gradients, so that the two never wait for one another on a GPU stream.
+    tied: the first and the last rank of this pipeline. world: all ranks. recorder: records what
+    this rank does and the operations of its groups.
     """
 
     def __init__(
@@ -40,12 +43,13 @@ class Mesh:
         vocabulary: bool = False,
         over_heads: int = 1,
     ):
-        """Collective over all ranks when there is a context: groups are made in one fixed order.
+        """Make the groups, in one fixed order; collective over all ranks if there is a context.
 
-        channels: whether ranks hold several stages, so that messages of one kind go both ways or
-        round in a ring. vocabulary: whether the vocabulary is spread over pipeline ranks too: over
-        the group `vocabulary` of pp and tp. over_heads: how many neighbours of cp are in `heads`.
-        Raises ValueError if the axes do not multiply to the number of ranks.
+        axes: sizes by name; None means 1 for each. channels: whether ranks hold several stages, so
+        that activations (and their gradients) travel in both directions or round a ring.
+        vocabulary: whether the vocabulary is sharded over the group `vocabulary` (pp x tp) and not
+        over tp alone. over_heads: the number of neighbouring ranks of cp that form `heads`.
+        Raise ValueError if the product of the axes is not the number of ranks.
         """
         self.axes = dict(axes or dict.fromkeys(AXES, 1))
         self.rank, self.size = (context.rank, context.size) if context else (0, 1)
@@ -77,7 +81,8 @@ class Mesh:
         if channels:
             for kind, role in (("F", "forward"), ("B", "backward")):
                 self._channels[kind] = [along(f"{role} {name}", "pp") for name in CHANNELS]
-        # A group for the collectives of each vocabulary pass: none waits for those of another.
+        # The collectives of each vocabulary pass (E, S, T, G: schedules/vocabulary.py) have a group
+        # for themselves, so that they never wait for the collectives of another pass.
         self.passes = {kind: along(f"vocabulary {kind}", "pp") for kind in "ESTG" * vocabulary}
         self.vocabulary = along("vocabulary", "pp", "tp") if vocabulary else self.tp
         pipelines = rows_along(self.axes, ("pp",))
@@ -85,14 +90,16 @@ class Mesh:
         self.tied, self.world = own_group(ends, "tied"), own_group(rows, "world")
 
     def channel(self, kind: str, source: int, to: int) -> Group:
-        """The group for messages of a kind, F or B, from one pipeline rank to a neighbour.
+        """Return the group that carries messages from a pipeline rank to a neighbour.
 
+        kind: F for activations, B for their gradients. source, to: positions in the pipeline.
         NCCL runs a group's operations on a rank one after the other. So where ranks hold several
-        stages, no rank both sends and receives in one of these groups, nor sends both ways: a
-        message that waits for its receiver holds up only those behind it, to the same receiver.
+        stages, no rank both sends and receives in one of these groups, nor sends in both
+        directions: a message that waits for its receiver delays only later messages to the same
+        receiver.
         """
         return self._channels[kind][2 * (to < source) + source % 2]
 
     def group(self, role: str) -> Group:
-        """The group of one of ROLES, as a parameter's spec names it."""
+        """Return the group with a name of ROLES; the specs of parameters name groups so."""
         return getattr(self, role)
