@@ -1,11 +1,12 @@
-"""What a schedule of many micro-batches takes and holds, without a list of all its actions.
+"""Duration and memory of a schedule of many micro-batches, without a list of all its actions.
 
     long_schedule("1f1b", 48, 2048).makespan(seconds, transfer)     the end of 200,000 actions
 
-With more micro-batches a schedule repeats the same actions more often (1F1B: a forward and a
-backward). So it is built with few micro-batches, and if its last rounds are alike, what a round
-takes is added as often as needed. Otherwise all of it is simulated. Tests hold the result to that
-of `simulation.simulate`.
+A round is as many micro-batches as there are ranks. With more micro-batches, a schedule repeats
+the same actions more often (1F1B: a forward and a backward pass). So it is built with few rounds;
+if the last of these take equally long, the seconds of one round are added for each further round.
+Otherwise the whole schedule is simulated. Tests compare the result with `simulation.simulate`.
+Read simulation.py first.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +18,20 @@ from schedules.orders import SEARCHED, unchecked
 from schedules.schedule import Schedule
 from schedules.simulation import Seconds, ends, makespan
 
-ROUNDS = 5  # micro-batches for each rank of the orders that are built
-COMPARED = range(2, 4)  # rounds, each with the one before it
-# By how much of the whole the rounds may differ and count as alike: no more than by rounding.
+ROUNDS = 5  # of the short schedules that are built; see `LongSchedule.shorter`
+COMPARED = range(2, 4)  # each of these rounds is compared with the round before it
+# Rounds are alike if their seconds differ by at most this share of the whole: by rounding only.
 ALIKE = 1e-11
 
 
 @dataclass(frozen=True)
 class LongSchedule:
-    """A schedule that is built as far as it is needed.
+    """A schedule of which only a short version is built, if that is enough.
 
-    whole: builds all of it. shorter: an order of ROUNDS + 1 micro-batches for each rank, whose
-    rounds may be found to be alike; two, of ROUNDS - 1 and ROUNDS, if a further round is what they
-    differ by; or none. rounds: how many more rounds there are than in the last of them.
+    whole: builds the whole schedule. shorter: one schedule of ROUNDS + 1 rounds, whose rounds are
+    tested for being alike; or two schedules, of ROUNDS - 1 and ROUNDS rounds, whose difference is
+    taken for a further round; or none, if only the whole schedule will do. rounds: how many rounds
+    the whole schedule has more than the last of `shorter`.
     """
 
     whole: Callable[[], Schedule]
@@ -38,11 +40,11 @@ class LongSchedule:
 
     @property
     def split(self) -> bool:
-        """As `Schedule.split`."""
+        """Whether backward passes are split (`Schedule.split`)."""
         return (self.shorter[0] if self.shorter else self.whole()).split
 
     def most_held(self, sizes: Sequence[float]) -> tuple[float, ...]:
-        """As `Schedule.most_held`."""
+        """Return for each rank the most that it holds at once (`Schedule.most_held`)."""
         if not self.shorter:
             return self.whole().most_held(sizes)
         before, last = self.shorter[0].most_held(sizes), self.shorter[-1].most_held(sizes)
@@ -50,7 +52,7 @@ class LongSchedule:
         return tuple(then + self.rounds * (then - less) for less, then in pairs)
 
     def makespan(self, seconds: Seconds, transfer: float = 0.0) -> float:
-        """The end of the last action of `simulate`."""
+        """Return when the last action ends; arguments as of `simulation.simulate`."""
         if not self.shorter:
             return makespan(self.whole(), seconds, transfer)
         last = ends(self.shorter[-1], seconds, transfer)
@@ -64,13 +66,14 @@ class LongSchedule:
 
 
 def seconds_of_round(order: Schedule, ended: list[float]) -> float | None:
-    """By how much every action of a round ends later than that of the round before it, if that is
-    the same for all of them; None otherwise. ended: of each number.
+    """Return the seconds of one round: by how much every action ends later than the same action of
+    the round before. Return None if this differs between actions.
 
-    No rank runs two rounds ahead of another one. So what is done after the rounds COMPARED follows
-    from them alone, and if they are alike, all further ones are.
+    ended: the end of each action by its number, from `simulation.ends`. No rank runs two rounds
+    ahead of another rank. So the rounds COMPARED determine when all later actions run, and if these
+    rounds are alike, all further rounds are like them.
     """
-    size = len(order.ranks) * order.stages  # numbers of one kind in a round
+    size = len(order.ranks) * order.stages  # how many actions of one kind a round has
     of_kind = len(ended) // len(order.kinds)
     later: list[float] = []
     for place in range(len(order.kinds)):
@@ -92,11 +95,11 @@ def long_schedule(
     costs: StageCosts | None = None,
     vocabulary: int = 0,
 ) -> LongSchedule:
-    """What `orders.build` makes of the same arguments; it is not checked.
+    """Return the schedule that `orders.build` makes for the same arguments; it is not checked.
 
-    The rounds of searched orders, of zb-v and of interleaved groups of unequal size are not alike,
-    nor are those of gpipe, whose forwards all come first.
-    Those of --vocab-pp are nearly: on 109 layouts the end was 0.6 % off.
+    Rounds are not alike in searched orders, in zb-v, in interleaved schedules with groups of
+    unequal size, and in gpipe, whose forward passes all come first. With --vocab-pp rounds are
+    nearly alike: on 109 layouts the end was 0.6 % off.
     """
     whole = partial(unchecked, name, ranks, micro_batches, virtual, costs, vocabulary)
     rounds, rest = divmod(micro_batches, ranks)

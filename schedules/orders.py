@@ -1,8 +1,10 @@
-"""Makes the schedules that a layout may have.
+"""Makes every schedule that --schedule offers, by name.
 
-    build("1f1b", 4, 8)                             checked, as the pipeline executes it
-    build("searched", 4, 8, costs=costs)            an order for the stages' own costs
-    build("1f1b", 4, 8, vocabulary=2)               with the passes of --vocab-pp
+    build("1f1b", 4, 8)                     4 ranks, 8 micro-batches: checked, ready to execute
+    build("searched", 4, 8, costs=costs)    an order made for these costs of the stages
+    build("1f1b", 4, 8, vocabulary=2)       with the passes of --vocab-pp
+
+Read schedule.py first, which defines actions and schedules.
 
 GPipe: arXiv 1811.06965. 1F1B: arXiv 1806.03377, 2104.04473. Interleaved: arXiv 2104.04473.
 ZB-H1: arXiv 2401.10241. ZB-V: arXiv 2401.10241, 2405.15362.
@@ -18,12 +20,16 @@ from schedules.schedule import Action, Schedule, check
 from schedules.vocabulary import more_ahead, with_vocabulary
 
 Rows = list[list[Action]]
-# Orders made for the stages' own costs: with one stage on each rank, or a V of two.
+# Orders that list scheduling makes for given costs of the stages: one stage on each rank, or two
+# that are placed in a V (rank 0 holds the first and the last stage).
 SEARCHED = ("searched", "searched-v")
 
 
 def rank_of_stages(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
-    """The rank of each stage: round and round, or there and back where the name ends in -v."""
+    """Return the rank of each stage: 0 1 2 0 1 2, or in a V, 0 1 2 2 1 0, if the name ends in -v.
+
+    virtual: stages of each rank; a V has always two.
+    """
     if name.endswith("-v"):
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual
@@ -37,12 +43,12 @@ def build(
     costs: StageCosts | None = None,
     vocabulary: int = 0,
 ) -> Schedule:
-    """The validated schedule of that name in ORDERS or SEARCHED, for any counts >= 1.
+    """Return the validated schedule for a name in ORDERS or SEARCHED and any counts >= 1.
 
-    virtual: stages of each rank, where the name leaves it open. costs: of its stages, which those
-    of SEARCHED need. vocabulary: with the passes of --vocab-pp, where a backward takes so many
-    forwards; 0: without. Raises ScheduleError if the result could not run, or if a rank may not
-    hold one micro-batch; `name` is checked by config.
+    virtual: stages of each rank; not used for names in -v, which have two. costs: the costs of the
+    stages; names in SEARCHED need them. vocabulary: 0, or, to add the passes of --vocab-pp, how
+    many times as long as a forward pass a backward pass takes. Raise ScheduleError if the schedule
+    cannot run, or if the limit of `costs` is less than one micro-batch takes.
     """
     schedule = unchecked(name, ranks, micro_batches, virtual, costs, vocabulary)
     check(schedule, micro_batches, backward=True)
@@ -58,7 +64,10 @@ def unchecked(
     costs: StageCosts | None = None,
     vocabulary: int = 0,
 ) -> Schedule:
-    """As `build`, for what is not executed as it is: checking takes as long as building."""
+    """Return what `build` returns, without the check, which takes as long as building.
+
+    Called for schedules that are only simulated. Raise ValueError if a searched order has no costs.
+    """
     if vocabulary:
         more = more_ahead(ranks) if name == "1f1b" else 1
         longer = unchecked(name, ranks + more, micro_batches)
@@ -76,7 +85,10 @@ def unchecked(
 def forward_only(
     rank_of: tuple[int, ...], micro_batches: int, vocabulary: bool = False
 ) -> Schedule:
-    """The validated schedule of an evaluation on stages that are placed so."""
+    """Return the validated schedule of an evaluation: forward passes only.
+
+    rank_of: the rank of each stage. vocabulary: whether to add the passes of --vocab-pp.
+    """
     rows = []
     for row in _rows(rank_of, "F", range(micro_batches)):
         rows.append(tuple(sorted(row, key=lambda a: (a.micro_batch + a.stage, -a.stage))))
@@ -88,7 +100,7 @@ def forward_only(
 
 
 def _rows(rank_of: tuple[int, ...], kind: str, micro_batches: Iterable[int]) -> Rows:
-    """Every rank's actions of one kind, by stage and then by micro-batch."""
+    """Return every rank's actions of one kind, by stage and then by micro-batch."""
     rows: Rows = [[] for _ in range(max(rank_of) + 1)]
     for stage, m in product(range(len(rank_of)), micro_batches):
         rows[rank_of[stage]].append(Action(kind, stage, m))
@@ -96,23 +108,27 @@ def _rows(rank_of: tuple[int, ...], kind: str, micro_batches: Iterable[int]) -> 
 
 
 def _gpipe(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
+    """Return all forward passes, then all backward passes."""
     every = range(micro_batches)
     passes = zip(_rows(rank_of, "F", every), _rows(rank_of, "B", every), strict=True)
     return [forwards + backwards for forwards, backwards in passes]
 
 
 def _one_f_one_b(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """The last stage alternates at once; each earlier one runs one more forward ahead of it."""
+    """Return the order in which the last stage alternates from the start between forward and
+    backward passes, and each earlier stage first runs one forward pass more than the next stage.
+    """
     ahead = [len(rank_of) - 1 - stage for stage in range(len(rank_of))]
     every = range(micro_batches)
     return _alternating(_rows(rank_of, "F", every), _rows(rank_of, "B", every), ahead)
 
 
 def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """A rank takes a group of micro-batches, one or more for each rank, through each of its stages.
+    """Return the order in which a rank takes a group of micro-batches through each of its stages.
 
-    It runs as many forwards ahead as bring the first group to the last stage, and two for each
-    later rank: one for the way there and one for the way back.
+    A group has at least as many micro-batches as there are ranks, or is all of them. Before its
+    first backward pass a rank runs the first group through all but its last stage, and two forward
+    passes for each later rank: its micro-batch goes forward and comes back through that rank.
     """
     ranks = max(rank_of) + 1
     virtual = len(rank_of) // ranks
@@ -131,11 +147,13 @@ def _interleaved(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
-    """For each rank so many forwards ahead, then forward and backward by turns, and the rest."""
+    """Return for each rank `ahead` forward passes, then forward and backward passes in turn, then
+    the remaining backward passes.
+    """
     rows = []
     for first, then, count in zip(forwards, backwards, ahead, strict=True):
         row = first[:count]
-        for pair in zip(first[count:], then):  # it ends with the forwards
+        for pair in zip(first[count:], then):  # zip ends when no forward pass is left
             row += pair
         row += then[max(0, len(first) - count) :]
         rows.append(row)
@@ -143,9 +161,10 @@ def _alternating(forwards: Rows, backwards: Rows, ahead: list[int]) -> Rows:
 
 
 def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """1F1B whose weight gradients come later, rank r's by r backwards, and fill the idle time.
+    """Return 1F1B with split backward passes: on rank r, W follows r backward passes later and
+    fills idle time.
 
-    Then every rank holds as many activations as the first one of 1F1B.
+    Every rank then holds as many activations as the first rank of 1F1B.
     """
     rows = []
     for rank, actions in enumerate(_one_f_one_b(rank_of, micro_batches)):
@@ -162,15 +181,17 @@ def _zero_bubble_h1(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
 
 
 def _zero_bubble_v(rank_of: tuple[int, ...], micro_batches: int) -> Rows:
-    """Found by `list_rows` for passes that all take as long, in the memory of 1F1B's first rank."""
-    from schedules.list_scheduling import list_rows  # the other orders need none of it
+    """Return the order that list scheduling finds if every pass takes the same time and a rank may
+    hold as much as the first rank of 1F1B.
+    """
+    from schedules.list_scheduling import list_rows  # imported late: other orders do not use it
 
     seconds = dict.fromkeys(product("FBW", range(len(rank_of))), 1.0)
     return list_rows(rank_of, micro_batches, seconds, limit=float(len(rank_of)))
 
 
 def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> Rows:
-    """What list scheduling makes for the stages' own costs."""
+    """Return the order that list scheduling finds for the given costs of the stages."""
     from schedules.list_scheduling import list_rows
 
     sizes = [stage.held for stage in costs.stages]
@@ -178,7 +199,8 @@ def _listed(rank_of: tuple[int, ...], micro_batches: int, costs: StageCosts) -> 
     return list_rows(rank_of, micro_batches, seconds, costs.limit, sizes, costs.transfer)
 
 
-# Every schedule that --schedule offers: a function of `rank_of` and the micro-batches.
+# Schedules whose order does not depend on costs: each is a function of `rank_of` and the number of
+# micro-batches.
 ORDERS: dict[str, Callable[[tuple[int, ...], int], Rows]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
