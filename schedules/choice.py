@@ -1,12 +1,14 @@
-"""What `--schedule auto` chooses: the schedule, the stages of a rank, and the partition.
+"""Decides `--schedule auto`: the schedule, the number of stages per rank, and the partition.
 
-    config, choice = decide(config, "cuda")     config as it is, and None, unless it says auto
+    config, choice = decide(config, "cuda")     choice is None unless --schedule is auto
 
-Every named schedule is tried with the balanced partition, and orders that are made for the stages'
-own costs, with one stage or a V of two on each rank. Then blocks of the fastest are moved from
-stage to stage. What holds more than a rank may is not taken. The result is the fastest in
-simulation, so never slower than a named schedule that fits. Equal on every rank: it is arithmetic
-on the same numbers in the same order.
+1. Every named schedule is simulated with the balanced partition, and so are searched orders, with
+   one stage or a V of two on each rank. Schedules that hold more than a rank may are dropped.
+2. In the fastest one, blocks are moved from stage to stage as long as that is faster.
+3. The fastest in simulation wins, so it is never slower than a named schedule that fits.
+
+Every rank decides the same: it does the same arithmetic on the same numbers. Read layout_orders.py
+first.
 """
 
 from collections.abc import Iterator
@@ -22,17 +24,20 @@ from schedules.long_schedule import long_schedule
 from schedules.orders import SEARCHED, rank_of_stages
 from schedules.schedule import ScheduleError
 
-SCREENED = 4  # micro-batches for each rank while partitions are compared
-MOVED_ACTIONS = 400_000  # that may be scheduled while blocks are moved
-# Schedules that are tried, with the stages of a rank.
+SCREENED = 4  # times the number of ranks: micro-batches that steps 1 and 2 simulate
+MOVED_ACTIONS = 400_000  # limit on the actions that step 2 simulates
+# Schedules that are tried: name, and number of stages per rank.
 TRIED = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("searched", 1), ("zb-v", 2), ("searched-v", 2)]
 TRIED += [("interleaved", virtual) for virtual in (2, 3, 4)]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was found, its seconds in simulation, and those of 1F1B with the balanced partition
-    (None if that holds too much). idle: the share of the ranks' time in which nothing runs.
+    """A schedule that was simulated, and the result of it.
+
+    virtual: stages per rank. blocks: blocks of each stage. costs: of each stage. seconds: of the
+    step in simulation, in the unit of the costs. idle: the share of the ranks' time in which
+    nothing runs. plain: the choice of 1F1B, to compare with; None if 1F1B holds too much.
     """
 
     name: str
@@ -56,7 +61,10 @@ class Choice:
 
 
 def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
-    """With the schedule decided, and what decided it; for the largest batch of this start."""
+    """Return the config with `--schedule auto` replaced, and the choice (None if it was not auto).
+
+    The choice is made for the largest batch of this run. Called at the start of a run.
+    """
     largest = max(level.batch for level in config.levels)
     count = config.micro_batches(largest)
     layout, choice = decide_layout(config.model, config.layout, count, device)
@@ -66,7 +74,11 @@ def decide(config: Config, device: str) -> tuple[Config, Choice | None]:
 def decide_layout(
     model: ModelShape, layout: Layout, micro_batches: int, device: str = "cuda"
 ) -> tuple[Layout, Choice | None]:
-    """As `decide`, for one number of micro-batches."""
+    """Return the layout with `--schedule auto` replaced, and the choice (None if it was not auto or
+    pp is 1). Called by `decide` and by the planner, for one number of micro-batches.
+
+    Raise UserError for `--schedule-costs measured`, ScheduleError if no schedule fits.
+    """
     layout = replace(layout, vocab_pp=bool(layout.vocab_pp))
     if layout.schedule != "auto":
         return layout, None
@@ -84,15 +96,15 @@ def decide_layout(
 
 
 def note(layout: Layout, choice: Choice) -> str:
-    """What to print of a layout for which `decide_layout` made that choice."""
+    """Return the line to print for a layout and the choice that `decide_layout` made for it."""
     return f"--schedule auto, costs {layout.schedule_costs}: {choice}"
 
 
 @lru_cache(maxsize=256)
 def search(task: Task) -> Choice:
-    """The fastest schedule that holds no more than its limit.
+    """Return the fastest schedule that holds no more than the task's limit.
 
-    Raises ScheduleError if there is none.
+    Raise ScheduleError if every schedule holds more.
     """
     few = min(task.micro_batches, SCREENED * task.ranks)
     screened = [_priced(task, *entry, few) for entry in _candidates(task)]
@@ -112,7 +124,10 @@ def _seconds(choice: Choice) -> float:
 
 
 def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    """Names, stages of a rank, and partitions to try."""
+    """Return the schedules to try: name, number of stages per rank, and blocks of each stage.
+
+    For a partition that is given, only named schedules with one stage per rank are tried.
+    """
     for name, virtual in TRIED:
         if task.blocks:
             if virtual == 1 and name not in SEARCHED:
@@ -124,7 +139,10 @@ def _candidates(task: Task) -> Iterator[tuple[str, int, tuple[int, ...]]]:
 def _priced(
     task: Task, name: str, virtual: int, blocks: tuple[int, ...], few: int | None
 ) -> Choice | None:
-    """A candidate with its seconds for so many micro-batches, or all; None if it holds too much."""
+    """Simulate a schedule; return None if a rank would hold too much.
+
+    few: the number of micro-batches to simulate; None for all of the task's.
+    """
     count = few or task.micro_batches
     costs = task.costs(name, blocks)
     order = long_schedule(name, task.ranks, count, virtual, costs if name in SEARCHED else None)
@@ -140,9 +158,9 @@ def _priced(
 
 
 def _moved(task: Task, best: Choice, micro_batches: int) -> Choice:
-    """The candidate with blocks moved from stage to stage as long as that is faster.
+    """Return the choice after moving single blocks from stage to stage as long as that is faster.
 
-    The number of moves tried is limited by the actions that they schedule.
+    The number of moves that are tried is limited by MOVED_ACTIONS.
     """
     stages = len(best.blocks)
     left = MOVED_ACTIONS // (3 * stages * micro_batches)

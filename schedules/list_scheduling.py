@@ -1,12 +1,12 @@
-"""Orders of actions found by a greedy simulation: list scheduling.
+"""Makes an order of actions by a greedy simulation (list scheduling).
 
     rows = list_rows(rank_of, micro_batches, seconds, limit=8.0)
 
-A rank that is free starts at once what it has the input of: a backward, else a forward for which
-there is memory, else gradients of weights.
+As soon as a rank is free, it starts an action whose input has arrived: if possible a B (gradient of
+a stage's input), else an F for which there is memory, else a W (gradients of weights).
 
-No order that it makes can deadlock: a forward starts only if the memory is left for the later
-stages of its rank, so the earliest micro-batch can always go on.
+The order cannot deadlock: a forward pass starts only if memory remains for the same micro-batch in
+the later stages of the rank, so the earliest micro-batch can always go on.
 """
 
 import heapq
@@ -26,12 +26,13 @@ def list_rows(
     sizes: Sequence[float] | None = None,
     transfer: float = 0.0,
 ) -> list[list[Action]]:
-    """Every rank's actions: forwards, gradients of inputs (B) and of weights (W).
+    """Return every rank's actions in order: F, B (gradients of inputs) and W (of weights).
 
     rank_of: the rank of each stage, such that no two stages send the same way between two ranks.
-    seconds: by kind and stage. limit: the most that a rank may hold, in units of `sizes`, what a
-    micro-batch takes in each stage (default 1). transfer: seconds of a message between ranks.
-    Raises ScheduleError if a rank may not hold one micro-batch in all of its stages.
+    seconds: of an action, by (kind, stage). sizes: what a micro-batch's activations take in each
+    stage (default 1). limit: the most that a rank may hold, in the unit of `sizes`. transfer:
+    seconds of a message between ranks. Raise ScheduleError if a rank may not hold one micro-batch
+    in all of its stages.
     """
     sizes = [1.0] * len(rank_of) if sizes is None else sizes
     for rank in range(max(rank_of) + 1):
@@ -44,8 +45,12 @@ def list_rows(
 
 
 class _Greedy:
-    """The state of the simulation. own: each rank's stages, the last one first; arrived: when the
-    inputs of each stage's next passes come; room: what a rank may hold for a forward to start.
+    """The state of the simulation.
+
+    own: each rank's stages, the last one first. arrived: by kind and stage, the times at which the
+    inputs of its next passes arrive. room: for each stage, the most that its rank may hold when a
+    forward pass of the stage starts. held, clock: what each rank holds, and when it is free. done:
+    by kind, how many passes each stage has done.
     """
 
     def __init__(
@@ -76,12 +81,12 @@ class _Greedy:
         self.rows: list[list[Action]] = [[] for _ in ranks]
 
     def run(self) -> None:
-        """Do all actions, always on the rank that may act first."""
+        """Run all actions in the order of time; an event is (time, rank that may start one)."""
         events = [(0.0, rank) for rank in range(len(self.rows))]
         while events:
             now, rank = heapq.heappop(events)
             if now < self.clock[rank]:
-                continue  # it is busy: there is an event at its end
+                continue  # the rank is busy; another event marks the end of its action
             kind, stage, start = self._choose(rank, now)
             if kind:
                 for event in self._do(kind, stage, now):
@@ -90,7 +95,9 @@ class _Greedy:
                 heapq.heappush(events, (start, rank))
 
     def _choose(self, rank: int, now: float) -> tuple[str, int, float]:
-        """The kind and stage of what a rank does now; or "", and when the next input is there."""
+        """Return the kind and stage of the action that a rank starts now, and the time now; if
+        there is none, "", 0 and the time at which its next input arrives.
+        """
         soonest = inf
         for kind in "BF":
             for stage in self.own[rank]:
@@ -107,7 +114,7 @@ class _Greedy:
         return "W", stage, now
 
     def _do(self, kind: str, stage: int, now: float) -> list[tuple[float, int]]:
-        """Do an action: the events at which ranks may act because of it."""
+        """Run an action; return the events (time, rank) at which ranks may start another one."""
         rank = self.rank_of[stage]
         end = now + self.seconds[kind, stage]
         self.rows[rank].append(Action(kind, stage, self.done[kind][stage]))

@@ -1,8 +1,10 @@
-"""Which blocks each pipeline stage holds, balanced by what the parts of a model cost.
+"""Decides which blocks each pipeline stage holds, balanced by the costs of a model's parts.
+
+    stage_specs(model, layout)      the stages, with parameters and share of time
 
 The parts are the embedding (tokens, positions, their norm), the blocks, and the head (final norm,
-output matrix, loss). A stage is a run of blocks, the first one with the embedding and the last one
-with the head.
+output matrix, loss). A stage is a run of blocks; the first stage also has the embedding and the
+last stage the head.
 """
 
 from collections.abc import Sequence
@@ -26,31 +28,31 @@ class StageSpec:
     embedding: bool
     head: bool
     parameters: int
-    share: float  # of the whole model's time
-    rank: int = 0  # of the pipeline, that holds it
-    tied: bool = False  # another rank holds a copy of its vocabulary matrix
-    vocabulary: int = 0  # rows on its rank of each matrix that --vocab-pp spreads
+    share: float  # of the whole model's time, 0 to 1
+    rank: int = 0  # the pipeline rank that holds the stage
+    tied: bool = False  # another rank holds a copy of this stage's vocabulary matrix
+    vocabulary: int = 0  # with --vocab-pp: rows of a vocabulary matrix on the stage's rank
 
     @property
     def blocks(self) -> int:
-        """How many blocks it holds."""
+        """The number of blocks of this stage."""
         return self.last - self.first
 
 
 def stage_specs(
     model: ModelShape, layout: Layout, costs: PartCosts | None = None
 ) -> list[StageSpec]:
-    """The stages of a layout, with parameters and share of time; tensor parallelism not divided.
+    """Return the stages of a layout with their parameters, not divided by tp, and share of time.
 
-    A tied head on another rank than the embedding holds a copy of its matrix, which is counted
-    there too. Raises UserError for an impossible --partition.
+    A tied head on another rank than the embedding holds a copy of the embedding's matrix, which is
+    counted in both stages. Raise UserError for an impossible --partition.
     """
     same = ("tp", "pp", "schedule", "virtual_stages", "partition", "vocab_pp", "pad_vocab_multiple")
     about = Layout(**{name: getattr(layout, name) for name in same})
     return list(_stage_specs(model, about, costs or part_costs(model)))
 
 
-# Cached, since layouts that differ in the micro-batch alone, for example, ask for the same.
+# Cached: for layouts that differ only in the micro-batch size, for example, stages are the same.
 @lru_cache(maxsize=4096)
 def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[StageSpec]:
     per_block = model_stats.block_parameters(model)
@@ -86,7 +88,7 @@ def _stage_specs(model: ModelShape, layout: Layout, costs: PartCosts) -> list[St
 def _with_vocabulary(
     spec: StageSpec, model: ModelShape, layout: Layout, costs: PartCosts
 ) -> StageSpec:
-    """The stage with its rank's part of the vocabulary in place of whole matrices."""
+    """Return a stage that has its rank's shard of the vocabulary instead of whole matrices."""
     each = model.padded_vocab(layout) // layout.pp
     rows = min(each, max(0, model.vocab_size - spec.rank * each))
     matrices_here = spec.embedding + (spec.head and not model.tied)
@@ -100,7 +102,10 @@ def _with_vocabulary(
 def blocks_per_stage(
     model: ModelShape, layout: Layout, costs: PartCosts | None = None
 ) -> list[int]:
-    """Blocks on each stage, by --partition. Raises UserError if a given list does not fit."""
+    """Return the number of blocks of each stage, as --partition says.
+
+    Raise UserError if a list that --partition gives does not fit the layout.
+    """
     explicit = explicit_partition(layout, model.layers)
     if explicit:
         return explicit
@@ -112,26 +117,26 @@ def blocks_per_stage(
         units = _share_out(model.layers + 2, layout.stages)
         return [units[0] - 1, *units[1:-1], units[-1] - 1]
     costs = costs or part_costs(model)
-    if layout.vocab_pp:  # every rank has an equal part of them
+    if layout.vocab_pp:  # every rank has an equal part of embedding and head
         costs = replace(costs, embedding=0.0, head=0.0)
     return list(balanced(model.layers, placement(layout), costs))
 
 
 def placement(layout: Layout) -> tuple[int, ...]:
-    """The rank that holds each stage of a layout."""
+    """Return the rank that holds each stage of a layout."""
     return rank_of_stages(layout.schedule, layout.pp, layout.stages_per_rank)
 
 
-# Cached, since layouts that differ in the micro-batch alone ask for the same.
+# Cached: for layouts that differ only in the micro-batch size, the partition is the same.
 @lru_cache(maxsize=4096)
 def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[int, ...]:
-    """Blocks per stage such that the slowest rank is as fast as possible.
+    """Return the blocks of each stage such that the slowest rank is as fast as possible.
 
-    Blocks are alike, so the slowest rank is as fast as possible if each block goes to the rank that
-    has least, and there to its fastest stage. With one stage on each rank, those of embedding and
-    head take only what the others cannot without being slower, for they hold the memory of these
-    too. The others share equally, with the remainder on the later ones, which hold fewer
-    activations in 1F1B.
+    Blocks are alike, so this is reached if each block in turn goes to the rank with the least time,
+    and there to the stage with the least time. With one stage on each rank, the first and the last
+    rank take only the blocks that the other ranks cannot take without becoming the slowest, since
+    embedding and head take memory too. The other ranks share their blocks equally; the remainder
+    goes to later ranks, which hold fewer activations in 1F1B.
     """
     ranks = range(max(rank_of) + 1)
     of_stage = [0.0] * len(rank_of)
@@ -159,8 +164,8 @@ def balanced(layers: int, rank_of: tuple[int, ...], costs: PartCosts) -> tuple[i
 
 
 def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]:
-    """How many of `count` blocks each gets if every one goes to the least load, the last of equal
-    ones.
+    """Return how many of `count` blocks go to each load, if every block is added to the least load
+    (of equal loads, to the last). block: the cost of one block.
     """
     numbers = [0] * len(loads)
     for _ in range(count):
@@ -170,13 +175,15 @@ def _to_the_least(loads: Sequence[float], count: int, block: float) -> list[int]
 
 
 def _spread(count: int, stages: int) -> list[int]:
-    """Equal shares, the remainder on the later stages, which hold fewer activations in 1F1B."""
+    """Return equal shares of `count`; the remainder goes to later stages, which hold fewer
+    activations in 1F1B.
+    """
     share, extra = divmod(count, max(1, stages))
     return [share + (i >= stages - extra) for i in range(stages)]
 
 
 def _share_out(count: int, pp: int) -> list[int]:
-    """Equal shares, the remainder first on middle stages, then on the first one."""
+    """Return equal shares of `count`; the remainder goes to middle stages, then to the first."""
     share, extra = divmod(count, pp)
     if pp == 2:
         return [share + extra, share]
@@ -185,14 +192,17 @@ def _share_out(count: int, pp: int) -> list[int]:
 
 
 def executed_flops(model: ModelShape, layout: Layout, samples: int) -> float:
-    """FLOPs that a step on `samples` samples executes, with what this layout recomputes."""
+    """Return the FLOPs of a step on `samples` samples, including what this layout recomputes."""
     specs = stage_specs(model, layout)
     again = sum(layout.recomputed_blocks(spec.blocks, spec.index) for spec in specs)
     return model_stats.hardware_flops(model, samples, layout.recompute, blocks=again)
 
 
 def stage_table(rows: list[StageSpec], model: ModelShape) -> str:
-    """The stages as text. Raises ValueError if their sums are not the model's own counts."""
+    """Return a printable table of the stages, one line each, with a line of sums.
+
+    Raise ValueError if the sums are not the model's numbers of blocks and parameters.
+    """
     lines = ["stage   holds                        blocks       parameters   share of time"]
     several, spread = any(s.rank != s.index for s in rows), any(s.vocabulary for s in rows)
     for s in rows:
