@@ -1,4 +1,4 @@
-"""Where samples come from: the splits of a run, and micro-batches of a global batch.
+"""Makes the train, validation and test splits of a run, and cuts global batches to micro-batches.
 
 PREFIX.bin, PREFIX.idx   tokens on disk                            corpora/token_files.py
     |
@@ -7,7 +7,8 @@ PREFIX.bin, PREFIX.idx   tokens on disk                            corpora/token
 samples                  in Megatron's order, or blended           corpora/sample_order.py
     |                                                              corpora/mapped_files.py: cache
     v                    read ahead by threads                     corpora/prefetch.py
-step s, micro-batch m, replica r reads samples  s*B + (m*dp + r)*b ...  of that order
+step s, micro-batch m, replica r reads b samples of this order, from s*B + (m*dp + r)*b on;
+B: global batch size, b: micro-batch size, both in samples
 """
 
 import sys
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 
 
 class Samples(Readable, Protocol):
-    """What a batch is made of: sample k is the same on every rank and in every layout."""
+    """The samples of a split, by number: sample k is the same on every rank and in every layout."""
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """How many of the samples from `first` up to `stop` each corpus gives, by its prefix."""
+        """Return the number of samples in [first, stop) that each corpus gives, by its prefix."""
 
     def spans(self, k: int) -> "list[TextSpan]":
-        """Where in the corpora the text of sample k stands."""
+        """Return the ranges of corpus text from which sample k is made."""
 
 
 class Synthetic:
-    """Random tokens instead of text, for timing and tests; their number is not limited.
+    """Samples of random tokens instead of text, for timing and tests; they never end.
 
-    Sample k follows from (seed, stream, k); streams keep train and validation apart.
+    Sample k is a function of (seed, stream, k). Each split has its stream number.
     """
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int, stream: int = 0):
@@ -55,34 +56,34 @@ class Synthetic:
         return sys.maxsize
 
     def sample(self, k: int) -> np.ndarray:
-        """Tokens of sample k: (seq_length + 1,), int64."""
+        """Return the tokens of sample k: (seq_length + 1,), int64."""
         random = np.random.default_rng((self.seed, self.stream, k))
         return random.integers(self.vocab_size, size=self.seq_length + 1)
 
     def count_by_corpus(self, first: int, stop: int) -> dict[str, int]:
-        """None: there is no corpus."""
+        """Return an empty table: there is no corpus."""
         return {}
 
     def spans(self, k: int) -> "list[TextSpan]":
-        """None: there is no text."""
+        """Return an empty list: there is no text."""
         return []
 
     def answers(self, k: int) -> np.ndarray:
-        """Every token is one: (seq_length + 1,)."""
+        """Return ones, (seq_length + 1,): every token is part of an answer."""
         return np.ones(self.seq_length + 1, np.int64)
 
     def file_of(self, k: int) -> str:
-        """None: a name for messages."""
+        """Return a name for error messages, since there is no file."""
         return "synthetic"
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples of a run; None where the run reads none.
+    """The splits of a run; a split that the run does not read is None.
 
-    source: how they are read and where their order comes from. notes: what the user should know.
-    eval_sets: those of --eval-data by name, and how many samples of each count. epoch_tokens: by
-    corpus, tokens of its train split.
+    source: how samples are read and where their order comes from, for the log. notes: lines to
+    print in the log. eval_sets: the samples of each set of --eval-data by name, and the number of
+    samples that an evaluation reads. epoch_tokens: tokens of the train split, by corpus.
     """
 
     train: Samples
@@ -95,11 +96,11 @@ class Splits:
 
 
 def build(config: Config) -> Splits:
-    """The samples that a run needs: all of its steps, and one evaluation.
+    """Build the splits of a run: the train samples of all steps, and the samples of an evaluation.
 
-    Every evaluation reads the same first eval_samples, so that two evaluations differ only by the
-    model. The test split is built if --split gives it a share and it holds a sample. UserError on
-    bad data or shares.
+    Every evaluation reads the same first --eval-samples samples, so that two evaluations differ
+    only by the model. The test split is built if --split gives it a share and it holds a sample.
+    Raise UserError on bad data or shares.
     """
     random = config.data.data == ("synthetic",)
     splits = _synthetic_splits(config) if random else _corpus_splits(config)
@@ -123,8 +124,8 @@ def _synthetic_splits(config: Config) -> Splits:
 
 
 def _corpus_splits(config: Config) -> Splits:
-    """The splits of the files of --data."""
-    from corpora.corpus_splits import Corpora  # random tokens need none of it
+    """Build the splits of the token files that --data names."""
+    from corpora.corpus_splits import Corpora  # here, since random tokens do not need the module
 
     evaluated = config.data.eval_samples
     corpora = Corpora(config)
@@ -143,8 +144,9 @@ def _corpus_splits(config: Config) -> Splits:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch: tensors of (b, s), which corpora/objectives.py explains; None are those that
-    the options do not ask for. count: of labels that count in the loss; the others are negative.
+    """A micro-batch: tensors of (b, s), explained in corpora/objectives.py. starts, stops and
+    positions are None unless the options ask for them. count: the number of labels that count in
+    the loss; all other labels are negative.
     """
 
     tokens: Tensor
@@ -155,14 +157,19 @@ class Batch:
     positions: Tensor | None = None
 
     def first(self, rows: int) -> "Batch":
-        """The same, where only the first `rows` samples, or none, count in the loss."""
+        """Return this batch with only its first `rows` samples counted in the loss.
+
+        The other labels are overwritten in place. rows may be 0 or less: no sample counts then.
+        """
         if rows < len(self.labels):
             self.labels[max(0, rows) :] = NO_TARGET
         return replace(self, count=int((self.labels >= 0).sum()))
 
     def to(self, device: torch.device, length: int, cp: Group) -> "Batch":
-        """Of the first `length` tokens of each sample those of this rank of cp, on a device, to
-        which copies are under way. starts and stops stay of all tokens: attention needs them.
+        """Start to copy this cp rank's part of the micro-batch to a device; return that part.
+
+        The samples are cut to their first `length` tokens, of which each rank of `cp` gets a share:
+        (b, length/cp). starts and stops keep all `length` tokens, because attention needs them.
         """
         moved: dict[str, Any] = {
             name: value.to(device, non_blocking=True)
@@ -170,7 +177,7 @@ class Batch:
             if torch.is_tensor(value)
         }
         if length < self.tokens.shape[1]:
-            # Cut there: of pinned memory only a whole tensor is copied without a wait.
+            # Cut on the device: only a whole tensor is copied from pinned memory without a wait.
             moved = {name: value[:, :length].contiguous() for name, value in moved.items()}
             moved |= {"stops": moved["stops"].clamp(max=length)} if "stops" in moved else {}
         for name in {"tokens", "labels", "positions"} & set(moved):
@@ -182,22 +189,23 @@ class Batch:
 
 
 class BatchReader:
-    """Gives a replica's micro-batches, whose tokens are those of `micro_batch`, on the device; they
-    are read ahead (corpora/prefetch.py).
+    """Reads the micro-batches of one replica ahead (corpora/prefetch.py) and copies them to its
+    device. `micro_batch` below defines their tokens.
     """
 
     def __init__(self, config: Config, dp_rank: int, device: torch.device, cp: Group | None = None):
-        """cp: the ranks that share a sample's tokens; this one's are given. Default: itself."""
+        """cp: the ranks that share each sample's tokens; default: this rank has all tokens."""
         self.layout = config.layout
         self.dp_rank = dp_rank
         self.device = device
         self.cp = cp or Group()
-        # Before the watchdog, which does not know the file.
+        # Less than the watchdog's time limit: the error of a late read names the file, the
+        # watchdog's report does not.
         seconds = 0.8 * (config.run.hang_timeout or 300.0)
         shape = self.layout.micro_batch_size, config.model.seq_length
         objective = Objective(config.data, config.training.seed)
         self.prefetcher = Prefetcher(shape, device.type == "cuda", seconds, objective)
-        self.kept: dict[int, MicroBatches] = {}  # by the first sample
+        self.kept: dict[int, MicroBatches] = {}  # by the number of the first sample
 
     def batches(
         self,
@@ -207,11 +215,12 @@ class BatchReader:
         evaluated: int | None = None,
         keep: bool = False,
     ) -> "MicroBatches":
-        """Micro-batches by index, of the global batch that starts at sample `first`.
+        """Return the micro-batches of the global batch that starts at sample `first`.
 
-        evaluated: of how many samples an evaluation is, which may end within a micro-batch: those
-        after them do not count. None: training, which goes on after this batch. keep: whether the
-        same micro-batches are given again to the next step, if that begins at `first` too.
+        evaluated: the number of samples of an evaluation, which may end within a micro-batch: later
+        samples do not count in the loss. None: training, which reads on after this batch. keep:
+        whether the next call, if it starts at `first` too, gets the same micro-batches again
+        (trainer.warm_up).
         """
         if evaluated is None and first in self.kept:
             return self.kept.pop(first)
@@ -222,15 +231,15 @@ class BatchReader:
         return batches
 
     def close(self) -> None:
-        """End the threads."""
+        """End the reading threads."""
         self.prefetcher.close()
 
 
 class MicroBatches:
     """The micro-batches of a global batch for one replica: `batches(0)`, `batches(1)`, ...
 
-    Nothing is read before the first one is asked for: the ranks in the middle of a pipeline ask for
-    none.
+    Reading starts at the first call: a rank that never calls it reads nothing. Such ranks hold
+    middle stages of a pipeline.
     """
 
     def __init__(
@@ -241,7 +250,7 @@ class MicroBatches:
         config: Config,
         evaluated: int | None,
     ):
-        """As BatchReader.batches."""
+        """Called by BatchReader.batches, which explains the arguments."""
         self.reader = reader
         self.samples = samples
         self.first = first
@@ -254,11 +263,14 @@ class MicroBatches:
             self.keep()  # the first and the last stage ask for the same micro-batch
 
     def keep(self) -> None:
-        """Keep every micro-batch, so that it can be asked for again."""
+        """Keep every micro-batch after its first use, so that a second call returns it again."""
         self._kept = {}
 
     def __call__(self, index: int) -> Batch:
-        """Micro-batch `index` on the device. UserError if the samples end before it does."""
+        """Return micro-batch `index` on the device.
+
+        Raise UserError if the split ends before the micro-batch does.
+        """
         if self._kept is None:
             return self._take(index)
         if index not in self._kept:
@@ -277,16 +289,20 @@ class MicroBatches:
         batch = Batch(count=rows.targets, **rows.tensors)
         if self.evaluated is not None:
             batch = batch.first(self.evaluated - begin)
-        # torch gives pinned memory away again only when the copy from it has ended.
+        # The pinned rows may be dropped here: torch reuses pinned memory only after the copy.
         return batch.to(reader.device, self.length, reader.cp)
 
     def _begin_of(self, first: int, index: int) -> int:
-        """The first sample of micro-batch `index` of the global batch that starts at `first`."""
+        """Return the first sample of micro-batch `index` in the global batch that begins at
+        `first`, for this replica.
+        """
         return first_of_micro_batch(first, index, self.reader.layout, self.reader.dp_rank)
 
     def _upcoming(self) -> Iterator[int]:
-        """The first samples of this replica's micro-batches, in the order in which they are asked
-        for: those of this evaluation, or of this global batch and all that follow.
+        """Yield the first sample of each micro-batch of this replica, in the order of use.
+
+        In an evaluation these are its micro-batches; in training, those of this global batch and
+        of all global batches after it, except the skipped batches. The prefetcher reads them ahead.
         """
         if self.evaluated is not None:
             layout = self.reader.layout
@@ -304,16 +320,17 @@ class MicroBatches:
 
 
 def first_of_micro_batch(first_sample: int, index: int, layout: Layout, dp_rank: int) -> int:
-    """Where micro-batch `index` of replica `dp_rank` begins, in the global batch at first_sample.
+    """Return the number of the first sample of micro-batch `index` of replica `dp_rank`, in the
+    global batch that begins at `first_sample`.
 
-    Over all of them the global batch is first_sample, first_sample + 1, ... in that order, whatever
-    dp and micro_batch_size are.
+    For any dp and micro_batch_size, the micro-batches of all replicas, ordered by (index, dp_rank),
+    hold the samples first_sample, first_sample + 1, ... of the global batch.
     """
     return first_sample + (index * layout.dp + dp_rank) * layout.micro_batch_size
 
 
 def check_end(samples: Samples, begin: int, count: int) -> None:
-    """UserError if the samples end before `count` from `begin` on."""
+    """Raise UserError if there are fewer than begin + count samples."""
     if begin + count > len(samples):
         needed = f"samples {begin} to {begin + count} are needed"
         raise UserError(f"{needed}, but there are only {len(samples)}")
@@ -322,8 +339,10 @@ def check_end(samples: Samples, begin: int, count: int) -> None:
 def micro_batch(
     samples: Samples, first_sample: int, index: int, layout: Layout, dp_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, int64 of shape (micro_batch_size, seq_length), for one forward pass, read
-    now; `first_of_micro_batch` says which. UserError if the samples end before it does.
+    """Read a micro-batch at once, without threads; return tokens and labels, each int64 of shape
+    (micro_batch_size, seq_length). Labels are the tokens moved by one position.
+
+    It starts at sample `first_of_micro_batch`. Raise UserError if the samples end before it does.
     """
     size = layout.micro_batch_size
     begin = first_of_micro_batch(first_sample, index, layout, dp_rank)

@@ -36,9 +36,10 @@ with ending_all_ranks(watch), messages.installed():
 
 
 def main(arguments: list[str], watch: StartWatch) -> None:
-    """Check the options, then train; exits with the status of the run. watch: of this rank's start.
+    """Check the options, then train, and exit with the status of the run.
 
-    --help, a typo or a batch that does not divide is answered before torch is imported.
+    watch: the process that ends the job if this rank dies before its first step is done. --help is
+    answered, and errors in the options are reported, before torch is imported.
     """
     share_heap()
     signals, launch = Signals(), Launch("python")
@@ -64,7 +65,10 @@ def main(arguments: list[str], watch: StartWatch) -> None:
 
 
 def check_machine(config: Config, launch: Launch) -> None:
-    """End the job if files or memory of this rank's node cannot do for the run."""
+    """End the job with an error if the files or the memory of this rank's node do not suffice.
+
+    Called on rank 0 alone.
+    """
     try:
         with messages.installed():
             check_paths(config)
@@ -79,7 +83,7 @@ def check_machine(config: Config, launch: Launch) -> None:
 
 
 def check_memory(config: Config) -> None:
-    """UserError if this node has less memory than its ranks need."""
+    """Raise UserError if this node has less memory than its ranks certainly need."""
     from planner import memory
 
     node = psutil.virtual_memory().total + psutil.swap_memory().total
@@ -87,7 +91,10 @@ def check_memory(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """UserError if the token files or the prompts cannot be used; prints notes on them."""
+    """Raise UserError if token files or prompts cannot be used.
+
+    Print a note if the vocabulary is larger than the corpora's tokenizer needs.
+    """
     options = config.data
     if options.data == ("synthetic",) and not options.eval_data and not config.run.sample_prompt:
         return

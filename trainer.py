@@ -1,4 +1,4 @@
-"""What a run consists of, and its loop.
+"""Builds the objects of a training run and runs its training loop.
 
     state = build(config, context)                 this rank's stages, pipeline and optimizer
     result = step(state, samples, consumed, lr)    one optimizer step
@@ -44,7 +44,7 @@ from telemetry.step_stats import StepStats
 from telemetry.step_times import StepTimes
 from zero import Optimizer, StepResult
 
-StepObserver = Callable[[int], None]  # it takes the number of the step
+StepObserver = Callable[[int], None]  # called with the number of the step
 GO_ON, SAVE, SAVE_AND_STOP = RequestedAction
 COMPILED = (
     "norms with the sums before them, heads with rotary positions, SwiGLU (in evaluations and "
@@ -57,32 +57,32 @@ COMPILED = (
 
 @dataclass
 class ModelState:
-    """What one rank holds of a model, for one layout: enough to evaluate it."""
+    """One rank's part of a model in one layout: all that evaluation needs."""
 
     config: Config
     factory: ParamFactory
     stage_specs: list[StageSpec]  # of the whole pipeline
-    stages: nn.ModuleList  # those of this rank, in the model's order
+    stages: nn.ModuleList  # this rank's stages, in the model's order
     pipeline: Pipeline
     reader: data.BatchReader
 
 
 @dataclass
 class TrainState(ModelState):
-    """What one rank holds of a run."""
+    """One rank's part of a model, with its optimizer: all that training needs."""
 
     optimizer: Optimizer
 
 
 def decide_schedule(config: Config, context: Context | None) -> tuple[Config, list[str]]:
-    """The configuration with --schedule auto decided, and what to print of that; before anything is
-    built. Collective over all ranks with --schedule-costs measured.
+    """Replace --schedule auto by a schedule; return the configuration and lines for the log.
 
-    Without a context it is a world of one on the CPU.
+    Called before the model is built. Collective over all ranks with --schedule-costs measured.
+    context: None for a world of one rank on the CPU.
     """
     if config.layout.schedule != "auto":
         return config, []
-    from schedules import choice  # which only --schedule auto needs, as what measures
+    from schedules import choice  # imported here, since only --schedule auto needs the two modules
     from telemetry.pass_times import with_measured_costs
 
     if context:
@@ -95,8 +95,8 @@ def decide_schedule(config: Config, context: Context | None) -> tuple[Config, li
 def build(config: Config, context: Context | None = None) -> TrainState:
     """Build this rank's stages, pipeline and optimizer; collective over all ranks.
 
-    `config` has passed validation.check, and --schedule auto is decided. Without a context it is a
-    world of one on the CPU.
+    `config` has passed validation.check, and `decide_schedule` has replaced --schedule auto.
+    context: None for a world of one rank on the CPU.
     """
     model = build_model(config, context)
     config, factory = model.config, model.factory
@@ -105,7 +105,7 @@ def build(config: Config, context: Context | None = None) -> TrainState:
 
 
 def build_model(config: Config, context: Context | None = None) -> ModelState:
-    """As `build`, without an optimizer."""
+    """Build this rank's stages, pipeline and batch reader, as `build`, but no optimizer."""
     device = context.device if context else CPU
     config, _ = precision.settled(config, context)
     layout, training = config.layout, config.training
@@ -117,7 +117,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     factory = ParamFactory(mesh, dtype, device, seed, std, layout.sequence_parallel, deferred)
     factory = replace(factory, compile=config.run.compile)
     if layout.zero == 3 and mesh.replicas.size > 1:
-        from optim.fsdp import block_sharder  # as in zero.py: only where it is used
+        from optim.fsdp import block_sharder  # here, since it loads 43 MB of torch's modules
 
         factory = replace(factory, shard=block_sharder(factory, training))
     costs = part_costs(config.model, factory.device.type)
@@ -131,7 +131,7 @@ def build_model(config: Config, context: Context | None = None) -> ModelState:
     stages = nn.ModuleList(stage_of.values())
     ends = Ends
     if layout.vocab_pp:
-        from vocabulary import VocabularyEnds  # only where it is used
+        from vocabulary import VocabularyEnds  # here, since only --vocab-pp needs the module
 
         ends = VocabularyEnds
     pipeline = Pipeline(stage_of, factory, config, ends)
@@ -147,8 +147,8 @@ def step(state: TrainState, samples: data.Samples, consumed: int, lr: float) -> 
 
 
 def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
-    """The passes of one micro-batch of the next step, whose gradients are forgotten: --compile
-    compiles in them, and a GPU loads its kernels (`warms_up`). Nothing is read twice.
+    """Run the passes of one micro-batch of the next step and discard the gradients, so that
+    --compile compiles and a GPU loads its kernels (`warms_up`). The step reuses the micro-batch.
     """
     state.factory.mesh.recorder.enter("warm up")
     _passes(state, samples, consumed, of_warm_up=True)
@@ -158,7 +158,7 @@ def warm_up(state: TrainState, samples: data.Samples, consumed: int) -> None:
 def _passes(
     state: TrainState, samples: data.Samples, consumed: int, of_warm_up: bool = False
 ) -> tuple[Tensor, int]:
-    """Forward and backward of a step; the sum of losses and the targets, as Pipeline.train."""
+    """Run a step's forward and backward passes; return loss sum and targets as Pipeline.train."""
     config = state.config
     size, length = config.batches.batch(consumed), config.length(consumed)
     micro_batches, targets = 1 if of_warm_up else config.micro_batches(size), size * length
@@ -169,7 +169,7 @@ def _passes(
 
 
 def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
-    """Mean loss per target over the first `count` samples, 0 if there is none; collective."""
+    """Return the mean loss per target of the first `count` samples, 0 without any; collective."""
     config, mesh, layout = state.config, state.factory.mesh, state.config.layout
     mesh.recorder.enter("evaluate")
     state.pipeline.set_length(config.model.seq_length)
@@ -186,7 +186,7 @@ def evaluate(state: ModelState, samples: data.Samples, count: int) -> float:
 
 
 def main(config: Config, launch: Launch, signals: Signals | None = None) -> None:
-    """Run to the end, or end every rank with a non-zero status. signals: if handled already."""
+    """Run all steps; an error ends every rank. signals: the caller's handlers, None: new ones."""
     listening = signals is None
     signals = signals or Signals()
     context = start(launch, config.run)
@@ -210,7 +210,7 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         start_checks.check_compiler(kernels, context.device.type, context.nodes[context.rank])
         room = room_for_saves(config, state.optimizer)
         log = Log(config, context, state.stage_specs, kernels, before, room)
-        end.callback(log.close)  # after an error too: it prints how many rows are not written
+        end.callback(log.close)  # after an error too: close() prints the number of unwritten rows
         for note in [*notes, *splits.notes]:
             log.note(note)
         if config.run.blocking and layout.pp > 1 and on_gpu:
@@ -228,23 +228,23 @@ def main(config: Config, launch: Launch, signals: Signals | None = None) -> None
         if finished:
             checkpoints.finish(trainer.done, conditions.wants_stop)
     context.stop(0 if finished else STOPPED_EARLY)
-    if listening:  # this process may have more to do
+    if listening:  # the caller may go on: restore its signal handlers
         signals.close()
 
 
 def warms_up(config: Config, device: torch.device) -> bool:
-    """Whether the passes of one micro-batch come before the first step: `warm_up`.
+    """Return whether the run calls `warm_up` before its first step.
 
-    They do on GPUs with several stages. A kernel is loaded at its first launch, which waits until
-    nothing runs on the device, no message either. With several micro-batches, two ranks that load
-    kernels at once can each be held up by a message that the other takes only afterwards. With one
-    micro-batch no message runs that waits for what its rank does next (Schedule.may_be_ahead).
+    It does with --compile, and on GPUs with several stages. A kernel is loaded at its first launch,
+    which waits until nothing runs on the device, messages included. With several micro-batches, two
+    ranks that load kernels at once can each wait for a message that the other receives only later.
+    With one micro-batch no running message waits for its rank's next action (may_be_ahead).
     """
     return config.run.compile or (device.type == "cuda" and config.layout.pp > 1)
 
 
 def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
-    """What runs of each kind of code, as the log and run.json show it."""
+    """Return the names of the kernels and data readers that run, for the log and run.json."""
     config, micro_batch = state.config, state.config.layout.micro_batch_size
     masked = config.data.masks_attention
     kernels = {
@@ -256,7 +256,7 @@ def _kernels(state: TrainState, splits: data.Splits) -> dict[str, str]:
 
 
 class Trainer:
-    """A run: what its steps need, and its progress (`done`)."""
+    """The training loop of one run. done: the run's progress, equal on every rank."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class Trainer:
         self.cold = warms_up(config, self.device)
 
     def _add_observers(self) -> None:
-        """Add what the options ask to be seen of the steps."""
+        """Add the observers that the options ask for: traces, step times, samples of text."""
         state, log = self.state, self.log
         exchange = self.checkpoints.exchange
         if self.config.run.profile_step or self.config.run.torch_profile:
@@ -304,10 +304,10 @@ class Trainer:
             self.write_samples = samples.after_step
 
     def run(self) -> bool:
-        """Train to the end, evaluating, logging and saving on the way.
+        """Train to the last step, and evaluate, log and save between steps; return True.
 
-        False if a stop condition or a signal ended it before; all is saved then. UserError if
-        training has diverged.
+        Return False if a stop condition or a signal ended the run earlier: its state is saved.
+        Raise UserError if training has diverged.
         """
         action: float = GO_ON
         if self.done.iteration < self.total:
@@ -321,7 +321,7 @@ class Trainer:
             action = self._advance(iteration, evaluates=bool(due))
             if self.losses.diverged:
                 give_up(self.losses, self.done, self.checkpoints)
-            # An evaluation does not delay a stop.
+            # A requested stop skips the evaluation, which would delay the stop.
             if due and (last or action < SAVE_AND_STOP):
                 action = max(action, self._evaluate(due))
             if last or action < SAVE_AND_STOP:
@@ -333,7 +333,7 @@ class Trainer:
             if action == SAVE_AND_STOP and not last:
                 return self._stop_early()
             save_requested |= action == SAVE
-            if last or not self.losses.bad:  # else --keep-last might delete the last good state
+            if last or not self.losses.bad:  # if bad, --keep-last might delete the last good state
                 self.checkpoints.after_step(self.done, last, save_requested)
                 save_requested = False
                 if not self.checkpoints.saving:
@@ -346,7 +346,7 @@ class Trainer:
         return True
 
     def _evaluations_due(self, iteration: int) -> dict[str, tuple[data.Samples, int]]:
-        """By name the samples, and how many, of the evaluations that are due after this step."""
+        """Return by name the samples, and their number, of each evaluation due after this step."""
         every, splits = self.config.data.eval_every, self.splits
         if iteration != self.total and not (every and iteration % every == 0):
             return {}
@@ -356,13 +356,13 @@ class Trainer:
         return {"validation": validation, **splits.eval_sets}
 
     def _advance(self, iteration: int, evaluates: bool) -> float:
-        """Train on the next global batch, or pass it over; the action requested then."""
+        """Train on the next global batch, or skip it; return the ranks' largest request."""
         begin = self.done.consumed_samples
         batch = self.config.batches.batch(begin)
         if self.config.passes_over(begin, batch):
             self._count(iteration, batch, trained=False)
             self.log.pass_over(iteration, begin + batch, batch)
-            return GO_ON  # it took no time: nothing is asked before the next step
+            return GO_ON  # a skipped batch takes no time: requests wait for the next step
         if self.cold:
             self._warm_up(begin)
         began = time.perf_counter()
@@ -384,7 +384,7 @@ class Trainer:
         return max(rank.requested_action for rank in everyone)
 
     def _warm_up(self, begin: int) -> None:
-        """Compile or load kernels, by passes of the first step that is not passed over."""
+        """Call `warm_up` once, before the first step that is not skipped, and log its seconds."""
         self.cold, began = False, time.perf_counter()
         warm_up(self.state, self.splits.train, begin)
         garbage.freeze()
@@ -392,7 +392,7 @@ class Trainer:
         self.log.note(f"warmed up by the passes of a micro-batch in {seconds:.1f} s")
 
     def _count(self, iteration: int, batch: int, trained: bool) -> None:
-        """Make progress by a step on `batch` samples; trained: whether it changed the weights."""
+        """Add a step on `batch` samples to `done`; trained: whether it changed the weights."""
         begin, untrained = self.done.consumed_samples, self.done.skipped_samples
         counts = self.splits.train.count_by_corpus(begin, begin + batch)
         usage = self.done.usage.after(counts, batch, self.config.length(begin), trained)
@@ -400,7 +400,10 @@ class Trainer:
         self.done = Progress(iteration, begin + batch, untrained, usage)
 
     def _exchange(self, seconds: float, evaluates: bool) -> list[StepStats]:
-        """Every rank's statistics of the step: the one exchange between steps."""
+        """Return every rank's statistics of a step that took `seconds`; collective over the world.
+
+        The statistics hold each rank's requested action, so there is one exchange between steps.
+        """
         ahead = self.checkpoints.seconds_to_save
         ahead += self.seconds_to_evaluate if evaluates else 0.0
         action = max(self.conditions.requested_action(ahead), self.checkpoints.requested_action)
@@ -411,7 +414,7 @@ class Trainer:
         return everyone
 
     def _evaluate(self, due: dict[str, tuple[data.Samples, int]]) -> float:
-        """Evaluate on the validation split and the sets; the action requested afterwards."""
+        """Evaluate on each of `due`; return the ranks' largest request afterwards."""
         began = time.perf_counter()
         for name, (samples, count) in due.items():
             self.log.evaluation(name, self.done, evaluate(self.state, samples, count))
@@ -419,16 +422,16 @@ class Trainer:
         return self._largest_request()
 
     def _largest_request(self) -> float:
-        """What is to be done at a boundary that is no step's end; collective over all ranks."""
+        """Return the ranks' largest request, before step 1 or after an evaluation; collective."""
         action = self.conditions.requested_action()
         own = step_stats.measure(self.device, 0.0, requested_action=action)
         everyone = step_stats.exchange(own, self.world, self.device)
         return max(rank.requested_action for rank in everyone)
 
     def _stop_early(self) -> bool:
-        """Save, and print which rank requested the stop; False: the run is not finished.
+        """Save, print which rank requested the stop, and return False: the run is not finished.
 
-        UserError if it could not be saved.
+        Raise UserError if the state could not be saved.
         """
         reasons = self.checkpoints.exchange.gather("stop", self.conditions.reason)
         rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
@@ -443,5 +446,5 @@ class Trainer:
 
 
 def check_replicas(state: TrainState, iteration: int) -> None:
-    """`replica_check.check` of a run's state; collective over the world."""
+    """Call `replica_check.check` on a run's state; collective over the world."""
     replica_check.check(state.stages, state.optimizer, state.factory.mesh, iteration)
