@@ -1,9 +1,9 @@
-"""What the passes of a model's parts cost, counted: the one list of prices of a pass.
+"""Counts the costs of a forward and a backward pass through embedding, block and head.
 
-    embedding, block, head = pass_costs(model, "cuda")      of one token, nothing split
-    part_costs(model, "cuda").block                         forward and backward together
+    embedding, block, head = pass_costs(model, "cuda")      for one token, without tp
+    part_costs(model, "cuda").block                         forward and backward pass together
 
-Costs are FLOPs of a token, and bytes moved counted as FLOPs.
+Costs are FLOPs per token; bytes moved in memory are converted to FLOPs and added.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,15 @@ from typing import NamedTuple
 from config import model_stats
 from config.schema import ModelShape
 
-# What one byte of memory traffic costs in FLOPs: on GPUs about an A100's 312 TFLOP/s over 2 TB/s,
-# on a CPU core about 80 GFLOP/s over 8 GB/s. It weighs what moves bytes against GEMMs.
+# The FLOPs that take as long as moving one byte in memory: on GPUs about an A100's 312 TFLOP/s over
+# 2 TB/s, on a CPU core about 80 GFLOP/s over 8 GB/s.
 FLOPS_PER_BYTE = {"cuda": 150.0, "cpu": 10.0}
 
 
 class PassCosts(NamedTuple):
-    """Of one micro-batch: seconds of forward, gradients of inputs and of weights; bytes held."""
+    """Costs of a part or a stage: seconds of F, B (gradients of inputs) and W (of weights), and the
+    bytes of activations held for the backward pass. From `pass_costs`, seconds are FLOPs per token.
+    """
 
     forward: float
     inputs: float
@@ -28,19 +30,24 @@ class PassCosts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all its passes."""
+        """The seconds of F, B and W together."""
         return self.forward + self.inputs + self.weights
 
 
 class StageCosts(NamedTuple):
-    """The costs of every stage; the bytes that a rank may hold; seconds of a message."""
+    """The costs of every stage, the bytes of activations that a rank may hold (limit), and the
+    seconds of a message between ranks (transfer).
+    """
 
     stages: tuple[PassCosts, ...]
     limit: float
     transfer: float
 
     def seconds(self, split: bool) -> dict[tuple[str, int], float]:
-        """By kind of action and stage, as simulation.py takes them."""
+        """Return the seconds of an action by (kind, stage), for simulation.py.
+
+        split: whether W is an action of its own; else B includes its seconds.
+        """
         seconds = {}
         for stage, costs in enumerate(self.stages):
             seconds["F", stage] = costs.forward
@@ -53,7 +60,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Time of one token's forward and backward through each part, in units of one FLOP."""
+    """Time of one token's forward and backward pass through each part, in FLOPs."""
 
     embedding: float
     block: float
@@ -62,12 +69,13 @@ class PartCosts:
 
 @lru_cache(maxsize=256)
 def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, PassCosts]:
-    """Of embedding, block and head, from FLOPs and from the bytes moved by what is not a GEMM.
+    """Return the costs of embedding, block and head for one token, without tp or recomputation.
 
-    Bytes per token, 4 each: the embedding reads and writes a row of h forward and adds one
-    backward (6 h); the loss reads the logits to find the maximum, to sum and to differentiate,
-    and writes their gradient (4 V); a block's norms, activation and residuals pass about 40 h, a
-    third of them forward. Attention's scores have no weights.
+    GEMMs count by their FLOPs, other operations by the numbers of 4 bytes that they move per token:
+    the embedding 6 h (it reads and writes a row forward and adds a row backward), half of them
+    forward; the loss 4 V (it reads the logits to find the maximum, to sum and to differentiate, and
+    writes their gradient), half of them forward; a block's norms, activation and residuals about
+    40 h, a third of them forward. Attention scores have no weights, so W has no FLOPs of theirs.
     """
     byte = FLOPS_PER_BYTE[device]
     looked_up = 4.0 * 3 * model.hidden * byte
@@ -82,10 +90,10 @@ def pass_costs(model: ModelShape, device: str) -> tuple[PassCosts, PassCosts, Pa
 
 
 def attention_scores(model: ModelShape) -> float:
-    """FLOPs of a token's attention scores in one block."""
+    """Return the FLOPs of one token's attention scores in one block, forward."""
     return 2.0 * model.seq_length * model.attention_width
 
 
 def part_costs(model: ModelShape, device: str = "cuda") -> PartCosts:
-    """Each part's time, forward and backward together."""
+    """Return the time of each part, forward and backward pass together, in FLOPs per token."""
     return PartCosts(*(part.seconds for part in pass_costs(model, device)))

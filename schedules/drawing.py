@@ -1,4 +1,4 @@
-"""Schedules and steps as pictures: a grid of characters, and events of a Chrome trace."""
+"""Draws schedules and steps: as a grid of characters, and as events of a Chrome trace."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ from schedules.simulation import Slot
 
 
 def draw(slots: list[list[Slot]], columns: int = 48) -> str:
-    """A rank x time grid of simulated slots: `F0` starts, `==` continues, `..` idle.
+    """Return a grid of simulated slots, a line per rank and a column per unit of time.
 
-    At most `columns` units of time are drawn; a longer schedule ends in `...`. Where a rank holds
-    several stages, its row is named by the rank, and actions by micro-batch and stage: `F0.2`.
+    `F0` marks the first unit of an action, `==` a further unit, `..` an idle one. At most `columns`
+    units are drawn; the lines of a longer schedule end in `...`. If some rank holds several stages,
+    lines are named by rank instead of stage, and actions by micro-batch and stage: `F0.2`.
     """
     several = any(len({slot.action.stage for slot in row}) > 1 for row in slots)
 
@@ -35,16 +36,19 @@ def draw(slots: list[list[Slot]], columns: int = 48) -> str:
 def trace_event(
     name: str, process: int, thread: int, start: float, end: float, **more: Any
 ) -> dict[str, Any]:
-    """A span of time on one row of a trace; start and end in seconds."""
+    """Return the event of a span of time in one row of a trace; start and end in seconds.
+
+    more: further fields of the event.
+    """
     times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
     return {"name": name, "ph": "X", "pid": process, "tid": thread} | times | more
 
 
 def trace_label(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    """The name of a process or of a thread: `kind` is process_name or thread_name."""
+    """Return the event that names a process or a thread; kind: process_name or thread_name."""
     return {"name": kind, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 def trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The document that a viewer opens, as JSON."""
+    """Return the trace document, to be written as JSON, which a viewer opens."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}

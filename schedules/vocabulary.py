@@ -1,21 +1,21 @@
-"""Passes of a pipeline whose ranks share embedding and output matrix: `--vocab-pp`.
+"""Adds the passes of `--vocab-pp` to a schedule: all ranks share embedding and output matrix.
 
-Every rank holds an equal part of the vocabulary's rows (arXiv 2411.05288) and does, beside the
-passes of its stage, four more for each micro-batch:
+Every rank holds an equal shard of the vocabulary's rows (arXiv 2411.05288). Beside the F and B of
+its stage, it does four passes for each micro-batch:
 
-    E  looks its tokens up; the sums over the ranks are what the first stage takes
-    S  its part of the logits of the last stage's output, which all ranks receive: their largest,
-       the sum of their exponentials and the label's logit, which the ranks exchange
-    T  with these of all ranks the loss and the gradient of its logits; from it the gradient of the
-       output, whose sum over the ranks the last stage's backward takes, then that of the matrix
-    G  adds the gradient of the first stage's input, which all ranks receive, to its rows
+    E  looks the tokens up in its rows; the first stage's input is the sum over all ranks
+    S  receives the last stage's output and computes its shard of the logits: their maximum, the
+       sum of their exponentials and the label's logit, which the ranks then exchange
+    T  computes the loss and the gradient of its logits from what S exchanged; then the gradient of
+       the last stage's output, which is summed over all ranks, and of its rows of the output matrix
+    G  receives the gradient of the first stage's input and adds it to the gradient of its rows
 
-A rank does one T before the next S: it holds the logits of one micro-batch. Each of these passes
-has a time in the simulation of the stages' own passes, the same on all ranks, and every rank does
-all of its passes in the order of their times. What a pass needs has an earlier time, so no rank
-waits for ever. For S and T to be done between the last stage's forward and its backward, 1F1B is
-that of a pipeline with one rank more, or with two from `MANY` ranks on: an S and a T may each have
-to wait until some rank has ended a pass.
+A rank does T before the next S, so that it holds the logits of one micro-batch only. The stages' F
+and B are simulated; each new pass gets a time in this simulation, the same on all ranks, and every
+rank does all of its passes in the order of their times. A pass has a later time than the passes
+that it needs, so no rank waits for ever. To leave time for S and T between the last stage's F and
+B, the 1F1B order is taken from a pipeline with one rank more, or two more from `MANY` ranks on: an
+S and a T may each have to wait until some rank has ended a pass. Read simulation.py first.
 """
 
 from itertools import product
@@ -24,10 +24,11 @@ from typing import Any
 from schedules.schedule import Action, Schedule
 from schedules.simulation import ends
 
-MANY = 5  # ranks; with fewer, one micro-batch ahead keeps them as busy as two do
-# When the passes are done, in units of a forward: E before the first stage's forward begins; S
-# after the last stage's ends, and after the T before; T as long after that forward as a backward
-# takes; G after the first stage's backward. Of passes at one time the first in PLACES comes first.
+MANY = 5  # ranks; with fewer ranks, one micro-batch further ahead keeps them as busy as two do
+# The times of the new passes, in units of a forward pass: E before the start of the first stage's F
+# (BEFORE_FORWARD); S after the end of the last stage's F (AFTER_FORWARD) and after the T before; T
+# after the end of that F by the length of a backward pass; G after the end of the first stage's B
+# (AFTER_BACKWARD). Of passes with the same time, the kind that is first in PLACES comes first.
 BEFORE_FORWARD = 3.0
 AFTER_FORWARD = 1.0
 AFTER_BACKWARD = 2.0
@@ -35,17 +36,19 @@ PLACES = "EGTSFB"
 
 
 def more_ahead(pp: Any) -> Any:
-    """Micro-batches that every rank of 1F1B runs further ahead than without these passes, for one
-    number of ranks or a column of them.
+    """Return how many micro-batches further ahead a rank of 1F1B runs than without --vocab-pp.
+
+    pp: the number of ranks, or an array of such numbers (planner/closed_form.py).
     """
     return 1 + (pp >= MANY)
 
 
 def with_vocabulary(longer: Schedule, ranks: int, backward: int) -> Schedule:
-    """The schedule of the first `ranks` ranks of a schedule of one stage on each, with E, S, T and,
-    if it has backwards, G. It is not checked.
+    """Return the first `ranks` ranks of a schedule with E, S, T and, if it has B, G added.
 
-    backward: how many forwards a backward takes, 2 or with all blocks recomputed 3.
+    longer: a schedule with one stage on each rank and at least `ranks` ranks. backward: how many
+    times as long as a forward pass a backward pass takes: 2, or 3 if all blocks are recomputed. The
+    result is not checked.
     """
     seconds = {("F", stage): 1.0 for stage in range(longer.stages)}
     seconds |= {("B", stage): float(backward) for stage in range(longer.stages)}
@@ -55,7 +58,7 @@ def with_vocabulary(longer: Schedule, ranks: int, backward: int) -> Schedule:
         timed[rank].append((time, PLACES.index(action.kind), action))
 
     ended = ends(longer, seconds)
-    loss = 0.0  # when T of the micro-batch before is done
+    loss = 0.0  # the time of T of the micro-batch before
     for rank, row in enumerate(longer.ranks[:ranks]):
         for number, action in zip(longer.numbered.ranks[rank], row, strict=True):
             end = ended[number]
