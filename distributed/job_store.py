@@ -1,13 +1,13 @@
-"""The store of a job: torch's TCPStore on rank 0, to which nobody but the ranks is connected.
+"""The store of a job: torch's TCPStore on rank 0, to which only the job's ranks are connected.
 
     opened = open_store(launch, local, run.out)    # collective over all ranks
-    values = opened.part("values")                 # a part of it, of a name that nobody can guess
+    values = opened.part("values")                 # keys with a prefix that nobody can guess
 
-torch's store has no authentication: who can connect can read, set and delete every key. So the
-address goes to the other ranks over MPI, or under torchrun through a file that only this user can
-read, together with a secret from which the names of all keys come. When every rank has made all the
-connections that it will ever need, rank 0 closes the port. A connection of anybody else that is
-there by then is an error.
+torch's store has no authentication: any program that can connect can read, set and delete every
+key. So rank 0 gives the address to the other ranks over MPI, or under torchrun in a file that only
+this user can read. With it goes a secret, from which the prefixes of all keys are computed. When
+every rank has made all the connections that it will ever need, rank 0 closes the port. If another
+program is connected by then, the job ends with an error.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from config.messages import UserError
 from distributed.early_end import node_name
 from distributed.launch import Launch, Local
 
-TIMEOUT = timedelta(minutes=30)  # of the store's own calls
+TIMEOUT = timedelta(minutes=30)  # torch's time limit for a call of the store
 CONNECTIONS = 2  # of each rank to the store
-OTHER_FILES = 256  # that a rank has open beside
+OTHER_FILES = 256  # files that a rank may have open besides the connections to the store
 PAUSE = 0.05  # seconds between two looks
-SECONDS_TO_CONNECT = 60.0  # to rank 0, which listens already: the network's own attempts
+SECONDS_TO_CONNECT = 60.0  # to rank 0, which listens already; the network may need several attempts
 SECONDS_FOR_FILE = 60.0  # until a file of rank 0 is seen on the other nodes
-SECONDS_TO_CLOSE = 10.0  # until connections that have ended are gone from rank 0
-KEY = "trine rendezvous"  # in torchrun's store: the name of the file
+SECONDS_TO_CLOSE = 10.0  # until connections that have ended are gone from rank 0's list
+KEY = "trine rendezvous"  # the key in torchrun's store under which rank 0 puts the file's name
 
 
 class Address(NamedTuple):
@@ -51,18 +51,24 @@ class Address(NamedTuple):
 
 @dataclass
 class JobStore:
-    """Two connections to the store (None for a single process) and the secret of the job."""
+    """This rank's two connections to the store (None for a single process), and the job's secret.
+
+    secret: hexadecimal text, the same on all ranks; names and keys are computed from the secret.
+    """
 
     secret: str = field(repr=False)
     first: Any = None
     second: Any = None
 
     def key(self, purpose: str) -> str:
-        """A name or a key for one purpose, which tells nothing about the secret."""
+        """Return a name or key for one purpose, from which the secret cannot be computed."""
         return hmac.new(self.secret.encode(), purpose.encode(), "sha256").hexdigest()
 
     def part(self, purpose: str, second: bool = False) -> Any:
-        """The part of the store for one purpose, over the first or the second connection."""
+        """Return the part of the store for one purpose; None for a single process.
+
+        second: use the second connection and not the first one.
+        """
         import torch.distributed as dist
 
         if self.first is None:
@@ -71,11 +77,11 @@ class JobStore:
 
 
 def open_store(launch: Launch, local: Local, out: str) -> JobStore:
-    """Meet the other ranks in a store of this job alone; collective over all ranks.
+    """Start the job's store on rank 0 and connect to it; collective over all ranks.
 
-    out: the run's --out, for the file under torchrun. Raises UserError if torchrun's port is in
-    use, the file cannot be written or seen, others are connected to the store, or ranks may not
-    open as many files as rank 0 has connections.
+    out: the run's --out, the folder of the file under torchrun. Raise UserError if torchrun's port
+    is in use, the file cannot be written or seen, other programs are connected to the store, or
+    the limit of open files is below the number of connections that rank 0 will have.
     """
     if launch.size == 1:
         return JobStore(os.urandom(32).hex())
@@ -86,17 +92,20 @@ def open_store(launch: Launch, local: Local, out: str) -> JobStore:
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
-        # Over libfabric a message moves only while its sender is inside MPI: a rank that does not
-        # call MPI while it waits for the others would keep some of them in this broadcast.
+        # Over libfabric a message moves only while its sender is inside an MPI call: ranks that
+        # forward the broadcast must go on calling MPI (Iprobe) until all ranks have received it.
         return meet(world.bcast(address), launch.size, server, world.Iprobe)
     with _address_over_torchrun(address, out) as shared:
         return meet(shared, launch.size, server)
 
 
 def allow_open_files(size: int) -> None:
-    """Raise this process's limit of open files as far as it goes; UserError if that is too few."""
+    """Raise this process's limit of open files to its hard limit.
+
+    size: the number of ranks. Raise UserError if the hard limit is too low for the store of rank 0.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # often it begins as 1,024
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the soft limit is often 1,024
     needed = CONNECTIONS * size + OTHER_FILES
     if most != resource.RLIM_INFINITY and most < needed:
         where = f"{needed:,} open files on {node_name()}, and the limit there is {most:,}"
@@ -105,9 +114,10 @@ def allow_open_files(size: int) -> None:
 
 
 def host_address(local: Local) -> str:
-    """The address at which the ranks of this job reach this node.
+    """Return the address at which the ranks of this job reach this node.
 
-    Across nodes never a loopback address, which some /etc/hosts give for the node's own name.
+    If there are several nodes, a loopback address is avoided, which some /etc/hosts give for the
+    name of the node itself.
     """
     if local.one_node:
         return "127.0.0.1"
@@ -122,7 +132,7 @@ def host_address(local: Local) -> str:
 
 
 class Server:
-    """Rank 0's store, and the port at which it listens."""
+    """The server of the store, on rank 0, and the port at which it listens."""
 
     def __init__(self, host: str, size: int) -> None:
         import torch.distributed as dist
@@ -141,9 +151,14 @@ class Server:
         )
 
     def close_port(self, connections: int) -> None:
-        """Take no new connection; UserError unless there are as many as the ranks have."""
+        """Accept no new connection from here on.
+
+        connections: the number that the ranks have made. Raise UserError if the server still has
+        another number of connections after SECONDS_TO_CLOSE.
+        """
         nowhere = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nowhere, self.descriptor)  # torch has no call that ends only the listening
+        # This closes the listening socket; torch has no call that ends only the listening.
+        os.dup2(nowhere, self.descriptor)
         os.close(nowhere)
         limit = time.monotonic() + SECONDS_TO_CLOSE
         while (found := self._count()) != connections:
@@ -163,9 +178,9 @@ class Server:
 def meet(
     address: Address, size: int, server: Server | None, act: Callable[[], Any] = lambda: None
 ) -> JobStore:
-    """Connect to the store and wait until all ranks have; rank 0 has its server.
+    """Connect to the store and wait until all ranks have connected; collective over all ranks.
 
-    act: called again and again meanwhile.
+    server: on rank 0. act: called repeatedly while this rank waits.
     """
     import torch.distributed as dist
 
@@ -174,7 +189,7 @@ def meet(
     while len(stores) < CONNECTIONS:
         timeout = TIMEOUT
         store = dist.TCPStore(address.host, address.port, wait_for_workers=False, timeout=timeout)
-        store.check(["x"])  # it has been accepted
+        store.check(["x"])  # returns when the server has accepted the connection
         stores.append(store)
     opened = JobStore(address.secret, *stores)
     values = opened.part("values")
@@ -192,18 +207,21 @@ def meet(
 
 
 def _check_reachable(address: Address) -> None:
-    """OSError if rank 0, which listens there, cannot be reached.
+    """Raise OSError if the address, at which rank 0 listens, cannot be reached.
 
-    torch would try for half an hour what the network refuses, and print its stack at each attempt.
+    Without this check torch would try to connect for half an hour, and print its stack at each
+    attempt.
     """
     socket.create_connection((address.host, address.port), SECONDS_TO_CONNECT).close()
 
 
 @contextlib.contextmanager
 def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Address]:
-    """The address of rank 0's store, which is in a file as long as this is not left.
+    """Yield the address of rank 0's store on every rank; the ranks were started by torchrun.
 
-    address: that on rank 0. torchrun's own store, open to all, has no more than the file's name.
+    address: the address on rank 0, None on the others. Rank 0 writes it into a file, which is
+    removed when the block ends. torchrun's store, which any program can read, holds only the file's
+    name.
     """
     import torch.distributed as dist
 
@@ -227,9 +245,10 @@ def _address_over_torchrun(address: Address | None, out: str) -> Iterator[Addres
 
 @contextlib.contextmanager
 def address_file(address: Address, out: str) -> Iterator[str]:
-    """The name of a file with the address that is there, for this user alone, until this is left.
+    """Write the address into a new file in `out` and yield the file's name, without the folder.
 
-    UserError if it cannot be written.
+    Only this user can read the file. It is removed when the block ends. Raise UserError if it
+    cannot be written.
     """
     try:
         os.makedirs(out, exist_ok=True)
@@ -244,7 +263,11 @@ def address_file(address: Address, out: str) -> Iterator[str]:
 
 
 def read_address(path: Path) -> Address:
-    """What rank 0 wrote; UserError if the file is not seen in time, or not this user's alone."""
+    """Return the address that rank 0 wrote into the file `path`.
+
+    Raise UserError if the file is not seen within SECONDS_FOR_FILE, or if it is not a regular file
+    of this user that no other user can read or write.
+    """
     limit = time.monotonic() + SECONDS_FOR_FILE
     while not os.path.lexists(path):
         if time.monotonic() > limit:
@@ -259,7 +282,7 @@ def read_address(path: Path) -> Address:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # a link, or a file of another user
         raise refusal from None
-    status = os.fstat(descriptor)  # what is checked is what is read
+    status = os.fstat(descriptor)  # of the open file, so that it cannot be replaced after the check
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
         os.close(descriptor)
         raise refusal

@@ -1,12 +1,13 @@
 """How this process was started: by which launcher, as which rank of how many, on which node.
 
     launch = discover()                # from the launcher's variables alone, before torch
-    warning = check_launch(launch)     # UserError for what cannot work
-    local = find_local(launch)         # from MPI, where there is one
+    warning = check_launch(launch)     # raises UserError for a start that cannot work
+    local = find_local(launch)         # the rank's place on its node, from MPI or from variables
 
-In this order: torchrun's variables, those of MPI's mpirun, a Slurm step of several tasks, else a
-single process. Launcher and MPI must agree on rank and size: otherwise a job of four ranks silently
-becomes four jobs of one rank that overwrite one another. Each way to get there has its own message.
+`discover` looks for torchrun's variables first, then for the variables of MPI's mpirun, then for a
+Slurm step of several tasks; without any of these this is a single process. Launcher and MPI must
+agree on rank and size: otherwise a job of four ranks silently becomes four jobs of one rank that
+overwrite one another. Each mistake that leads to such a disagreement has its own error message.
 """
 
 import contextlib
@@ -24,14 +25,15 @@ from config.messages import UserError, exit_with
 from distributed.early_end import SECONDS_TO_FLUSH, StartWatch
 from distributed.placement import allowed_cores, threads_asked_for
 
-SECONDS_FOR_SIGNALS = 0.02  # for a thread to handle what was received just before
+SECONDS_FOR_SIGNALS = 0.02  # for the thread of Signals to handle a signal that came just before
 
 
 @dataclass(frozen=True)
 class Launch:
     """What the launcher's environment variables say about this process.
 
-    watch: of this rank's start.
+    mpi: whether MPI connects the ranks. watch: starts and ends the process that watches this rank
+    until its first step (early_end.py).
     """
 
     launcher: str
@@ -42,14 +44,18 @@ class Launch:
 
     @property
     def exit_delay(self) -> float:
-        """Seconds that ranks wait before they exit for an error that another rank reports."""
-        # All ranks are ended when the first exits (early_end.py), and ranks start seconds apart
-        # where many read their modules from one disk.
+        """Seconds that a rank waits before it exits for an error that another rank reports."""
+        # The first exit ends all ranks (early_end.py). The reporting rank may come seconds later,
+        # since ranks start seconds apart where many read their modules from one disk.
         return 10.0 if self.size > 1 else 0.0
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Launch:
-    """The launcher that started this process, its rank, the number of ranks; raises UserError."""
+    """Return the launcher that started this process, its rank and the number of ranks.
+
+    environment: os.environ by default. Raise UserError if the launcher's variables are incomplete
+    or no whole numbers.
+    """
     env = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" in env:
         return Launch("torchrun", *_rank_and_size(env, "RANK", "WORLD_SIZE"))
@@ -57,7 +63,8 @@ def discover(environment: Mapping[str, str] | None = None) -> Launch:
         place = _rank_and_size(env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
         return Launch("mpirun of Open MPI", *place, mpi=True)
     in_step = "SLURM_STEP_ID" in env and "SLURM_PROCID" in env
-    # In a Slurm job MPICH's mpirun starts its helper processes with srun: that step is not ours.
+    # In a Slurm job MPICH's mpirun starts its helper processes with srun: the variables of that
+    # Slurm step do not describe the ranks. MPI_LOCALRANKID is set by mpirun, not by srun.
     if "PMI_SIZE" in env and ("MPI_LOCALRANKID" in env or not in_step):
         return Launch("mpirun", *_rank_and_size(env, "PMI_RANK", "PMI_SIZE"), mpi=True)
     if in_step and _slurm_tasks(env) > 1:
@@ -66,7 +73,10 @@ def discover(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def _number(env: Mapping[str, str], name: str, below: str = "") -> int:
-    """A whole number in an environment variable, less than that in `below`; else UserError."""
+    """Return the whole number in an environment variable, or raise UserError.
+
+    below: the name of a second variable; the number must be less than the second variable's.
+    """
     text = env.get(name)
     if text is None:
         raise UserError(f"the launcher has set some of its variables, but not {name}")
@@ -82,11 +92,14 @@ def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, i
 
 
 def check_launch(launch: Launch, environment: Mapping[str, str] | None = None) -> str | None:
-    """A warning about how this process was started, or None; UserError if it cannot work."""
+    """Return a warning about how this process was started, or None.
+
+    Raise UserError if the job cannot work when started this way. Called before torch is imported.
+    """
     env = os.environ if environment is None else environment
     tasks = _slurm_tasks(env)
     for read in (threads_asked_for, job_nodes, cores_asked_for):
-        read()  # a UserError is better now than later
+        read()  # raises its UserError now, before the slow imports
     if launch.launcher == "torchrun":
         _number(env, "LOCAL_RANK", below="LOCAL_WORLD_SIZE")
         if launch.size > 1:
@@ -117,9 +130,10 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
 
 
 def end_job(launch: Launch, mistake: UserError) -> NoReturn:
-    """Print a mistake that only this rank looked for, and end all ranks with status 2.
+    """Print an error that only this rank looked for, and end all ranks with status 2.
 
-    MPICH's mpirun does not end ranks that wait in MPI_Init for one that has exited: meet them.
+    MPICH's mpirun does not end ranks that wait in MPI_Init for a rank that has exited. So this rank
+    first joins them in MPI_Init, and then calls MPI_Abort.
     """
     print(f"error: {mistake}", file=sys.stderr, flush=True)
     launch.watch.close()
@@ -138,7 +152,7 @@ def end_job(launch: Launch, mistake: UserError) -> NoReturn:
 
 @dataclass(frozen=True)
 class Local:
-    """This rank among those of its node, and among those with the same allowed cores."""
+    """This rank's number among the ranks of its node, and among those with the same cores."""
 
     rank: int
     size: int
@@ -148,22 +162,25 @@ class Local:
 
 
 def job_nodes() -> int | None:
-    """The number of nodes of the Slurm job, if this process is in one."""
+    """Return the number of nodes of the Slurm job; None if this process is in no Slurm job."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES")
     return _number(os.environ, "SLURM_JOB_NUM_NODES") if nodes else None
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The Slurm job around a batch script: which start of which job, its nodes, tasks on each."""
+    """The Slurm job in which a batch script runs."""
 
-    start: str
-    nodes: tuple[str, ...]
-    tasks_per_node: int  # 0: not given
+    start: str  # JOB.RESTARTS: differs each time Slurm starts the job again
+    nodes: tuple[str, ...]  # the names of the job's nodes
+    tasks_per_node: int  # --ntasks-per-node; 0 if it was not given
 
 
 def slurm_job() -> SlurmJob | None:
-    """The Slurm job of this process, if it is in one; raises UserError."""
+    """Return the Slurm job of this process, or None without Slurm.
+
+    Raise UserError if scontrol cannot name the job's nodes.
+    """
     if not (job := os.environ.get("SLURM_JOB_ID")):
         return None
     words = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
@@ -177,14 +194,18 @@ def slurm_job() -> SlurmJob | None:
 
 
 def cores_asked_for() -> int | None:
-    """--cpus-per-task of the Slurm job, if this process is in a step of one."""
+    """Return --cpus-per-task of the Slurm job; None outside a Slurm step or if it is not set."""
     asked = os.environ.get("SLURM_CPUS_PER_TASK")
     in_step = "SLURM_STEP_ID" in os.environ
     return _number(os.environ, "SLURM_CPUS_PER_TASK") if asked and in_step else None
 
 
 def find_local(launch: Launch) -> Local:
-    """This rank on its node; UserError if launcher and MPI disagree, or MPI cannot be loaded."""
+    """Return this rank's place on its node; starts MPI if the launcher is MPI's or srun.
+
+    Collective over all ranks then. Raise UserError if launcher and MPI disagree about rank or size,
+    or MPI cannot be loaded.
+    """
     if launch.mpi:
         return _local_by_mpi(launch)
     if launch.launcher == "torchrun":
@@ -194,10 +215,12 @@ def find_local(launch: Launch) -> Local:
 
 
 def _local_by_mpi(launch: Launch) -> Local:
+    """Start MPI, check its rank and size, and return this rank's place on its node; collective."""
     try:
         import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=True)  # check which MPI it is before MPI_Init
+        # The import must not call MPI_Init: the library is checked first.
+        mpi4py.rc(initialize=False, finalize=True)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         reason = " ".join(str(error).split())
@@ -207,7 +230,7 @@ def _local_by_mpi(launch: Launch) -> Local:
         ) from None
     library = " ".join(MPI.Get_library_version().split()[:3]).strip(",")
     advice = _right_launcher(launch, library)
-    # MPICH's MPI_Init ends the process if Open MPI's mpirun started it: check before.
+    # MPICH's MPI_Init would end the process if Open MPI's mpirun started it: check this before.
     if launch.launcher == "mpirun of Open MPI" and "Open MPI" not in library:
         raise UserError(f"{launch.launcher} started {launch.size} tasks; {advice}")
     if not MPI.Is_initialized():
@@ -231,10 +254,10 @@ def _local_by_mpi(launch: Launch) -> Local:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGINT end this process at once, in a block that holds Python's lock.
+    """Let SIGTERM and SIGINT end this process at once while the block runs.
 
-    MPI_Init does, perhaps for minutes, so that no handler of Python would run. A launcher ends the
-    other ranks when one dies of a signal.
+    The block is MPI_Init, which holds Python's lock, perhaps for minutes, so that no handler
+    written in Python could run. A launcher ends the other ranks when one dies of a signal.
     """
     numbers = signal.SIGTERM, signal.SIGINT
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
@@ -247,10 +270,10 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the name of MPICH's shared memory, which every rank of the node has opened by now.
+    """Remove the file name of MPICH's shared memory, which every rank of the node has opened.
 
-    MPICH does that in MPI_Finalize. A job that ends by MPI_Abort or a signal would leave the file,
-    some megabytes, in the memory of its nodes.
+    The memory stays usable. MPICH removes the name only in MPI_Finalize, so a job that ends by
+    MPI_Abort or a signal would leave the file, some megabytes, in the memory of its nodes.
     """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
@@ -260,11 +283,12 @@ def _unlink_shared_memory() -> None:
 
 
 def _prefer_libfabric(library: str) -> None:
-    """Make an MPICH with both UCX and libfabric use libfabric, unless the variable is set.
+    """Make an MPICH built with UCX and libfabric use libfabric, unless the user chose one.
 
-    Over UCX it passes Slurm an address buffer of 4 KiB whose unused part is not initialised. With
-    a line above 1,023 bytes in it, the pmi2 plugin (22.05) fails and MPI_Init hangs: once in some
-    hundred starts. Over libfabric an address is one line of 65 bytes.
+    Called before MPI_Init under srun. library: the text of MPI.Get_library_version(). Over UCX,
+    MPICH passes Slurm an address buffer of 4 KiB whose unused part is not initialised. If that part
+    holds a line of more than 1,023 bytes, Slurm's pmi2 plugin (22.05) fails and MPI_Init hangs:
+    once in some hundred starts. Over libfabric an address is one line of 65 bytes.
     """
     device = next((line for line in library.splitlines() if "MPICH Device" in line), "")
     if {"ucx", "ofi"} <= set(device.replace(":", " ").replace(",", " ").split()):
@@ -272,7 +296,7 @@ def _prefer_libfabric(library: str) -> None:
 
 
 def _right_launcher(launch: Launch, library: str) -> str:
-    """How to start ranks of that MPI library."""
+    """Return the text that names the launcher which fits the MPI library that was loaded."""
     name, kind = ("Open MPI", "pmix") if "Open MPI" in library else ("MPICH", "pmi2")
     if launch.launcher.startswith("mpirun"):
         return f"mpi4py has loaded {name}: start the ranks with {name}'s own mpirun"

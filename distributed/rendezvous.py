@@ -1,8 +1,9 @@
-"""How ranks meet: device and cores, a store that all share, everyone's place, process groups.
+"""How ranks meet at the start: each takes a device and cores, and learns where all others run.
 
     meeting = meet(launch, config.run)        # collective over all ranks
 
-The store, to which only the ranks are connected: job_store.py.
+Process groups are started after this, in context.py. Read launch.py before, which finds this rank's
+number; job_store.py has the key-value store over which ranks meet.
 """
 
 import dataclasses
@@ -27,38 +28,40 @@ MEETING_TIMEOUT = timedelta(seconds=SECONDS_TO_MEET)
 
 @dataclass
 class Meeting:
-    """What a rank knows when all have met."""
+    """What a rank knows when all ranks have met."""
 
     launch: Launch
     rank: int
     size: int
-    node: str
-    local: Local
-    places: list[Place]  # of every rank
+    node: str  # the name of this rank's node
+    local: Local  # this rank's number on its node
+    places: list[Place]  # the place of every rank, in rank order
     device: Any  # torch.device
     backend: str  # nccl, gloo, or none for a single process
-    threads: int
+    threads: int  # of torch on the CPU, for this rank
     store: Any  # torch's key-value store, shared by all ranks; None for a single process
-    second_store: Any = None  # the same over another connection, for a thread that must not wait
-    group_store: Any = None  # the part in which process groups meet
-    monitor_key: str = field(
-        default="", repr=False
-    )  # by which the ranks and the monitor know one another
+    # The same store over another connection, for a thread that must not wait for `store`'s users.
+    second_store: Any = None
+    group_store: Any = None  # the part of the store in which process groups meet
+    # The secret by which the ranks and the watchdog's monitor recognise one another.
+    monitor_key: str = field(default="", repr=False)
 
 
 def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeting:
     """Choose device, cores and backend, and meet the other ranks; collective over all ranks.
 
-    A rank that has not met all others in time prints where it waits and exits with status 1. If
-    launcher and MPI disagree, or the device or backend asked for is not there, the first rank of
-    each node that sees it prints the error and the job ends with status 2.
+    within: the time limit. A rank that has not met all others by then prints the stack of its wait
+    and exits with status 1. If launcher and MPI disagree, or two ranks have the same GPU, rank 0
+    prints the error; if the device or backend asked for is not there, the first rank of each node
+    prints the error. The job then ends with status 2.
     """
-    node, index = node_name(), launch.rank  # index 0, of the ranks that see a mistake, prints it
-    # From a thread that needs no Python lock: MPI_Init holds it.
+    # Several ranks see the same mistake: only the rank whose index is 0 prints it at once.
+    node, index = node_name(), launch.rank
+    # The time limit is kept by a thread that needs no Python lock, because MPI_Init holds the lock.
     faulthandler.dump_traceback_later(within.total_seconds(), exit=True, file=2)
     try:
         local = find_local(launch)
-        index = local.rank  # the next mistakes are a node's
+        index = local.rank  # the next mistakes are seen by all ranks of a node
         device, gpu, backend = _choose_device(run, launch, local, node)
         cores, threads = _take_cores(run, local)
         opened = open_store(launch, local, run.out)
@@ -78,7 +81,9 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
             exchange.leave()
             raise
     except UserError as mistake:
-        if index:  # the first rank that sees it ends the others, unless this one is alone with it
+        # The rank with index 0 normally prints the mistake and ends all ranks during this sleep.
+        # If the mistake is this rank's alone, this rank prints it after the sleep.
+        if index:
             time.sleep(launch.exit_delay)
         exit_with(mistake)
     rank = launch.rank
@@ -91,7 +96,11 @@ def meet(launch: Launch, run: Run, within: timedelta = MEETING_TIMEOUT) -> Meeti
 
 
 def _choose_device(run: Run, launch: Launch, local: Local, node: str):
-    """The rank's torch.device, the identifier of its GPU, and nccl, gloo or none."""
+    """Return the rank's torch.device, its GPU's identifier (None on a CPU), and the backend.
+
+    The backend is nccl, gloo, or none for a single process. Raise UserError if --device or
+    --backend cannot be had on this node.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -120,9 +129,10 @@ def _choose_device(run: Run, launch: Launch, local: Local, node: str):
 
 
 def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
-    """Bind this process to its share of the cores; those cores, and the number of threads.
+    """Bind this process to its share of the cores; return the share and the number of threads.
 
-    Cores that several ranks are allowed alike are divided among them if there is one for each.
+    If several ranks may use the same cores, these are divided among the ranks, provided that there
+    is at least one core for each. The threads are torch's, on the CPU.
     """
     import torch
 
@@ -130,7 +140,7 @@ def _take_cores(run: Run, local: Local) -> tuple[tuple[int, ...], int]:
     physical = placement.physical_cores(cores)
     share = placement.share_of_cores(physical, local.sharing, local.place_among_sharing)
     if share is not None and run.bind_cores and local.sharing > 1:
-        os.sched_setaffinity(0, share)  # of this thread, and of those that it starts later
+        os.sched_setaffinity(0, share)  # for this thread, and for the threads it starts later
         cores = share
     threads = placement.threads_asked_for() or max(1, len(physical) // local.sharing)
     torch.set_num_threads(threads)

@@ -1,12 +1,12 @@
-"""Small values between ranks, through torch's key-value store and no collective.
+"""Exchange of small values between ranks, through torch's key-value store, without collectives.
 
     exchange = StoreExchange(context.store, context.rank, context.size, "checkpoints")
-    everyone = exchange.gather("room", {"disk": 10**12})   # of every rank, in rank order
+    everyone = exchange.gather("room", {"disk": 10**12})   # every rank's value, in rank order
     newest = exchange.agree(step, max)                     # rank 0 combines all values
     exchange.tell("trace", spans)                          # leave a value for rank 0;
     spans = exchange.collect("trace")                      # on rank 0: every rank's value
 
-No call waits longer than a time limit; `NoAnswer` then names the ranks that were silent.
+Every wait has a time limit. A wait beyond the limit raises NoAnswer with the silent ranks.
 """
 
 import json
@@ -19,9 +19,9 @@ from typing import Any
 from watchdog.flight_recorder import FlightRecorder
 
 PAUSE = 0.005  # seconds between two looks of rank 0 for a value that is not there yet
-# A rank that has sent nothing by then is considered lost; a save on a slow disk takes minutes.
+# A rank that has sent nothing for so long is considered lost. A save on a slow disk takes minutes.
 SECONDS_TO_ANSWER = 3600.0
-SECONDS_TO_LEAVE = 10.0  # that rank 0 waits for ranks which have not read what was agreed
+SECONDS_TO_LEAVE = 10.0  # rank 0 waits so long in `leave` for the other ranks
 
 
 class NoAnswer(TimeoutError):
@@ -35,13 +35,13 @@ class NoAnswer(TimeoutError):
 
 
 class StoreExchange:
-    """JSON values that ranks leave for one another under keys of one name.
+    """JSON values that ranks leave for one another in the store, under keys that share a name.
 
-    store: torch's, or None in a world of one. recorder: where waits of the calling thread are
-    recorded; None: nowhere. seconds: after which a silent rank is considered lost. Every rank makes
-    its exchanges in the same order, so that two of one name do not read one another's values. A
-    thread that waits keeps the store's connection busy: one that must not wait for it takes the
-    second one (`context.second_store`).
+    store: torch's store, or None for a single process. recorder: records the waits of the calling
+    thread; None: they are not recorded. seconds: after this time a silent rank is considered lost.
+    Every rank makes its exchanges in the same order, so that two exchanges with the same name do
+    not read one another's values. A waiting thread keeps the store's connection busy: a thread that
+    must not wait for another one uses the second connection (`context.second_store`).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StoreExchange:
         recorder: FlightRecorder | None = None,
         seconds: float = SECONDS_TO_ANSWER,
     ):
-        """No communication with other ranks yet."""
+        """Number this exchange among those of its name; does not wait for other ranks."""
         import torch.distributed as dist
 
         self.store = dist.HashStore() if store is None else store
@@ -65,14 +65,18 @@ class StoreExchange:
         self._agreed = 0
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """Every rank's value in rank order, on every rank; every rank must call.
+        """Return every rank's value in rank order, on every rank; every rank must call it.
 
-        Raises NoAnswer, on every rank, with the ranks that were silent.
+        Raise NoAnswer, on every rank, with the ranks that were silent.
         """
         return self.agree(value, lambda values: values, key)
 
     def agree(self, value: Any, combine: Callable[[list], Any], key: str = "agree") -> Any:
-        """As `gather`, but `combine` of the values, computed on rank 0."""
+        """Return combine(values of all ranks), computed on rank 0, on every rank.
+
+        value: JSON. combine: takes the list of values in rank order. Every rank must call it. Raise
+        NoAnswer, on every rank, with the ranks that were silent.
+        """
         import torch.distributed as dist
 
         self._agreed += 1
@@ -87,9 +91,9 @@ class StoreExchange:
             self.store.set(result_key, json.dumps(result))
         began = time.monotonic()
         with self.recorder.waiting_for("store", (0,)):
-            try:  # the store wakes its clients: hundreds of ranks do not poll it
+            try:  # the store wakes waiting ranks, so that hundreds of ranks need not poll it
                 self.store.wait([result_key], timedelta(seconds=2 * self.seconds))
-            except dist.DistError as error:  # rank 0, which has the store, is gone or silent
+            except dist.DistError as error:  # rank 0, where the store is, has ended or is silent
                 raise NoAnswer([0], round(time.monotonic() - began, 1)) from error
         result = json.loads(self.store.get(result_key))
         if "silent" in result:
@@ -97,9 +101,10 @@ class StoreExchange:
         return result["value"]
 
     def leave(self) -> None:
-        """Let every rank read what was agreed before rank 0, and the store with it, ends.
+        """Make rank 0 wait until every rank has read the last result of this exchange.
 
-        For an error that all ranks have agreed on; each calls it before it ends.
+        Called by every rank before it exits for an error that all ranks have agreed on. The store
+        ends with rank 0, and slower ranks would fail with an error of the store.
         """
         self.tell("left", None)
         if self.rank == 0:
@@ -114,10 +119,10 @@ class StoreExchange:
     def collect(
         self, key: str, record: Callable[[str, Sequence[int]], None] | None = None
     ) -> list[Any]:
-        """Every rank's value in rank order; on rank 0, from any thread.
+        """Return the values that all ranks left with `tell`, in rank order; on rank 0, any thread.
 
-        record: called with ("store", ranks) before each wait, for a thread whose waits `recorder`
-        must not hold. Raises NoAnswer.
+        record: called with ("store", ranks) before each wait, in place of the recorder, by a thread
+        that is not the recorder's. Raise NoAnswer with the ranks that left no value in time.
         """
         limit = time.monotonic() + self.seconds
         keys = [f"{self._name}/{key}/{rank}" for rank in range(self.size)]
@@ -136,7 +141,7 @@ class StoreExchange:
         return values
 
     def _arrives(self, key: str, limit: float) -> bool:
-        """Whether the key is there before the limit of the monotonic clock."""
+        """Wait until the key is in the store; False if it is not there by `limit` (monotonic)."""
         while not self.store.check([key]):
             if time.monotonic() > limit:
                 return False
