@@ -2,23 +2,25 @@
 
     watch = StartWatch()
     watch.begin()
-    with ending_all_ranks(watch):   # around the imports of a program, and around all that it does
+    with ending_all_ranks(watch):   # around the imports and the whole work of a program
         ...
 
-An exit is not enough. MPICH's mpirun does not end ranks that wait in MPI_Init for one that has
-exited, srun ends them only with --kill-on-bad-exit, and a rank that MPI has started waits at its
-exit, in MPI_Finalize, for ranks that wait for it in a collective. So MPI's Abort ends the job where
-MPI has been started, and before that PMI's: the connection to the launcher through which MPI_Init
-would have met the others. Open MPI's mpirun and torchrun end the others when one exits non-zero.
+An exit of the failing rank is not enough. MPICH's mpirun does not end ranks that wait in MPI_Init
+for a rank that has exited. srun ends them only with --kill-on-bad-exit. A rank that has started MPI
+waits at its exit, in MPI_Finalize, for ranks that wait for it in a collective. So the job is ended
+by MPI_Abort if MPI has been started, and before that by the abort command of PMI, the connection to
+the launcher over which MPI_Init would meet the other ranks. Open MPI's mpirun and torchrun end all
+ranks when one exits non-zero.
 
-A rank that is killed or stopped cannot do any of that: its watch does, a process beside it.
+A rank that is killed or stopped cannot end the job. A process beside each rank does it then, the
+rank's watch (start_watch.py):
 
     watch.follow(config.run.out)    # the folder of the run, for the report of a death
     watch.have_met()                # from here on the watchdog's monitor sees a death
     watch.close()                   # the first step is done
 
 Source of PMI's commands: Balaji et al., "PMI: A Scalable Parallel Process-Management Interface for
-Extreme-Scale Systems", EuroMPI 2010, and what mpirun of MPICH 5.0 and srun of Slurm 22.05 answer.
+Extreme-Scale Systems", EuroMPI 2010, and the answers of MPICH 5.0's mpirun and Slurm 22.05's srun.
 """
 
 import contextlib
@@ -34,11 +36,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages
-# Not `-m`: that does not look into the current folder under PYTHONSAFEPATH.
+# Not `-m`, which does not search the current folder if PYTHONSAFEPATH is set.
 WATCH = "import sys; sys.path.insert(0, '.'); from distributed import start_watch as s; s.main()"
-SECONDS_TO_MEET = 1800.0  # until all ranks have met: the watchdog does not run yet
-SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on what was printed, before it is ended
-SECONDS_FOR_PMI = 2.0  # for an answer of the launcher, and for it to end this process
+SECONDS_TO_MEET = 1800.0  # the limit until all ranks have met; the watchdog does not run yet
+SECONDS_TO_FLUSH = 0.5  # for mpirun to pass on printed lines before the job is ended
+SECONDS_FOR_PMI = 2.0  # for an answer of the launcher, and for the launcher to end this process
 # The variables with the rank and the number of ranks, in the order in which `discover` reads them.
 PLACES = (
     ("RANK", "WORLD_SIZE"),
@@ -49,16 +51,17 @@ PLACES = (
 
 
 class StartWatch:
-    """Starts, tells and ends the process that watches a rank's start (start_watch.py).
+    """The rank's side of the process that watches its start (start_watch.py).
 
-    Until `begin` there is none, and none for a rank that is alone.
+    `begin` starts the process, unless this is the only rank. Without a process all methods do
+    nothing.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Start the process if this is one of several ranks."""
+        """Start the process if there are several ranks; called first of all in a program."""
         if not place_of_rank():
             return
         try:
@@ -75,37 +78,38 @@ class StartWatch:
             print(text, file=sys.stderr, flush=True)
 
     def follow(self, out: str) -> None:
-        """Have the report of a death written into the folder of the run."""
+        """Make the process write its report of a death into `out`, the folder of the run."""
         self._tell({"out": os.path.abspath(out)})
 
     def have_met(self) -> None:
-        """Leave a death to the watchdog from here on. A stopped rank is still killed."""
+        """Leave deaths to the watchdog's monitor from here on. A stopped rank is still killed."""
         self._tell({"met": True})
 
     def outlive(self) -> None:
-        """Have the process end the job if the launcher does not, some seconds after this rank."""
+        """Make the process end the job some seconds after this rank, if the launcher does not."""
         self._tell({"outlives": True})
 
     def close(self) -> None:
-        """End the process; from any thread, and more than once."""
+        """End the process; may be called from any thread, and more than once."""
         process = self._process
         self._process = None
         if process:
-            with process:  # waits for it
+            with process:  # leaving this block waits until the process has ended
                 process.kill()
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self._process and self._process.stdin:
-            with contextlib.suppress(OSError):  # it was killed
+            with contextlib.suppress(OSError):  # the process was killed
                 self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
 
 @contextlib.contextmanager
 def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
-    """End the job, non-zero, if an exception leaves the block on a rank of several.
+    """End the whole job with a non-zero status if an exception leaves the block.
 
-    Its traceback is printed with the rank and the node; SystemExit has printed its reason. watch:
-    of this rank, which then reports nothing.
+    The traceback is printed with the rank and the node. For a SystemExit nothing is printed: the
+    code that raised it has printed the reason. A single process only lets the exception pass, and
+    so does an exit with status 0. watch: this rank's watch, which then reports no death.
     """
     try:
         yield
@@ -113,8 +117,8 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
         if not end.code or not place_of_rank():
             watch.close()
             raise
-        # Under srun only an exit gives the job this status: PMI's abort makes 137 of it. Without
-        # --kill-on-bad-exit the other ranks go on, until the watch ends them.
+        # Under srun the job has this status only if the rank exits: with PMI's abort it would be
+        # 137. Without --kill-on-bad-exit the other ranks go on until the watch ends them.
         status = end.code if isinstance(end.code, int) else 1
         end_job(watch, status, by_pmi="SLURM_STEP_ID" not in os.environ)
     except BaseException as error:
@@ -122,14 +126,14 @@ def ending_all_ranks(watch: StartWatch) -> Iterator[None]:
         if not place:
             raise
         trace = "".join(traceback.format_exception(error))
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # standard error may be closed
             where = f"rank {place[0]} of {place[1]} on {node_name()}"
             print(f"{where} failed:\n{trace}", file=sys.stderr, flush=True)
         end_job(watch, 1)
 
 
 def place_of_rank() -> tuple[str, str] | None:
-    """This rank and the number of ranks, as the launcher has them; None if it is alone."""
+    """Return this rank and the number of ranks from the launcher's variables; None for one rank."""
     for rank, size in PLACES[0 if "TORCHELASTIC_RUN_ID" in os.environ else 1 :]:
         if os.environ.get(size, "1") != "1":
             return os.environ.get(rank, ""), os.environ[size]
@@ -137,18 +141,18 @@ def place_of_rank() -> tuple[str, str] | None:
 
 
 def node_name() -> str:
-    """Slurm's name of this node, which --exclude takes; the host's name without Slurm."""
+    """Return Slurm's name of this node, as in --exclude; without Slurm the host's name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
-    """End every rank with a status that is not 0, from any thread.
+    """End every rank with a status that is not 0; may be called from any thread.
 
-    watch: of this rank, which then reports nothing. by_pmi: whether PMI may end the job at once
-    where MPI has not been started.
+    watch: this rank's watch, which then reports no death. by_pmi: whether PMI may end the job at
+    once if MPI has not been started.
     """
     mpi = sys.modules.get("mpi4py.MPI")
-    # An MPI that is not the launcher's has a world of this rank alone: it cannot end the others.
+    # An MPI library that does not fit the launcher has a world of one rank and cannot end others.
     begun = mpi and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
     if begun or by_pmi:
         watch.close()
@@ -159,7 +163,8 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
             output.flush()
     time.sleep(SECONDS_TO_FLUSH)
     if mpi and begun:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the reason is printed: hide MPI_Abort's
+        # The reason of the end has been printed: hide MPI_Abort's message.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         mpi.COMM_WORLD.Abort(status)
     if by_pmi:
         abort_by_pmi(status)
@@ -167,13 +172,14 @@ def end_job(watch: StartWatch, status: int, by_pmi: bool = True) -> NoReturn:
 
 
 def abort_by_pmi(status: int) -> None:
-    """Have the launcher end the job through its socket; return if there is none.
+    """Make the launcher end the job, by a command over its PMI socket; return if there is none.
 
-    Called by a rank, or by its watch when MPI may have begun.
+    Called by a rank before MPI has started, or by its watch, when MPI may have started.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # not the launcher's ranks: torchrun's
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # PMI's launcher started torchrun, not the ranks
         return
-    with contextlib.suppress(OSError, ValueError):  # no launcher listens: an exit must do
+    # Without a launcher that listens, the caller can only exit.
+    with contextlib.suppress(OSError, ValueError):
         number = int(os.environ.get("PMI_FD", ""))
         with socket.socket(fileno=os.dup(number)) as launcher:
             launcher.settimeout(SECONDS_FOR_PMI)
@@ -181,4 +187,4 @@ def abort_by_pmi(status: int) -> None:
             with contextlib.suppress(TimeoutError):  # Slurm's does not answer if MPI has begun
                 launcher.recv(1024)
             launcher.sendall(b"cmd=abort exitcode=%d\n" % status)
-            launcher.recv(1024)  # it does not answer, but ends this process
+            launcher.recv(1024)  # the launcher does not answer, but ends this process meanwhile

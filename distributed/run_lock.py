@@ -1,5 +1,6 @@
-"""One run per --out: a process that writes there has locked the file OUT/.lock, which names it.
+"""The lock that lets only one run at a time write into a folder --out.
 
+Rank 0 of a run locks the file OUT/.lock and writes its process, node and Slurm job into that file.
 The kernel, or the server of a network file system, releases the lock when the process ends or its
 node is lost.
 """
@@ -16,13 +17,13 @@ from pathlib import Path
 from config.messages import UserError
 from distributed.early_end import node_name
 
-HELD = (errno.EACCES, errno.EAGAIN)  # by another process
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of the file system
-BYTES = 1024  # of a name that are read
+HELD = (errno.EACCES, errno.EAGAIN)  # errors of lockf when another process has the lock
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # if the file system has no locks
+BYTES = 1024  # the most that is read of the text that names the owner of a lock
 
 
 def in_use(out: str) -> bool:
-    """Whether another process has the lock of that folder."""
+    """Whether another process has the lock of the folder `out`."""
     try:
         with open(Path(out, ".lock"), "r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,9 +33,10 @@ def in_use(out: str) -> bool:
 
 
 class RunLock:
-    """This process's lock on a folder, which is made if need be, until `release`.
+    """This process's lock on a run's folder, from the constructor until `release`.
 
-    UserError if another process has the lock, or if it cannot be written.
+    out: the folder, made if it does not exist. Raise UserError if another process has the lock, or
+    if the folder cannot be written.
     """
 
     def __init__(self, out: str):
@@ -43,7 +45,7 @@ class RunLock:
         this_run = f"process {os.getpid()} on {node_name()}" + (f" (job {job})" if job else "")
         try:
             os.makedirs(out, exist_ok=True)
-            # A link would lead the writing elsewhere, and a pipe would not end the reading.
+            # A link could make this write into another file, and reading a pipe would not end.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
             self._file = os.open(path, flags, 0o666)
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
@@ -55,6 +57,7 @@ class RunLock:
             raise UserError(f"cannot write in {out}: {error.strerror or error}") from None
 
     def _lock(self, out: str, this_run: str) -> None:
+        """Lock the open file; raise UserError with the owner's name if another process has it."""
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -70,12 +73,12 @@ class RunLock:
             print(text, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Give the folder free; from any thread, and more than once.
+        """Release the lock; may be called from any thread, and more than once.
 
-        The file stays: if it were removed, two runs could lock two files of the same name.
+        The file is not removed: otherwise two runs could lock two different files of that name.
         """
         file = self._file
         self._file = -1
-        with contextlib.suppress(OSError):  # released before
+        with contextlib.suppress(OSError):  # the lock has been released before
             os.ftruncate(file, 0)
             os.close(file)

@@ -1,10 +1,11 @@
-"""What is said and checked before a model is built: where ranks run, what nodes lack.
+"""Checks and printed lines before step 1: where ranks run, and whether nodes lack something.
 
     introduce(config, context, "precision: bf16 ...")     every rank's place, warnings, node checks
-    check_compiler(kernels, "cuda", "n1")
-    check_room(config, context, needed=10**9, say=print)
+    check_compiler(kernels, "cuda", "n1")                 before a kernel is compiled
+    check_room(config, context, needed=10**9, say=print)  memory and disk for checkpoints
 
-The checks of nodes are in preflight.py, which a run on one node does not load.
+The checks of nodes are in preflight.py. A run on one node does not load that file unless
+--preflight is given.
 """
 
 import importlib.util
@@ -19,16 +20,16 @@ from distributed.placement import Say
 
 
 def checks_nodes(config: Config, context: Context) -> bool:
-    """--preflight or --no-preflight; without either, whether there are several nodes."""
+    """Whether nodes are checked: as --preflight or --no-preflight; by default on several nodes."""
     given = config.run.preflight
     return len(set(context.nodes)) > 1 if given is None else given
 
 
 def introduce(config: Config, context: Context, decided: str) -> None:
-    """Print where every rank runs, what was decided (a sentence or nothing) and warnings, and check
-    the nodes if that is asked for.
+    """Print where every rank runs, and warnings; then run the pre-flight checks, if wanted.
 
-    Collective over all ranks; UserError, on every rank, for what cannot work.
+    decided: a line for automatic decisions, such as the precision; may be empty. Called once before
+    the model is built; collective over all ranks. Raise UserError, on every rank, if a check fails.
     """
 
     def say(line: str) -> None:
@@ -48,7 +49,11 @@ def introduce(config: Config, context: Context, decided: str) -> None:
 
 
 def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
-    """If nodes are checked, whether memory and disk have room for a checkpoint of so many bytes."""
+    """Check that memory and disk have room for a checkpoint, in a run whose nodes are checked.
+
+    needed: bytes of a checkpoint, on rank 0. say: prints a line on rank 0. Collective over all
+    ranks; raise UserError if the run is to save checkpoints and has no room for them.
+    """
     if checks_nodes(config, context):
         from distributed import preflight
 
@@ -56,8 +61,10 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
 
 
 def check_compiler(kernels: dict[str, str], device: str, node: str) -> None:
-    """UserError if one of these kernels, by kind, is compiled when it is first called, and this
-    node lacks what torch.compile calls. device: the type, cpu or cuda.
+    """Raise UserError if a kernel needs torch.compile and this node lacks a compiler or triton.
+
+    kernels: the chosen kernels by kind, "attention" among them. device: cpu or cuda. node: the name
+    of this node, for the message. Without this check the run would fail in the first step.
     """
     if "flex_attention" not in kernels["attention"] and "compiled" not in kernels:
         return

@@ -1,14 +1,15 @@
 """A process beside each rank that ends the job if the rank is killed or stopped during the start.
 
-No launcher ends a job of which a rank is stopped (SIGSTOP), and that of Slurm not even one that has
-lost a rank. The other ranks cannot see it: they do not know one another yet, and MPI_Init holds
-Python's lock. So the rank starts this process (early_end.StartWatch), which reads from the kernel
-whether the rank is stopped, and kills it if it stays so. The rank holds the other end of the
-standard input; where that ends and the ranks have not met, the process reports the death and ends
-the job. The rank ends it when it fails with a reason, or has done its first step.
+No launcher ends a job when a rank is stopped (SIGSTOP), and Slurm's launcher does not even end a
+job that has lost a rank. The other ranks cannot see the fault: they do not know one another yet,
+and MPI_Init holds Python's lock. So every rank starts this process (early_end.StartWatch). The
+process reads from the kernel whether the rank is stopped, and kills a rank that stays stopped. Its
+standard input is a pipe from the rank: if the pipe closes before the ranks have met, the rank has
+died, and the process reports the death and ends the job. The rank ends the process when the rank
+fails with an error message, or has done its first step.
 
-It belongs to the process group of its rank: launchers end whole groups, so that a death of which a
-launcher is the cause is not reported.
+The process belongs to the process group of its rank. Launchers end whole process groups, so a
+death that a launcher causes also ends this process and is not reported.
 """
 
 import contextlib
@@ -21,23 +22,31 @@ import time
 
 from distributed.early_end import SECONDS_TO_MEET, abort_by_pmi, node_name, place_of_rank
 
-SECONDS_BETWEEN_LOOKS, SECONDS_STOPPED = 1.0, 5.0  # at the rank; that it may be stopped
-# Longer than ranks wait that have found the same mistake as another one (Launch.exit_delay).
+# Seconds between two looks at the rank's state, and seconds that a rank may be stopped.
+SECONDS_BETWEEN_LOOKS, SECONDS_STOPPED = 1.0, 5.0
+# Seconds until the job is ended after `outlive`: longer than Launch.exit_delay, for which ranks
+# wait that have found the same mistake as another rank.
 SECONDS_TO_OUTLIVE = 12.0
 
 
 class Watched:
-    """The process's side: what it knows of its rank. pid: of the rank."""
+    """The rank that this process watches. The rank sends values of out, met and outlives.
+
+    pid: process id of the rank. stopped: in how many looks in a row the rank was stopped.
+    """
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.began, self.stopped = pid, time.monotonic(), 0  # in how many looks
-        self.out = ""  # the folder of the run, when the rank has read its options
-        self.met = False
+        self.pid, self.began, self.stopped = pid, time.monotonic(), 0
+        self.out = ""  # the folder of the run, once the rank has read its options
+        self.met = False  # all ranks have met
         self.outlives = False  # the rank ends on purpose, and the launcher may not end the others
-        self.error: str | None = None  # why it was killed here
+        self.error: str | None = None  # why this process killed the rank
 
     def follow(self) -> None:
-        """Return when the rank has ended, and the job too if that was before the ranks had met."""
+        """Watch the rank until it ends; end the job if the rank died before all ranks had met.
+
+        Each line from the rank is a JSON object with new values of this object's attributes.
+        """
         received = b""
         while True:
             if not select.select([0], [], [], SECONDS_BETWEEN_LOOKS)[0]:
@@ -50,36 +59,37 @@ class Watched:
             for line in lines:
                 vars(self).update(json.loads(line))
         with contextlib.suppress(OSError):
-            os.setsid()  # a launcher may end the rest of its group now
+            os.setsid()  # the launcher may now end the rank's process group, and must not end this
         if self.outlives:
             time.sleep(SECONDS_TO_OUTLIVE)
             abort_by_pmi(1)
-        # A rank that has waited for the others for so long has said where and ended.
+        # After SECONDS_TO_MEET the rank has ended by itself and printed where it waited.
         elif not self.met and time.monotonic() - self.began < SECONDS_TO_MEET:
             self._report()
             abort_by_pmi(1)
 
     def _look(self) -> None:
-        """Kill the rank if it stays stopped: then the launcher, or `follow`, ends the job.
+        """Look at the rank's state, and kill the rank if it stays stopped.
 
-        Looks are counted, and not seconds: a job that is suspended suspends this process too.
+        The launcher, or `follow`, then ends the job. Looks are counted and not seconds, because
+        suspending a job also suspends this process.
         """
         try:
             with open(f"/proc/{self.pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
-        except OSError:  # it has just ended
+        except OSError:  # the rank has just ended
             return
         self.stopped = self.stopped + 1 if state == "T" else 0
         if self.stopped * SECONDS_BETWEEN_LOOKS >= SECONDS_STOPPED:
             when = "before its first step" if self.met else "before all ranks had met"
             self.error = f"it was stopped (SIGSTOP) {when}, and killed after {SECONDS_STOPPED:g} s"
-            if self.met:  # the report is the monitor's, which does not know why
+            if self.met:  # the monitor reports the death then, but does not know the reason
                 print(f"rank {self._rank()[0]} on {node_name()}: {self.error}", file=sys.stderr)
             os.kill(self.pid, signal.SIGKILL)
 
     def _report(self) -> None:
-        """Print that the rank has died, and write the case into the folder of the run."""
-        # Rarely needed, and a start is not to wait for them.
+        """Print that the rank has died, and write the report into the folder of the run."""
+        # Imported here because they are rarely needed and would slow down every start.
         from watchdog.monitor import Rank, report
         from watchdog.wait_graph import Case
 
@@ -94,9 +104,9 @@ class Watched:
 
 
 def main() -> None:
-    """Watch the process of a rank, whose id is the argument, until it tells that it trains."""
+    """Watch the rank whose process id is the argument, until it ends or ends this process."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # asks the rank to save
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SIGUSR1 asks only the rank to save
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})
     Watched(int(sys.argv[1])).follow()
