@@ -1,26 +1,27 @@
-"""Python's garbage collector, at the same steps on all ranks.
+"""Runs of Python's garbage collector, after the same steps on all ranks.
 
     with collecting_between_steps():
         for step in range(1, steps + 1):
             ...                            # the passes and the optimizer
             collect_after(step)            # once the ranks have exchanged their statistics
 
-By itself it runs on each rank at another time, for 30 to 100 ms that all others wait for. What is
-there before the first step stays: it is frozen, so that a collection looks at newer objects alone.
-What torch.compile leaves is frozen too: with it a collection took a quarter of a second.
+By default Python collects on each rank at a different time, for 30 to 100 ms, and all other ranks
+wait for that rank. Objects that exist before the first step are kept for the whole run. So they are
+frozen, and a collection looks only at newer objects. Objects that torch.compile has made are frozen
+too: a collection that looked at them took a quarter of a second.
 """
 
 import contextlib
 import gc
 from collections.abc import Iterator
 
-# Recomputation leaves objects in cycles for each block and micro-batch: they must not pile up.
+# Recomputation leaves reference cycles for each block and micro-batch, which must not accumulate.
 STEPS_BETWEEN = 10
 
 
 @contextlib.contextmanager
 def collecting_between_steps() -> Iterator[None]:
-    """Within the block nothing is collected but by `collect_after`."""
+    """Disable automatic garbage collection in the block; only `collect_after` collects there."""
     gc.disable()
     freeze()
     try:
@@ -31,12 +32,12 @@ def collecting_between_steps() -> Iterator[None]:
 
 
 def freeze() -> None:
-    """Collect garbage; no collection looks at what is left from then on."""
+    """Collect garbage, and exclude all remaining objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 def collect_after(step: int) -> None:
-    """Collect garbage if it is the turn of that step, which has ended on all ranks."""
+    """Collect garbage at every STEPS_BETWEEN-th step; called when all ranks have ended `step`."""
     if step % STEPS_BETWEEN == 0:
         gc.collect()

@@ -1,10 +1,10 @@
-"""Where ranks run: node, cores and GPU of each, and warnings about how they were placed.
+"""The place of every rank (node, cores, GPU), and warnings about how the ranks were placed.
 
     share = share_of_cores(physical_cores(allowed), ranks=4, index=1)
     gpu = choose_gpu(local_rank=1, local_size=4, visible=4, node="n1", sharing=False)
     for sentence in placement_warnings(places, layout, job_nodes=2): ...
 
-All facts are arguments, so that a cluster can be tested on a machine without one.
+All facts about the cluster are arguments, so that tests can describe clusters they do not have.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any
 from config.messages import UserError, number_ranges
 from config.schema import Layout, coordinates, rows_along
 
-# With more ranks than this the table has a row for each node instead.
+# With more ranks than this the table has a row for each node, not for each rank.
 RANKS_IN_FULL = 64
 
 Say = Callable[[str], None]  # prints a line on rank 0
@@ -53,9 +53,10 @@ def allowed_cores() -> tuple[int, ...]:
 
 
 def threads_asked_for() -> int | None:
-    """OMP_NUM_THREADS, if set: of a list, its first number, which is OpenMP's outermost level.
+    """Return the number of threads in OMP_NUM_THREADS, or None if it is not set.
 
-    UserError unless it is a list of whole numbers above 0, as OpenMP has it.
+    OpenMP allows a list with a number for each nesting level; the first is the outermost level.
+    Raise UserError unless the variable is a list of whole numbers above 0.
     """
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     parts = [part.strip() for part in text.split(",")]
@@ -65,22 +66,27 @@ def threads_asked_for() -> int | None:
 
 
 def physical_cores(logical: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """For each core, in the machine's order, those of the logical CPUs that are its threads."""
+    """Group logical CPUs by physical core: for each core, in the machine's order, its threads.
+
+    logical: the CPUs to group; CPUs of a core that are not in `logical` are left out.
+    """
     groups: dict[int, list[int]] = {}
     for cpu in logical:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         try:
             first = int(path.read_text().replace("-", ",").split(",")[0])
-        except OSError:  # the kernel has no such file: a core for each CPU
+        except OSError:  # the kernel has no such file: take every CPU for a core
             first = cpu
         groups.setdefault(first, []).append(cpu)
     return [tuple(groups[first]) for first in sorted(groups)]
 
 
 def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tuple[int, ...] | None:
-    """The logical CPUs for the `index`-th of `ranks` that share these cores; None if cores < ranks.
+    """Return the logical CPUs for one of several ranks that share cores; None if cores < ranks.
 
-    Adjacent cores, so that a rank stays on one socket: GPUs are numbered by socket as well.
+    cores: the threads of each core. ranks: how many ranks share the cores. index: this rank's
+    number among them. A share is adjacent cores, so that a rank stays on one socket; GPUs are
+    numbered by socket as well.
     """
     if ranks > len(cores):
         return None
@@ -92,14 +98,14 @@ def share_of_cores(cores: list[tuple[int, ...]], ranks: int, index: int) -> tupl
 
 
 def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharing: bool) -> int:
-    """The index of a rank's GPU among those it sees.
+    """Return the index of a rank's GPU among the GPUs that the rank sees.
 
-    visible: GPUs that this rank sees; one alone if the launcher gives each rank its own
-    (--gpus-per-task). sharing: several ranks may use one GPU. UserError if there are fewer GPUs
-    than ranks.
+    visible: the number of GPUs that this rank sees; 1 if the launcher gives each rank one GPU
+    (--gpus-per-task). sharing: whether several ranks may use one GPU; if not, raise UserError if
+    the node has fewer GPUs than ranks.
     """
     if visible == 1:
-        return 0  # `check_gpus` finds ranks that see the same one
+        return 0  # `check_gpus` later finds ranks that see the same GPU
     if local_size > visible and not sharing:
         raise UserError(
             f"{local_size} ranks on node {node} have {visible} GPUs; start at most {visible} "
@@ -108,15 +114,16 @@ def choose_gpu(local_rank: int, local_size: int, visible: int, node: str, sharin
     return local_rank % visible
 
 
-# A switch for tests alone: with it set, ranks share a GPU over NCCL (tests/test_nccl.py).
+# An environment variable for tests: if it is set, ranks share a GPU over NCCL (tests/test_nccl.py).
 SHARE_FOR_TESTS = "TRINE_TEST_SHARE_GPU"
 
 
 def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
-    """Whether ranks share GPUs and SHARE_FOR_TESTS is set; NCCL then takes each for a node.
+    """Let ranks share GPUs over NCCL if SHARE_FOR_TESTS is set and ranks do share GPUs.
 
-    NCCL refuses two ranks on one GPU of one host, which it knows by NCCL_HOSTID. Messages go over
-    the loopback device: milliseconds each. Call it before the first process group.
+    Return whether that is so. NCCL refuses two ranks on one GPU of one host, and knows hosts by
+    NCCL_HOSTID: each rank gets another value. Messages then go over the loopback network and take
+    milliseconds each. Called before the first process group is made.
     """
     if not os.environ.get(SHARE_FOR_TESTS) or not _shared_gpus(places):
         return False
@@ -127,7 +134,7 @@ def share_gpu_for_tests(places: list[Place], rank: int) -> bool:
 
 
 def check_devices(places: list[Place]) -> None:
-    """UserError if some ranks have a GPU and others have none: they could not communicate."""
+    """Raise UserError if some ranks have a GPU and others none: these could not communicate."""
     without = [rank for rank, place in enumerate(places) if place.device == "cpu"]
     if not without or len(without) == len(places):
         return
@@ -140,10 +147,12 @@ def check_devices(places: list[Place]) -> None:
 
 
 def check_kernels(name: str, capability: tuple[int, int], built: list[str], version: str) -> None:
-    """UserError if a torch of that version was not built for a GPU of that compute capability.
+    """Raise UserError if the installed torch has no kernels for this GPU.
 
-    built: as torch.cuda.get_arch_list() has it. sm_XY runs on GPUs of the same X and at least that
-    Y, sm_XYa on that one only, and compute_XY is compiled for any newer GPU when it is loaded.
+    name: the GPU's name. capability: its compute capability (major, minor). built: the result of
+    torch.cuda.get_arch_list(). version: torch's. Kernels for sm_XY run on GPUs with the same X and
+    a minor number of at least Y, sm_XYa only on that GPU, and compute_XY is compiled for any newer
+    GPU when it is loaded.
     """
     for each in built:
         kind, _, number = each.partition("_")
@@ -164,9 +173,10 @@ def check_kernels(name: str, capability: tuple[int, int], built: list[str], vers
 def unusable_driver(
     version: str, cuda: str | None, path: str = "/proc/driver/nvidia/version"
 ) -> str:
-    """Why torch sees no GPU, to be added to a sentence, if an NVIDIA driver is loaded here.
+    """Return the reason why torch sees no GPU, as the end of an error message.
 
-    version, cuda: of torch; cuda is None if it is built for CPUs.
+    Empty if no NVIDIA driver is loaded on this node. version: torch's. cuda: the CUDA version for
+    which torch is built, None for a build for CPUs.
     """
     try:
         with open(path) as file:
@@ -183,10 +193,11 @@ def unusable_driver(
 
 
 def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
-    """UserError if `--device auto` would train on the CPU beside a GPU that torch cannot use.
+    """Raise UserError if `--device auto` would use the CPU though the node has a GPU.
 
-    cuda: of torch; None, if it is built for CPUs, raises nothing. why: `unusable_driver`'s. A job
-    whose CUDA_VISIBLE_DEVICES names no GPU was given none.
+    cuda: the CUDA version for which torch is built; None, for a build for CPUs, raises nothing.
+    why: the result of `unusable_driver`. If CUDA_VISIBLE_DEVICES is set and names no GPU, the job
+    was given no GPU, and nothing is raised.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda is None or (shown is not None and not re.match(r"\s*(\d|GPU-|MIG-)", shown)):
@@ -200,7 +211,7 @@ def check_unused_gpu(cuda: str | None, why: str, devices: str = "/dev") -> None:
 
 
 def check_gpus(places: list[Place]) -> None:
-    """UserError if two ranks have the same GPU."""
+    """Raise UserError if two ranks have the same GPU."""
     for gpu, several in _shared_gpus(places).items():
         place = places[several[0]]
         on_node = sum(other.node == place.node for other in places)
@@ -212,7 +223,7 @@ def check_gpus(places: list[Place]) -> None:
 
 
 def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
-    """The ranks of each GPU that several have."""
+    """Return the ranks of each GPU that several ranks have, by the GPU's identifier."""
     ranks = ranks_by(place.gpu for place in places)
     return {gpu: several for gpu, several in ranks.items() if gpu and len(several) > 1}
 
@@ -223,7 +234,7 @@ def _shared_gpus(places: list[Place]) -> dict[str, list[int]]:
 def placement_warnings(
     places: list[Place], layout: Layout, job_nodes: int | None = None
 ) -> list[str]:
-    """A sentence for each property of the placement that makes the run slower.
+    """Return one line of text for each property of the placement that makes the run slower.
 
     job_nodes: the number of nodes of the Slurm job, None without Slurm.
     """
@@ -232,6 +243,7 @@ def placement_warnings(
 
 
 def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
+    """Warn if nodes have unequal numbers of ranks, or if nodes of the Slurm job have no rank."""
     ranks = Counter(place.node for place in places)
     low = min(ranks, key=ranks.__getitem__)
     high = max(ranks, key=ranks.__getitem__)
@@ -246,7 +258,7 @@ def _uneven_nodes(places: list[Place], job_nodes: int | None) -> Iterator[str]:
 
 
 def _split_group(places: list[Place], layout: Layout) -> list[str]:
-    """Of tp, or else of cp, the first group on several nodes."""
+    """Warn of the first tensor-parallel group on several nodes, or else of the first of cp."""
     for kind, axis, product in (("tensor", "tp", "tp"), ("context", "cp", "tp x cp")):
         for ranks in rows_along(layout.axes, (axis,)):
             nodes = sorted({places[rank].node for rank in ranks})
@@ -261,6 +273,7 @@ def _split_group(places: list[Place], layout: Layout) -> list[str]:
 
 
 def _cores_not_inherited(places: list[Place]) -> list[str]:
+    """Warn if ranks have fewer cores than --cpus-per-task; names the first such rank."""
     short = [rank for rank, p in enumerate(places) if len(p.cores) < (p.asked_cores or 0)]
     return [
         f"{len(short)} ranks, the first is {rank} on {places[rank].node}, have "
@@ -280,7 +293,10 @@ def _sharing(places: list[Place]) -> list[str]:
 
 
 def table(places: list[Place], layout: Layout) -> str:
-    """Rank, node, local rank, device, cores, and coordinates; or a row for each node."""
+    """Return the table of all ranks: rank, node, local rank, device, cores, and mesh coordinates.
+
+    With more than RANKS_IN_FULL ranks the table has a row for each node.
+    """
     if len(places) > RANKS_IN_FULL:
         return _table_of_nodes(places)
     widths = {"tp": 4, "pp": 4} | ({"cp": 4} if layout.cp > 1 else {}) | {"dp": 5}

@@ -1,8 +1,8 @@
-"""What ends or saves a run early: signals, a time limit, files.
+"""Signals, time limits and files that end or save a run early.
 
     signals = Signals()                              # first of all, before slow imports
     conditions = StopConditions(config.run, signals, first=rank == 0)
-    action = conditions.requested_action(ahead)      # exchanged with step_stats; the largest counts
+    action = conditions.requested_action(ahead)      # the largest action of all ranks is done
 
     SIGTERM, SIGINT, SIGUSR1  save and stop             --kill-switch FILE    save and stop
     --exit-after-minutes      save and stop             --save-switch FILE    save and go on
@@ -12,9 +12,8 @@ A signal or file seen by any rank takes effect on all ranks at the same step bou
 with status 75 (EX_TEMPFAIL of sysexits.h: try again later). A second SIGTERM or SIGINT, or a second
 SIGUSR1, ends all ranks at once, without a save; SIGTERM after SIGUSR1 does not: Slurm sends it at
 the time limit that SIGUSR1 announced, when the save can still finish in time.
-Before all ranks have met nothing can be saved together: there the first SIGTERM or SIGINT ends a
-rank, and with it the job.
-docs/clusters.md has which signals each launcher passes on to the ranks.
+Before all ranks have met, the ranks cannot save together: then the first SIGTERM or SIGINT ends
+the job at once. docs/clusters.md lists the signals that each launcher passes on to the ranks.
 """
 
 import contextlib
@@ -36,12 +35,12 @@ from config.run_options import Run
 from distributed.early_end import end_job
 from distributed.launch import Launch
 
-STOPPED_EARLY = 75
-ENDING = (signal.SIGTERM, signal.SIGINT)  # the job, while its ranks meet
+STOPPED_EARLY = 75  # the exit status
+ENDING = (signal.SIGTERM, signal.SIGINT)  # signals that end the job while its ranks meet
 HANDLED = (*ENDING, signal.SIGUSR1)
 # A launcher may deliver one signal twice, in two ways; a user's second signal comes later.
 SECONDS_OF_ONE_SIGNAL = 1.0
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # a constant of <sys/prctl.h>
 STEPS_REMEMBERED = 20  # the next step may take as long as the slowest of these
 
 
@@ -56,18 +55,19 @@ class RequestedAction(enum.IntEnum):
 class Signals:
     """Handles SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 from here on; made in the main thread.
 
-    They need not have been ignored or unblocked before. first: the first signal received. end: ends
-    all ranks at once, with a status. A thread reads signals from a pipe that the interpreter writes
-    as they arrive: the main thread may be inside a collective that never returns.
+    It works even if the parent process ignored or blocked these signals. first: the first signal
+    received, or None. end: a function that ends all ranks at once with a status. A thread reads the
+    signals from a socket into which the interpreter writes them as they arrive, because the main
+    thread may be inside a collective that never returns.
     """
 
     def __init__(self, end: Callable[[int], None] = os._exit):
         self.end = end
         self.first: signal.Signals | None = None
         self._ending: signal.Signals | None = None  # the first SIGTERM or SIGINT
-        self._meeting = False  # this rank waits for others, or they for it
-        self._launcher: int | None = None  # its process id, if this rank is to end with it
-        self._since: dict[bool, float] = {}  # when SIGUSR1 (True), or another signal, came first
+        self._meeting = False  # the ranks have not all met yet
+        self._launcher: int | None = None  # process id of torchrun, whose end also ends this rank
+        self._since: dict[bool, float] = {}  # time of the first SIGUSR1 (True) or other signal
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
@@ -76,20 +76,24 @@ class Signals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
 
     def follow(self, launch: Launch) -> None:
-        """End all ranks at the first SIGTERM or SIGINT until they have met, and when torchrun ends.
+        """Until `have_met`, end all ranks at the first SIGTERM or SIGINT; also if torchrun ends.
 
-        A killed torchrun leaves its ranks running: the kernel sends them SIGTERM. What mpirun and
-        srun have on each node ends ranks itself.
+        Called once the launcher is known. A killed torchrun would leave its ranks running, so the
+        kernel is asked to send SIGTERM to this rank then. mpirun and srun have a process on each
+        node that ends the ranks.
         """
         if launch.size > 1:
             self._meeting, self.end = True, functools.partial(end_job, launch.watch)
-        self._end_meeting()  # a signal was perhaps received already
+        self._end_meeting()  # a signal may have been received already
         if launch.launcher == "torchrun":
             self._launcher = os.getppid()
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def have_met(self, end: Callable[[int], None]) -> None:
-        """From here on a signal saves and stops; `end` ends all ranks with a status."""
+        """Let a signal save and stop the run from here on; called when all ranks have met.
+
+        end: a function that ends all ranks at once with a status, for a second signal.
+        """
         self._meeting = False
         self.end = end
 
@@ -101,8 +105,10 @@ class Signals:
         self._writer.close()
 
     def _in_main(self, number: int, frame: object) -> None:
-        """The handler that the main thread runs. While ranks meet, it goes no further: the other
-        thread ends the job, over a socket of the launcher that MPI would use too.
+        """Handle a signal in the main thread: while ranks meet, keep this thread from going on.
+
+        The other thread then ends the job over the launcher's socket, which MPI_Init in this thread
+        would use too.
         """
         while self._meeting and number in ENDING:
             time.sleep(0.1)
@@ -122,7 +128,8 @@ class Signals:
         if self._launcher not in (None, os.getppid()):
             self._end_now("the launcher has ended", 1)
         self._end_meeting()
-        # Torchrun's ranks receive SIGINT at the first Ctrl-C and SIGTERM at the second.
+        # SIGTERM and SIGINT count as one kind: under torchrun the ranks receive SIGINT at the first
+        # Ctrl-C and SIGTERM at the second.
         since = self._since.setdefault(number == signal.SIGUSR1, now)
         if now - since >= SECONDS_OF_ONE_SIGNAL:
             self._end_now(f"{number.name} as the second signal", 128 + number)
@@ -132,7 +139,7 @@ class Signals:
             self._end_now(f"{self._ending.name} before all ranks have met", 128 + self._ending)
 
     def _end_now(self, why: str, status: int) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # standard error may be closed
             print(f"{why}: ending at once, without a save", file=sys.stderr, flush=True)
         self.end(status)
 
@@ -152,10 +159,10 @@ class StopConditions:
         self._saving = False
 
     def requested_action(self, ahead: float | None = None) -> RequestedAction:
-        """What this rank requests at this step boundary.
+        """Return the action that this rank requests at this step boundary.
 
-        ahead: seconds to expect until the next boundary besides the step: evaluation and a save.
-        None: no step has ended, but an evaluation, or nothing yet.
+        ahead: expected seconds until the next boundary besides the step itself, for evaluation and
+        a save. None: no step has just ended; called after an evaluation or before the first step.
         """
         now = time.monotonic()
         if self._boundary is not None and ahead is not None:
@@ -174,7 +181,7 @@ class StopConditions:
         return self.requested_action() == RequestedAction.SAVE_AND_STOP
 
     def action_after(self, consumed: int) -> RequestedAction:
-        """What --stop-at-samples requests after so many samples: the same on every rank."""
+        """Return what --stop-at-samples requests after `consumed` samples: equal on all ranks."""
         limit = self.run.stop_at_samples
         if not limit or consumed < limit:
             return RequestedAction.GO_ON
@@ -182,15 +189,16 @@ class StopConditions:
         return RequestedAction.SAVE_AND_STOP
 
     def saved(self) -> None:
-        """Remove the file of --save-switch: the save that it requested is complete.
+        """Remove the file of --save-switch; called when the save that it requested is complete.
 
-        One that cannot be removed is ignored from here on: it would ask again at every step.
+        If the file cannot be removed, it is ignored from here on: it would request a save at every
+        step.
         """
         if self._save_switch and self._saving:
             self._saving = False
             try:
                 os.remove(self._save_switch)
-            except FileNotFoundError:  # somebody was faster
+            except FileNotFoundError:  # another process has removed the file
                 return
             except OSError as error:
                 text = f"note: cannot remove --save-switch {self._save_switch}: {error.strerror}"
@@ -198,6 +206,7 @@ class StopConditions:
                 self._save_switch = None
 
     def _reason_to_stop(self, ahead: float) -> str | None:
+        """Return the signal's or option's name, or None. ahead: as in `requested_action`."""
         if self.signals.first is not None:
             return self.signals.first.name
         if self.first and self.run.kill_switch and os.path.exists(self.run.kill_switch):
