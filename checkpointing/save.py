@@ -1,8 +1,8 @@
 """Saves a run while training continues; every rank has a `Checkpointer`.
 
-    main thread        copy what this rank owns to host memory ........ the pause
-    background         write its file, checksum, fsync; report to rank 0
-    rank 0 background  with all reports: index, manifest, fsync, rename, delete surplus ones
+    main thread        copy this rank's state to host memory ....... training pauses
+    background         write this rank's file, checksum, fsync; report to rank 0
+    rank 0 background  with all reports: index, manifest, fsync, rename, delete old checkpoints
 
 A save that fails leaves everything as it was; the run prints why at the next step and continues.
 writer.py has the background part, file_format.py and folders.py the format.
@@ -49,21 +49,21 @@ from distributed.stop_conditions import RequestedAction
 from distributed.store import StoreExchange
 from zero import Optimizer
 
-# Of one rank; assumed until a save has been measured.
+# The write speed of one rank that is assumed until a save has been measured.
 SLOW_DISK_BYTES_PER_SECOND = 100e6
-# A finished run whose last save lacks room keeps its state in memory for so long, looks for room so
-# often, and tries again at most so often: a quota is not among the free bytes of the disk.
+# If the last save of a finished run lacks room: how long `finish` waits, with the state in memory;
+# between two looks at the free bytes; and between two attempts (free bytes do not show a quota).
 SECONDS_FOR_ROOM, SECONDS_BETWEEN_LOOKS, SECONDS_BETWEEN_ATTEMPTS = 1800.0, 1.0, 10.0
 
 
 class Checkpointer:
-    """Saves and loads one run; every rank has one and calls the same methods in the same order.
+    """Saves and loads one run. Every rank has a Checkpointer and calls its methods in one order.
 
     samples: the training samples, whose fingerprint is saved. print_line: prints a line; called on
-    rank 0 only. check_replicas: compares copies of the state after a step, and raises RuntimeError
-    if they differ; collective. None: saves are not checked. exchange: small values between all
-    ranks. "Collective" methods are over the world, and return the same on every rank. Raises
-    UserError if the folder cannot be written.
+    rank 0 only. check_replicas: collective; called with the step, it raises RuntimeError if the
+    replicas' copies of the state differ; None: saves are not checked. exchange: passes small values
+    between all ranks. Methods marked "Collective" are called by every rank of the world and return
+    the same value on each rank. Raise UserError if the checkpoints' folder cannot be written.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class Checkpointer:
         self._pending: PendingSave | None = None
         self._thread: threading.Thread | None = None
         self.buffers = HostBuffers(optimizer.device)
-        self._last_step, self._last_time = 0, time.monotonic()  # of the last save that began
-        self._seconds: float | None = None  # that the last save took, or the first may take
-        self._newest: int | None = None  # on rank 0, the newest step of this course that is saved
-        self._failed = self._lacks_room = False  # on rank 0, whether the last save did, and why
+        self._last_step, self._last_time = 0, time.monotonic()  # when the last save began
+        self._seconds: float | None = None  # duration of the last save, or an estimate of the first
+        self._newest: int | None = None  # rank 0: newest saved step that led to the current state
+        self._failed = self._lacks_room = False  # rank 0: whether the last save failed; if for room
         self._interval_printed = self._room_line_printed = self._stopping = False
         if self.enabled and self.is_rank_0:
             self._prepare_folder()
@@ -114,9 +114,10 @@ class Checkpointer:
     # -- when to save -----------------------------------------------------------------------
 
     def after_step(self, progress: Progress, last: bool = False, requested: bool = False) -> None:
-        """Print how a finished write ended, and save if one is due; every rank calls each step.
+        """Print how a finished write ended, and begin a save if a save is due. Collective.
 
-        last: of the run. requested: save in any case, if this step is not saved yet.
+        Called after each step. last: whether it is the run's last step. requested: save in any
+        case, if this step is not saved yet.
         """
         self._report()
         requested = requested and progress.iteration != self._last_step
@@ -131,38 +132,37 @@ class Checkpointer:
 
     @property
     def requested_action(self) -> RequestedAction:
-        """What this rank requests at the end of a step: a save if --save-every-minutes are over,
-        which rank 0 decides.
+        """This rank's request at the end of a step: on rank 0, a save if --save-every-minutes have
+        passed since the last save began; otherwise to go on.
         """
         minutes = (time.monotonic() - self._last_time) / 60
         over = 0 < self.run.save_every_minutes <= minutes
         return RequestedAction.SAVE if over and self.is_rank_0 else RequestedAction.GO_ON
 
     def _broadcast(self, answer: bool) -> bool:
-        """Rank 0's answer. Collective."""
+        """Return the answer of rank 0. Collective."""
         return bool(self._largest(int(answer and self.is_rank_0)))
 
     def _largest(self, answer: int) -> int:
-        """The largest answer of all ranks. Collective."""
+        """Return the largest answer of all ranks. Collective."""
         answers = torch.tensor([answer], device=self.optimizer.device)
         self.mesh.world.at_once.all_reduce(answers, MAX).wait()
         return int(self.mesh.world.values(answers)[0])
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way on this rank, or its end has not been printed yet."""
+        """Whether this rank is still writing a save, or has not yet printed how it ended."""
         return self._pending is not None
 
     @property
     def bytes_needed(self) -> int:
-        """`bytes_of_a_save` of this run."""
+        """The bytes on the disk of one checkpoint of this run; right on rank 0."""
         return bytes_of_a_save(self.config, self.optimizer, self.kinds)
 
     @property
     def seconds_to_save(self) -> float:
-        """How long a save takes: as the last one; before any, this rank's bytes on a slow disk.
-
-        Twice that while a save is under way.
+        """How long a save takes, in seconds: the duration of the last save or, before the first,
+        the time to write this rank's bytes to a slow disk; twice that while a save is running.
         """
         if self._seconds is None:
             count = count_elements(shards_to_write(self.optimizer))
@@ -173,11 +173,11 @@ class Checkpointer:
     # -- saving -----------------------------------------------------------------------------
 
     def check_replicas(self, iteration: int) -> None:
-        """Compare the copies of the state after this step, once; RuntimeError if they differ.
+        """Compare the replicas' copies of the state after this step, unless that was done before.
 
-        A save begins with this check, so that a restart finds no state which one rank has
-        corrupted: all ranks would load the same wrong values, and no later check could see it.
-        Collective.
+        Raise RuntimeError if they differ. Every save begins with this check: if a rank's corrupted
+        state were saved, a restart would load the same wrong values on all ranks, and no later
+        check could find them. Collective.
         """
         if self._check_replicas is None or self._checked_step == iteration:
             return
@@ -186,7 +186,7 @@ class Checkpointer:
         self._checked_step = iteration
 
     def save(self, progress: Progress) -> None:
-        """Begin a save, after the previous one has ended. Collective."""
+        """Wait until the previous save has ended, and begin a save. Collective."""
         began = time.perf_counter()
         self.check_replicas(progress.iteration)
         self.recorder.enter("save")
@@ -210,7 +210,7 @@ class Checkpointer:
         save.pause = time.perf_counter() - began
 
     def _can_begin(self, hidden: str, step: int) -> bool:
-        """Make the hidden folder if there is room for the whole checkpoint; rank 0 only."""
+        """Make the hidden folder; False if that fails or the disk lacks room. On rank 0 only."""
         needed = self.bytes_needed
         try:
             os.makedirs(self.parent, exist_ok=True)
@@ -226,7 +226,7 @@ class Checkpointer:
         return True
 
     def _read(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """The state without a copy on a CPU: by kind, an iterator over the arrays of the shards."""
+        """Return the state by kind, as an iterator over the shards' arrays; no copy on a CPU."""
 
         def runs(kind: str) -> Iterator[np.ndarray]:
             for shard in save.shards:
@@ -235,34 +235,34 @@ class Checkpointer:
         return {kind: runs(kind) for kind in save.kinds}
 
     def _copy_to_host(self, save: PendingSave) -> dict[str, Iterable[np.ndarray]]:
-        """A copy of the state in host memory by kind, in buffers that every save uses again."""
+        """Return a copy of the state by kind, in host buffers that every save uses again."""
         if not save.shards:
             return {kind: [] for kind in save.kinds}
         count = count_elements(save.shards)
         for kind, dtype in saved_types(save.shards[0], save.kinds).items():
-            # One after the other: a rule may have to make what is read, in memory of the GPU.
+            # A generator, to read shard by shard: reading may compute a new tensor on the GPU.
             runs = (shard.read(kind, shard.start, shard.stop) for shard in save.shards)
             self.buffers.copy(kind, runs, count, dtype)
         self.buffers.finish()
         return {kind: self.buffers.arrays(kind) for kind in save.kinds}
 
     def begin_pinning(self) -> None:
-        """Begin to allocate what the first asynchronous save copies into, if there are saves."""
+        """Begin to allocate the host buffers, if the run saves asynchronously."""
         shards = shards_to_write(self.optimizer)
         if self.enabled and self.run.async_save and shards:
             types = saved_types(shards[0], self.kinds)
             self.buffers.begin_pinning(count_elements(shards), types)
 
     def save_now(self, progress: Progress) -> bool:
-        """Save unless this step is saved, and wait; whether it is complete. Collective."""
+        """Save this step unless it is saved, wait, and return whether it is. Collective."""
         if progress.iteration != self._last_step:
             self.save(progress)
         self._wait()
         return self._is_visible(progress)
 
     def save_to_stop(self, progress: Progress) -> bool:
-        """Save all that a resume needs, in this run's folder, and wait; whether it is complete.
-        Collective.
+        """Save all that a resume needs in this run's folder, wait, and return whether that
+        succeeded. Called when the run stops early. Collective.
         """
         self._wait()
         self._stopping = True
@@ -272,19 +272,20 @@ class Checkpointer:
         return self.save_now(progress)
 
     def _is_visible(self, progress: Progress) -> bool:
-        """Whether this step's checkpoint, of this course, is complete. Collective."""
+        """Return whether this state's checkpoint, in this run's folder, is complete. Collective."""
         complete = os.path.isdir(self.writer.folder_of(progress))
         return self._broadcast(complete and self._newest == progress.iteration)
 
     def resume(self) -> Progress:
-        """`Loader.resume`; the first save then sets aside what is not of this run's course: the
-        later steps, or all unless the run continues from a checkpoint of its own folder. Memory for
-        the first save is allocated from here on.
+        """Load what --resume asks for, begin to allocate the host buffers, and return the progress.
+
+        The next save moves checkpoints away that did not lead to the loaded state: later steps, or
+        all if the loaded checkpoint is of another folder or gave only weights. Collective.
         """
         if not self.run.resume:
             self.begin_pinning()
             return Progress()
-        from checkpointing.load import Loader  # a run from step 0 needs none of it
+        from checkpointing.load import Loader  # imported late: a run from step 0 does not use it
 
         about = (self.config, self.mesh, self.optimizer, self.exchange, self.samples)
         loader = Loader(*about, self.print_line)
@@ -302,16 +303,16 @@ class Checkpointer:
         return progress
 
     def close(self) -> None:
-        """Wait for the save under way."""
+        """Wait until the save that is running has ended, if there is one."""
         self._wait()
 
     def finish(
         self, progress: Progress, stop_requested: Callable[[], bool] = lambda: False
     ) -> None:
-        """After the last step: if the last save failed, try again; SaveError if that fails too.
+        """If the last save failed, try again; raise SaveError if that fails too. Collective.
 
-        While there is no room on the disk it waits for SECONDS_FOR_ROOM, or until `stop_requested`
-        is true on a rank. Collective.
+        Called after the last step. While the disk lacks room, wait and try again for at most
+        SECONDS_FOR_ROOM, or until `stop_requested` returns True on a rank.
         """
         self._wait()
         if not self._broadcast(self._failed):
@@ -322,10 +323,10 @@ class Checkpointer:
             if not (self._broadcast(self._lacks_room) and self._await_room(limit, stop_requested)):
                 name, newest = folders.folder_name(progress.iteration), self._describe_newest()
                 raise SaveError(f"training is complete, but {name} could not be saved: {newest}")
-            self._last_step = self._checked_step = -1  # the wait may have been long
+            self._last_step = self._checked_step = -1  # check again: the wait may have been long
 
     def _await_room(self, limit: float, stop_requested: Callable[[], bool]) -> bool:
-        """Wait until another save may find room; False if none has come by `limit`. Collective."""
+        """Wait until a save may find room; False if `limit` passed or a rank stops. Collective."""
         if not self._room_line_printed:
             self._room_line_printed = True
             self.print_line(
@@ -336,7 +337,7 @@ class Checkpointer:
         go_on, try_again, give_up = range(3)
         action = go_on
         while action == go_on:
-            self.recorder.enter("wait for room")  # for the watchdog that is progress
+            self.recorder.enter("wait for room")  # the watchdog counts this as progress
             with self.recorder.waiting_for("room"):
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             request = try_again if self._may_have_room(next_attempt) else go_on
@@ -345,7 +346,7 @@ class Checkpointer:
         return action == try_again
 
     def _may_have_room(self, next_attempt: float) -> bool:
-        """Whether rank 0 sees room for a checkpoint, and it is time for the next attempt."""
+        """On rank 0: return whether the disk has room and the next attempt is due; else False."""
         if not self.is_rank_0 or time.monotonic() < next_attempt:
             return False
         with contextlib.suppress(OSError):  # the next look may succeed
@@ -355,7 +356,7 @@ class Checkpointer:
     # -- how a save ended -------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Wait until this rank's part of the save under way has ended, and print how it ended."""
+        """Wait until this rank's part of the running save has ended, and print how it ended."""
         if self._thread is not None:
             with self.recorder.waiting_for("writer"):
                 self._thread.join(self.exchange.seconds)
@@ -365,7 +366,7 @@ class Checkpointer:
         self._report()
 
     def _report(self) -> None:
-        """Print how a save ended, if it has; raise its exception unless the disk failed."""
+        """Print how the last save ended, if it has; raise its exception unless it is OSError."""
         save = self._pending
         if save is None or (self._thread is not None and self._thread.is_alive()):
             return
@@ -397,13 +398,13 @@ class Checkpointer:
         )
 
     def _describe_newest(self) -> str:
-        """The newest checkpoint of this course, for the end of a sentence; for rank 0."""
+        """Return the end of a message that names the run's newest checkpoint; on rank 0."""
         if self._newest is None:
             return "there is none yet"
         return f"the newest is {folders.folder_name(self._newest)}"
 
     def _print_best_interval(self, save: PendingSave) -> None:
-        """How often to save, by Young and Daly, from the times of this save."""
+        """Print how often to save, by Young's and Daly's formula for the times of this save."""
         hours = self.run.node_mtbf_hours
         interval = best_interval(save.pause, save.seconds, hours * 3600 / self.nodes)
         self.print_line(
@@ -413,7 +414,7 @@ class Checkpointer:
         )
 
     def _attributes(self, progress: Progress) -> Attributes:
-        """The attributes of index.h5; for rank 0, whose optimizer has the run's scalars."""
+        """Return the attributes of index.h5, by group. Called on rank 0 only."""
         read = fingerprint(self.samples, progress.consumed_samples)
         return {
             "model": dataclasses.asdict(self.config.model),
@@ -429,7 +430,7 @@ class Checkpointer:
 
 
 def origin(config: dict[str, Any]) -> dict[str, str]:
-    """What made a checkpoint, and when: the attributes of its group /run."""
+    """Return the attributes of a checkpoint's group /run: configuration, versions, time."""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"h5py": h5py.__version__, "numpy": np.__version__}
     saved = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -437,10 +438,9 @@ def origin(config: dict[str, Any]) -> dict[str, str]:
 
 
 def best_interval(pause: float, seconds: float, between_failures: float) -> float:
-    """Seconds between saves that lose least: Daly (FGCS 2006), whose first term is Young's.
-
-    pause: seconds of training per save. seconds: until a save is complete; the next cannot begin
-    before. between_failures: mean seconds between two failures of the job.
+    """Return the seconds between saves that lose the least time (Daly, FGCS 2006; the first term is
+    Young's). pause: seconds that training waits per save. seconds: duration of a save, the least
+    interval. between_failures: mean seconds between two failures of the job.
     """
     cost = min(pause, between_failures)
     ratio = math.sqrt(cost / (2 * between_failures))

@@ -1,4 +1,7 @@
-"""What of a run is saved and loaded: its progress, and this rank's part of every tensor."""
+"""The state of a run that is saved and loaded: its progress, and this rank's shards of tensors.
+
+Used by saving (save.py, writer.py) and loading (load.py).
+"""
 
 import dataclasses
 import hashlib
@@ -18,8 +21,11 @@ from zero import Optimizer, ParamShard
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: steps done, samples consumed, how many of these in skipped steps, and the
-    text that was read.
+    """How far a run is.
+
+    iteration: the number of steps done. consumed_samples: the number of samples read in these
+    steps; skipped_samples: how many of these samples were in skipped steps. usage: the tokens read,
+    and the samples and tokens trained on for each corpus.
     """
 
     iteration: int = 0
@@ -28,20 +34,21 @@ class Progress:
     usage: Usage = field(default_factory=Usage)
 
     def counts(self) -> dict[str, int]:
-        """The attributes of a checkpoint's group /progress."""
+        """Return the attributes of a checkpoint's group /progress: all fields but `usage`."""
         values = dataclasses.asdict(self)
         return {name: value for name, value in values.items() if name != "usage"}
 
 
 def checkpoints_folder(config: Config) -> str:
-    """Where a run's checkpoints are."""
+    """Return the folder that holds all checkpoints of a run."""
     return os.path.join(config.run.out, "checkpoints")
 
 
 def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
-    """All that this rank owns of the optimizer's state, without padding.
+    """Return the shards of parameters whose master weights and optimizer state this rank holds.
 
-    Raises ValueError if a tensor is padded along another dimension than the first.
+    Elements that are padding are left out. Raise ValueError if a tensor is padded along another
+    dimension than the first.
     """
     result = []
     for shard in optimizer.owned():
@@ -58,7 +65,7 @@ def unpadded_shards(optimizer: Optimizer) -> list[ParamShard]:
 
 
 def global_boxes(shard: ParamShard) -> list[Box]:
-    """The shard's elements as boxes of the global tensor, in order."""
+    """Return the shard's elements, in order, as boxes of the global tensor."""
     spec = shard.spec
     result = []
     for box in split_into_boxes(shard.shape, shard.start, shard.stop):
@@ -71,7 +78,11 @@ def global_boxes(shard: ParamShard) -> list[Box]:
 
 
 def fingerprint(samples: Samples | None, consumed: int) -> str:
-    """Which samples were consumed: a hash of the 1st, 2nd, 4th, 8th, ... of them; "" for none."""
+    """Return a hash of the 1st, 2nd, 4th, 8th, ... of the consumed samples; "" if samples is None.
+
+    A resumed run compares it with the hash in the checkpoint, to see whether its data have changed.
+    consumed: the number of samples consumed.
+    """
     if samples is None:
         return ""
     digest = hashlib.sha256()
@@ -83,7 +94,9 @@ def fingerprint(samples: Samples | None, consumed: int) -> str:
 
 
 def check_begin(config: Config, done: Progress) -> None:
-    """Raise UserError if there are steps before --begin-at-samples, which were not checked."""
+    """Raise UserError if the checkpoint that a run resumes is from before --begin-at-samples: steps
+    before it belong to an earlier layout, and this layout was not checked for them.
+    """
     begin = config.run.begin_at_samples
     if done.consumed_samples < begin:
         raise UserError(

@@ -1,8 +1,9 @@
 """Writes one save: a shard on every rank, then index, manifest and rename on rank 0.
 
-`Writer.write` runs on the thread of an asynchronous save, or on the main one. Ranks report to
-rank 0 through the store and not by collectives, so a rank that is lost or a disk that is full
-blocks no other rank. A save that fails leaves the earlier checkpoints as they were.
+`Writer.write` runs in the background thread of an asynchronous save, or in the main thread. Ranks
+report to rank 0 through the store and not by collectives, so a lost rank or a full disk blocks no
+other rank. A save that fails leaves the earlier checkpoints as they were. Read save.py and
+file_format.py first.
 """
 
 import errno
@@ -28,19 +29,24 @@ from distributed.store import StoreExchange
 from watchdog.flight_recorder import FlightRecorder
 from zero import Optimizer, ParamShard
 
-# A tensor that several replicas have is written in equal shares by all of them if it has at least
-# so many elements, else by the first.
+# A shard that several ranks hold is written in equal parts by all of them if it has at least this
+# number of elements, else by the first of them.
 SPREAD_ELEMENTS = 2**18
-# The flight recorder is updated after so many elements, so that a long write is not a hang.
+# A write notes its progress in the flight recorder after this number of elements, so that a long
+# write is not taken for a hang.
 RECORDED_ELEMENTS = 2**26
-# On a network file system a node may see so late what another one wrote; between two looks.
+# How long `_when_there` looks for a file of another node: network file systems may show it late.
 SECONDS_TO_APPEAR = 30.0
+# Seconds between two looks: the first pause, which is doubled each time, and the longest one.
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 2.0
 
 
 def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
-    """What this rank writes; over all ranks, every element without padding exactly once."""
+    """Return the shards that this rank writes.
+
+    Over all ranks, they contain every element exactly once, without padding.
+    """
     result = []
     for shard in unpadded_shards(optimizer):
         if shard.spec.copy:
@@ -57,35 +63,39 @@ def shards_to_write(optimizer: Optimizer) -> list[ParamShard]:
 
 
 def count_elements(shards: list[ParamShard]) -> int:
-    """How many elements the shards have."""
+    """Return the number of elements of all shards together."""
     return sum(shard.stop - shard.start for shard in shards)
 
 
 def saved_types(shard: ParamShard, kinds: Iterable[str]) -> dict[str, torch.dtype]:
-    """The type of each kind's elements, the same in every shard of a run."""
+    """Return the dtype of each kind of state, which is the same in every shard of a run."""
     return {kind: shard.read(kind, shard.start, shard.start + 1).dtype for kind in kinds}
 
 
 def element_bytes(optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Bytes of one parameter in a checkpoint; 0 on a rank that owns none (never rank 0)."""
+    """Return the bytes that one parameter takes in a checkpoint, over the given kinds.
+
+    Return 0 on a rank that owns no parameter; rank 0 always owns some.
+    """
     own = optimizer.owned()
     return sum(dtype.itemsize for dtype in saved_types(own[0], kinds).values()) if own else 0
 
 
 def bytes_of_a_save(config: Config, optimizer: Optimizer, kinds: tuple[str, ...]) -> int:
-    """Bytes on the disk of one checkpoint with its index, about; for rank 0."""
+    """Return about how many bytes one checkpoint with its index takes on the disk; for rank 0."""
     count = model_stats.parameters(config.model)
     return int(count * element_bytes(optimizer, kinds) * 1.01) + 2**20
 
 
 def saved_kinds(config: Config, optimizer: Optimizer) -> tuple[str, ...]:
-    """The kinds of state in a checkpoint of this run."""
+    """Return the kinds of state in a checkpoint of this run: "weights", then the optimizer's."""
     return ("weights",) if config.run.save_weights_only else ("weights", *optimizer.state_kinds)
 
 
 def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
-    """The free bytes that every save of this run asks for; None if the run saves only when it is
-    stopped. For rank 0.
+    """Return the free bytes that every save of this run needs on the disk; for rank 0.
+
+    Return None if the run saves only when it is stopped.
     """
     if not config.run.saves:
         return None
@@ -94,33 +104,33 @@ def room_for_saves(config: Config, optimizer: Optimizer) -> int | None:
 
 @dataclass
 class PendingSave:
-    """One save under way on this rank."""
+    """A save that is running on this rank, and how it ended."""
 
     progress: Progress
     kinds: tuple[str, ...]
-    hidden: str  # the folder until the checkpoint is complete
-    attributes: file_format.Attributes  # on rank 0
-    shards: list[ParamShard]  # what this rank writes
-    began: float
-    checks: tuple[str, ...] = ()  # that this state has passed
+    hidden: str  # the folder that is written to, until the checkpoint is complete
+    attributes: file_format.Attributes  # of index.h5; empty on ranks other than 0
+    shards: list[ParamShard]  # the shards that this rank writes
+    began: float  # time.perf_counter() at the beginning
+    checks: tuple[str, ...] = ()  # names of the checks that this state has passed
     pause: float = 0.0  # seconds that training waited
-    seconds: float = 0.0  # until it was complete
-    bytes: int = 0
+    seconds: float = 0.0  # from the beginning to the end of this rank's part
+    bytes: int = 0  # size of all files; on rank 0
     error: BaseException | None = None  # OSError: the disk failed, or a rank did not answer
-    notes: list[str] = field(default_factory=list)  # to be printed
+    notes: list[str] = field(default_factory=list)  # lines that the main thread prints
 
 
 class NonFiniteError(Exception):
-    """State with infinities or NaN, which is not saved."""
+    """Raised if the state to be saved contains infinities or NaN."""
 
 
 @dataclass
 class Writer:
     """Writes the saves of one run, one after the other.
 
-    parent: the folder of all checkpoints. exchange: of all ranks of the run. other_course: on
-    rank 0, after which step checkpoints are not of this run's course, and why; they are set aside
-    before its first one appears.
+    parent: the folder of all checkpoints. exchange: passes the ranks' reports to rank 0.
+    other_course: on rank 0, (step, reason): checkpoints of later steps did not lead to this run's
+    state, and are moved to another folder before the run's first checkpoint appears.
     """
 
     run: Run
@@ -132,10 +142,10 @@ class Writer:
     _image: tuple[list, bytes] | None = field(default=None, init=False)
 
     def write(self, save: PendingSave, runs: dict[str, Iterable[np.ndarray]]) -> None:
-        """Write this rank's file and report it; rank 0 completes the checkpoint.
+        """Write this rank's file and report it to rank 0, which completes the checkpoint.
 
-        runs: by kind, arrays that make up the elements of the save's shards. Raises nothing: the
-        main thread finds the exception in the save.
+        runs: by kind, flat arrays that together are the elements of the save's shards. It raises
+        nothing: it leaves an exception in `save.error` for the main thread.
         """
         key = f"save/{save.progress.iteration}"
         self.recorder.background_at("writes its shard")
@@ -153,7 +163,10 @@ class Writer:
         self.recorder.background_at(None)
 
     def _try_to_write_shard(self, save: PendingSave, runs) -> dict[str, Any] | None:
-        """This rank's report to rank 0: what it wrote, or its error; None if it has no shards."""
+        """Return this rank's report to rank 0: the file that it wrote, or its error.
+
+        Return None if this rank has no shards.
+        """
         if not save.shards:
             return None
         try:
@@ -166,7 +179,9 @@ class Writer:
             return {"error": sentence}
 
     def _write_shard(self, save: PendingSave, runs) -> dict[str, Any]:
-        """Write this rank's file; returns its `ShardFile` and the global shapes of its tensors."""
+        """Write this rank's file; return its `ShardFile` as a dictionary ("file"), and the global
+        shapes of its tensors by name ("shapes").
+        """
         types = saved_types(save.shards[0], save.kinds)
         dtypes = {kind: str(dtype).removeprefix("torch.") for kind, dtype in types.items()}
         tensors = []
@@ -184,27 +199,30 @@ class Writer:
         return {"file": asdict(shard_file), "shapes": shapes}
 
     def _checked(self, kind: str, runs: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-        """The same elements in runs of RECORDED_ELEMENTS at most, each noted by the recorder;
-        NonFiniteError at one that has an infinity or a NaN.
+        """Yield the same elements in runs of at most RECORDED_ELEMENTS, and note each run in the
+        flight recorder. Raise NonFiniteError if a run has an infinity or a NaN.
         """
         for whole in runs:
             for start in range(0, len(whole), RECORDED_ELEMENTS):
                 self.recorder.background_at("writes its shard")
                 run = whole[start : start + RECORDED_ELEMENTS]
                 with np.errstate(invalid="ignore"):
-                    total = run.sum(dtype=np.float64)  # needs no copy of the run
+                    total = run.sum(dtype=np.float64)  # unlike np.isfinite, makes no array
                 if not math.isfinite(total):
                     raise NonFiniteError(f"{kind} holds numbers that are not finite")
                 yield run
 
     def folder_of(self, progress: Progress) -> str:
-        """The folder of a complete checkpoint."""
+        """Return the visible folder of the checkpoint of a step."""
         return os.path.join(self.parent, folders.folder_name(progress.iteration))
 
     # -- rank 0 -----------------------------------------------------------------------------
 
     def _complete(self, save: PendingSave, reports: list[dict[str, Any]]) -> None:
-        """Check what the ranks wrote, add index and manifest, and make the checkpoint visible."""
+        """Check the ranks' files, add index and manifest, and make the checkpoint visible.
+
+        Raise OSError if a rank reported an error, or if a rank's file is not complete here.
+        """
         errors = [report["error"] for report in reports if "error" in report]
         if errors:
             raise OSError("; ".join(errors))
@@ -227,11 +245,11 @@ class Writer:
         try:
             keep = self.run.keep_last, self.run.keep_every
             folders.delete_surplus(self.parent, *keep, save.progress.iteration)
-        except OSError as error:  # this checkpoint is complete
+        except OSError as error:  # only a note: this checkpoint is complete
             save.notes.append(f"cannot delete the surplus checkpoints of {self.parent}: {error}")
 
     def _index_image(self, shapes: dict[str, tuple], shards: list[file_format.ShardFile]) -> bytes:
-        """The image of index.h5, made once per run: ranks write the same parts at every save."""
+        """Return index.h5 without attributes, made again only if ranks write other parts."""
         key = [(shard.file, shard.dtypes, shard.tensors) for shard in shards]
         if self._image is None or self._image[0] != key:
             self._image = (key, file_format.index_image(shapes, shards))
@@ -239,7 +257,10 @@ class Writer:
 
 
 def _when_there(act: Callable[[], None], limit: float) -> None:
-    """Do it again while files are missing or stale, until that limit of the monotonic clock."""
+    """Call `act` until it raises no OSError for a missing or stale file; raise others at once.
+
+    limit: the time.monotonic() after which such an error is raised too.
+    """
     pause = FIRST_PAUSE
     while True:
         try:
@@ -252,8 +273,8 @@ def _when_there(act: Callable[[], None], limit: float) -> None:
 
 
 def _check_size(folder: str, shard: file_format.ShardFile) -> None:
-    """OSError if the file of a rank does not have the size that it reported."""
-    with open(os.path.join(folder, shard.file), "rb") as file:  # NFS then asks its server
+    """Raise OSError (ESTALE) if a rank's file does not have the size that the rank reported."""
+    with open(os.path.join(folder, shard.file), "rb") as file:  # open: NFS asks its server again
         size = os.fstat(file.fileno()).st_size
     if size != shard.bytes:
         sizes = f"{size} bytes here, {shard.bytes} were written"
