@@ -1,8 +1,9 @@
 """Fast checks of every node before step 1: faults that would otherwise end the run hours later.
 
-Every rank must answer, have the code, the versions and the time of the others, allocate memory and
-multiply; every group of the layout must all-reduce. Values go through torch's store with a time
-limit: a node that does not answer is named, whatever the reason, and can be left out.
+Every rank must answer, have the same source files, options and library versions, allocate memory
+and multiply matrices; every group of the layout must all-reduce. Clocks that differ and slow
+devices give a warning. The answers go through torch's store with a time limit (store.py), so that a
+node which does not answer, for any reason, is named in the error and can be left out.
 """
 
 import hashlib
@@ -29,29 +30,32 @@ from distributed.placement import Say
 from distributed.store import NoAnswer, StoreExchange
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports are done before
-SECONDS_OF_CLOCKS = 2.0  # further apart, the logs of several nodes are hard to compare
-# Edge of the square GEMM, its repetitions, and how many times slower than the median a rank may be
-# before it is reported. On CPUs other processes share the cores.
-GEMM_EDGE = {"cuda": 8192, "cpu": 512}
+SECONDS_TO_ANSWER = 60.0  # then a rank is considered lost; slow imports have been done before
+SECONDS_OF_CLOCKS = 2.0  # if clocks differ by more, the logs of the nodes are hard to compare
+GEMM_EDGE = {"cuda": 8192, "cpu": 512}  # rows and columns of the square matrices
 GEMM_REPEATS = 5
+# A rank that is this many times slower than the median is reported. On CPUs other processes share
+# the cores.
 SLOW = {"cuda": 1.1, "cpu": 2.0}
-SHARE_TO_ALLOCATE = 0.9  # of a GPU's free memory: allocated and freed at once
+SHARE_TO_ALLOCATE = 0.9  # the share of a GPU's free memory that is allocated and freed at once
 
 
 class Peers(StoreExchange):
-    """All ranks: their values, within a time limit, and how messages name them."""
+    """Exchange of values between all ranks with a time limit, and the names of ranks in errors."""
 
     def __init__(self, context: Context, seconds: float = SECONDS_TO_ANSWER):
-        """seconds: after which a silent rank is considered lost."""
+        """seconds: the time after which a silent rank is considered lost."""
         self.context = context
-        # A connection of its own: another thread may wait on the context's first.
+        # The second connection, because another thread may be waiting on the first.
         store = context.second_store
         name = "preflight"
         super().__init__(store, context.rank, context.size, name, context.recorder, seconds)
 
     def gather(self, key: str, value: Any) -> list[Any]:
-        """Every rank's value in rank order; UserError, on every rank, that names silent ranks."""
+        """Return every rank's value in rank order; collective over all ranks.
+
+        key: names the check in the error. Raise NodeError, on every rank, with the silent ranks.
+        """
         try:
             return super().gather(key, value)
         except NoAnswer as error:
@@ -62,13 +66,13 @@ class Peers(StoreExchange):
             ) from None
 
     def named(self, ranks: list[int]) -> str:
-        """Ranks with their nodes: `rank 3 (n2)`, `ranks 4, 5, 6 and 5 more (n3, n4)`."""
+        """Return ranks and their nodes as text: `rank 3 (n2)`, `ranks 4, 5, 6 and 5 more (n3)`."""
         first = ", ".join(map(str, ranks[:3]))
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
         return f"rank{'s'[: len(ranks) > 1]} {first}{more} ({', '.join(self.nodes(ranks))})"
 
     def without(self, ranks: list[int]) -> str:
-        """How to start without the nodes of these ranks."""
+        """Return the text that explains how to start the job without the nodes of these ranks."""
         nodes = ",".join(self.nodes(ranks))
         if self.context.job_nodes is not None:
             return f"to run without it: --exclude={nodes} for sbatch or srun"
@@ -82,12 +86,12 @@ class Peers(StoreExchange):
 def check_nodes(config: Config, peers: Peers, say: Say) -> None:
     """Check answers, versions, clocks, devices and groups; collective over all ranks.
 
-    UserError, on every rank, for what cannot work.
+    Print one line with the result. Raise UserError, on every rank, if a check fails.
     """
     began = time.perf_counter()
     context = peers.context
     check_versions(peers.gather("start", versions(config)), peers)
-    peers.gather("clocks, begin", True)  # then all read their clocks within milliseconds
+    peers.gather("clocks, begin", True)  # makes all ranks read their clocks within milliseconds
     apart = check_clocks(peers.gather("clocks", time.time()), peers, say)
     own = context.places[context.rank]
     sharing = sum(other.gpu == own.gpu for other in context.places)
@@ -105,7 +109,7 @@ def check_nodes(config: Config, peers: Peers, say: Say) -> None:
 
 
 def versions(config: Config) -> dict[str, str]:
-    """What must be the same on every rank."""
+    """Return versions and hashes that must be the same on every rank, by name."""
     sources = hashlib.sha256()
     wings = [path.parent for path in ROOT.glob("*/__init__.py")]
     for path in sorted(file for folder in (ROOT, *wings) for file in folder.glob("*.py")):
@@ -122,7 +126,10 @@ def versions(config: Config) -> dict[str, str]:
 
 
 def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
-    """UserError if versions differ: which, on which ranks, and both values."""
+    """Raise NodeError if versions differ; the error has the name, the ranks and both values.
+
+    of_ranks: the result of `versions` on every rank.
+    """
     for what in of_ranks[0]:
         usual = Counter(own[what] for own in of_ranks).most_common(1)[0][0]
         other = [rank for rank, own in enumerate(of_ranks) if own[what] != usual]
@@ -135,7 +142,10 @@ def check_versions(of_ranks: list[dict[str, str]], peers: Peers) -> None:
 
 
 def check_clocks(clocks: list[float], peers: Peers, say: Say) -> float:
-    """Seconds between the first and the last clock; warns if they are far apart."""
+    """Return the seconds between the first and the last clock; print a warning if they are far off.
+
+    clocks: time.time() of every rank, read at about the same moment.
+    """
     middle = statistics.median(clocks)
     far = [rank for rank, clock in enumerate(clocks) if abs(clock - middle) > SECONDS_OF_CLOCKS]
     if far:
@@ -149,9 +159,9 @@ def check_clocks(clocks: list[float], peers: Peers, say: Say) -> float:
 
 
 def try_device(device: torch.device, sharing: int = 1) -> dict[str, Any]:
-    """Allocate and multiply: {"flops": per second} or {"error": what went wrong}.
+    """Allocate memory and multiply; return {"flops": FLOP/s} or {"error": text}.
 
-    sharing: the ranks that allocate on this GPU at the same time.
+    sharing: the number of ranks that allocate on this GPU at the same time.
     """
     try:
         if device.type == "cuda":
@@ -160,15 +170,16 @@ def try_device(device: torch.device, sharing: int = 1) -> dict[str, Any]:
             torch.empty(int(free * share), dtype=torch.uint8, device=device)
             torch.cuda.empty_cache()
         return {"flops": multiply(device)}
-    except RuntimeError as error:  # what torch raises for a device that does not work
+    except RuntimeError as error:  # torch raises this for a device that does not work
         return {"error": str(error).splitlines()[0]}
 
 
 def multiply(device: torch.device) -> float:
-    """Best FLOP/s of a few square GEMMs; RuntimeError if a product is wrong."""
+    """Return the best FLOP/s of a few square GEMMs; raise RuntimeError if the product is wrong."""
     edge = GEMM_EDGE[device.type]
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    # Rows of zeros and rows of ones, times ones: small integers, exact in any order of summation.
+    # Rows of `a` are zeros or ones, and all of `b` is ones: the sums are integers, exact in any
+    # order of summation.
     rows = torch.arange(edge, device=device).remainder(2).to(dtype)
     a = rows[:, None].expand(edge, edge).contiguous()
     b = torch.ones_like(a)
@@ -185,7 +196,11 @@ def multiply(device: torch.device) -> float:
 
 
 def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: Say) -> str:
-    """The range of speeds as text; UserError if devices failed; warns of slow ones."""
+    """Return the range of speeds as text, and print a line for each slow device.
+
+    answers: the result of `try_device` on every rank. kind: cpu or cuda. Raise NodeError if a
+    device failed.
+    """
     failed = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if failed:
         raise NodeError(
@@ -209,16 +224,22 @@ def check_devices(answers: list[dict[str, Any]], kind: str, peers: Peers, say: S
 
 
 def check_groups(config: Config, peers: Peers) -> None:
-    """All-reduce in every group of the layout; UserError with the ranks that do not finish."""
+    """All-reduce in every group of the layout; collective over all ranks.
+
+    Raise NodeError, on every rank, with the ranks that failed or did not finish in time.
+    """
     names = ("making the groups", *(f"an all-reduce over {role}" for role in ROLES))
     answer: dict[str, Any] = {"at": 0, "error": None}
     context, done = peers.context, threading.Event()
 
     def reduce() -> None:
-        """Make the groups and sum ones in each; how far it came, and a failure, in `answer`."""
+        """Make the groups and sum ones in each; put progress and a failure into `answer`.
+
+        answer["at"]: an index of `names`, the step that runs; len(names) when all are done.
+        """
         try:
             if context.device.type == "cuda":
-                torch.cuda.set_device(context.device)  # a setting of each thread
+                torch.cuda.set_device(context.device)  # every thread has this setting
             mesh = Mesh(config.layout.axes, context)
             for answer["at"], role in enumerate(ROLES, 1):
                 group = mesh.group(role)
@@ -231,11 +252,11 @@ def check_groups(config: Config, peers: Peers) -> None:
             answer["error"] = str(error).splitlines()[0]
         done.set()
 
-    # If this hangs, the job ends with it.
+    # A daemon thread: if it hangs, the job can still end with the error below.
     threading.Thread(target=reduce, name="preflight", daemon=True).start()
     done.wait(peers.seconds)
     answers = peers.gather("groups", answer)
-    # The ranks that got least far are those that the others wait for, or that cannot connect.
+    # The other ranks wait for the ranks with the least progress, or these cannot connect.
     least = min(answer["at"] for answer in answers)
     if least == len(names):
         return
@@ -253,7 +274,9 @@ def check_groups(config: Config, peers: Peers) -> None:
 def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
     """Check that memory and disk have room for a checkpoint; collective over all ranks.
 
-    needed: bytes, rank 0's counts. UserError with both numbers if the run is to save and cannot.
+    needed: bytes of a checkpoint; the value of rank 0 is used. Raise UserError, with the needed and
+    the free bytes, if the run is to save and has no room. A run that only saves if it is stopped
+    early gets a warning.
     """
     run = config.run
     peers = Peers(context)
@@ -275,7 +298,11 @@ def check_room(config: Config, context: Context, needed: int, say: Say) -> None:
 
 
 def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> None:
-    """UserError if a node has no memory for its ranks' copies of a checkpoint."""
+    """Raise UserError if a node has no host memory for its ranks' copies of a checkpoint.
+
+    answers: every rank's free "memory" in bytes. needed: bytes of the whole checkpoint, of which
+    every rank copies an equal part for an asynchronous save.
+    """
     for node, ranks in placement.ranks_by(peers.context.nodes).items():
         copy = needed * len(ranks) / peers.context.size
         memory = min(answers[rank]["memory"] for rank in ranks)
@@ -287,13 +314,13 @@ def _check_memory(answers: list[dict[str, int]], needed: int, peers: Peers) -> N
 
 
 def free_disk(folder: str) -> int:
-    """Free bytes of the file system where that folder is or will be."""
+    """Return the free bytes of the file system where the folder is or will be."""
     path = Path(folder).resolve()
     return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
 
 
 def available_memory() -> int:
-    """Bytes of host memory that this process can still allocate, within its cgroups' limits."""
+    """Return the bytes of host memory this process can still allocate, within cgroup limits."""
     available = psutil.virtual_memory().available
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
