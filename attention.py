@@ -1,7 +1,9 @@
 """Self-attention: its matrices, positions, norms of queries and keys, and torch's kernels.
 
-Shapes at line ends as in model.py: s sequence, b samples, a heads of size d, g key/value heads,
-with tensor parallelism the local ones. What each token sees is in corpora/attention_masks.py.
+Shapes at line ends as in model.py: s sequence, b samples, h hidden, a heads of size d, g key/value
+heads; with tensor parallelism a and g are the local heads. The masks, which say which tokens each
+token sees, are in corpora/attention_masks.py, and the collectives over ranks that share a sample's
+tokens (--cp) in distributed/context_parallel.py. Read parallel.py first, for the matrices.
 """
 
 import math
@@ -36,7 +38,8 @@ from distributed.context_parallel import (
 )
 from parallel import ColumnLinear, ParamFactory, RowLinear
 
-# In the backward pass, as far as it needs it. Nothing is drawn: no generator's state is kept.
+# recomputed(function, *inputs) keeps only the inputs; the backward pass runs the function again, up
+# to the last tensor that it needs. No layer draws random numbers, so no generator state is kept.
 recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -44,17 +47,17 @@ recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 class Positions:
-    """What the blocks of a stage are told about positions: ALiBi's mask, or rotary tables.
+    """Makes the masks (with ALiBi, if the model has it) and rotary tables for a stage's blocks.
 
     positions.set_length(2048)              for the samples from now on
-    positions.mask(batch)                   what each token of a batch sees, None: all before it
-    positions.rotary(batch.positions)       tables for `rotate`, None: nothing is turned
+    positions.mask(batch)                   a Mask; None: plain causal attention
+    positions.rotary(batch.positions)       tables for `rotate`; None: no rotary positions
 
     Learned positions are a part of the embedding.
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, micro_batch: int, masked: bool):
-        """micro_batch: its samples; masked: whether each batch says what its tokens see."""
+        """micro_batch: its number of samples; masked: each batch says what its tokens see."""
         self.factory = factory
         self.mesh = factory.mesh
         self.head_size = model.head_size
@@ -72,12 +75,12 @@ class Positions:
                 cos.to(factory.device, factory.dtype),
                 sin.to(factory.device, factory.dtype),
             )
-        self._own_tables = self.tables  # of this rank's tokens
+        self._own_tables = self.tables  # the rows for this rank's tokens
         self._causal: Mask | None = None
         self.set_length(model.seq_length)
 
     def set_length(self, length: int) -> None:
-        """The samples from now on have so many tokens, at most seq_length."""
+        """Set the number of tokens of every sample from now on: `length`, at most seq_length."""
         if length == self.length:
             return
         self.length, cp = length, self.mesh.cp
@@ -98,14 +101,20 @@ class Positions:
             )
 
     def mask(self, batch: Batch | None) -> Mask | None:
-        """What attention takes for this batch, or for causal attention if it says nothing."""
+        """Return the mask for a batch that says what its tokens see, else that of causal ALiBi.
+
+        None: attention is causal and has no ALiBi, so it needs no mask.
+        """
         if batch is None or batch.starts is None or batch.stops is None:
             return self._causal
         places = self._own_places(batch.starts.shape[1])
         return visible(batch.starts, batch.stops, self.slopes, self.factory.dtype, places)
 
     def rotary(self, positions: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """Tables for tokens at these positions, (b, s); None: for this rank's of a sample."""
+        """Return cosines and sines for `rotate`, or None if the model has no rotary positions.
+
+        positions: of the tokens, (b, s). None: the places of this rank's tokens in a sample.
+        """
         if self.tables is None or positions is None:
             return self._own_tables
         cos, sin = self.tables
@@ -116,20 +125,22 @@ class Positions:
 
 
 def own_places(group: Group, length: int, device: torch.device) -> Tensor | None:
-    """The tokens, of a sample of that length, whose queries this rank has; None: all tokens."""
+    """Return the places of this rank's queries in a sample of `length` tokens; None: all places."""
     if group.size == 1:
         return None
     return group.balanced_shard(torch.arange(length, device=device), 0)
 
 
 def local_slopes(model: ModelShape, factory: ParamFactory) -> Tensor:
-    """ALiBi's slopes of this tensor rank's heads: those of the whole model's, sliced; (a,)."""
+    """Return ALiBi's slopes of this tensor rank's heads, a slice of the model's: (a,)."""
     return factory.mesh.tp.shard(alibi_slopes(model.heads))
 
 
 def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of arXiv 2104.09864, halves side by side as in Llama: float64, (s, 1, 1, r)
-    for the r columns of a head that are turned.
+    """Return cosines and sines of rotary positions (arXiv 2104.09864): float64, (s, 1, 1, r) each.
+
+    Only the first r columns of a head are turned (--rotary-fraction). As in Llama, column i forms a
+    pair with column i + r/2, so both halves of a table are equal.
     """
     r = model.rotary_width
     frequencies = model.rotary_base ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
@@ -140,8 +151,11 @@ def rotary_tables(model: ModelShape) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
-    """Frequencies by --rotary-scaling: all over a factor, or in Llama 3.1 those that turn less than
-    `low` times in the positions trained at first, and in part those that turn up to `high` times.
+    """Return the frequencies after --rotary-scaling, for models that were trained on fewer tokens.
+
+    linear: all frequencies are divided by the factor. llama3 (Llama 3.1): a frequency is divided by
+    the factor if it turns less than `low` times in `positions` tokens, the length of the original
+    training; kept if it turns more than `high` times; and interpolated between these.
     """
     if kind == "none":
         return frequencies
@@ -154,8 +168,9 @@ def _scaled(frequencies: Tensor, kind: str, numbers: list[float]) -> Tensor:
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary positions on the first r columns of (s, b, heads, d), by tables of (s or more, 1 or b,
-    1, r).
+    """Turn the first r columns of each head of x, (s, b, heads, d), by its rotary position.
+
+    tables: cosines and sines, (s or more, 1 or b, 1, r) each.
     """
     cos, sin = (table[: len(x)] for table in tables)
     r = cos.shape[-1]
@@ -170,13 +185,16 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, by layer, so that new tokens are computed alone.
+    """The keys and values of all tokens so far, by layer; decoding then computes new tokens only.
 
-    tokens: how many there are, with the new ones; positions: of the new ones, (1, s).
+    cache.begin(count)                      before the stages run on `count` new tokens
+    k, v, mask = cache.extend(layer, k, v)  in each layer
+
+    tokens: the number of tokens, the new ones included; positions: of the new tokens, (1, s).
     """
 
     def __init__(self, most: int, slopes: Tensor | None, device: torch.device):
-        """most: tokens that there may be; slopes: of ALiBi for the local heads, (a,)."""
+        """most: the largest number of tokens; slopes: ALiBi's of the local heads, (a,)."""
         self.most = most
         self.device = device
         self.tokens = 0
@@ -184,7 +202,7 @@ class KeyValueCache:
         self._held: dict[nn.Module, list[Tensor]] = {}
 
     def begin(self, count: int) -> None:
-        """The next pass through the layers is of so many new tokens."""
+        """Count the new tokens of the next pass through the layers, and make its mask."""
         self.positions = torch.arange(self.tokens, self.tokens + count, device=self.device)[None]
         self.tokens += count
         distance = self.positions.t() - torch.arange(self.tokens, device=self.device)  # (s, all)
@@ -192,8 +210,8 @@ class KeyValueCache:
         self._bias = bias.masked_fill(distance < 0, -torch.inf)[None]
 
     def extend(self, layer: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Mask]:
-        """Keys and values of all tokens, given those of the new ones, (s, b, heads, d), and the
-        mask of the new ones' queries.
+        """Store a layer's k and v of the new tokens, (s, b, g, d) each. Return the keys and the
+        values of all tokens, and the mask for the queries of the new tokens.
         """
         if layer not in self._held:
             self._held[layer] = [t.new_empty(self.most, *t.shape[1:]) for t in (k, v)]
@@ -209,14 +227,17 @@ class KeyValueCache:
 class Attention(nn.Module):
     """Self-attention with grouped queries, causal unless a mask says what each token sees.
 
-    q, k and v are one matrix, kept as (g, a/g + 2, d, h): for each key/value head its queries,
-    then its key, then its value. Tensor parallelism splits whole groups, along the first dimension.
+    The matrices of q, k and v are one parameter of shape (g, a/g + 2, d, h): for each key/value
+    head the rows of its a/g query heads, then of its key, then of its value. Tensor parallelism
+    splits the first dimension, so a key/value head stays with its query heads.
     """
 
     def __init__(
         self, factory: ParamFactory, name: str, model: ModelShape, std: float, recompute: bool
     ):
-        """std: of the output matrix at the start; recompute: all but the matrices in backward."""
+        """std: the standard deviation with which the output matrix is drawn. recompute: whether the
+        backward pass runs `_attend` again, which lies between the two matrices.
+        """
         super().__init__()
         self.queries = model.heads // model.kv_heads
         self.d = model.head_size
@@ -225,7 +246,7 @@ class Attention(nn.Module):
         shape = (model.kv_heads, self.queries + 2, self.d)
         self.qkv = ColumnLinear(factory, f"{name}.qkv", model.hidden, shape, 0, model.qkv_bias)
         self.norms = None if model.qk_norm == "none" else QueryKeyNorm(factory, name, model)
-        # Without rotary positions the split gives views alone: compiling it would win nothing.
+        # Without rotary positions the split makes views only, and there is nothing to compile.
         turns = model.positions == "rotary" and self.norms is None
         self.split = factory.fused(_split_heads) if turns else _split_heads
         inputs = model.heads * self.d
@@ -238,8 +259,9 @@ class Attention(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x of the linear layers' shapes; mask: what each token sees, None: all before it; rotary:
-        tables that turn q and k. With a cache, x is of tokens that follow it, and has no mask.
+        """Return attention's output in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
+        parallelism. mask: None means causal. rotary: tables that turn q and k, or None. cache: keys
+        and values of the tokens before x, in decoding; then the mask comes from the cache.
         """
         turned = rotary if self.norms is None else None
         q, k, v = self.split(self.qkv(x), self.queries, self.d, turned)
@@ -250,7 +272,7 @@ class Attention(nn.Module):
             k, v, mask = cache.extend(self, k, v)
             return self.out(_attend(q, k, v, mask, Group()))
         q, k, v = to_heads(q, k, v, self.mesh.heads)
-        if self.recompute and torch.is_grad_enabled():  # then keys are gathered again, too
+        if self.recompute and torch.is_grad_enabled():  # cp gathers k and v again too
             mixed = recomputed(_attend, q, k, v, mask, self.mesh.kv)
         else:
             mixed = _attend(q, k, v, mask, self.mesh.kv)
@@ -260,17 +282,20 @@ class Attention(nn.Module):
 def _split_heads(
     qkv: Tensor, queries: int, d: int, rotary: tuple[Tensor, Tensor] | None
 ) -> list[Tensor]:
-    """q (s, b, a, d), k and v (s, b, g, d) of the first layer's output, q and k turned."""
+    """Cut the output of the qkv matrix, (s, b, g (a/g + 2) d), into q (s, b, a, d) and k and v
+    (s, b, g, d); `rotary`, if given, turns q and k. queries: a/g, the query heads of a k/v head.
+    """
     qkv = qkv.unflatten(-1, (-1, queries + 2, d))  # s b g a/g+2 d
-    parts = qkv.split((queries, 1, 1), -2)  # one split: slices add up in the backward
+    parts = qkv.split((queries, 1, 1), -2)  # one split: backward concatenates once
     q, k, v = (t.flatten(2, 3) for t in parts)
     return [q, k, v] if rotary is None else [rotate(q, rotary), rotate(k, rotary), v]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) -> Tensor:
-    """Softmax(q k^T / sqrt(d)) v over what the mask shows: (s, b, heads, d) each -> (s, b, a d).
+    """Return softmax(q k^T / sqrt(d)) v over the tokens that the mask shows (None: causal).
 
-    group: ranks with other tokens of the samples, whose keys and values are gathered.
+    q is (s, b, a, d), k and v are (s, b, g, d), the result is (s, b, a d). group: the ranks that
+    hold the samples' other tokens; their keys and values are gathered.
     """
     k, v = gather_tokens(k, v, group)
     q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # b heads s d
@@ -285,7 +310,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, group: Group) ->
 
 
 class QueryKeyNorm(nn.Module):
-    """RMSNorm of queries and keys, of each head, or over all heads of all tensor ranks ("full")."""
+    """RMSNorm of q and k: over each head, or with --qk-norm full over all heads of all tp ranks."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
@@ -302,13 +327,13 @@ class QueryKeyNorm(nn.Module):
         self.q, self.k = scale("q", model.heads), scale("k", model.kv_heads)
 
     def forward(self, q: Tensor, k: Tensor) -> list[Tensor]:
-        """(s, b, heads, d) each, as they come."""
+        """Return the normalised q and k, in their shapes (s, b, heads, d)."""
         both = [(q, self.q), (k, self.k)]
         if not self.full:
             return [F.rms_norm(x, weight.shape, weight, self.eps) for x, weight in both]
         exact = torch.promote_types(q.dtype, torch.float32)
         squares = torch.stack([x.to(exact).square().mean((-2, -1)) for x, _ in both])
-        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b: ranks have as many columns
+        means = sum_both_ways(squares, self.tp) / self.tp.size  # 2 s b; ranks have equal columns
         factors = torch.rsqrt(means + self.eps)[..., None, None]
         scaled = [(x * factor).to(x.dtype) for (x, _), factor in zip(both, factors)]
         return [x * weight.view(x.shape[2:]) for x, (_, weight) in zip(scaled, both)]
@@ -317,9 +342,10 @@ class QueryKeyNorm(nn.Module):
 def attention_kernel(
     model: ModelShape, factory: ParamFactory, micro_batch: int, masked: bool = False
 ) -> str:
-    """Which of torch's attention kernels runs in training, for micro-batches of that size.
+    """Return, for the log, which of torch's attention kernels runs in training.
 
-    UserError if masks need a kernel that a GPU does not have.
+    micro_batch: its number of samples. masked: whether batches say what their tokens see. Raise
+    UserError if masks need flex_attention on a GPU, and it does not take this dtype or head size.
     """
     mesh = factory.mesh
     alibi = model.positions == "alibi"
@@ -345,7 +371,7 @@ def attention_kernel(
     queries = model.heads // model.kv_heads
     whole = _split_heads(qkv.requires_grad_(), queries, model.head_size, None)
     q, k, v = (t.permute(1, 2, 0, 3) for t in whole)
-    rows = s // mesh.kv.size  # queries of this rank
+    rows = s // mesh.kv.size  # this rank's queries
     bias = torch.empty(1, model.heads // parts, rows, s, **of) if alibi else None
     choice = torch._fused_sdp_choice(
         q[:, :, :rows],

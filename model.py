@@ -1,10 +1,12 @@
-"""The GPT: embedding, blocks, head and loss; a stage is a slice of it.
+"""The GPT: embedding, blocks, head and loss. A pipeline stage (`Stage`) is a slice of the model.
 
-    [embedding] block* [final norm + head + loss]        each may be absent
+    [embedding] block* [final norm + head + loss]        a stage may lack any of the three parts
 
 Shapes at line ends: s sequence, b samples, h hidden, a heads of size d, g key/value heads,
-f MLP width; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp. Initialisation as
-GPT-2: normal, the two matrices that write into the residual stream smaller by sqrt(2 L).
+f MLP width, V vocabulary; with tensor parallelism a, g and f are the local a/tp, g/tp, f/tp.
+Weights are drawn as in GPT-2: from a normal distribution, whose standard deviation is smaller by
+sqrt(2 L), for L blocks, in the two matrices of a block that write into the residual stream.
+Read parallel.py first; attention is in attention.py and the loss in loss.py.
 """
 
 import functools
@@ -35,7 +37,7 @@ from schedules.partition import StageSpec
 
 
 class Norm(nn.Module):
-    """LayerNorm or RMSNorm over h, held whole by every tensor rank."""
+    """LayerNorm or RMSNorm over h; every tensor rank holds the whole scale (and shift)."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape):
         super().__init__()
@@ -49,7 +51,7 @@ class Norm(nn.Module):
         return self.normed(x, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
+        """Return x + y and the norm of that sum; x and y are (s, b, h)."""
         return self.added(x, y, self.weight, self.bias, self.eps)
 
 
@@ -65,10 +67,10 @@ def _added(x: Tensor, y: Tensor, *norm: Any) -> tuple[Tensor, Tensor]:
 
 
 class MLP(nn.Module):
-    """h -> f -> h, with an activation, or gated with SiLU: gate and up are one matrix (2, f, h)."""
+    """h -> f -> h with an activation; in a swiglu MLP gate and up are one matrix (2, f, h)."""
 
     def __init__(self, factory: ParamFactory, name: str, model: ModelShape, std: float):
-        """std: of the second matrix at the start."""
+        """std: the standard deviation with which the second matrix is drawn."""
         super().__init__()
         activation = ACTIVATIONS[model.activation]
         self.activation = factory.fused(activation) if activation is _swiglu else activation
@@ -87,7 +89,8 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-# All but the gated one are a kernel each way already, and a bias is part of the matrix product.
+# MLP compiles swiglu alone: each other activation is one kernel in the forward pass and one in the
+# backward pass already, and a bias is added within the matrix product.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
@@ -99,15 +102,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Block(nn.Module):
     """x + attention(norm(x)), then x + MLP(norm(x)).
 
-    --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). parallel: the sum of x,
-    attention(norm(x)) and MLP(norm(x)), with two norms.
+    With --block post-norm: x + norm(attention(x)), then x + norm(MLP(x)). With --block parallel:
+    x + attention(norm(x)) + MLP(norm(x)), where each norm has weights of its own.
     """
 
     def __init__(self, factory: ParamFactory, index: int, model: ModelShape, recompute: str):
         super().__init__()
         name = f"blocks.{index}"
         selective = recompute == "selective"
-        std = factory.std / math.sqrt(2 * model.layers)  # of what writes into the residual stream
+        std = factory.std / math.sqrt(2 * model.layers)  # for the two output matrices
         self.attention_norm = Norm(factory, f"{name}.attention_norm", model)
         self.attention = Attention(factory, f"{name}.attention", model, std, selective)
         self.mlp_norm = Norm(factory, f"{name}.mlp_norm", model)
@@ -122,7 +125,9 @@ class Block(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x: (s, b, h) or (s/tp, b, h), as the result; the others as Attention.forward."""
+        """Return the block's output, in the shape of x: (s, b, h), or (s/tp, b, h) with sequence
+        parallelism. mask, rotary and cache go to Attention.forward.
+        """
         if self.recompute and torch.is_grad_enabled():
             return recomputed(self._run, x, mask, rotary, cache)
         return self._run(x, mask, rotary, cache)
@@ -150,10 +155,11 @@ TOKENS = "embedding.tokens.weight"
 
 
 class VocabEmbedding(nn.Module):
-    """Rows of the vocabulary split over tp: tokens (b, s) -> (s, b, h), or (s/tp, b, h).
+    """The tokens' embedding matrix, its rows split over tp: (b, s) -> (s, b, h) or (s/tp, b, h).
 
-    The last rank's rows may end in padding, which no token selects. over: a larger group over which
-    they are split, with tp in it; then the results of the pipeline's ranks have yet to be summed.
+    The last rank's rows may end in padding, which no token selects. over: with --vocab-pp, the
+    group of pp and tp over which the rows are split instead. `forward` sums over tp alone, so the
+    caller then has to sum its results over the pipeline ranks.
     """
 
     def __init__(
@@ -177,7 +183,8 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
-        # On a CPU rows are added to the sum in place, without a gradient of the whole matrix.
+        # A sparse gradient adds the tokens' rows to the weight's gradient buffer in place. A dense
+        # one would be a temporary tensor of the whole matrix in each micro-batch.
         total = getattr(self.weight, "main_grad", None)
         sparse = total is not None and total.is_cpu and total.dtype == self.weight.dtype
         if self.group.size == 1:
@@ -190,15 +197,16 @@ class VocabEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens (b, s) -> (s, b, h), or this rank's (s/tp, b, h) with sequence parallelism.
+    """Token and position embedding: (b, s) -> (s, b, h), or (s/tp, b, h) with sequence parallelism.
 
-    With --vocab-pp it has no matrix, and takes the sum of what VocabularyPart gives.
+    With --vocab-pp it has no token matrix. Its input is then the sum over the ranks of the
+    outputs of VocabularyPart, in the shape of its result.
     """
 
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, tied: bool, spread: bool
     ):
-        """tied: another rank holds a copy of the tokens' matrix; spread: that all hold parts."""
+        """tied: another rank holds a copy of the token matrix; spread: VocabularyPart has it."""
         super().__init__()
         self.part = factory.mesh.tp if factory.sequence_parallel else None
         self.cp = factory.mesh.cp
@@ -214,7 +222,10 @@ class Embedding(nn.Module):
         self.norm = Norm(factory, "embedding.norm", model) if model.embedding_norm else None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """positions: of the tokens, (b, s); None: those of this rank's part of each sample."""
+        """Return the embeddings of tokens (b, s); with --vocab-pp `tokens` is already their sum.
+
+        positions: of the tokens, (b, s). None: the places of this rank's tokens in each sample.
+        """
         x = tokens if self.tokens is None else self.tokens(tokens)
         if self.positions is not None:
             if positions is None:
@@ -226,21 +237,21 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def _own_part(self, rows: Tensor) -> Tensor:
-        """Of rows along the sequence those of this rank: all without sequence parallelism."""
+        """Return this rank's rows along the sequence: all rows without sequence parallelism."""
         return self.part.shard(rows) if self.part else rows
 
 
 class Head(nn.Module):
-    """Final norm, output matrix and loss: (s, b, h) and labels (b, s) -> loss of tokens (s, b).
+    """Final norm, output matrix and loss: (s, b, h), labels (b, s) -> loss of each token, (s, b).
 
-    A tied head uses the embedding's matrix: the same tensor where both are on one rank, else a
-    copy of it that gradients and updates keep equal.
+    A tied head uses the embedding's token matrix. If both are on one rank, they share one tensor.
+    Otherwise the head has a copy, which stays equal because the gradients of both are summed.
     """
 
     def __init__(
         self, factory: ParamFactory, model: ModelShape, padded: int, embedding: Embedding | None
     ):
-        """embedding: if it is on this rank."""
+        """embedding: the model's, if this rank holds it; else None."""
         super().__init__()
         self.factory = factory
         self.shared = False
@@ -260,7 +271,7 @@ class Head(nn.Module):
         self.spec = self.weight.spec
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the logits, padding included: (s, b, V/tp)."""
+        """Return this rank's columns of the logits, padding included: (s, b, V/tp)."""
         return column_linear(self.norm(x), self.weight, None, self.factory, self.shared)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -269,10 +280,12 @@ class Head(nn.Module):
 
 
 class VocabularyPart(nn.Module):
-    """With --vocab-pp, a rank's rows of embedding and output matrix, one if they are tied.
+    """With --vocab-pp, this rank's rows of embedding and output matrix (one matrix if tied).
 
-    Called with tokens (b, s) it is its term of the embedding. Gradients of the output matrix are
-    left in `deferred`.
+    Every pipeline rank has one. `forward` takes tokens (b, s) and returns this rank's term of
+    their embeddings: 0 for tokens whose rows other pipeline ranks hold. vocabulary.py calls both
+    methods; `deferred` keeps the computation of the output matrix's gradient until pass T, which
+    needs the gradient of the logits' input first.
     """
 
     def __init__(self, factory: ParamFactory, model: ModelShape, padded: int):
@@ -284,7 +297,7 @@ class VocabularyPart(nn.Module):
         self.tokens = VocabEmbedding(factory, TOKENS, shape[0], padded, shape[1], False, over)
         self.weight: nn.Parameter = self.tokens.weight
         if model.tied:
-            self.weight.passes = 2  # gradients in a micro-batch
+            self.weight.passes = 2  # gradients in a micro-batch: of the embedding and the output
         else:
             name = "head.weight"
             std = factory.std
@@ -297,7 +310,7 @@ class VocabularyPart(nn.Module):
         return self.tokens(tokens)
 
     def logits(self, x: Tensor) -> Tensor:
-        """This rank's columns of the logits of the final norm's output: (s, b, V/n)."""
+        """Return this rank's columns of the logits, (s, b, V/n), for x after the final norm."""
         return column_linear(x, self.weight, None, self.factory)
 
 
@@ -306,8 +319,8 @@ class Stage(nn.Module):
 
     forward(x, batch): x is tokens (b, s) on the first stage, else activations (s, b, h); the
     result is activations, or on the last stage the sum of the targets' losses. The last stage needs
-    the batch, and with masks every stage does. With --vocab-pp the first one takes the
-    embedding's sum, and the last one's result is the final norm's.
+    the batch, and with masks every stage does. With --vocab-pp the first stage takes the sum of
+    embeddings, and the last stage returns the final norm's output (vocabulary.py does the rest).
     """
 
     def __init__(
@@ -319,10 +332,10 @@ class Stage(nn.Module):
         first: "Stage | None" = None,
         masked: bool = False,
     ):
-        """first: the pipeline's first stage, if another one is and this rank holds it too. masked:
-        whether each batch says what its tokens see.
+        """first: the pipeline's first stage, if this rank holds it beside this stage. masked:
+        whether each batch says which tokens each token sees.
 
-        Raises ValueError if it has not the parameters that `spec` says.
+        Raise ValueError if the stage has not as many parameters as `spec` says.
         """
         super().__init__()
         padded = model.padded_vocab(layout)
@@ -345,14 +358,14 @@ class Stage(nn.Module):
         shared: list[nn.Parameter] = []
         if self.head is not None and first is not None and model.tied:
             shared.append(self.head.weight)
-            self.head.weight.passes = 2  # gradients in a micro-batch: one of each stage's backward
+            self.head.weight.passes = 2  # gradients in a micro-batch: one from each stage
         self.positions: Positions | None = None
         if spec.blocks:
             self.positions = Positions(factory, model, layout.micro_batch_size, masked)
         _check_count(self, shared)
 
     def _add_blocks(self, factory: ParamFactory, model: ModelShape, layout: Layout) -> None:
-        """Make this stage's blocks, the first ones of which may be recomputed."""
+        """Make this stage's blocks; --recompute may apply to the first of them only."""
         recomputed_blocks = layout.recomputed_blocks(self.spec.blocks, self.spec.index)
         for n in range(self.spec.blocks):
             recompute = layout.recompute if n < recomputed_blocks else "none"
@@ -362,15 +375,17 @@ class Stage(nn.Module):
                 factory.shard(block)
 
     def set_length(self, length: int) -> None:
-        """The samples from now on have so many tokens, at most seq_length."""
+        """Set the number of tokens of every sample from now on: `length`, at most seq_length."""
         if self.positions is not None:
             self.positions.set_length(length)
 
     def forward(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """With a cache, x is of tokens that follow it; the last stage's result is this rank's
-        logits of what follows the last of them: (b, V/tp).
+        """Return activations; on the last stage the loss sum, or logits with a cache.
+
+        With a cache (decoding), x belongs to the tokens that follow the cached ones, and the last
+        stage returns this rank's logits for the token after x's last one: (b, V/tp).
         """
         x = self.hidden_states(x, batch, cache)
         if cache is not None:
@@ -382,7 +397,7 @@ class Stage(nn.Module):
     def hidden_states(
         self, x: Tensor, batch: Batch | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """What leaves the last block of this stage."""
+        """Return the output of this stage's last block, and with --vocab-pp of the final norm."""
         places = None if batch is None else batch.positions
         if cache is not None:
             places = cache.positions
@@ -397,9 +412,10 @@ class Stage(nn.Module):
 
 
 def _check_count(stage: Stage, shared: list[nn.Parameter]) -> None:
-    """Built and planned parameter counts must match, or plans and FLOPs are of another model.
+    """Raise ValueError unless the stage has the number of parameters that was planned for it.
 
-    shared: those that count on another stage.
+    Memory plans and FLOPs come from the planned numbers: they would be wrong without an error.
+    shared: parameters of this stage that count on another stage.
     """
     spec = stage.spec
     built = 0
