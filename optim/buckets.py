@@ -1,11 +1,13 @@
-"""Buckets: the flat buffers in which parameters, gradients and masters are kept, and their owners.
+"""Buckets: the flat buffers that hold parameters, gradients and masters, and who owns which part.
 
-A bucket is a run of parameters that are reduced together. Its buffers are cut into one section for
-every replica (one for all at --zero 0); the rank that owns a section updates it.
+A bucket holds several parameters, whose gradients are reduced together. Its buffers are cut into
+one section for each replica (at --zero 0 one section for all); a rank updates its own section.
 
-    weights    compute precision; the parameters are views of it
+    weights    compute precision; the parameters are views of this buffer
     gradients  summed over micro-batches in place, or at --zero 2 this rank's section of the sum
-    masters    this rank's section in fp32 (fp64), flat or as whole matrices
+    masters    this rank's section in fp32 (fp64), one flat tensor or whole matrices
+
+Read zero.py first: its picture shows when the buffers are reduced, updated and gathered.
 """
 
 import math
@@ -25,16 +27,16 @@ from distributed.mesh import Mesh
 from optim import update_rules
 from parallel import ParamSpec
 
-# Sections are multiples of this, so that no kernel treats the end of a section in another way than
-# its middle: copies of a parameter at other places of their buffers stay bitwise equal.
-ALIGNMENT = 64
-SETS_OF_KEY = 4  # update sets: the more, the sooner the first weights are gathered
+# The length of a section is a multiple of this, so that no kernel computes the end of a section
+# differently: copies of a parameter at different places of their buffers stay bitwise equal.
+ALIGNMENT = 64  # elements
+SETS_OF_KEY = 4  # most update sets of a key: with more, the first weights are gathered sooner
 
 
 class Key(NamedTuple):
     """What the parameters of a group have in common.
 
-    reduce_over: as in ParamSpec. family: the set of parameters that one update rule takes.
+    reduce_over: as in ParamSpec. family: the kind of update rule, see update_rules.py.
     """
 
     reduce_over: tuple[str, ...]
@@ -43,17 +45,17 @@ class Key(NamedTuple):
 
 
 def key_of(spec: ParamSpec, optimizer: str) -> Key:
-    """The key of a parameter under an --optimizer."""
+    """Return the key of the parameter that `spec` describes, for a value of --optimizer."""
     return Key(spec.reduce_over, not spec.decay, update_rules.family(optimizer, spec))
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Elements [start, stop) of a local parameter whose master and state this rank holds.
+    """Elements [start, stop) of a local parameter, whose master and state this rank holds.
 
-    group, master, offset: where: from `offset` on in the group's master tensor of that number.
-    shape: of the whole local parameter, padding included. copies, copy: how many ranks hold the
-    same elements, and which of them this one is.
+    They are in group.masters[master], from element `offset` on. shape: of the whole local
+    parameter, padding included. copies: number of ranks that hold these elements; copy: this rank's
+    number among them.
     """
 
     group: "ParamGroup"
@@ -67,8 +69,8 @@ class ParamShard:
     copy: int
 
     def read(self, kind: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the local parameter: of its "weights" (the master copy) or of
-        a tensor of the optimizer's state; flat, maybe a view.
+        """Return elements [start, stop) of the local parameter's masters (kind "weights") or of
+        one of its state tensors (kind as in state_kinds); flat, perhaps a view.
         """
         a = start - self.start + self.offset
         if kind == "weights":
@@ -77,7 +79,7 @@ class ParamShard:
         return self.group.rule.read(kind, index, a, a + stop - start)
 
     def write(self, kind: str, start: int, values: Tensor) -> None:
-        """Set what `read` reads, from `start` on; `Optimizer.after_load` must follow."""
+        """Set elements of this shard from `start` on; `Optimizer.after_load` must follow."""
         a = start - self.start + self.offset
         if kind == "weights":
             self.group.masters[self.master].view(-1)[a : a + len(values)] = values
@@ -86,11 +88,11 @@ class ParamShard:
 
 
 class ParamGroup(ABC):
-    """Parameters that are reduced together, as this rank owns them.
+    """Parameters that are reduced together, and the master tensors that this rank owns of them.
 
-    replicas: the group over which gradients are reduced first, and state may be sharded. sharded:
-    whether the other replicas own other elements. masters: the tensors that the rule updates, which
-    has some of other groups too; first: the number there of the first one.
+    replicas: ranks over which gradients are reduced first. sharded: whether each replica owns other
+    elements. masters: this rank's master tensors, in fp32 or fp64. rule: their update rule, which
+    may have masters of other groups too; first: index of masters[0] in the rule's list.
     """
 
     rule: update_rules.UpdateRule
@@ -100,13 +102,13 @@ class ParamGroup(ABC):
         self.key, self.mesh, self.sharded = key, mesh, sharded
         self.replicas = mesh.group(key.reduce_over[0])
         self.masters: list[Tensor] = []
-        self.gathering: Handle | None = None  # of the weights of every replica
+        self.gathering: Handle | None = None  # the all-gather of the weights, if it is running
         self._owned: list[tuple] = []
 
     def add_shard(
         self, spec: ParamSpec, shape: tuple[int, ...], start: int, stop: int, place: tuple[int, int]
     ) -> None:
-        """Own these elements of a parameter; place: number of the master, and offset in it."""
+        """Record that this rank owns elements [start, stop); place: master index and offset."""
         copies, copy = (1, 0) if self.sharded else (self.replicas.size, self.replicas.rank)
         if spec.dim is None:
             tp = self.mesh.tp
@@ -115,41 +117,41 @@ class ParamGroup(ABC):
 
     @property
     def shards(self) -> list[ParamShard]:
-        """What this rank owns. Made anew: a shard that the group held would hold the group, and
-        its memory would wait for Python's garbage collector.
+        """Return the shards that this rank owns, as new objects: if the group kept them, group and
+        shards would refer to each other, and only Python's garbage collector could free them.
         """
         return [ParamShard(self, *fields) for fields in self._owned]
 
     @abstractmethod
     def own_gradients(self) -> list[Tensor]:
-        """The gradient of every master, flat, in the type that it was summed in."""
+        """Return the gradient of every master, flat, in the type of the sum over micro-batches."""
 
     @abstractmethod
     def clear_gradients(self) -> list[Tensor]:
-        """Forget the gradients; the buffers that stay, for the caller to fill with zeros."""
+        """Free the gradients; return the buffers that remain, which the caller fills with zeros."""
 
     @abstractmethod
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's part of the weights and the masters that it is a rounded copy of, if any."""
+        """Return pairs (weights, masters) of this rank whose weights are rounded masters."""
 
     @abstractmethod
     def all_gather_params(self) -> None:
-        """Begin to gather the weights of every replica."""
+        """Start the all-gather of the weights over the replicas; called after an update."""
 
     def wait_for_weights(self) -> None:
-        """Return when every weight of the group is there."""
+        """Wait until all weights of the group are gathered."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def reduce_further(self) -> None:
-        """Sum the owned gradients over the groups beyond the replicas: tied copies, partial terms.
+        """Sum the owned gradients over reduce_over[1:], the groups with tied copies or with terms.
 
-        By now each owner has only its share of the elements to send.
+        Called after the reduction over the replicas: each owner then sends only its own elements.
         """
-        # A rank that owns no matrix of a bucket has peers here that own none either.
+        # A rank without masters skips the call: the other ranks of the group have none here either.
         for name in self.key.reduce_over[1:] if self.masters else ():
-            tensors = self.own_gradients()  # in one collective, however many there are
+            tensors = self.own_gradients()  # summed by one collective
             joined = torch.cat([t.flatten() for t in tensors]) if len(tensors) > 1 else tensors[0]
             self.mesh.group(name).at_once.all_reduce(joined).wait()
             if len(tensors) > 1:
@@ -157,7 +159,7 @@ class ParamGroup(ABC):
                 torch._foreach_copy_(tensors, [s.view(t.shape) for s, t in zip(sums, tensors)])
 
     def counted_gradients(self) -> list[Tensor]:
-        """The owned gradients that count in the norm, so that each element counts on one rank."""
+        """Return the owned gradients that this rank adds to the norm; no other rank adds them."""
         if not self.sharded and self.replicas.rank > 0:
             return []  # every replica has the same gradients
         gradients, counted = self.own_gradients(), []
@@ -169,7 +171,7 @@ class ParamGroup(ABC):
 
 
 class Bucket(ParamGroup):
-    """Parameters in flat buffers (`places`: where each starts), and this rank's section."""
+    """Parameters in flat buffers (places: parameters and offsets), and this rank's section."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class Bucket(ParamGroup):
         zero: int,
         dtype: torch.dtype | None = None,
     ):
-        """dtype: of the weights in computation, default: that of the parameters, fp32 at least."""
+        """parameters: in fp32 or fp64. dtype: compute precision, default: the parameters' dtype."""
         size = mesh.group(key.reduce_over[0]).size
         super().__init__(key, mesh, sharded=zero >= 1 and size > 1)
         starts, total = _lay_out(parameters, key.family, size, self.sharded)
@@ -194,13 +196,15 @@ class Bucket(ParamGroup):
         self.each_micro_batch = zero == 2 and self.sharded
         count, kind = (self.section, exact) if self.each_micro_batch else (total, self.sum_dtype)
         self.gradients = first.new_zeros(count, dtype=kind)
-        # Gradients that a micro-batch adds, and those still to come before it is reduced.
+        # Gradients that each micro-batch adds, and gradients still to be added before `reduce`.
         self.passes, self.missing = sum(getattr(p, "passes", 1) for p in parameters), 0
         self.whole_matrices = key.family == "matrices"
 
     def adopt(self) -> None:
-        """Make the parameters, and their gradients where all are kept, views of the buffers; the
-        masters are the weights themselves where these are as precise as what was drawn.
+        """Copy the parameters into the buffers and make them views; make this rank's masters.
+
+        Gradients become views too, except at --zero 2. If the compute precision is that of the
+        drawn parameters, the masters are views of the weights themselves.
         """
         own = self._section_of(self.weights)
         cuts = self._cuts()
@@ -211,7 +215,7 @@ class Bucket(ParamGroup):
         for p, start in self.places:
             view = self.weights[start : start + p.numel()].view(p.shape)
             view.copy_(p.data)
-            p.data = view  # frees what was drawn
+            p.data = view  # frees the drawn tensor
             if self.each_micro_batch:
                 continue
             p.main_grad = self.gradients[start : start + p.numel()].view(p.shape)
@@ -228,13 +232,13 @@ class Bucket(ParamGroup):
             self.masters = [m.view(_flat_shape(s)) for m, s in zip(self.masters, self.shards)]
 
     def _section_of(self, buffer: Tensor) -> Tensor:
-        """This rank's section of a flat buffer of the bucket."""
+        """Return this rank's section of one of the bucket's flat buffers, as a view."""
         return buffer[self.start : self.start + self.section]
 
     def _cuts(self) -> list[tuple[nn.Parameter, int, int, int]]:
-        """Parameters that overlap this rank's section: where each starts in the bucket, and the
-        overlap's borders there. Whole matrices are without padding, which Adafactor's means of a
-        matrix would count.
+        """Return (parameter, its offset, start and stop of the overlap) for each parameter that
+        overlaps this rank's section; all offsets in the bucket. Whole matrices come without their
+        padding, since Adafactor's means over a matrix would include it.
         """
         start, stop, cuts = self.start, self.start + self.section, []
         for p, at in self.places:
@@ -243,16 +247,16 @@ class Bucket(ParamGroup):
         return [cut for cut in cuts if cut[2] < cut[3]]
 
     def own_gradients(self) -> list[Tensor]:
-        """Summed gradients of this rank's section, one flat tensor for each master."""
+        """Return the summed gradients of this rank's section, one flat tensor for each master."""
         flat = self.gradients if self.each_micro_batch else self._section_of(self.gradients)
         return [flat[part] for part in self._parts]
 
     def clear_gradients(self) -> list[Tensor]:
-        """The buffer of all gradients, or of this rank's."""
+        """Return the gradient buffer: the whole bucket's, or at --zero 2 this rank's section."""
         return [self.gradients]
 
     def reduce(self) -> Handle:
-        """Start summing the gradients over the replicas."""
+        """Start to sum the gradients over the replicas; called when all of them are complete."""
         if self.each_micro_batch:
             return self._reduce_micro_batch()
         if self.sharded:
@@ -260,7 +264,7 @@ class Bucket(ParamGroup):
         return self.replicas.all_reduce(self.gradients)
 
     def _reduce_micro_batch(self) -> Handle:
-        """Collect this micro-batch's gradients, free them, and add the sum to the section."""
+        """Copy the gradients to one tensor, free them, start to reduce-scatter it (--zero 2)."""
         whole = torch.zeros(self.weights.numel(), dtype=self.sum_dtype, device=self.weights.device)
         found = [(at, p.grad) for p, at in self.places if p.grad is not None]
         if found:
@@ -268,24 +272,24 @@ class Bucket(ParamGroup):
             torch._foreach_copy_(parts, [grad for _, grad in found])
         for p, _ in self.places:
             p.grad = None
-        del found  # frees them before the section is made
+        del found  # frees the gradients before the section is allocated
         section = whole.new_empty(self.section)
         handle = self.replicas.reduce_scatter(section, whole)
         return _AddingHandle(handle, section, self.gradients, whole)
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """This rank's section, unless the masters are that section itself."""
+        """Return this rank's section of the weights and its masters; none if they are the same."""
         exact = self.flat.dtype == self.weights.dtype
         return [] if exact else [(self._section_of(self.weights), self.flat)]
 
     def all_gather_params(self) -> None:
-        """Begin to gather the sections of the weights, if they are sharded."""
+        """Start the all-gather of the sections of the weights, if they are sharded."""
         own = self._section_of(self.weights)
         self.gathering = self.replicas.all_gather(self.weights, own) if self.sharded else None
 
 
 class _AddingHandle:
-    """The handle of a reduce-scatter whose result is added to a sum."""
+    """A reduce-scatter whose wait adds the result to a sum; it keeps `source` alive until then."""
 
     def __init__(self, handle: Handle, section: Tensor, total: Tensor, source: Tensor):
         self.handle = handle
@@ -302,13 +306,13 @@ class _AddingHandle:
 
 
 class UpdateSet:
-    """Groups whose masters one rule updates together: the number of kernels is that of one group.
+    """Groups whose masters one rule updates together, with as many kernels as for one group.
 
-    rule: takes the masters of all, in order.
+    masters: the masters of all groups, in order; rule: the update rule that was made with them.
     """
 
     def __init__(self, groups: list[ParamGroup], training: Training):
-        """groups: of one key. UserError if the optimizer's package is missing."""
+        """All groups have one key. Raise UserError if the optimizer's package is missing."""
         self.groups = groups
         key = groups[0].key
         self.masters: list[Tensor] = []
@@ -320,7 +324,7 @@ class UpdateSet:
             group.rule = self.rule
 
     def update(self, factor: float, lr: float) -> None:
-        """One step by the gradients times `factor`, and begin to gather the weights."""
+        """Update the masters by the gradients times `factor`, and start to gather the weights."""
         gradients = [g for group in self.groups for g in group.own_gradients()]
         if gradients and gradients[0].dtype != self.masters[0].dtype:
             exact = [torch.empty_like(g, dtype=self.masters[0].dtype) for g in gradients]
@@ -333,7 +337,7 @@ class UpdateSet:
 
 
 def gather_weights(groups: Sequence[ParamGroup]) -> None:
-    """Round the masters of groups to their weights, and begin to gather these."""
+    """Round the masters of the groups to weights, and start the all-gather of the weights."""
     pairs = [pair for group in groups for pair in group.masters_to_round()]
     if pairs:
         weights, masters = zip(*pairs)
@@ -343,10 +347,10 @@ def gather_weights(groups: Sequence[ParamGroup]) -> None:
 
 
 def make_update_sets(groups: Sequence[ParamGroup], training: Training) -> list[UpdateSet]:
-    """The sets that hold all groups, the first layers first: their weights are needed first.
+    """Return the update sets, the first layers first: the forward pass needs their weights first.
 
-    Each key has SETS_OF_KEY at most, so that the weights of one are gathered while the next is
-    updated; where sums in 16 bits are copied to fp32, a set has about as many elements as a bucket.
+    A key has up to SETS_OF_KEY sets: the weights of a set are gathered while the next is updated.
+    With --grad-dtype bf16 a set is about as large as a bucket: its gradients are copied to fp32.
     """
     sets: list[UpdateSet] = []
     for _, of_key in groupby(reversed(groups), key=lambda group: group.key):
@@ -373,12 +377,12 @@ def _master_elements(group: ParamGroup) -> int:
 def make_buckets(
     parameters: list[nn.Parameter], mesh: Mesh, training: Training, zero: int, dtype: torch.dtype
 ) -> list[Bucket]:
-    """Buckets of one key each, in the order in which the backward pass fills them.
+    """Return buckets of one key each, in the order in which the backward pass fills them.
 
-    They adopt the parameters one after the other: what was drawn and all buffers are never in
-    memory at once. dtype: of the weights in computation. Whole matrices of one key are one bucket:
-    the more there are, the better they are balanced. UserError if tensor parallelism cuts the
-    blocks of 8-bit state.
+    Each bucket adopts its parameters before the next is made, so that memory never holds all drawn
+    parameters and all buffers at once. dtype: compute precision. All whole matrices of a key are in
+    one bucket: with more matrices the sections are balanced better. Raise UserError if tensor
+    parallelism cuts a matrix inside a block of 8-bit state.
     """
     runs: dict[Key, list[list[nn.Parameter]]] = {}
     most = bucket_elements(sum(p.numel() for p in parameters), BUCKET_ELEMENTS)
@@ -402,10 +406,10 @@ def make_buckets(
 def _lay_out(
     parameters: list[nn.Parameter], family: str, owners: int, sharded: bool
 ) -> tuple[list[int], int]:
-    """Where each parameter begins in a bucket's buffers, and their length, a multiple of `owners`.
+    """Return each parameter's offset in a bucket's buffers, and the buffers' length in elements.
 
-    Flat sections are equal wherever parameters end. Whole matrices are distributed to the sections,
-    the largest first, each to the section that has least.
+    owners: the number of sections, which divides the length. Flat sections may cut parameters. Each
+    whole matrix is in one section: the largest are placed first, in the section with the least.
     """
     if family == "matrices" and sharded:
         loads = [0] * owners
@@ -427,7 +431,7 @@ def _lay_out(
 
 
 def _check_blocks(p: nn.Parameter) -> None:
-    """UserError if tensor parallelism cuts a matrix inside the blocks of 8-bit state."""
+    """Raise UserError if tensor parallelism cuts a matrix inside a block of 8-bit state."""
     spec = p.spec
     block = update_rules.BLOCK
     run = math.prod(p.shape[spec.dim or 0 :])
@@ -439,7 +443,7 @@ def _check_blocks(p: nn.Parameter) -> None:
 
 
 def _flat_shape(shard: ParamShard) -> tuple[int, ...]:
-    """The shape in which a rule sees a whole parameter, without padding: a matrix, or a vector."""
+    """Return the shape of a whole parameter for a rule, without padding: (rows, width) or flat."""
     size = shard.stop - shard.start
     width = shard.shape[-1]
     return (size // width, width) if shard.spec.decay else (size,)

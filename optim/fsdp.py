@@ -1,10 +1,12 @@
 """--zero 3: weights, gradients and state sharded over the replicas, by torch's fully_shard.
 
-torch gathers a block's weights before it runs and frees them after, forward and backward, and
-reduce-scatters its gradients in every micro-batch. Tensor parallelism stays inside: what is
-sharded over the replicas is each tensor rank's own part. torch decides when to communicate, and
-calls the replicas' `Group` for it: so the flight recorder knows every gather and every sum.
-Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
+In the forward and in the backward pass, torch all-gathers a block's weights before the block runs
+and frees them afterwards. It reduce-scatters the block's gradients in every micro-batch. Each
+tensor rank's part of a weight is sharded over the replicas. torch decides when to communicate, but
+calls the `Group` of the replicas for it, so that the flight recorder records every all-gather and
+reduce-scatter. Source: torch.distributed.fsdp.fully_shard; arXiv 2304.11277 for the idea.
+
+Read zero.py and optim/buckets.py first: Optimizer uses a FullyShardedGroup in place of a Bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,33 +28,39 @@ from parallel import ParamFactory
 
 @dataclass
 class GroupCollective:
-    """A collective of a `Group` in the form in which fully_shard calls one."""
+    """A collective of a `Group`, with the methods that fully_shard calls on a custom collective."""
 
     start: Callable[[Tensor, Tensor], Handle]  # all_gather or reduce_scatter of the group
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for an input or an output of that many elements."""
+        """Return an uninitialised tensor of `size` for an input or output of the collective."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> None:
-        """Start the collective and wait for it, on a GPU in the stream that is current.
+        """Start the collective and wait for it; on a GPU it runs on the current stream.
 
-        options: torch's process group, operation (always a sum) and async_op are the group's.
+        options: torch's process group, operation and async_op, which are ignored: `start` has its
+        own group and sums.
         """
         self.start(output_tensor, input_tensor).wait()
 
 
 class FullyShardedGroup(ParamGroup):
-    """Parameters of one key, each owned by rows: torch holds them in fp32 and casts them itself."""
+    """Parameters of one key; each replica owns some rows of every parameter, in fp32 or fp64.
+
+    The masters are torch's shards themselves: torch casts weights to the compute precision.
+    """
 
     def __init__(self, key: Key, parameters: list, mesh: Mesh) -> None:
-        """parameters: sharded, each with its `spec` and the whole local tensor's `drawn_shape`."""
+        """parameters: DTensors with the attributes `spec` and `drawn_shape`, the shape before
+        sharding of the whole local tensor.
+        """
         super().__init__(key, mesh, sharded=True)
         self.parameters = parameters
         for p in parameters:
             flat = p.to_local().detach().view(-1)
             replicas = p.device_mesh
-            rows = -(-p.shape[0] // replicas.size())  # torch gives equal runs, the last ones less
+            rows = -(-p.shape[0] // replicas.size())  # as torch: the last ranks have fewer or none
             row = min(p.shape[0], replicas.get_local_rank() * rows)
             start = row * p.shape[1:].numel()
             if flat.numel():
@@ -61,26 +69,28 @@ class FullyShardedGroup(ParamGroup):
             self.masters.append(flat)
 
     def own_gradients(self) -> list[Tensor]:
-        """Gradients of this rank's rows, one flat tensor for each parameter."""
+        """Return the gradients of this rank's rows, one flat tensor for each parameter."""
         return [p.grad.to_local().view(-1) for p in self.parameters]
 
     def clear_gradients(self) -> list[Tensor]:
-        """Free the gradients; no buffer stays."""
+        """Free the gradients; return no buffers, since none remain."""
         for p in self.parameters:
             p.grad = None
         return []
 
     def masters_to_round(self) -> list[tuple[Tensor, Tensor]]:
-        """None: torch rounds what it gathers."""
+        """Return no pairs: torch rounds the weights when it gathers them."""
         return []
 
     def all_gather_params(self) -> None:
-        """Nothing: torch gathers weights when it needs them."""
+        """Do nothing: torch gathers a block's weights just before the block runs."""
 
 
 def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Module], None]:
-    """What shards a part of a stage over the replicas: each block when it has been drawn, so that
-    the whole stage is on no GPU at any time, and in the end the stage with all that is left.
+    """Return the function that shards a module over the replicas: `ParamFactory.shard`.
+
+    It is called with each block when its weights have been drawn, so that no GPU ever holds a whole
+    stage, and at last with the stage, whose other parameters it shards.
     """
     handle: Any = factory.mesh.replicas.handle  # not None: there are several replicas
     device_mesh = DeviceMesh.from_group(handle, factory.device.type)
@@ -92,9 +102,10 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
         """Shard the parameters of a part that are not sharded yet; each keeps its spec."""
         drawn = {}
         for name, p in part.named_parameters():
-            if not isinstance(p, DTensor):  # else it is of a block, which is sharded
+            if not isinstance(p, DTensor):  # a DTensor belongs to a block that is sharded already
                 drawn[name] = p.spec, tuple(p.shape)
-                # Many rows are cut into shards of similar size: (2, f, h) is a matrix of 2 f rows.
+                # torch cuts along the first dimension. To get many rows, and so shards of similar
+                # size, a weight of shape (2, f, h) becomes a matrix of 2 f rows.
                 p.data = p.data.flatten(0, -2) if p.spec.decay else p.data.flatten()
         fully_shard(part, mesh=device_mesh, mp_policy=policy)
         for name, p in part.named_parameters():
@@ -107,16 +118,19 @@ def block_sharder(factory: ParamFactory, training: Training) -> Callable[[nn.Mod
 def shard_fully(
     stage: nn.Module, factory: ParamFactory, training: Training
 ) -> list[FullyShardedGroup]:
-    """The groups of a stage whose blocks `factory.shard` has sharded; the rest is sharded here."""
+    """Shard the parameters of a stage outside its blocks; return the stage's groups, one per key.
+
+    The blocks have been sharded by `factory.shard`. Raise ValueError if the factory has none.
+    """
     if factory.shard is None:
         raise ValueError("the stage's blocks were not sharded when they were drawn")
     factory.shard(stage)
     replicas = factory.mesh.replicas
-    # torch declares their type in a module of its own alone.
+    # Any, because torch declares the type of custom collectives in a private module only.
     all_gather: Any = GroupCollective(replicas.at_once.all_gather)
     reduce_scatter: Any = GroupCollective(replicas.at_once.reduce_scatter)
     for part in stage.modules():
-        if isinstance(part, FSDPModule):  # the loss is divided by the global batch already
+        if isinstance(part, FSDPModule):  # sums, no means: the loss weight divides by the targets
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
             part.set_custom_all_gather(all_gather)

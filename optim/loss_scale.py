@@ -1,8 +1,8 @@
 """The factor that keeps fp16 gradients above the smallest fp16 number.
 
-The loss is multiplied by it before the backward pass, the gradients are divided by it before the
-update. An overflow anywhere in the world skips the step everywhere; zero.py finds it in the
-gradient norm, which every rank has anyway.
+The loss is multiplied by this loss scale before the backward pass, and the gradients are divided by
+it before the update. An overflow on any rank skips the update on all ranks: zero.py finds it in the
+gradient norm, which is not finite then, and which every rank computes in any case.
 """
 
 from config.messages import UserError
@@ -10,12 +10,13 @@ from config.schema import Training
 
 
 class LossScale:
-    """The scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 for other precisions.
+    """The loss scale of a run: dynamic for fp16 unless --loss-scale fixes it, 1 otherwise.
 
-    As in Megatron-LM (megatron/core/optimizer/grad_scaler.py): an overflow costs one of
-    --loss-scale-hysteresis; when it is used up, each further overflow halves the scale. After
-    --loss-scale-window good steps in a row it doubles and the hysteresis is full again. Unlike
-    there, a run that overflows at the smallest scale for --max-overflows steps in a row ends.
+    Megatron-LM has the same rule (megatron/core/optimizer/grad_scaler.py). A counter starts at
+    --loss-scale-hysteresis, and an overflow lowers it by 1. If the counter is then 0 or less, the
+    scale is halved, down to --min-loss-scale. After --loss-scale-window steps in a row without an
+    overflow the scale doubles and the counter is reset. Unlike in Megatron-LM, a run ends with an
+    error after --max-overflows overflows in a row at the smallest or a fixed scale.
     """
 
     def __init__(self, training: Training):
@@ -30,7 +31,10 @@ class LossScale:
         self.stuck = 0
 
     def update(self, overflow: bool) -> None:
-        """Take note of a step; equal on all ranks, for the overflow is. UserError ends the run."""
+        """Adapt the scale after a step; called on all ranks with the same `overflow`.
+
+        Raise UserError, which ends the run, if fp16 keeps overflowing at the smallest scale.
+        """
         t = self.training
         if not overflow:
             self.good = self.good + 1
@@ -55,12 +59,12 @@ class LossScale:
             )
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the scale and its counters, as a checkpoint stores them."""
         counts = {"good_steps": self.good, "hysteresis": self.hysteresis, "stuck": self.stuck}
         return {"loss_scale": self.value, **counts}
 
     def load(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint's state; what the options fix stays as they say."""
+        """Continue from a checkpoint's `state`; a scale that the options fix is not changed."""
         self.good, self.stuck = int(state.get("good_steps", 0)), int(state.get("stuck", 0))
         if self.dynamic and "hysteresis" in state:
             self.hysteresis = int(state["hysteresis"])

@@ -1,10 +1,10 @@
-"""The number format of a run: what --precision auto is on these devices, and what they lack.
+"""The number format of a run: decides --precision auto and checks that the GPUs support a format.
 
-    config, sentence = settled(config, context)    no longer auto, and what was decided
-    check(config, context)                         UserError if this rank's GPU cannot compute so
+    config, sentence = settled(config, context)    auto replaced by a format, and a line to print
+    check(config, context)                         UserError if this rank's GPU lacks the format
     dtype = DTYPES[config.training.precision]
 
-planner/hardware.py has the same rule for a machine that is only planned for.
+planner/hardware.py applies the same rule to the machine that a plan is made for.
 """
 
 import torch
@@ -23,10 +23,10 @@ DTYPES = {
 
 
 def settled(config: Config, context: Context | None) -> tuple[Config, str]:
-    """The configuration with --precision auto decided, the same on every rank, and a sentence that
-    says what was decided; it is empty if a precision was given.
+    """Replace --precision auto by a format, the same on every rank; return the configuration and a
+    line to print about the decision, which is empty if the user gave a precision.
 
-    Collective over all ranks where they have GPUs. context: None for one rank on the CPU.
+    Collective over all ranks if they have GPUs. context: None for one rank on the CPU.
     """
     if config.training.precision != "auto":
         return config, ""
@@ -46,8 +46,10 @@ def settled(config: Config, context: Context | None) -> tuple[Config, str]:
 
 
 def check(config: Config, context: Context) -> None:
-    """Raise UserError if the GPU has no arithmetic of that precision. torch emulates it on a CPU,
-    slowly: run.json and the start-up lines say which precision runs.
+    """Raise UserError if the precision is bf16 and this rank's GPU has no bf16 arithmetic.
+
+    CPUs are not checked: torch emulates missing arithmetic there, slowly. run.json and the start-up
+    lines show the precision.
     """
     if context.device.type != "cuda" or config.training.precision != "bf16":
         return
@@ -57,5 +59,5 @@ def check(config: Config, context: Context) -> None:
 
 
 def _has_bf16() -> bool:
-    """Whether this rank's GPU, the current one, computes in bf16 itself: from Ampere on."""
+    """Return whether this rank's GPU has bf16 arithmetic (Ampere or newer), without emulation."""
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,10 +1,12 @@
 """Learning rate and update rules: AdamW (torch, apex, 8-bit), SGD, Adafactor, Muon.
 
-A rule holds the state of some master tensors of this rank and updates them by their gradients. It
-does not depend on ranks. A family is the set of parameters that one rule can take together:
+An update rule holds the optimizer state of some master tensors of this rank and updates the masters
+by their gradients. It has no communication; optim/buckets.py makes the masters and calls the rule.
+Parameters belong to three families, and a rule updates masters of one family:
 
-    plain     AdamW, SGD, what other rules leave out: any flat section of any parameters
-    blocks    8-bit AdamW: flat sections that begin at multiples of BLOCK in every parameter
+    plain     AdamW, SGD, and parameters that the rules below do not update: flat sections, which
+              may begin anywhere in a parameter
+    blocks    8-bit AdamW: flat sections that begin at a multiple of BLOCK in every parameter
     matrices  Adafactor and Muon: whole matrices, each of which has one owner
 """
 
@@ -24,17 +26,19 @@ from config.messages import UserError
 from config.schema import Training
 from parallel import ParamSpec
 
-# Weights that share a scale in 8-bit AdamW: what bitsandbytes' kernels are built for.
+# Number of weights that share a scale in 8-bit AdamW; bitsandbytes' kernels are built for it.
 BLOCK = 256
-# Newton-Schulz in bf16 and this momentum are torch's defaults, those of Muon's author.
+# The value of Muon's author and torch's default, as is the Newton-Schulz iteration in bf16.
 MUON_MOMENTUM = 0.95
 
 
 def learning_rate(training: Training, samples: int, total: int, batch: int) -> float:
-    """The rate of a step on `batch` samples that starts when `samples` of `total` are trained on.
+    """Return the learning rate of a step on `batch` samples; called before each step.
 
-    Linear warm-up, then cosine, linear, constant, or WSD (arXiv 2404.06395: constant, and a
-    linear fall at the end), to min_lr at lr_decay_samples.
+    samples: trained on before the step, of `total` in the run. The rate rises linearly for
+    lr_warmup_samples. Then --lr-schedule decides: constant, or a cosine or linear fall to min_lr
+    at lr_decay_samples (default: total), or wsd (arXiv 2404.06395), constant and then a linear fall
+    to min_lr over the last lr_wsd_decay_samples before lr_decay_samples.
     """
     peak = training.lr
     low = training.min_lr
@@ -55,7 +59,7 @@ def learning_rate(training: Training, samples: int, total: int, batch: int) -> f
 
 
 def family(optimizer: str, spec: ParamSpec) -> str:
-    """The family of a parameter under that --optimizer."""
+    """Return the family of the parameter that `spec` describes, for a value of --optimizer."""
     if optimizer == "adamw8bit" and spec.decay and not spec.name.startswith("embedding."):
         return "blocks"
     if optimizer == "muon" and spec.decay and spec.name.startswith("blocks."):
@@ -64,12 +68,12 @@ def family(optimizer: str, spec: ParamSpec) -> str:
 
 
 def state_kinds(optimizer: str) -> tuple[str, ...]:
-    """The optimizer's tensors in a checkpoint, each with one element for every weight.
+    """Return the names of the optimizer's state tensors in a checkpoint.
 
-    Of muon's matrices exp_avg is the momentum, and they have no exp_avg_sq: zeros. 8-bit moments
-    are written out in fp32, so that a run may continue with adamw, and vice versa. Adafactor's
-    factors are written once for every weight of their row or column; of vectors row_var is the
-    variance and col_var zeros.
+    Each tensor has one element for every weight. For muon's matrices exp_avg is the momentum and
+    exp_avg_sq is zeros. 8-bit moments are written in fp32, so that a run with adamw can resume from
+    them, and the other way round. Adafactor has one factor for a row or column of a matrix; it is
+    repeated for every weight there. For a vector row_var is the variance and col_var is zeros.
     """
     if optimizer == "adafactor":
         return ("row_var", "col_var")
@@ -77,14 +81,17 @@ def state_kinds(optimizer: str) -> tuple[str, ...]:
 
 
 def interchangeable(optimizer: str) -> str:
-    """The name under which a checkpoint keeps the state: equal for those that can take it over."""
+    """Return the name of the optimizer's state in a checkpoint; optimizers that can resume from
+    each other's state have the same name.
+    """
     return "adamw" if optimizer in ("adamw", "apex", "adamw8bit") else optimizer
 
 
 def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool) -> "UpdateRule":
-    """The rule of --optimizer for master tensors of one family and one weight-decay rule.
+    """Return the rule of --optimizer for master tensors of the family `group`.
 
-    Raises UserError if the package that it needs is not installed.
+    decay: whether weight decay applies to them. Raise UserError if the optimizer's package is not
+    installed.
     """
     weight_decay = training.weight_decay if decay else 0.0
     betas = (training.adam_beta1, training.adam_beta2)
@@ -100,26 +107,30 @@ def make_rule(training: Training, group: str, masters: list[Tensor], decay: bool
 
 
 class _StateTensor(NamedTuple):
-    """A state tensor of torch's: its key, and its shape if that is not the master's."""
+    """A state tensor of a torch optimizer: its key, and its shape; None: the master's shape."""
 
     key: str
     shape: tuple[int, ...] | None = None
 
 
 class _Library(NamedTuple):
-    """An optimizer class, and what a checkpoint keeps of a master's state, by the checkpoint's
-    name: one element for every weight, None for what this master has not.
+    """An optimizer class, and the state tensors of it that a checkpoint keeps.
+
+    kernel: its name in the log. make: returns a torch.optim.Optimizer, or an object with the same
+    attributes. kinds: takes a master and returns its state tensors by their names in a checkpoint;
+    None for a tensor that this master does not have.
     """
 
     kernel: str
-    make: Callable[..., Any]  # a torch.optim.Optimizer, or what looks like one
+    make: Callable[..., Any]
     kinds: Callable[[Tensor], dict[str, _StateTensor | None]]
 
 
 class _TorchOptimizerRule:
-    """Runs a library's optimizer, and makes its state before the first step, to load into.
+    """Update rule that runs an optimizer of torch or apex.
 
-    kernel: what runs. steps: updates so far.
+    Its state can be read and written before the first step. kernel: the optimizer's name in the
+    log. steps: number of updates so far.
     """
 
     def __init__(self, masters: list[Tensor], library: _Library, **options):
@@ -131,7 +142,7 @@ class _TorchOptimizerRule:
         self.steps = 0
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """One step on all master tensors, by gradients of their shapes and type."""
+        """Update all master tensors once, by gradients of the same shapes and type."""
         self.steps += 1
         if self.optimizer is None:
             return
@@ -139,25 +150,28 @@ class _TorchOptimizerRule:
             master.grad = gradient
         for options in self.optimizer.param_groups:
             options["lr"] = lr
-            options["step"] = self.steps - 1  # where apex counts
+            options["step"] = self.steps - 1  # apex reads its step count here
         self.optimizer.step()
         for master in self.masters:
             master.grad = None
 
     def set_steps(self, steps: int) -> None:
-        """Go on as after so many updates."""
+        """Set the number of updates so far; called when a checkpoint has been loaded."""
         self.steps = steps
         for state in self.states.values():
             if "step" in state:
                 state["step"].fill_(steps)
 
     def state_bytes(self) -> int:
-        """Bytes of the state that exists now, masters not counted."""
+        """Return the bytes of the state tensors that exist now, without the masters."""
         tensors = [t for s in self.states.values() for t in s.values() if isinstance(t, Tensor)]
         return sum(t.nbytes for t in tensors)
 
     def read(self, kind: str, index: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of a state tensor of master `index`, flat; maybe a view."""
+        """Return elements [start, stop) of a state tensor of master `index`, flat; perhaps a view.
+
+        kind: the tensor's name in a checkpoint. A factor is repeated along its row or column.
+        """
         tensor = self._state(kind, index)
         master = self.masters[index]
         if tensor is None:
@@ -165,7 +179,11 @@ class _TorchOptimizerRule:
         return tensor.expand(master.shape).reshape(-1)[start:stop]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """Set elements from `start` on; state of one number a row or column takes it from them."""
+        """Set elements of a state tensor from `start` on; called when a checkpoint is loaded.
+
+        For Adafactor's factors, `values` are of the whole matrix; the first of each row or column
+        is taken.
+        """
         tensor = self._state(kind, index)
         master = self.masters[index]
         if tensor is None:
@@ -176,7 +194,7 @@ class _TorchOptimizerRule:
         tensor.copy_(values.view(master.shape)[: len(tensor), : tensor.shape[1]])
 
     def _state(self, kind: str, index: int) -> Tensor | None:
-        """torch's state tensor of that kind; as before the first step if there is none yet."""
+        """Return torch's state tensor of a kind; before the first step, make the state as zeros."""
         master = self.masters[index]
         kinds = self.library.kinds(master)
         state = self.states[master]
@@ -187,15 +205,17 @@ class _TorchOptimizerRule:
 
 
 def _first_state(master: Tensor, kinds: dict[str, _StateTensor | None]) -> dict[str, Tensor]:
-    """What torch's optimizers have of a master before the first step."""
+    """Return a master's state as torch's optimizers make it at the first step: all zeros."""
     step = torch.zeros((), dtype=torch.float32, device=master.device)
     found = filter(None, kinds.values())
     return {"step": step, **{one.key: master.new_zeros(one.shape or master.shape) for one in found}}
 
 
 class _FusedAdamW:
-    """torch's fused AdamW, of torch.optim.Optimizer only what the rule takes: the first object of
-    that class would import torch._dynamo, 70 MB and a second on every rank.
+    """torch's fused AdamW kernel, with the attributes of torch.optim.Optimizer that the rule uses.
+
+    It is no torch.optim.Optimizer: making the first object of that class imports torch._dynamo,
+    which takes 70 MB and a second on every rank.
     """
 
     def __init__(self, masters: list[Tensor], **options):
@@ -203,7 +223,7 @@ class _FusedAdamW:
         self.state: dict[Tensor, dict[str, Tensor]] = {master: {} for master in masters}
 
     def step(self) -> None:
-        """Update every master by its `grad`."""
+        """Update every master by its `grad`, once."""
         (options,) = self.param_groups
         masters, (beta1, beta2) = options["params"], options["betas"]
         kinds = ("exp_avg", "exp_avg_sq", "step")
@@ -228,7 +248,10 @@ def _factors(master: Tensor) -> dict[str, _StateTensor | None]:
 
 
 def _library(t: Training, group: str) -> _Library:
-    """The library's optimizer for one family of parameters."""
+    """Return the optimizer class that --optimizer uses for the parameters of the family `group`.
+
+    Muon and 8-bit AdamW leave the family plain to AdamW.
+    """
     optim = torch.optim
     kinds = dict[str, _StateTensor | None]()
     if t.optimizer == "apex":
@@ -247,7 +270,7 @@ def _library(t: Training, group: str) -> _Library:
 
 
 def _apex() -> Callable[..., torch.optim.Optimizer]:
-    """apex's optimizer; UserError with the import's error if it cannot be imported."""
+    """Return apex's optimizer class; raise UserError with the import's error if that fails."""
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:
@@ -265,10 +288,11 @@ def _apex() -> Callable[..., torch.optim.Optimizer]:
 class _Adam8bit:
     """AdamW with both moments in 8 bits, one scale per BLOCK (arXiv 2110.02861), by bitsandbytes.
 
-    Its attributes and methods are those of _TorchOptimizerRule.
-    Masters are flat, of a multiple of BLOCK elements. The codes of the signed map are made
-    symmetric: then the largest of a block is always code 1 or -1, and a moment that was written
-    out in fp32 is read back to the same bits.
+    Attributes and methods are the same as in _TorchOptimizerRule. Masters are flat and have a
+    multiple of BLOCK elements. A moment is stored as an 8-bit code, whose level (self.maps) is
+    multiplied by the block's scale. The levels of the signed map are made symmetric: then the
+    largest moment of a block always has level 1 or -1, and a moment that is written to a checkpoint
+    in fp32 and read back gets the same bits.
     """
 
     def __init__(self, masters, betas: tuple[float, float], eps: float, weight_decay: float):
@@ -281,7 +305,7 @@ class _Adam8bit:
         from bitsandbytes import functional
 
         self.kernel = f"bitsandbytes {bitsandbytes.__version__} 8-bit AdamW on the matrices"
-        self.library: Any = functional  # its annotations are of fewer arguments
+        self.library: Any = functional  # Any: its annotations list too few arguments
         self.masters = masters
         self.steps = 0
         self.betas = betas
@@ -300,7 +324,7 @@ class _Adam8bit:
         return torch.full((master.numel(),), zero, dtype=torch.uint8, device=master.device)
 
     def update(self, gradients: list[Tensor], lr: float) -> None:
-        """One step by bitsandbytes' blockwise kernel."""
+        """Update every master once, by bitsandbytes' blockwise kernel."""
         self.steps += 1
         for i, (master, gradient) in enumerate(zip(self.masters, gradients)):
             codes = [of_kind[i] for of_kind in self.codes.values()]
@@ -330,13 +354,13 @@ class _Adam8bit:
         return values[start - first * BLOCK :][: stop - start]
 
     def write(self, kind: str, index: int, start: int, values: Tensor) -> None:
-        """ValueError if `start` is not the start of a block."""
+        """Encode `values` from `start` on; raise ValueError if no block begins at `start`."""
         if start % BLOCK:
             raise ValueError(f"8-bit state is written in blocks of {BLOCK}, not from {start} on")
         count = -(-len(values) // BLOCK) * BLOCK
         blocks = F.pad(values, (0, count - len(values))).view(-1, BLOCK)
         scales = blocks.abs().amax(1)
-        # The library's own quantisation is off by one code now and then; the nearest is wanted.
+        # The library's quantisation sometimes misses the nearest code by one: find the nearest.
         levels = self.maps[kind]
         middles = (levels[1:] + levels[:-1]) / 2
         codes = torch.bucketize(blocks / scales.clamp(min=1e-38)[:, None], middles)
