@@ -1,8 +1,12 @@
-"""Reads index.h5, and any part of a tensor from the shards that it names.
+"""Reads index.h5, and any part of a tensor from the shards that index.h5 names.
 
-A checkpoint may come from a stranger. HDF5 opens no file by itself here: it is given open ones, and
-links are not followed. The flat arrays of a shard are mapped into memory where HDF5 says that they
-are, and numpy copies parts of them.
+    with Index(folder) as index:
+        index.read_whole("weights", "head.weight")     a whole tensor
+        index.read(kind, name, boxes, out)             parts of a tensor, into a flat array
+
+A checkpoint may come from a stranger. So HDF5 does not open files by name here: it gets open files,
+and links are not followed. A shard is mapped into memory (mmap); HDF5 only gives the offsets of its
+flat arrays, and numpy copies parts of them. Read file_format.py first.
 """
 
 import contextlib
@@ -21,17 +25,17 @@ import numpy as np
 from checkpointing.file_format import INDEX, SHARD, Box, Shape, elements_in, open_regular
 from config.messages import UserError
 
-GROUPS = ("model", "progress", "optimizer", "data", "run")  # of index.h5, with attributes only
-MOST_OPEN = 128  # shards
+GROUPS = ("model", "progress", "optimizer", "data", "run")  # have attributes only, no tensors
+MOST_OPEN = 128  # the most shards that are mapped at the same time
 _FLOATS = {"float32": h5py.h5t.IEEE_F32LE, "float64": h5py.h5t.IEEE_F64LE}
 _PRIME = 2**61 - 1
-# What h5py raises, depending on where a file is damaged.
+# The exceptions that h5py raises for a damaged file, depending on where the damage is.
 _DAMAGE = (OSError, RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError)
 
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Turn what is found wrong in a file into UserError, in one sentence."""
+    """Turn every exception of _DAMAGE into UserError: "cannot read PATH: ...", on one line."""
     try:
         yield
     except _DAMAGE as error:
@@ -40,7 +44,10 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _member(group: h5py.Group, name: str, kind: type) -> Any:
-    """A group or dataset that is in a group itself; ValueError for a link to elsewhere."""
+    """Return the member `name` of a group; kind: h5py.Group or h5py.Dataset.
+
+    Raise ValueError if the member is of another kind or a link to elsewhere.
+    """
     if not isinstance(group.get(name, getlink=True), h5py.HardLink):
         raise ValueError(f"{name!r} is a link")
     found = group[name]
@@ -50,6 +57,7 @@ def _member(group: h5py.Group, name: str, kind: type) -> Any:
 
 
 def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
+    """Return float32 or float64; raise ValueError for elements of any other type."""
     for name, type_id in _FLOATS.items():
         if dataset.id.get_type() == type_id:
             return np.dtype(name)
@@ -57,7 +65,7 @@ def _dtype_of(dataset: h5py.Dataset) -> np.dtype:
 
 
 def _selected_box(space: h5py.h5s.SpaceID) -> Box:
-    """The box that a selection is; ValueError if it is none."""
+    """Return the box that an HDF5 selection covers; raise ValueError if it is not one box."""
     box = tuple((low, high + 1) for low, high in zip(*space.get_select_bounds()))
     ordered = space.get_select_type() in (h5py.h5s.SEL_HYPERSLABS, h5py.h5s.SEL_ALL)
     if not ordered or space.get_select_npoints() != elements_in(box):
@@ -66,11 +74,12 @@ def _selected_box(space: h5py.h5s.SpaceID) -> Box:
 
 
 def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
-    """Whether each element is in exactly one of the boxes; wrongly True once in 2^58 calls.
+    """Return whether each element of `shape` is in exactly one of the boxes.
 
-    In time linear in the boxes: each end of a box along a dimension gets a random number, and a box
-    weighs the product of the differences of its ends. The weights of boxes that tile the shape add
-    up to the weight of the whole; those of other boxes do so only by chance.
+    The time is linear in the number of boxes: along each dimension, each index at which a box
+    begins or ends gets a random number, and the weight of a box is the product over the dimensions
+    of the difference between its two numbers. If boxes tile the shape, their weights add up to the
+    weight of the whole shape. If they do not, this happens only by chance, once in 2^58 calls.
     """
     numbers: list[dict[int, int]]
     numbers = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
@@ -82,7 +91,10 @@ def _is_tiled(shape: Shape, boxes: Iterable[Box]) -> bool:
 
 
 def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
-    """A flat array of a mapped file; ValueError if it is not stored there in one piece."""
+    """Return a flat dataset as an array that shares the memory of the mapped file.
+
+    Raise ValueError if the dataset is not stored in this file in one piece.
+    """
     properties = dataset.id.get_create_plist()
     (elements,), at = dataset.shape, dataset.id.get_offset()
     plain = properties.get_layout() == h5py.h5d.CONTIGUOUS and not properties.get_external_count()
@@ -92,18 +104,19 @@ def _array_in(mapped: mmap.mmap, dataset: h5py.Dataset) -> np.ndarray:
 
 
 class Index:
-    """An open checkpoint: its attributes, and any part of its tensors. A context manager.
+    """An open checkpoint, for reading its attributes and any part of its tensors.
 
-    Check its files first (verification.py). Raises UserError for what the format does not allow.
-    kinds: "weights", then the optimizer's. shapes: every tensor's global shape, by name. dtypes: by
-    kind, as they were saved.
+    A context manager. Its files should be checked first (verification.py). Every method raises
+    UserError if the files are not as the format says. kinds: "weights", then the optimizer's kinds
+    of state. shapes: the global shape of each tensor, by name. dtypes: the dtype of each kind of
+    state in the files.
     """
 
     def __init__(self, folder: str):
         self.folder = folder
         self.path = os.path.join(folder, INDEX)
-        self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor, its sources
-        self._arrays: dict[str, dict[str, np.ndarray]] = {}  # of mapped shards, by kind
+        self._known: dict[str, list[tuple[str, int, Box]]] = {}  # by tensor: see `_sources`
+        self._arrays: dict[str, dict[str, np.ndarray]] = {}  # by mapped shard, then by kind
         with _reading(self.path):
             self._raw = open_regular(self.path)
             self.file = h5py.File(self._raw, "r")
@@ -122,7 +135,7 @@ class Index:
         self._raw.close()
 
     def attributes(self, group: str) -> dict[str, Any]:
-        """The attributes of a group, as plain Python values: text, numbers, booleans."""
+        """Return the attributes of a group as plain Python values: text, numbers, booleans."""
         with _reading(self.path):
             items = _member(self.file, group, h5py.Group).attrs.items()
             values = {k: v.item() if isinstance(v, np.generic) else v for k, v in items}
@@ -133,7 +146,7 @@ class Index:
 
     @functools.cached_property
     def shapes(self) -> dict[str, Shape]:
-        """See the class."""
+        """The global shape of each tensor, by name."""
         with _reading(self.path):
             mappings = {
                 name: self._mapping("weights", name)[1] for name in self._tensors["weights"]
@@ -142,7 +155,7 @@ class Index:
 
     @functools.cached_property
     def dtypes(self) -> dict[str, np.dtype]:
-        """See the class."""
+        """The dtype of each kind of state in the files."""
         with _reading(self.path):
             name = next(iter(self.shapes))
             datasets = {
@@ -151,8 +164,10 @@ class Index:
             return {kind: _dtype_of(dataset) for kind, dataset in datasets.items()}
 
     def check(self, files: Mapping[str, int], rank: int = 0, size: int = 1) -> None:
-        """UserError unless the shards hold each element of each tensor once. Each of several ranks
-        checks a share of the shards and of the tensors. files: by name, their bytes.
+        """Raise UserError unless the shards hold each element of each tensor exactly once.
+
+        files: the bytes of each file that the manifest lists, by name. rank, size: of several ranks
+        that call this, each checks a part of the shards and of the tensors.
         """
         with _reading(self.path):
             needed = sum(math.prod(shape) for shape in self.shapes.values())
@@ -171,6 +186,7 @@ class Index:
                     self._check_tensor(kind, name, files)
 
     def _check_tensor(self, kind: str, name: str, files: Mapping[str, int]) -> None:
+        """Raise ValueError unless every source of a tensor is in a shard and inside its array."""
         if self._sources(kind, name) != self._sources_of(name):
             raise ValueError(f"{kind}/{name} is in other places than weights/{name}")
         for file, at, box in self._sources_of(name):
@@ -182,7 +198,9 @@ class Index:
                 raise ValueError(f"{kind}/{name} needs {needed} elements of {file}, not {there}")
 
     def read(self, kind: str, name: str, boxes: Iterable[Box], out: np.ndarray) -> None:
-        """Fill the flat array `out` with boxes of a tensor in order, converted to its dtype."""
+        """Fill the flat array `out` with boxes of a tensor, one after the other, converted to the
+        dtype of `out`.
+        """
         with _reading(self.path):
             sources = self._sources_of(name)
             at = 0
@@ -195,7 +213,11 @@ class Index:
     def _read_overlap(
         self, kind: str, file: str, at: int, stored: Box, box: Box, out: np.ndarray
     ) -> None:
-        """Fill the elements of `out`, a box of a tensor, that are in a box of a shard."""
+        """Copy the elements that two boxes of a tensor share from a shard to `out`.
+
+        at, stored: the shard's flat array has the box `stored` from element `at` on. box: the box
+        of the tensor that `out` is for, with the same shape.
+        """
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, stored)]
         if all(a < b for a, b in both):
             part = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(both, stored))
@@ -204,14 +226,14 @@ class Index:
             out[target] = there.reshape([b - a for a, b in stored])[part]
 
     def read_whole(self, kind: str, name: str) -> np.ndarray:
-        """A whole tensor, in the type it was saved in."""
+        """Return a whole tensor in the dtype in which it was saved."""
         shape = self.shapes[name]
         out = np.empty(math.prod(shape), self.dtypes[kind])
         self.read(kind, name, [tuple((0, size) for size in shape)], out)
         return out.reshape(shape)
 
     def _mapping(self, kind: str, name: str) -> tuple[h5py.Dataset, h5py.h5p.PropDCID]:
-        """A virtual dataset, and the properties that say where its elements are."""
+        """Return a tensor's virtual dataset, and the properties that map its boxes to shards."""
         dataset = _member(self._tensors[kind], name, h5py.Dataset)
         properties = dataset.id.get_create_plist()
         if properties.get_layout() != h5py.h5d.VIRTUAL or not properties.get_virtual_count():
@@ -219,7 +241,9 @@ class Index:
         return dataset, properties
 
     def _sources(self, kind: str, name: str) -> list[tuple[str, int, Box]]:
-        """What has the elements of a tensor, each once: shard, first element there, box."""
+        """Return where a tensor is stored: (shard, index in its flat array, box of the tensor) for
+        each box. Raise ValueError unless the boxes contain each element exactly once.
+        """
         (dataset, mapping), found = self._mapping(kind, name), []
         for i in range(mapping.get_virtual_count()):
             file = mapping.get_virtual_filename(i)
@@ -231,7 +255,8 @@ class Index:
             if stop - at != elements_in(box):
                 raise ValueError(f"{kind}/{name} has parts of another size than their sources")
             found.append((file, at, box))
-        # For sources without limits, which are refused above, HDF5 would open files to get this.
+        # HDF5 needs to open no file for the shape: selections without limits, for which it would,
+        # have been refused above.
         shape = dataset.shape
         dtype = _dtype_of(dataset)
         if shape != self.shapes[name] or dtype != self.dtypes[kind]:
@@ -241,13 +266,16 @@ class Index:
         return found
 
     def _sources_of(self, name: str) -> list[tuple[str, int, Box]]:
-        """The sources of a tensor, the same for every kind."""
+        """Return where a tensor is stored, see `_sources`; the same for every kind of state."""
         if name not in self._known:
             self._known[name] = self._sources("weights", name)
         return self._known[name]
 
     def _arrays_in(self, shard: str) -> dict[str, np.ndarray]:
-        """The flat arrays of a shard, by kind; of too many shards, the oldest is unmapped."""
+        """Return the flat arrays of a shard by kind, and map the shard if it is not mapped yet.
+
+        If MOST_OPEN shards are mapped, the shard that was mapped first is dropped.
+        """
         if shard not in self._arrays:
             if len(self._arrays) == MOST_OPEN:
                 del self._arrays[next(iter(self._arrays))]

@@ -1,9 +1,10 @@
-"""Loads a checkpoint into a run under any layout: chooses one, checks it, reads its tensors.
+"""Loads a checkpoint into a run under any layout: chooses a checkpoint, checks it, reads tensors.
 
-Every rank calls `Loader.resume`. Files are checked before anything is read, each by one rank. Then
-each rank reads, of every tensor, the elements that it owns under its own layout, directly into its
-state: tensor and pipeline parallelism, replicas, ZeRO stage and precision of the run that saved
-make no difference. Weights that a rank does not own come from its data replicas afterwards.
+Every rank calls `Loader.resume`. Files are checked before any tensor is read, each file by one
+rank. Then each rank reads from every tensor the elements whose master weights and optimizer state
+it holds under this run's layout. Tensor and pipeline parallelism, replicas, ZeRO stage and
+precision of the run that saved make no difference. The other weights that a rank needs come from
+its replicas afterwards. Read index.py and state.py first.
 """
 
 import dataclasses
@@ -37,15 +38,16 @@ from distributed.mesh import Mesh
 from distributed.store import StoreExchange
 from zero import Optimizer
 
-# Options of a model on which no tensor depends if positions are not learned.
+# Options of a model that do not change any tensor if positions are not learned.
 LENGTHS = ("seq_length", "max_positions")
-WIDEST = torch.float64.itemsize  # bytes of an element, at most
-# Options of data that a resumed run prints if they have changed, as it does those of training.
+WIDEST = torch.float64.itemsize  # the most bytes that an element has
+# Data options that a resumed run prints if they have changed, beside all training options.
 DATA = ("data", "split", "order", "data_schedule", "curriculum", "skip_samples")
 
 
 def repeatability(device: str, deterministic: bool) -> str:
-    """A line for a resumed run whose next steps are not the same bits; empty where they are.
+    """Return a line for a resumed run whose next steps do not repeat the bits of an uninterrupted
+    run; "" if they do.
 
     On a GPU the backward pass of flash attention and of cuDNN adds to a gradient by atomic
     operations, whose order, and so the rounding, differs from run to run.
@@ -60,7 +62,7 @@ def repeatability(device: str, deterministic: bool) -> str:
 
 @dataclass
 class Loader:
-    """Loads one run's state; `Checkpointer` explains the fields."""
+    """Loads the state of one run; `save.Checkpointer` explains the fields."""
 
     config: Config
     mesh: Mesh
@@ -72,12 +74,14 @@ class Loader:
     def __post_init__(self) -> None:
         self.run, self.parent = self.config.run, checkpoints_folder(self.config)
         self.chosen: str | None = None  # the folder that was loaded
-        self.damaged: list[str] = []  # names of newer ones that could not be
+        self.damaged: list[str] = []  # names of newer checkpoints that could not be loaded
 
     def resume(self) -> Progress:
-        """Load what --resume asks for; the progress of that run, or of a new one.
+        """Load the checkpoint that --resume asks for, and return its progress.
 
-        Collective over the world. UserError on every rank if it cannot be loaded.
+        Return the progress of a new run if only weights are loaded, or if --resume auto finds no
+        checkpoint. Collective over the world. Raise UserError on every rank if the checkpoint
+        cannot be loaded.
         """
         folder = self._choose()
         if folder is None:
@@ -87,7 +91,7 @@ class Loader:
         with Index(folder) as index:
             weights_only = self.run.load_weights_only
             self._check_model(index, folder)
-            if weights_only:  # else the models, and so the tensors, are the same
+            if weights_only:  # otherwise the models are equal, and so are the tensors' shapes
                 self._check_tensors(index, folder)
             self._read(index, ("weights",) if weights_only else self._kinds_of(index, folder))
             if weights_only:
@@ -103,7 +107,10 @@ class Loader:
             return progress
 
     def _choose(self) -> str | None:
-        """The folder to load, its files checked; None if --resume auto finds none."""
+        """Return the folder to load, after checking its files; None if --resume auto finds none.
+
+        Raise UserError if there are checkpoints but each of them has a problem.
+        """
         found = self._candidates() if self.mesh.rank == 0 else None
         candidates = self.exchange.agree(found, lambda values: values[0])
         problems = []
@@ -121,13 +128,16 @@ class Loader:
         return None
 
     def _candidates(self) -> list[str]:
-        """Folders to try, newest first; or the only one, if --resume names it."""
+        """Return the folders to try, newest first; a single folder if --resume names it."""
         if self.run.resume == "auto":
             return folders.list_checkpoints(self.parent)
         return folders.find_checkpoints(self.run.resume)
 
     def _find_problem(self, folder: str) -> str | None:
-        """Why a checkpoint cannot be loaded, or None; every rank checks some of it."""
+        """Return why a checkpoint cannot be loaded, or None; every rank checks some of its files.
+
+        Collective; all ranks return the same.
+        """
         problem = None
         try:
             check_files(folder, True, self.mesh.rank, self.mesh.size)
@@ -136,7 +146,9 @@ class Loader:
         return self.exchange.agree(problem, lambda of_ranks: next(filter(None, of_ranks), None))
 
     def _check_model(self, index: Index, folder: str) -> None:
-        """UserError if the checkpoint's model is another one; a line with --load-weights-only."""
+        """Raise UserError if the checkpoint is of another model; with --load-weights-only, print a
+        line instead.
+        """
         ours = dataclasses.asdict(self.config.model)
         theirs = dataclasses.asdict(make_model(index.attributes("model"), index.path))
         positions = self.config.model.positions
@@ -151,10 +163,11 @@ class Loader:
         self.print_line(sentence)
 
     def _check_tensors(self, index: Index, folder: str) -> None:
-        """UserError for tensors of another shape in the checkpoint; a line that lists those missing
-        or surplus there.
+        """Raise UserError if a tensor has another shape in the checkpoint; print a line that lists
+        the tensors that only the model or only the checkpoint has. Collective.
         """
-        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0  # the others have the same
+        # Ranks that are not the first of `tp` or `replicas` have the same tensors as the first.
+        reports = self.mesh.tp.rank == self.mesh.replicas.rank == 0
         own = {spec.name: spec.shape for spec in self.optimizer.specs} if reports else {}
         ours = self.exchange.agree(own, lambda of_ranks: dict(ChainMap(*of_ranks)))
         theirs = index.shapes
@@ -173,7 +186,10 @@ class Loader:
             self.print_line(f"{folder}: {'; '.join(notes)}; these keep their values")
 
     def _kinds_of(self, index: Index, folder: str) -> tuple[str, ...]:
-        """The optimizer's tensors of a checkpoint; UserError if they are not this optimizer's."""
+        """Return the kinds of state to load: "weights" and the kinds of this run's optimizer.
+
+        Raise UserError if the checkpoint has the state of another optimizer, or none.
+        """
         ours = ("weights", *self.optimizer.state_kinds)
         theirs = tuple(index.kinds)
         here = self.optimizer.state_name
@@ -189,12 +205,12 @@ class Loader:
         return ours
 
     def _read(self, index: Index, kinds: tuple[str, ...]) -> None:
-        """Fill this rank's state, one local parameter at a time."""
+        """Fill this rank's state from the checkpoint, one shard of a parameter at a time."""
         shards = [
             each for each in unpadded_shards(self.optimizer) if each.spec.name in index.shapes
         ]
         longest = max((each.stop - each.start for each in shards), default=0)
-        # One buffer for all: the pages of a new one would take longer than the reading.
+        # One buffer for all shards: mapping the pages of a new buffer takes longer than reading.
         buffer = torch.empty(longest * WIDEST, dtype=torch.uint8)
         for shard in shards:
             self.mesh.recorder.at("load")
@@ -206,7 +222,10 @@ class Loader:
                 shard.write(kind, shard.start, loaded.to(current.device))
 
     def _read_progress(self, index: Index) -> Progress:
-        """A checkpoint's progress; from before tokens were counted, all of its samples count."""
+        """Return the progress in a checkpoint.
+
+        Old checkpoints do not count tokens; then all consumed samples count as trained on.
+        """
         progress = Progress(**index.attributes("progress"))
         text = index.attributes("data")
         if "usage" in text:
@@ -219,6 +238,7 @@ class Loader:
         return dataclasses.replace(progress, usage=Usage().after(counts, consumed, length, True))
 
     def _print_resumed(self, index: Index, folder: str, progress: Progress) -> None:
+        """Print where the run continues, and which data and options have changed; on rank 0."""
         consumed = progress.consumed_samples
         self.print_line(
             f"resumed from {folder}: step {progress.iteration}, {consumed} samples consumed"
@@ -234,7 +254,8 @@ class Loader:
             )
         there = json.loads(index.attributes("run")["config"])
         theirs = _options(there)
-        ours = _options(json.loads(json.dumps(self.config.as_dict())))  # lists, as there
+        # Through JSON, which makes tuples into lists, as in the checkpoint.
+        ours = _options(json.loads(json.dumps(self.config.as_dict())))
         changed = [
             f"{name} {theirs[name]} before, {ours[name]} now"
             for name in ours.keys() & theirs.keys()
@@ -245,9 +266,9 @@ class Loader:
 
 
 def load_weights(stages: nn.ModuleList, index: Index) -> None:
-    """Fill the parameters of stages that have no optimizer; padding stays as it is.
+    """Fill the parameters of stages that have no optimizer (sample.py); padding is not changed.
 
-    UserError if the checkpoint lacks one, or has it in another shape.
+    Raise UserError if the checkpoint lacks a parameter or has it in another shape.
     """
     for p in stages.parameters():
         spec = p.spec
@@ -265,11 +286,14 @@ def load_weights(stages: nn.ModuleList, index: Index) -> None:
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
-    """Those that decide what is trained on and how, of a configuration's nested values."""
+    """Return the options of a configuration that decide what is trained on and how: all of its
+    group "training", and the options DATA of its group "data".
+    """
     data = config.get("data", {})
     return config.get("training", {}) | {name: data[name] for name in DATA if name in data}
 
 
 def _list_some(items: list[str], count: int = 10) -> str:
+    """Return the first `count` items as text, and how many more there are."""
     rest = len(items) - count
     return ", ".join(items[:count]) + (f" and {rest} more" if rest > 0 else "")
