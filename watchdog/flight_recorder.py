@@ -1,4 +1,4 @@
-"""What a rank does and did last: the records that explain a hang and from which a step is drawn.
+"""Records of a rank's actions and operations: they explain a hang, and a step is drawn from them.
 
     recorder = FlightRecorder()                      one per rank, made by distributed.context
     recorder.begin_step(7)
@@ -7,9 +7,10 @@
     operation = group_log.enter("all_reduce", 4096)  before the call, because the call may hang
     operation.under_way(handle).wait()
 
-Each rank numbers the operations of a group: the one that never entered the operation in which the
-others wait has a lower count. The training thread writes, the watchdog's thread reads, without
-locks: a count may be out of date by a microsecond. benchmarks/watchdog.py measures the cost.
+Each rank numbers the operations of a group. A rank that never entered the operation in which the
+others wait has a lower count, and is found by that. The training thread writes and the watchdog's
+thread reads without locks: a count may be out of date by a microsecond. benchmarks/watchdog.py
+measures the cost.
 """
 
 import math
@@ -22,27 +23,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Place = tuple[str, int, str, int | None]  # phase, step, action, micro-batch
-RING = 256  # records kept
-STEPS = 101  # step durations kept, for their median
-# Waits of a GPU's stream that are kept: the host can be at most 1024 launches ahead of a stream.
+RING = 256  # the number of records that are kept
+STEPS = 101  # the number of step durations that are kept, for their median
+# The number of stream waits that are kept. The host is at most 1024 launches ahead of a stream.
 DEVICE_WAITS = 1024
-SECONDS_TO_ASK = 3.0  # without progress; only then the watchdog's thread asks the GPU's driver
+# Seconds without progress after which the watchdog's thread asks the GPU's driver about the stream.
+SECONDS_TO_ASK = 3.0
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One collective or message of this rank, in place of torch's handle; times are monotonic."""
+    """One collective or message of this rank. Callers wait for it in place of torch's handle.
+
+    Times are those of time.monotonic().
+    """
 
     group_log: "GroupLog"
-    kind: str
-    number: int  # of the group's collectives, or of the messages to or from one peer, from 1
+    kind: str  # all_reduce, send, ...
+    number: int  # among the group's collectives, or the messages to or from one peer; from 1
     bytes: int  # the size on this rank
-    peer: int | None = None  # position in the group
-    place: Place = field(init=False)
+    peer: int | None = None  # the other rank's position in the group; None for a collective
+    place: Place = field(init=False)  # the action of the rank that started the operation
     entered: float = field(init=False)
     waited_since: float | None = None
     ended: float | None = None
-    handle: Any = None  # torch's
+    handle: Any = None  # torch's handle; None before the start and after the wait
 
     def __post_init__(self) -> None:
         recorder = self.group_log.recorder
@@ -52,12 +57,12 @@ class Operation:
         recorder.progress += 1
 
     def under_way(self, handle: Any) -> "Operation":
-        """Keep the handle of the started operation; returns itself."""
+        """Keep torch's handle of the started operation, and return this operation."""
         self.handle = handle
         return self
 
     def wait(self) -> None:
-        """Wait for the handle and record it; a second call returns at once."""
+        """Wait for the handle and record the wait; a second call returns at once."""
         if self.handle is None:
             return
         recorder = self.group_log.recorder
@@ -76,7 +81,7 @@ class Operation:
             recorder.spans.append(("wait", name, *(marks or (began, now))))
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        """The record as plain values; times as seconds before `now`."""
+        """Return the record as plain values; times become seconds before `now`."""
         return {
             "kind": self.kind,
             "role": self.group_log.role,
@@ -92,15 +97,18 @@ class Operation:
 
 
 class GroupLog:
-    """Counts the operations of one group that this rank has entered."""
+    """Counts the operations of one group that this rank has entered; collectives.Group keeps it.
+
+    role: the group's role in the mesh. ranks: the members' ranks in the world.
+    """
 
     def __init__(self, recorder: "FlightRecorder", role: str, ranks: tuple[int, ...]):
         self.recorder = recorder
         self.role = role
         self.ranks = ranks
-        self.entered = 0  # collectives
-        self.sent: dict[int, int] = {}  # messages, by position in the group
-        self.received: dict[int, int] = {}
+        self.entered = 0  # the number of collectives
+        self.sent: dict[int, int] = {}  # the number of messages, by the peer's position
+        self.received: dict[int, int] = {}  # the same for messages from the peer
 
     def enter(self, kind: str, size: int) -> Operation:
         """Record a collective of `size` bytes on this rank, before it starts."""
@@ -119,11 +127,12 @@ class GroupLog:
 
 
 class FlightRecorder:
-    """The records of one rank: its last operations and actions, and what it does now.
+    """The records of one rank: its last operations and actions, and its current action.
 
-    new_event: makes a CUDA event where a wait makes the stream wait and not the host (nccl); None
-    where the host waits (gloo). coordinates: this rank's on the axes of the mesh,
-    which sets them. progress: grows with every record; a rank whose progress stands may hang.
+    new_event: a function that makes a CUDA event, over NCCL, where a wait makes the stream wait and
+    not the host; None over gloo, where the host waits. coordinates: this rank's position on each
+    axis of the mesh; the mesh sets them. progress: a number that grows with every record; a rank
+    whose progress does not grow may hang.
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None):
@@ -131,54 +140,58 @@ class FlightRecorder:
         self.group_logs: dict[tuple[str, tuple[int, ...]], GroupLog] = {}
         self.coordinates: dict[str, int] = {}
         self.place: Place = ("start", 0, "start", None)
-        self.since = time.monotonic()  # when it came to that place
+        self.since = time.monotonic()  # when the current action (`place`) began
         self.progress = 0
-        self.waiting: Operation | None = None
-        self.waited = 0.0  # seconds in waits since `take_waited`
-        self.background: dict[str, Any] | None = None  # what the checkpoint's thread does
-        self.background_progress = 0  # that thread's own count: two threads never write one
+        self.waiting: Operation | None = None  # the operation in which the host waits now
+        self.waited = 0.0  # the host's seconds in waits since `take_waited`
+        self.background: dict[str, Any] | None = None  # the checkpoint thread's action
+        self.background_progress = 0  # the checkpoint thread's progress; only that thread writes it
         self.other_wait: dict[str, Any] | None = None  # a wait that is not an Operation
-        self.steps: deque[float] = deque(maxlen=STEPS)
+        self.steps: deque[float] = deque(maxlen=STEPS)  # seconds of the last steps
         self.steps_done = 0
-        self.spans: list[tuple] | None = None  # while kept: step_trace.py and step_times.py
-        self.stamp: Callable[[], Any] | None = None  # of them, the time; None: the host's clock
-        self._mark: Any = None  # when the place was come to, as a span has it
+        # Spans while they are kept for step_trace.py or step_times.py: (action, micro-batch, start,
+        # end); the action "wait" is a wait, with the operation in place of the micro-batch.
+        self.spans: list[tuple] | None = None
+        self.stamp: Callable[[], Any] | None = None  # returns a span's time; None: monotonic clock
+        self._mark: Any = None  # the time of a span at which the current action began
         self.spent: dict[str, float] = defaultdict(float)  # seconds by phase; `log`: between steps
-        self.settle: Callable[[], None] | None = None  # then: wait for the device's stream
+        # Called at the end of every action if it is set: waits for the device's stream.
+        self.settle: Callable[[], None] | None = None
         self.new_event = new_event
         # The last waits of the device's stream, each with an event that the stream passes after it.
         self._on_stream: deque[tuple[Operation, Any]] = deque(maxlen=DEVICE_WAITS)
-        # Around each wait of a step that is measured: timing events, of which `stamp` makes one.
+        # For each wait of a measured step: the timing events, made by `stamp`, before and after it.
         self._timed_waits: list[tuple[Any, Any]] = []
-        self._seen = -1, 0.0  # progress that a snapshot had first, and when
+        self._seen = -1, 0.0  # the last new progress in a snapshot, and the time of that snapshot
 
     def group_log(self, role: str, ranks: tuple[int, ...]) -> GroupLog:
-        """The log of a group; groups of the same ranks and role share one."""
+        """Return the log of a group; groups with the same role and ranks share one log."""
         return self.group_logs.setdefault((role, ranks), GroupLog(self, role, ranks))
 
     # -- what the rank does now -------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """A training step begins."""
+        """Record that a training step begins."""
         self.waited, self._timed_waits = 0.0, []  # the waits between steps do not count
         self._move(("train", step, "begin", None))
         self._step_began = self.since
 
     def end_step(self) -> None:
-        """A training step has ended; its duration counts towards the median."""
+        """Record that a training step has ended; its duration counts towards the median."""
         self.steps.append(time.monotonic() - self._step_began)
         self.steps_done += 1
         self.enter("log")
 
     def enter(self, phase: str) -> None:
-        """A phase other than a training step begins: evaluate, save, load, end."""
+        """Record that a phase other than a training step begins: evaluate, save, load, end, ..."""
         self._move((phase, self.place[1], phase, None))
 
     def at(self, action: str, micro_batch: int | None = None) -> None:
-        """The next action of the phase begins: data, F, B, reduce, optimizer, ..."""
+        """Record that the next action of the phase begins: data, F, B, reduce, optimizer, ..."""
         self._move((self.place[0], self.place[1], action, micro_batch))
 
     def _move(self, place: Place) -> None:
+        """End the current action and begin the one at `place`."""
         if self.settle is not None:
             self.settle()
         now = time.monotonic()
@@ -195,8 +208,9 @@ class FlightRecorder:
     def keep_spans(self, stamp: Callable[[], Any] | None = None) -> None:
         """Keep spans (action, micro-batch, start, end) from now on, until `spans` is None again.
 
-        stamp: gives what stands for a time in them, on nccl a CUDA event that it records on the
-        stream; a wait's two are then the events between which the stream waited.
+        stamp: returns what a span has for a time; by default seconds of time.monotonic(). Over NCCL
+        it records a CUDA event on the stream and returns the event. The span of a wait then has the
+        two events between which the stream waited.
         """
         self.spans = []
         self.stamp = stamp
@@ -204,9 +218,10 @@ class FlightRecorder:
 
     @contextmanager
     def waiting_for(self, kind: str, ranks: Sequence[int] = ()) -> Iterator[None]:
-        """A wait that is not an Operation: `store` (for `ranks`), `device` or `writer`.
+        """Record a wait that is not an Operation: `store` (for `ranks`), `device` or `writer`.
 
-        Not cleared by an exception, so that the report shows in which wait the rank failed.
+        The wait lasts as long as the block. An exception does not clear the record, so that the
+        report shows in which wait the rank failed.
         """
         self.other_wait = _wait(kind, ranks)
         yield
@@ -214,17 +229,21 @@ class FlightRecorder:
         self.progress += 1
 
     def background_at(self, kind: str | None, ranks: Sequence[int] = ()) -> None:
-        """What the checkpoint's thread does from now on, or waits for (`ranks`); None: ended."""
+        """Record the next action of the checkpoint's thread; called by that thread.
+
+        kind: the action; None: the thread has ended its work. ranks: the ranks it waits for.
+        """
         self.background = _wait(kind, ranks) if kind else None
         self.background_progress += 1
 
     # -- time in waits ----------------------------------------------------------------------
 
     def take_waited(self) -> float:
-        """Seconds in waits since the step began or the last call: of the host, or on nccl of the
-        device's stream. NaN on nccl if no spans with a `stamp` are kept: these waits are not timed.
+        """Return the seconds in waits since the step began or since the last call.
 
-        Call this when the device has done the step, so that its stream has passed every wait.
+        Over gloo the host waits; over NCCL the device's stream does. Over NCCL waits are timed only
+        while spans with a `stamp` are kept; otherwise return NaN. Called when the device has done
+        the step, so that the stream has passed every wait.
         """
         if self.new_event is None:
             waited = self.waited
@@ -237,18 +256,19 @@ class FlightRecorder:
         return sum(first.elapsed_time(last) for first, last in timed) / 1e3
 
     def wait_for(self, operation: Operation) -> tuple[Any, Any] | None:
-        """Wait for the handle; on nccl the stream waits and the host goes on.
+        """Wait for the operation's handle; over NCCL the stream waits and the host goes on.
 
-        There an event is recorded after the wait: after a hang it tells whether the stream has
-        passed the operation. It takes no time stamp and is never queried by this thread. Two timing
-        events around the wait are recorded, and returned, only while spans are kept with a `stamp`.
+        Over NCCL an event is recorded after the wait: in a hang, it shows whether the stream has
+        passed the operation. The event has no time stamp, and this thread never queries it. Only
+        while spans with a `stamp` are kept, two timing events around the wait are recorded; return
+        these two, or None.
         """
         if self.new_event is None:
             operation.handle.wait()
             return None
         first = self.stamp() if self.stamp else None
         operation.handle.wait()
-        # The oldest of so many events lies behind the stream, and is used again.
+        # If DEVICE_WAITS events are kept, the stream has passed the oldest one: use it again.
         reuses = len(self._on_stream) == DEVICE_WAITS
         passed = self._on_stream[0][1] if reuses else self.new_event()
         passed.record()
@@ -259,10 +279,11 @@ class FlightRecorder:
         return self._timed_waits[-1]
 
     def device_waits_for(self) -> Operation | None:
-        """The first operation that the device's stream has not passed yet.
+        """Return the first operation that the device's stream has not passed yet; None if none.
 
-        Asks the driver, which may wait for a lock that another thread holds. None too after an
-        error of the device, which every query raises again: the main thread reports it.
+        It asks the driver, which may wait for a lock that another thread holds. After an error of
+        the device every query raises that error again: return None then, because the main thread
+        reports it.
         """
         waits = list(self._on_stream)
         with suppress(RuntimeError):
@@ -272,7 +293,10 @@ class FlightRecorder:
     # -- for the watchdog's thread ----------------------------------------------------------
 
     def snapshot(self, records: int) -> dict[str, Any]:
-        """What the rank does now and its last `records` records, as plain values."""
+        """Return the rank's current action and its last `records` records, as plain values.
+
+        Called by the watchdog's thread.
+        """
         now = time.monotonic()
         progress = self.progress + self.background_progress
         if progress != self._seen[0]:
@@ -282,7 +306,9 @@ class FlightRecorder:
         waiting = self.waiting
         other = self.other_wait
         if waiting is None and (other is None or other["kind"] == "device"):
-            waiting = device  # the host may be at any later place, its launch queue full
+            # The host may be at any later action, blocked because its launch queue is full: the
+            # operation that holds up the stream is what the rank waits for.
+            waiting = device
         return {
             **dict(zip(("phase", "step", "action", "micro_batch"), self.place)),
             "since": _seconds_before(now, self.since),
@@ -297,12 +323,12 @@ class FlightRecorder:
         }
 
     def groups(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Role and ranks of every group, in the order of the snapshot's counts."""
+        """Return role and ranks of every group, in the order of the snapshot's counts."""
         return list(self.group_logs)
 
 
 def describe_place(snapshot: dict[str, Any]) -> str:
-    """What a snapshot's rank does: `step 7, F of micro-batch 3`."""
+    """Return the current action of a snapshot as text: `step 7, F of micro-batch 3`."""
     action = snapshot["action"]
     phase = snapshot["phase"]
     batch = snapshot["micro_batch"]

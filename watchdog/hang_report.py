@@ -1,13 +1,13 @@
-"""The report of a hang or a death: its text and its files.
+"""The report of a hang or a death: its text and its files. Read wait_graph.py first.
 
     python -m watchdog.hang_report OUT         prints the report in OUT/hang again
 
 The monitor writes, with `format_report` and `write_files`:
 
     OUT/hang/report.txt         the report as it was printed
-    OUT/hang/rank_00003.json    one rank: what it did, its last records, its groups, its stacks
-    OUT/hang/case.json          what was seen: a hang, a death, a failure; when; the culprits;
-                                or, by the pre-flight, the nodes that cannot be used
+    OUT/hang/rank_00003.json    one rank: its last action, its records, its groups, its stacks
+    OUT/hang/case.json          the kind of case (a hang, a death, a failure), its time and the
+                                culprits; a failed pre-flight lists the nodes that cannot be used
 """
 
 import functools
@@ -22,12 +22,13 @@ from watchdog.flight_recorder import describe_place
 from watchdog.wait_graph import Case, Ranks, WaitGraph
 
 _ranges = functools.partial(number_ranges, between=", ")
-_RULE = "=" * 80  # the first and the last line
-SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24  # lines: of waits, and of places
+_RULE = "=" * 80  # the first and the last line of a report
+# The most culprits, frames of a stack, and lines of a list that a report shows.
+SHOWN_CULPRITS, SHOWN_FRAMES, SHOWN_LINES = 8, 6, 24
 
 
 def format_report(case: Case, ranks: Ranks, out: str) -> str:
-    """The report as text for people. out: the run's --out, or empty."""
+    """Return the report as text. out: the run's --out, or empty if no files are written."""
     culprits = case.culprits
     graph = WaitGraph(ranks)
     lines = ["", _RULE, f"{case.time}: {_headline(case, ranks)}"]
@@ -68,7 +69,7 @@ def _headline(case: Case, ranks: Ranks) -> str:
 
 
 def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
-    """One culprit: its name, what others wait for, its state, its activity, its stacks."""
+    """Return the lines on one culprit: name, the operation it never entered, activity, stacks."""
     lines = [f"CULPRIT: {_name(rank)}"]
     if found := graph.waiter_for(rank["rank"]):
         number, wait = found
@@ -97,7 +98,7 @@ def _describe_rank(rank: dict[str, Any], graph: WaitGraph) -> list[str]:
 
 
 def _describe_activity(rank: dict[str, Any]) -> list[str]:
-    """What a rank does, by its last snapshot."""
+    """Return the lines on a rank's activity, from its last snapshot."""
     snapshot = rank["snapshot"]
     it_is = "it is" if rank["state"] == "answered" else "at its last message it was"
     lines = [f"  {it_is} in {describe_place(snapshot)}, without progress for {rank['still']:.1f} s"]
@@ -129,7 +130,11 @@ def _describe_no_culprit(graph: WaitGraph) -> str:
 
 
 def mismatches(graph: WaitGraph) -> list[str]:
-    """A line for each rank whose collective differs from the one of the same number and group."""
+    """Return a line for each rank whose collective differs from that of another rank.
+
+    Two ranks are compared if both wait in a collective with the same group and number: then the
+    kind and the number of bytes must be equal too.
+    """
     found: dict[tuple, tuple[int, dict]] = {}
     lines = []
     for number, wait in graph.waits.items():
@@ -147,7 +152,10 @@ def mismatches(graph: WaitGraph) -> list[str]:
 
 
 def _describe_waits(graph: WaitGraph) -> list[str]:
-    """A line for all ranks that wait in the same operation for the same ranks; most ranks first."""
+    """Return one line for all ranks that wait in the same operation for the same ranks.
+
+    The line with the most ranks comes first.
+    """
     same: dict[tuple[str, tuple], list[int]] = {}
     for number, wait in graph.waits.items():
         same.setdefault((_operation(wait), tuple(graph.blockers(number))), []).append(number)
@@ -159,7 +167,10 @@ def _describe_waits(graph: WaitGraph) -> list[str]:
 
 
 def _describe_places(ranks: Ranks) -> list[str]:
-    """Ranks grouped by where they are, the smallest group first: exceptions are on top."""
+    """Return one line for all ranks with the same current action.
+
+    The line with the fewest ranks comes first, since the exceptional rank is often the cause.
+    """
     places: dict[str, list[int]] = {}
     for number, rank in ranks.items():
         places.setdefault(_place(rank), []).append(number)
@@ -168,11 +179,16 @@ def _describe_places(ranks: Ranks) -> list[str]:
 
 
 def _shortened(lines: list[str]) -> list[str]:
+    """Return at most SHOWN_LINES lines, followed by the number of lines that were left out."""
     more = len(lines) - SHOWN_LINES
     return lines if more <= 0 else [*lines[:SHOWN_LINES], f"  and {more} more such lines"]
 
 
 def _place(rank: dict[str, Any]) -> str:
+    """Return a rank's current action, and its innermost frame outside of the recorder and groups.
+
+    If the rank failed, the last line of its error stands in place of the frame.
+    """
     if rank["snapshot"] is None:
         return f"{rank['state']}, before its first heartbeat"
     state = "" if rank["state"] == "answered" else f"{rank['state']}, was in "
@@ -191,7 +207,7 @@ def _name(rank: dict[str, Any]) -> str:
 
 
 def _operation(wait: dict[str, Any]) -> str:
-    """An operation, or a wait that is not one, in words."""
+    """Return text for the operation of a wait, or for a wait of another kind."""
     if "role" not in wait:
         return f"{wait['kind']} (for {_ranges(wait['ranks'])})" if wait["ranks"] else wait["kind"]
     side = {"send": "to", "receive": "from"}.get(wait["kind"])
@@ -200,15 +216,15 @@ def _operation(wait: dict[str, Any]) -> str:
 
 
 def _short(frame: str) -> str:
-    """A frame with the file's name in place of its path."""
+    """Return a stack's frame with the file's name in place of its path."""
     path, _, rest = frame.partition(":")
     return f"{Path(path).name}:{rest}"
 
 
 def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) -> None:
-    """Write the files of a case, the report first in case the rest cannot be written.
+    """Write the files of a case into `folder`; the report comes first, in case writing fails.
 
-    The folder of an earlier case is renamed to hang.1, hang.2, ... Raises OSError.
+    The folder of an earlier case is renamed to hang.1, hang.2, ... Raise OSError if writing fails.
     """
     path = Path(folder)
     if path.exists():
@@ -222,14 +238,17 @@ def write_files(folder: str, case: dict[str, Any], ranks: Ranks, report: str) ->
 
 
 def write_refusal(folder: str, sentence: str, nodes: list[str]) -> None:
-    """Write the case of nodes that cannot be used, found before step 1. Raises OSError."""
+    """Write the case of a failed check before step 1. Raise OSError if writing fails.
+
+    sentence: the error. nodes: the nodes that cannot be used.
+    """
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     case = {"kind": "preflight", "time": when, "culprits": [], "nodes": nodes, "error": sentence}
     write_files(folder, case, {}, f"\n{_RULE}\n{when}: {sentence}\n{_RULE}")
 
 
 def read_report(out: str) -> str:
-    """The newest report in a run's folder; UserError if there is none or it is not whole."""
+    """Return the newest report in a run's folder; raise UserError if it is missing or damaged."""
     path = Path(out, "report.txt" if Path(out).name == "hang" else "hang/report.txt")
     try:
         report = path.read_text()
@@ -243,7 +262,7 @@ def read_report(out: str) -> str:
 
 
 def main() -> None:
-    """Print the report of a hang or a death again; raises UserError."""
+    """Print the newest report in a run's folder; raise UserError if there is none."""
     parser = Parser("hang_report", description="Print the report of a hang or a death again.")
     parser.add_argument("out", metavar="OUT", help="the run's --out folder")
     print(read_report(parser.parse_args().out), end="")

@@ -1,10 +1,11 @@
-"""Each rank's connection to the monitor: it sends heartbeats, and ends the rank on its order.
+"""Each rank's side of the watchdog: it sends heartbeats, and ends the rank if the monitor says so.
 
-Rank 0 starts the monitor, a process of its own (monitor.py); every rank has two connections to it
-and one thread that sends a heartbeat every second, also while the main thread is inside a
-collective. A rank whose Python lock (the GIL) is held, by a loop in C for example, sends none; its
-stack is written into the second connection by faulthandler, which does not need the lock. A
-stopped process sends nothing, and the monitor reads its state from the kernel.
+Rank 0 starts the monitor, a separate process (monitor.py). Every rank has two connections to the
+monitor and one thread that sends a heartbeat every second, also while the main thread is inside a
+collective. If Python's lock (the GIL) is held, for example by a loop in C, the rank sends no
+heartbeat; faulthandler, which does not need the lock, then writes the rank's stack into the second
+connection. A stopped process sends nothing, and the monitor reads its state from the kernel. Read
+flight_recorder.py first.
 """
 
 import contextlib
@@ -27,30 +28,34 @@ from watchdog.flight_recorder import RING, FlightRecorder, describe_place
 from watchdog.handshake import Address, Process, connect
 
 ROOT = Path(__file__).resolve().parent.parent  # the folder of the packages `watchdog`, `config`
-# Not `-m watchdog.monitor`: that does not look into the current folder under PYTHONSAFEPATH.
+# Not `-m watchdog.monitor`, which does not search the current folder if PYTHONSAFEPATH is set.
 MONITOR = "import sys; sys.path.insert(0, '.'); from watchdog import monitor; monitor.main()"
-BEAT_SECONDS = 1.0  # between heartbeats
-BEAT_RECORDS = 4  # of the recorder, in a heartbeat
-# Heartbeats; then the monitor or its node is considered lost. The rank that started the monitor
-# kills it then, before the other ranks end the job and it with them.
+BEAT_SECONDS = 1.0  # seconds between two heartbeats
+BEAT_RECORDS = 4  # the recorder's last records that a heartbeat contains
+# After so many heartbeats without an answer the monitor or its node is considered lost. The rank
+# that started the monitor has the lower limit, so that it kills the monitor before other ranks end
+# the job, and that rank with it.
 MAX_UNANSWERED = 30
 MAX_UNANSWERED_BY_OWN = 25
-EXIT_WAIT_SECONDS = 10.0  # for a rank that failed after another to be ended: the first prints
-ABORT_TIMEOUT = 5.0  # for MPI to end this rank; then it exits without MPI
-FRAMES = 40  # of each stack
-REARM_FRACTION = 0.25  # of the timer's time: older, it is re-armed
+# Seconds that a failed rank waits for the monitor's answer, and then, unless it is the first that
+# failed, for its end: only the first prints its error.
+EXIT_WAIT_SECONDS = 10.0
+ABORT_TIMEOUT = 5.0  # seconds for MPI to end this rank; then it exits without MPI
+FRAMES = 40  # the most frames of each stack
+REARM_FRACTION = 0.25  # faulthandler's timer is set again after this fraction of its time
 
-End = Callable[[int], None]  # ends the process with a status, from any thread
+End = Callable[[int], None]  # a function that ends the process with a status, from any thread
 
 
 def start_monitor(
     host: str, node: str, size: int, out: str, limit: float | None, key: str
 ) -> tuple[Address, subprocess.Popen]:
-    """Start the monitor of a job on this node; returns its address and the process.
+    """Start the monitor of a job on this node; return its address and its process.
 
-    limit: --hang-timeout in seconds; key: by which it recognises the ranks. The process gets a
-    session of its own, so that it survives this rank. It opens fewer files than rank 0, which the
-    job's store has checked.
+    Called by rank 0. host: the address at which the ranks reach this node. size: the number of
+    ranks. limit: --hang-timeout in seconds. key: the secret by which the monitor recognises the
+    ranks. The process gets a new session, so that it survives this rank. It needs fewer open files
+    than rank 0, whose limit job_store.py has checked.
     """
     listener = socket.create_server((host, 0), backlog=max(128, size))
     number = listener.fileno()
@@ -71,9 +76,10 @@ def start_monitor(
 
 
 class Watchdog:
-    """One rank's thread and connections to the monitor.
+    """One rank's connections to the monitor, and the thread that uses them.
 
-    monitor: its process, on the rank that started it, which never leaves it behind stopped.
+    end: a function that ends all ranks with a status. monitor: the monitor's process, on the rank
+    that started it. That rank kills a stopped monitor before it leaves the job.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class Watchdog:
         end: End,
         monitor: subprocess.Popen | None = None,
     ) -> None:
-        """Raises OSError if the monitor cannot be reached."""
+        """Connect to the monitor and start the thread; raise OSError if it cannot be reached."""
         self.recorder = recorder
         self.rank = rank
         self.node = node
@@ -93,17 +99,20 @@ class Watchdog:
         self._monitor = monitor
         self._lock = threading.Lock()
         self._closing = False
-        self._first: bool | None = None  # whether this rank is the first that failed
-        self._answered = threading.Event()  # the monitor has answered that
-        self._unanswered = 0
-        self._received = b""
-        self._groups, self._memory = 0, MemoryReader()  # groups reported
-        self._dump_after, self._armed = 60.0, -3600.0  # faulthandler's timer, and when it was set
-        # From the clock of the records to the monitor's; the fastest answer gives the best value.
+        self._first: bool | None = None  # the monitor's answer: is this rank the first that failed?
+        self._answered = threading.Event()  # set when `_first` has arrived
+        self._unanswered = 0  # heartbeats since the last message of the monitor
+        self._received = b""  # the beginning of a message that has not arrived completely
+        # The number of groups that were reported to the monitor; the memory of rank and node.
+        self._groups, self._memory = 0, MemoryReader()
+        # The seconds after which faulthandler writes the stacks, and when its timer was set.
+        self._dump_after, self._armed = 60.0, -3600.0
+        # Seconds to add to time.monotonic() for the monitor's clock, and their error. The heartbeat
+        # with the fastest answer gives the best value.
         self.clock_offset = time.time() - time.monotonic()
         self.clock_error = 3600.0
         process = Process(rank, node, os.getpid(), start_time(os.getpid()) or 0)
-        self._stacks = connect(address, "stacks", process)  # as a file, for faulthandler
+        self._stacks = connect(address, "stacks", process)  # faulthandler writes into this socket
         self._socket = connect(address, "rank", process)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -111,10 +120,11 @@ class Watchdog:
     # -- for the main thread ----------------------------------------------------------------
 
     def fail(self, text: str, status: int) -> bool:
-        """Report that this rank fails; True: it is to print the error.
+        """Report to the monitor that this rank fails; return whether this rank prints its error.
 
-        That is the first that fails; another is normally ended before this returns. status: the
-        exit status for a UserError; 0 for an exception of the code, of which there is a report.
+        Only the first rank that fails prints; the monitor normally ends the others before this
+        returns. text: the traceback. status: the exit status for a UserError; 0 for an exception of
+        the code, for which the monitor writes a report.
         """
         try:
             self._send({"failed": text, "exit_status": status})
@@ -126,13 +136,13 @@ class Watchdog:
         return self._first is not False
 
     def end_job(self, status: int) -> None:
-        """Report that this rank ends the job on purpose: the others end too, without a report."""
+        """Tell the monitor that this rank ends the job: it ends the other ranks, with no report."""
         if self._leaves_first():
             with contextlib.suppress(OSError):  # without a monitor the launcher ends the others
                 self._send({"ending": status})
 
     def end_monitor(self, seconds: float) -> None:
-        """Wait for the monitor that this rank started, and kill it if it has not ended by then."""
+        """Wait for the monitor that this rank started; kill the monitor after `seconds`."""
         if self._monitor:
             try:
                 self._monitor.wait(seconds)
@@ -141,19 +151,20 @@ class Watchdog:
                 self._monitor.wait()
 
     def close(self) -> None:
-        """Say goodbye: from now on the end of this rank is not a death."""
+        """Deregister from the monitor: from now on the end of this rank is not a death."""
         if not self._leaves_first():
             return
         faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(OSError):  # the monitor has ended: there is nothing to leave
+        with contextlib.suppress(OSError):  # the monitor may have ended already
             self._send({"goodbye": True})
             self._socket.shutdown(socket.SHUT_WR)
 
     def _leaves_first(self) -> bool:
-        """Whether this rank leaves only now; from here on the end of the monitor is not a loss.
+        """Note that this rank leaves the job; return whether this is the first call.
 
-        The monitor may end before this process does, whose status must stay its own. A stopped one
-        could not end other ranks any more, and nobody else would end it.
+        From here on the end of the monitor is no error: the monitor may end before this process,
+        whose exit status must not change by that. A stopped monitor is killed, because it could not
+        end other ranks any more, and no other process would end it.
         """
         first = not self._closing
         self._closing = True
@@ -183,14 +194,17 @@ class Watchdog:
         self._unanswered += 1
         now = time.monotonic()
         self._send({"beat": snapshot, "memory": self._memory.read(), "sent": now})
-        # If the lock is held, no heartbeat re-arms the timer, and it writes the stacks. Re-arming
-        # ends and starts a thread, most of the cost of a heartbeat: not done in each.
+        # If Python's lock is held, no heartbeat sets the timer again, and faulthandler writes the
+        # stacks when its time is over. Setting the timer ends and starts a thread, which is most of
+        # the cost of a heartbeat, so it is not done in every heartbeat.
         if now - self._armed > REARM_FRACTION * self._dump_after:
             faulthandler.dump_traceback_later(self._dump_after, file=self._stacks.fileno())
             self._armed = now
 
     def _listen(self, seconds: float) -> None:
-        until, poll = time.monotonic() + seconds, select.poll()  # select takes numbers up to 1,023
+        """Handle the monitor's messages for so many seconds; raise OSError if it is gone."""
+        # poll and not select, which only takes descriptors up to 1,023.
+        until, poll = time.monotonic() + seconds, select.poll()
         poll.register(self._socket, select.POLLIN)
         while not self._closing:
             left = until - time.monotonic()
@@ -222,7 +236,10 @@ class Watchdog:
             self._end(message["end"])
 
     def _send_status(self, processes: dict[str, tuple[int, int]]) -> None:
-        """Stacks and records, and the state of the silent ranks' processes on this node."""
+        """Send stacks and records to the monitor, and the state of other ranks' processes.
+
+        processes: (process id, start) of the quiet ranks on this node, by rank.
+        """
         status = {
             "snapshot": self.recorder.snapshot(RING),
             "stacks": thread_stacks(self._thread),
@@ -232,7 +249,10 @@ class Watchdog:
         self._send({"status": status})
 
     def _lost(self, why: str) -> None:
-        """End: without the monitor no hang would be seen. It was killed, or its node is down."""
+        """End the job because the monitor is lost: it was killed, or its node is down.
+
+        Without the monitor no hang would be found.
+        """
         if self._closing:
             return
         if self._monitor:
@@ -245,7 +265,10 @@ class Watchdog:
         self._end(1)
 
     def _end(self, status: int) -> None:
-        """End the process; if `end` takes long, faulthandler does, which does not need the lock."""
+        """End the process with `end`, and after ABORT_TIMEOUT with faulthandler.
+
+        faulthandler does not need Python's lock.
+        """
         with open(os.devnull, "w") as nowhere:
             faulthandler.dump_traceback_later(ABORT_TIMEOUT, exit=True, file=nowhere)
             self.end(status)
@@ -256,12 +279,15 @@ class Watchdog:
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """A message between ranks and monitor: a line of JSON."""
+    """Return a message between a rank and the monitor as bytes: one line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
-    """Every thread's Python stack but that one's, innermost frame first; the main thread first."""
+    """Return the Python stacks of all threads except `skip`, by the thread's name.
+
+    The main thread ("main") comes first. A stack is a list of lines, the innermost frame first.
+    """
     frames = sys._current_frames()
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()} | {main: "main"}
@@ -275,14 +301,14 @@ def thread_stacks(skip: threading.Thread) -> dict[str, list[str]]:
 
 
 class MemoryReader:
-    """Reads the memory of this process and its node; open files make that five times as fast."""
+    """Reads the memory of this process and its node; keeping the files open makes it 5x faster."""
 
     def __init__(self) -> None:
         self._own = os.open("/proc/self/statm", os.O_RDONLY)
         self._node = os.open("/proc/meminfo", os.O_RDONLY)
 
     def read(self) -> dict[str, int]:
-        """Bytes: resident of this process, and available on its node."""
+        """Return the bytes that are resident in this process, and available on its node."""
         pages = int(os.pread(self._own, 100, 0).split()[1])
         words = os.pread(self._node, 200, 0).split()  # MemTotal: n kB MemFree: n kB MemAvailable:
         available = 1024 * int(words[7]) if words[6:7] == [b"MemAvailable:"] else 0
@@ -290,15 +316,19 @@ class MemoryReader:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process began, in ticks since boot (process ids are used again); None: no process."""
+    """Return when a process began, in ticks since boot; None if there is no such process.
+
+    Together with the id it names one process, since the kernel uses process ids again.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def process_state(pid: int, started: int | None = None) -> str:
-    """The kernel's state of a process: running, asleep, stopped, ..., or gone.
+    """Return the kernel's state of a process: running, asleep, stopped, ..., or gone.
 
-    started: when it began, unless it cannot be another's by now: a child of this process.
+    started: when the process began, to see whether the id belongs to another process by now. It is
+    not needed for a child of this process.
     """
     fields = _stat(pid)
     if not fields or (started is not None and int(fields[19]) != started):
@@ -309,7 +339,7 @@ def process_state(pid: int, started: int | None = None) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the name, the state first; None: no such process."""
+    """Return the fields of /proc/PID/stat after the name; the first is the state. None: gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -317,7 +347,10 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def kill_process(pid: int, started: int) -> None:
-    """SIGKILL that process if it still runs, and is this user's."""
-    with contextlib.suppress(OSError):  # it has ended in the meantime
+    """Kill the process (SIGKILL) if it still runs and belongs to this user.
+
+    started: when it began, so that no other process with the same id is killed.
+    """
+    with contextlib.suppress(OSError):  # the process has ended in the meantime
         if start_time(pid) == started and os.stat(f"/proc/{pid}").st_uid == os.getuid():
             os.kill(pid, signal.SIGKILL)
